@@ -1,0 +1,61 @@
+# Two commands do all set-up: `make demo` and `make test`.
+#
+# torch: a machine with an NVIDIA GPU keeps the torch that its Python has, or gets the default
+# build; a machine without one gets the small CPU build of one pinned version.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CPU_TORCH := torch==2.13.0
+# On a GPU, triton comes with torch. Without one it only serves the interpreter in the tests.
+CPU_TRITON := triton==3.6.0
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+STEPS ?=
+
+.PHONY: help demo test lint clean
+help:
+	@echo "make demo   install, then train a small Llama in float8 next to high precision"
+	@echo "make test   install, then run all tests"
+	@echo "make lint   install, then ruff, type checker and import-linter"
+	@echo "make clean  remove the environment and caches; runs/ stays"
+
+$(BIN)/python:
+ifeq ($(HAS_GPU),yes)
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+else
+	$(PYTHON) -m venv $(VENV)
+endif
+
+$(VENV)/torch.done: $(BIN)/python
+ifeq ($(HAS_GPU),yes)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "torch>=2.11"
+else
+	$(BIN)/python -m pip install --quiet $(CPU_TORCH)
+endif
+	touch $@
+
+$(VENV)/cli.done: $(VENV)/torch.done pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[cli]"
+	touch $@
+
+$(VENV)/dev.done: $(VENV)/cli.done
+ifneq ($(HAS_GPU),yes)
+	$(BIN)/python -m pip install --quiet $(CPU_TRITON)
+endif
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/cli.done
+	$(BIN)/float8 compare high_precision tensorwise delayed --output runs/demo
+
+test: $(VENV)/dev.done
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/dev.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,47 @@
+"""Train PyTorch models with 8-bit floating point matrix multiplies.
+
+`convert_to_float8_training(model)` is all that most users need.
+"""
+
+from float8.config import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+    linear_requires_sync,
+)
+from float8.convert import (
+    ConversionReport,
+    conversion_report,
+    convert_to_float8_training,
+    high_precision_state_dict,
+    swap_linear_with_float8_linear,
+)
+from float8.linear import Float8Linear
+from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
+from float8.tensor import Float8Tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CastConfig",
+    "ConversionReport",
+    "DelayedScalingConfig",
+    "Float8GemmConfig",
+    "Float8Linear",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "Float8Tensor",
+    "ScalingGranularity",
+    "ScalingType",
+    "attach_to_optimizer",
+    "conversion_report",
+    "convert_to_float8_training",
+    "high_precision_state_dict",
+    "linear_requires_sync",
+    "swap_linear_with_float8_linear",
+    "sync_float8_amax_and_scale_history",
+]

@@ -1,0 +1,1 @@
+"""The `float8` command. Thin: it parses, calls the trainer, and shows what comes back."""

@@ -1,0 +1,42 @@
+"""The subcommands of `float8`, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from float8.cli.compare import compare_command
+from float8.cli.options import Session
+from float8.cli.train import train_command
+from float8.trainer.environment import float8_version
+
+app = typer.Typer(
+    name="float8",
+    help="Train PyTorch models with 8-bit floating point matrix multiplies.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train_command)
+app.command("compare")(compare_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"float8 {float8_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: list[str], session: Session) -> None:
+    """Parse and run; always ends in an exception, `SystemExit` unless something went wrong."""
+    typer.main.get_command(app)(args=arguments, prog_name="float8", obj=session)

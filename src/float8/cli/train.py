@@ -1,0 +1,97 @@
+"""`float8 train`: one training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from float8.cli import options
+from float8.cli.options import OUTPUT
+from float8.cli.progress import ConsoleProgress, make_console
+from float8.trainer.config import TrainConfig
+from float8.trainer.interrupt import stop_on_signals
+from float8.trainer.metrics import FINISHED, INTERRUPTED
+from float8.trainer.run_folder import find_checkpoint, saved_config
+from float8.trainer.train import train
+
+
+def train_command(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="high_precision for no float8, or tensorwise, delayed, ...",
+            show_default="high_precision",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = None,
+    model: options.Model = None,
+    data: options.Data = None,
+    seq_len: options.SeqLen = None,
+    vocab_size: options.VocabSize = None,
+    tied_head: options.TiedHead = None,
+    seed: options.Seed = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    accumulate: options.Accumulate = None,
+    learning_rate: options.LearningRate = None,
+    min_lr_ratio: options.MinLrRatio = None,
+    warmup_steps: options.WarmupSteps = None,
+    weight_decay: options.WeightDecay = None,
+    beta1: options.Beta1 = None,
+    beta2: options.Beta2 = None,
+    grad_clip: options.GradClip = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    compile: options.Compile = None,
+    activation_checkpointing: options.ActivationCheckpointing = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of the run.", show_default="runs/MODEL-RECIPE", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="A run's folder (its newest checkpoint is meant) or one checkpoint. "
+            "Settings come from there; giving others is refused.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    log_interval: options.LogInterval = None,
+    eval_interval: options.EvalInterval = None,
+    eval_batches: options.EvalBatches = None,
+    checkpoint_interval: options.CheckpointInterval = None,
+    keep_checkpoints: options.KeepCheckpoints = None,
+    stop_after: options.StopAfter = None,
+    tensorboard: options.Tensorboard = None,
+    debug: options.Debug = False,
+) -> None:
+    """Train a Llama on bytes of text, in high precision or with a float8 recipe.
+
+    Leaves metrics, TensorBoard events and checkpoints in the output folder. Ctrl-C (or SIGTERM)
+    finishes the step, saves a checkpoint and says how to go on from it.
+    """
+    given = options.settings(context)
+    console = make_console()
+    with stop_on_signals(options.STOP_NOTICE) as stop:
+        if resume is None:
+            checkpoint = None
+            config = TrainConfig.create(**given)
+        else:
+            checkpoint = find_checkpoint(Path(resume))
+            config = saved_config(checkpoint).replace(**given)
+        progress = ConsoleProgress(console)
+        result = train(config, observers=[progress], resume=checkpoint, stop=stop)
+    console.print(f"{result.status} after step {result.summary.steps} of {config.steps}")
+    if result.summary.val_loss is not None:
+        console.print(f"validation loss {result.summary.val_loss:.4f} nats per byte")
+    console.print(f"everything is in {result.folder.path}")
+    if result.status != FINISHED:
+        console.print(f"go on with: float8 train --resume {result.folder.path}")
+    if result.status == INTERRUPTED:
+        raise typer.Exit(options.INTERRUPTED_EXIT)

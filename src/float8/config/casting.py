@@ -1,0 +1,112 @@
+"""How one tensor of one GEMM becomes float8."""
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from float8.formats import FLOAT8_MAX, SHORT_NAME
+
+
+class ScalingType(enum.Enum):
+    """Where the scale of a cast comes from."""
+
+    DYNAMIC = "dynamic"
+    """From this tensor's own amax."""
+
+    DELAYED = "delayed"
+    """From the history of amaxes of the last steps; needs a sync once per optimizer step."""
+
+    DISABLED = "disabled"
+    """No cast: the tensor stays in high precision."""
+
+
+class ScalingGranularity(enum.Enum):
+    """What one scale covers."""
+
+    TENSORWISE = "tensorwise"
+    """The whole tensor."""
+
+    AXISWISE = "axiswise"
+    """One row or column. Known by name, not supported yet: using it raises a `ValueError`."""
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one tensor becomes float8.
+
+    Args:
+        scaling_type: where the scale comes from.
+        scaling_granularity: what one scale covers; only `TENSORWISE` for now.
+        target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default of the
+            role it is used in: e4m3 for input and weight, e5m2 for grad_output.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the granularity is not supported, or the dtype is no supported float8 format.
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scaling_type, ScalingType):
+            raise TypeError(
+                f"scaling_type: got {self.scaling_type!r}, expected a ScalingType, "
+                f"for example ScalingType.DYNAMIC"
+            )
+        if not isinstance(self.scaling_granularity, ScalingGranularity):
+            raise TypeError(
+                f"scaling_granularity: got {self.scaling_granularity!r}, expected a "
+                f"ScalingGranularity, for example ScalingGranularity.TENSORWISE"
+            )
+        if self.scaling_granularity is not ScalingGranularity.TENSORWISE:
+            raise ValueError(
+                f"scaling_granularity: got {self.scaling_granularity}, expected TENSORWISE: "
+                f"finer scales are not supported yet; leave scaling_granularity out"
+            )
+        if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
+            expected = " or ".join(str(dtype) for dtype in FLOAT8_MAX)
+            raise ValueError(
+                f"target_dtype: got {self.target_dtype}, expected {expected}, or None for the "
+                f"default of the role"
+            )
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether the tensor is cast at all."""
+        return self.scaling_type is not ScalingType.DISABLED
+
+    def short_str(self) -> str:
+        """A few letters for `repr`s, for example `dynamic/e4m3`, or `high precision`."""
+        if not self.is_float8:
+            return "high precision"
+        dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
+        return f"{self.scaling_type.value}/{dtype}"
+
+
+@dataclass(frozen=True)
+class DelayedScalingConfig:
+    """How delayed scaling turns recent amaxes into a scale.
+
+    Args:
+        history_len: how many steps of amaxes are kept, >= 1.
+        scale_fn_name: `"max"`, the largest amax in the history, or `"most_recent"`, the last one.
+
+    Raises:
+        ValueError: either is out of range.
+    """
+
+    history_len: int = 16
+    scale_fn_name: str = "max"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.history_len, bool) or not isinstance(self.history_len, int):
+            raise TypeError(f"history_len: got {self.history_len!r}, expected an int >= 1")
+        if self.history_len < 1:
+            raise ValueError(f"history_len: got {self.history_len}, expected an int >= 1")
+        if self.scale_fn_name not in ("max", "most_recent"):
+            raise ValueError(
+                f"scale_fn_name: got {self.scale_fn_name!r}, expected 'max' or 'most_recent'"
+            )

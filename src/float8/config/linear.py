@@ -1,0 +1,212 @@
+"""The configuration of `Float8Linear`: six casts, three GEMMs and a few switches."""
+
+import enum
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config.recipes import Float8LinearRecipeName, recipe_fields
+from float8.formats import E4M3, E5M2
+
+
+class CastSite(enum.Enum):
+    """The six places where a linear layer may cast a tensor: each GEMM has two operands.
+
+    A site whose `cast_config` equals that of the same tensor's other site shares its cast.
+    """
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRAD_OUTPUT = "grad_output"
+    INPUT_FOR_GRAD_WEIGHT = "input_for_grad_weight"
+    WEIGHT_FOR_GRAD_INPUT = "weight_for_grad_input"
+    GRAD_OUTPUT_FOR_GRAD_WEIGHT = "grad_output_for_grad_weight"
+
+
+BASE_SITE: dict[CastSite, CastSite] = {
+    CastSite.INPUT_FOR_GRAD_WEIGHT: CastSite.INPUT,
+    CastSite.WEIGHT_FOR_GRAD_INPUT: CastSite.WEIGHT,
+    CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT: CastSite.GRAD_OUTPUT,
+}
+"""A tensor's second use -> its first use, whose configuration it takes when it has none."""
+
+DEFAULT_DTYPE: dict[CastSite, torch.dtype] = {
+    CastSite.INPUT: E4M3,
+    CastSite.WEIGHT: E4M3,
+    CastSite.GRAD_OUTPUT: E5M2,
+}
+
+GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
+    "output": (CastSite.INPUT, CastSite.WEIGHT),
+    "grad_input": (CastSite.GRAD_OUTPUT, CastSite.WEIGHT_FOR_GRAD_INPUT),
+    "grad_weight": (CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT, CastSite.INPUT_FOR_GRAD_WEIGHT),
+}
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """How one GEMM runs.
+
+    Args:
+        use_fast_accum: let the tensor cores add with fewer bits: faster on some shapes and less
+            exact. Ignored where the device always accumulates in float32 (CPU, `emulate`).
+
+    Raises:
+        TypeError: `use_fast_accum` is no bool.
+    """
+
+    use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.use_fast_accum, bool):
+            raise TypeError(f"use_fast_accum: got {self.use_fast_accum!r}, expected a bool")
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """The configuration of `Float8Linear`. Frozen: every field takes effect or raises.
+
+    Args:
+        cast_config_input: input [M, K] of `output = input @ weight.T`.
+        cast_config_input_for_grad_weight: input [M, K] of `grad_weight = grad_output.T @ input`;
+            None: as `cast_config_input`, sharing its cast.
+        cast_config_weight: weight [N, K] of `output`.
+        cast_config_weight_for_grad_input: weight [N, K] of `grad_input = grad_output @ weight`;
+            None: as `cast_config_weight`.
+        cast_config_grad_output: grad_output [M, N] of `grad_input`.
+        cast_config_grad_output_for_grad_weight: grad_output [M, N] of `grad_weight`; None: as
+            `cast_config_grad_output`.
+        gemm_config_output: the GEMM `output`.
+        gemm_config_grad_input: the GEMM `grad_input`.
+        gemm_config_grad_weight: the GEMM `grad_weight`.
+        enable_fsdp_float8_all_gather: gather weights in float8 under FSDP2. Not supported yet:
+            True raises a `ValueError`.
+        pad_inner_dim: pad dims that are not divisible by 16 with zeros inside the cast, which
+            changes no result. False: such dims raise a `ValueError`.
+        emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
+            device, slowly.
+        round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
+            itself adds no rounding error. Dynamic and delayed.
+        delayed_scaling_config: history length and reduction of delayed scaling.
+        enable_amax_init: delayed scaling only. True: until the first sync, scales come from the
+            data, as in dynamic scaling. False: until then every scale is 1.0.
+        enable_pre_and_post_forward: delayed scaling only. True: a forward in training mode after
+            an optimizer step that was not accompanied by `sync_float8_amax_and_scale_history`
+            raises a `RuntimeError`.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field or a combination of fields cannot be honoured.
+    """
+
+    cast_config_input: CastConfig = field(default_factory=CastConfig)
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight: CastConfig = field(default_factory=CastConfig)
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output: CastConfig = field(default_factory=CastConfig)
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+    gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
+    gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
+    gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = True
+    emulate: bool = False
+    round_scales_to_power_of_2: bool = False
+    delayed_scaling_config: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)
+    enable_amax_init: bool = True
+    enable_pre_and_post_forward: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        # Fill in each role's dtype in a copy: the object that came in may serve other roles too.
+        for site in CastSite:
+            name = f"cast_config_{site.value}"
+            given = getattr(self, name)
+            if given is not None and given.target_dtype is None:
+                dtype = DEFAULT_DTYPE[BASE_SITE.get(site, site)]
+                object.__setattr__(self, name, replace(given, target_dtype=dtype))
+        if self.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                "enable_fsdp_float8_all_gather: got True, expected False: float8 all-gather is "
+                "not supported yet; with False, FSDP gathers high-precision weights"
+            )
+        self._check_gemms()
+
+    def _check_types(self) -> None:
+        for name, kind in _FIELD_TYPES.items():
+            value = getattr(self, name)
+            optional = name.removeprefix("cast_config_") in {s.value for s in BASE_SITE}
+            if not isinstance(value, kind) and not (optional and value is None):
+                raise TypeError(f"{name}: got {value!r}, expected a {kind.__name__}")
+
+    def _check_gemms(self) -> None:
+        for gemm, sites in GEMM_OPERANDS.items():
+            a, b = (self.cast_config(site) for site in sites)
+            names = " and ".join(f"cast_config_{site.value}" for site in sites)
+            if a.is_float8 != b.is_float8:
+                raise ValueError(
+                    f"GEMM '{gemm}': got {names} of scaling types {a.scaling_type.value} and "
+                    f"{b.scaling_type.value}, expected both operands in float8 or both "
+                    f"DISABLED; set both or neither to ScalingType.DISABLED"
+                )
+            if a.is_float8 and a.target_dtype == b.target_dtype == E5M2 and not self.emulate:
+                raise ValueError(
+                    f"GEMM '{gemm}': got {names} both of dtype {E5M2}, expected at least one "
+                    f"{E4M3}: tensor cores have no e5m2 x e5m2; change one target_dtype or set "
+                    f"emulate=True"
+                )
+
+    def cast_config(self, site: CastSite) -> CastConfig:
+        """The effective configuration of a cast, its dtype filled in."""
+        config: CastConfig | None = getattr(self, f"cast_config_{site.value}")
+        return self.cast_config(BASE_SITE[site]) if config is None else config
+
+    def owner(self, site: CastSite) -> CastSite:
+        """The site whose cast serves `site`: itself, or the base it is configured alike to."""
+        base = BASE_SITE.get(site, site)
+        return base if self.cast_config(base) == self.cast_config(site) else site
+
+    def runs_in_float8(self, gemm: str) -> bool:
+        """Whether the GEMM `"output"`, `"grad_input"` or `"grad_weight"` runs in float8."""
+        return self.cast_config(GEMM_OPERANDS[gemm][0]).is_float8
+
+    @property
+    def delayed_sites(self) -> tuple[CastSite, ...]:
+        """The sites that own delayed-scaling state, in a fixed order."""
+        return tuple(
+            site
+            for site in CastSite
+            if self.owner(site) is site
+            and self.cast_config(site).scaling_type is ScalingType.DELAYED
+        )
+
+    @staticmethod
+    def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
+        """The configuration of a named recipe.
+
+        Args:
+            recipe_name: a `Float8LinearRecipeName` or its value: `"tensorwise"`, `"delayed"`.
+
+        Raises:
+            ValueError: the name is unknown; the message lists the known ones.
+        """
+        return Float8LinearConfig(**recipe_fields(recipe_name))
+
+
+_FIELD_TYPES: dict[str, type] = {
+    **{f"cast_config_{site.value}": CastConfig for site in CastSite},
+    **{f"gemm_config_{gemm}": Float8GemmConfig for gemm in GEMM_OPERANDS},
+    "delayed_scaling_config": DelayedScalingConfig,
+    "enable_fsdp_float8_all_gather": bool,
+    "pad_inner_dim": bool,
+    "emulate": bool,
+    "round_scales_to_power_of_2": bool,
+    "enable_amax_init": bool,
+    "enable_pre_and_post_forward": bool,
+}
+
+
+def linear_requires_sync(config: Float8LinearConfig) -> bool:
+    """Whether layers of this configuration need `sync_float8_amax_and_scale_history`."""
+    return bool(config.delayed_sites)

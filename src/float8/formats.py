@@ -1,0 +1,40 @@
+"""The float8 formats, their largest values, GEMM alignment and what a device can do."""
+
+import functools
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+"""4 exponent bits, 3 mantissa bits, largest value 448: inputs and weights."""
+
+E5M2 = torch.float8_e5m2
+"""5 exponent bits, 2 mantissa bits, largest value 57344: gradients under per-tensor scaling."""
+
+FLOAT8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
+"""Largest finite value of each supported format."""
+
+SHORT_NAME: dict[torch.dtype, str] = {E4M3: "e4m3", E5M2: "e5m2"}
+
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that can be cast to float8 and that a float8 GEMM can return."""
+
+GEMM_ALIGNMENT = 16
+"""Float8 GEMMs read 16 bytes at a time: feature and contraction dims are padded to this."""
+
+
+@functools.cache
+def lacks_float8_gemm(device: torch.device) -> str | None:
+    """Say why `device` cannot run float8 GEMMs, or return None when it can.
+
+    CPUs run them through torch's own `_scaled_mm`; CUDA GPUs need compute capability 8.9 (Ada,
+    Hopper and newer); `meta` computes nothing and so accepts all.
+    """
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= (8, 9):
+            return None
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, expected >= 8.9"
+    return f"float8 GEMMs run on 'cuda' and 'cpu' devices, got '{device.type}'"

@@ -1,0 +1,44 @@
+"""What launch configurations depend on of a device, asked for once per device."""
+
+import functools
+from typing import Any
+
+import torch
+
+from float8.kernels._triton import interpreting
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 4 for the CPU, where Triton's interpreter runs."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_float8_conversion(device: torch.device) -> bool:
+    """Whether Triton may convert float32 to float8 on ``device`` by instruction.
+
+    NVIDIA GPUs have it from compute capability 9.0 on; on 8.9 the assembler makes it of two
+    roundings, by way of float16. Triton's interpreter (3.6) gets it wrong: it rounds halves up,
+    loses the carry into the exponent, misplaces subnormals and turns NaN into a finite number.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or interpreting():
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch(
+    kernel: Any, where: tuple[int, torch.device], args: tuple[Any, ...], **options: Any
+) -> None:
+    """Launch a Triton kernel on ``where``: (number of programs, device).
+
+    Triton by itself launches on the current device, whatever device its arguments are on.
+    """
+    programs, device = where
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **options)
+    else:
+        kernel[(programs,)](*args, **options)

@@ -1,0 +1,111 @@
+"""float32 -> float8 inside Triton kernels.
+
+No floating point minimum or maximum is taken here: some Triton versions miscompile a transposed
+1-byte store next to min.NaN/max.NaN (triton issue 11111), and a clamp written with ``tl.where``
+becomes just these instructions.
+"""
+
+from float8.kernels._tiles import pack_words
+from float8.kernels._triton import jit, tl
+
+
+@jit
+def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Exact float32 of a float32, bfloat16 or float16 tensor."""
+    if HARDWARE or x.dtype != tl.bfloat16:
+        v = x.to(tl.float32)
+    else:
+        # Triton's interpreter (3.6) gets subnormal bfloat16 wrong.
+        v = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return v
+
+
+@jit
+def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 -> float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
+
+    Args:
+        v: float32.
+        MANTISSA: mantissa bits of the format: 3 for e4m3fn, 2 for e5m2.
+        HARDWARE: convert by instruction rather than by integer arithmetic; see
+            ``_device.has_float8_conversion``.
+    """
+    if HARDWARE:
+        if MANTISSA == 3:
+            codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        codes = _round_to_float8_bits(v, MANTISSA)
+    return codes
+
+
+@jit
+def to_float8_words(  # type: ignore[no-untyped-def]
+    v0, v1, v2, v3, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Four float32 tensors -> uint32, each word four codes of `to_float8_bits`, v0's lowest.
+
+    By hand in PTX: from bytes packed with shifts, ptxas 12.8 makes words in which three of the
+    four bytes are garbage (seen on H100 with Triton 3.6, unmasked kernels only).
+    """
+    if HARDWARE:
+        if MANTISSA == 3:
+            words = tl.inline_asm_elementwise(
+                """{
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+                }""",
+                "=r,f,f,f,f",
+                [v0, v1, v2, v3],
+                dtype=tl.uint32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            words = tl.inline_asm_elementwise(
+                """{
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+                }""",
+                "=r,f,f,f,f",
+                [v0, v1, v2, v3],
+                dtype=tl.uint32,
+                is_pure=True,
+                pack=1,
+            )
+    else:
+        words = pack_words(
+            _round_to_float8_bits(v0, MANTISSA),
+            _round_to_float8_bits(v1, MANTISSA),
+            _round_to_float8_bits(v2, MANTISSA),
+            _round_to_float8_bits(v3, MANTISSA),
+        )
+    return words
+
+
+@jit
+def _round_to_float8_bits(v, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    LARGEST: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000  # 448, 57344
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    bits = v.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    is_nan = bits > 0x7F800000
+    bits = tl.minimum(bits, LARGEST)
+    # Normal results: drop SHIFT bits, half upwards to even, then change the exponent's bias. A
+    # carry out of the mantissa is a correct step to the next exponent.
+    normal = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT
+    normal -= (127 - BIAS) << MANTISSA
+    # Subnormal results: in a sum with a number whose last bit is worth the smallest subnormal,
+    # the hardware rounds to multiples of just that.
+    ANCHOR: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    anchor = tl.full(bits.shape, ANCHOR, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (bits.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - ANCHOR
+    codes = tl.where(bits < ((128 - BIAS) << 23), subnormal, normal) | sign
+    return tl.where(is_nan, 0x7F, codes).to(tl.uint8)

@@ -1,0 +1,89 @@
+"""Tiles of a matrix that is stored transposed: their order, and how bytes travel as words.
+
+Kernels that write a transposed 1-byte copy read each tile as four tiles of every fourth row and
+pack the bytes that come to lie next to each other in the copy into 32-bit words. The transposition
+through shared memory then moves words, four times fewer items than bytes.
+"""
+
+import dataclasses
+
+from float8.kernels._triton import jit, tl
+from float8.kernels.layout import ceil16
+
+
+@dataclasses.dataclass(frozen=True)
+class TileLaunch:
+    """Launch configuration: each program takes one tile of ``block_r`` x ``block_c`` elements."""
+
+    block_r: int  # a power of two, at least 16
+    block_c: int  # a power of two, at least 16
+    num_warps: int
+    group: int  # tiles follow each other down this many tiles of R, then along C
+    even: bool  # the tiles fill the matrix exactly: no masks
+    programs: int
+
+
+def tile_launch(
+    R: int, C: int, block_r: int, block_c: int, num_warps: int, group: int = 8
+) -> TileLaunch:
+    """The launch configuration of given tiles for a matrix [R, C], padded to multiples of 16."""
+    programs = -(-ceil16(R) // block_r) * -(-ceil16(C) // block_c)
+    even = R % block_r == 0 and C % block_c == 0
+    return TileLaunch(block_r, block_c, num_warps, group, even, programs)
+
+
+def fitting(R: int, C: int, sms: int, tiles: tuple[tuple[int, int, int], ...]) -> TileLaunch:
+    """The first of ``tiles`` that gives each of ``sms`` processors two programs, or the last.
+
+    ``tiles`` are (block_r, block_c, num_warps), largest first.
+    """
+    for block_r, block_c, num_warps in tiles:
+        config = tile_launch(R, C, block_r, block_c, num_warps)
+        if config.programs >= 2 * sms:
+            break
+    return config
+
+
+@jit
+def tile_of_program(  # type: ignore[no-untyped-def]
+    R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
+):
+    """The (row, column) of this program's tile, counted in tiles.
+
+    Backwards, since whoever wrote or measured the matrix just before left its end in the L2
+    cache; and in groups, so that programs at work together touch long runs of both copies.
+    """
+    tiles_r = tl.cdiv(R, BLOCK_R)
+    tiles_c = tl.cdiv(C, BLOCK_C)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    group = tile // (GROUP * tiles_c)
+    height = tl.minimum(tiles_r - group * GROUP, GROUP)
+    within = tile - group * (GROUP * tiles_c)
+    return group * GROUP + within % height, within // height
+
+
+@jit
+def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
+    """Four uint8 tensors -> uint32, the first one lowest, as memory has it."""
+    low = b0.to(tl.uint32) | (b1.to(tl.uint32) << 8)
+    high = (b2.to(tl.uint32) << 16) | (b3.to(tl.uint32) << 24)
+    return low | high
+
+
+@jit
+def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load where ``inside``, zero elsewhere; everywhere, without a mask, if ``EVEN``."""
+    if EVEN:
+        values = tl.load(ptrs)
+    else:
+        values = tl.load(ptrs, mask=inside, other=0)
+    return values
+
+
+@jit
+def store(ptrs, values, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store where ``inside``; everywhere, without a mask, if ``EVEN``."""
+    if EVEN:
+        tl.store(ptrs, values)
+    else:
+        tl.store(ptrs, values, mask=inside)

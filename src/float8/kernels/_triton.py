@@ -1,0 +1,35 @@
+"""Triton, or a stand-in that lets the kernel files import where Triton is not installed.
+
+Triton has no builds for some platforms, and float8 on a CPU does not need it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+jit: Callable[[Callable[..., Any]], Any]
+tl: Any
+
+try:
+    import triton
+    import triton.language as tl  # type: ignore[no-redef]
+
+    HAS_TRITON = True
+    jit = triton.jit
+except ImportError:
+
+    class _Language:
+        """What the kernels' signatures need when they are defined and never launched."""
+
+        constexpr = object
+
+    HAS_TRITON = False
+    tl = _Language
+
+    def jit(fn: Callable[..., Any]) -> Any:
+        """Leave the kernel as it is."""
+        return fn
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1``)."""
+    return HAS_TRITON and bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,177 @@
+"""The autograd function of a float8 linear layer: three named GEMMs and their casts.
+
+What is saved for backward is float8: the transposed copy of the input, made in the same read as
+its row data. Of the weight only the parameter itself and its scale are kept; backward casts it
+again, straight to the transposed layout.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from float8.cast import Operand, cast_operand, delayed_scale, dynamic_scale
+from float8.gemm import scaled_mm
+from float8.linear.plan import CastPlan, GemmPlan, LinearPlan
+from float8.scaling import DelayedScale
+
+
+class DelayedScales(NamedTuple):
+    """The delayed-scaling state of each cast site that owns one."""
+
+    input: DelayedScale | None = None
+    weight: DelayedScale | None = None
+    grad_output: DelayedScale | None = None
+    input_for_grad_weight: DelayedScale | None = None
+    weight_for_grad_input: DelayedScale | None = None
+    grad_output_for_grad_weight: DelayedScale | None = None
+
+
+def choose_scale(x: Tensor, plan: CastPlan, state: DelayedScale | None, record: bool) -> Tensor:
+    """The scale of one cast, by its scaling type: 0-dim float32."""
+    if state is None:
+        return dynamic_scale(x, plan.dtype, plan.round_to_power_of_2)
+    return delayed_scale(x, plan.dtype, plan.round_to_power_of_2, state, record)
+
+
+def float8_mm(a: Operand, b: Operand, gemm: GemmPlan, out_dtype: torch.dtype) -> Tensor:
+    """Multiply row data of `a` with row data of `b` transposed; see `scaled_mm`."""
+    assert a.row is not None
+    assert b.row is not None
+    return scaled_mm(
+        a.row,
+        a.scale,
+        b.row,
+        b.scale,
+        out_dtype=out_dtype,
+        use_fast_accum=gemm.use_fast_accum,
+        emulate=gemm.emulate,
+    )
+
+
+def transposed(operand: Operand) -> Operand:
+    """The operand of the transposed tensor: its column data are the row data."""
+    return Operand(operand.col, operand.row, operand.scale)
+
+
+def trim(x: Tensor, columns: int) -> Tensor:
+    """Cut the columns that padding added."""
+    return x if x.shape[1] == columns else x[:, :columns]
+
+
+class Float8LinearFunction(torch.autograd.Function):
+    """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        plan: LinearPlan,
+        scales: DelayedScales,
+        record: bool,
+        need_grad_input: bool,
+        need_grad_weight: bool,
+    ) -> Tensor:
+        """`output`.
+
+        Args:
+            ctx: autograd context.
+            input: [M, K], the compute dtype.
+            weight: [N, K], the compute dtype, or float32 under autocast.
+            plan: which casts and GEMMs run how.
+            scales: delayed-scaling state, updated if `record`.
+            record: whether amaxes are recorded.
+            need_grad_input: whether backward will compute grad_input.
+            need_grad_weight: whether backward will compute grad_weight.
+
+        Returns:
+            [M, N], dtype of `input`.
+        """
+        float8_grad_weight = need_grad_weight and plan.grad_weight.float8
+        saved_input: Tensor | None = None
+        input_scale: Tensor | None = None
+        weight_scale: Tensor | None = None
+
+        if plan.output.float8:
+            x = cast_operand(
+                input,
+                choose_scale(input, plan.input, scales.input, record),
+                plan.input.dtype,
+                row=True,
+                col=float8_grad_weight and plan.share_input,
+            )
+            w = cast_operand(
+                weight,
+                choose_scale(weight, plan.weight, scales.weight, record),
+                plan.weight.dtype,
+                row=True,
+                pad_rows=True,
+            )
+            output = float8_mm(x, w, plan.output, input.dtype)
+            output = trim(output, weight.shape[0])
+            saved_input, input_scale, weight_scale = x.col, x.scale, w.scale
+        else:
+            output = input @ weight.to(input.dtype).t()
+
+        if float8_grad_weight and not plan.share_input:
+            site = plan.input_for_grad_weight
+            input_scale = choose_scale(input, site, scales.input_for_grad_weight, record)
+            saved_input = cast_operand(input, input_scale, site.dtype, col=True).col
+        elif need_grad_weight and not plan.grad_weight.float8:
+            saved_input = input
+
+        ctx.save_for_backward(
+            saved_input, input_scale, weight if need_grad_input else None, weight_scale
+        )
+        ctx.plan, ctx.scales, ctx.record = plan, scales, record
+        ctx.need_grad_input, ctx.need_grad_weight = need_grad_input, need_grad_weight
+        ctx.in_features, ctx.weight_dtype = weight.shape[1], weight.dtype
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """`grad_input` [M, K], dtype of grad_output; `grad_weight` [N, K], dtype of weight."""
+        plan: LinearPlan = ctx.plan
+        scales: DelayedScales = ctx.scales
+        saved_input, input_scale, weight, weight_scale = ctx.saved_tensors
+
+        row = ctx.need_grad_input and plan.grad_input.float8
+        col = ctx.need_grad_weight and plan.grad_weight.float8 and plan.share_grad_output
+        if row or col:
+            g = cast_operand(
+                grad_output,
+                choose_scale(grad_output, plan.grad_output, scales.grad_output, ctx.record),
+                plan.grad_output.dtype,
+                row=row,
+                col=col,
+            )
+
+        grad_input = None
+        if ctx.need_grad_input and plan.grad_input.float8:
+            site = plan.weight_for_grad_input
+            if not plan.share_weight:
+                weight_scale = choose_scale(weight, site, scales.weight_for_grad_input, ctx.record)
+            w = cast_operand(weight, weight_scale, site.dtype, col=True)
+            grad_input = float8_mm(g, transposed(w), plan.grad_input, grad_output.dtype)
+            grad_input = trim(grad_input, ctx.in_features)
+        elif ctx.need_grad_input:
+            grad_input = grad_output @ weight.to(grad_output.dtype)
+
+        grad_weight = None
+        if ctx.need_grad_weight and plan.grad_weight.float8:
+            if not plan.share_grad_output:
+                site = plan.grad_output_for_grad_weight
+                scale = choose_scale(
+                    grad_output, site, scales.grad_output_for_grad_weight, ctx.record
+                )
+                g = cast_operand(grad_output, scale, site.dtype, col=True)
+            x = Operand(row=saved_input, col=None, scale=input_scale)
+            grad_weight = float8_mm(transposed(g), x, plan.grad_weight, ctx.weight_dtype)
+            grad_weight = trim(grad_weight, ctx.in_features)[: grad_output.shape[1]]
+        elif ctx.need_grad_weight:
+            grad_weight = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
+
+        return grad_input, grad_weight, None, None, None, None, None

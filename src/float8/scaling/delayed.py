@@ -1,0 +1,52 @@
+"""Delayed scaling: the state of one cast, and the history -> scale update of many at once."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.scaling.scale import amaxes_to_scales
+
+UNKNOWN_SCALE = 0.0
+"""Marks a scale no sync has set yet: the cast then takes its scale from the data. It is a value
+and not a flag, so that compiled graphs and checkpoints carry it."""
+
+
+class DelayedScale(NamedTuple):
+    """What a cast with delayed scaling reads and writes: two 0-dim float32 tensors."""
+
+    scale: Tensor
+    """Decode scale for this step, or `UNKNOWN_SCALE`."""
+
+    amax: Tensor
+    """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
+
+
+def update_history_and_scale(
+    amax: Tensor,
+    history: Tensor,
+    scale: Tensor,
+    float8_max: Tensor,
+    *,
+    scale_fn_name: str,
+    round_to_power_of_2: bool,
+) -> None:
+    """Push the step's amaxes into the histories and derive the next scales, in place.
+
+    A non-finite amax is recorded as 0, so that one overflowing step does not spoil the scales of
+    the next `history_len` steps. Where the reduced history is 0 (a layer that saw no data, or
+    only zeros) the scale stays as it was.
+
+    Args:
+        amax: [S] float32, of the step that ends.
+        history: [S, history_len] float32, most recent first; updated.
+        scale: [S] float32; updated.
+        float8_max: [S] float64, the largest value of each cast's format.
+        scale_fn_name: `"max"` or `"most_recent"`, as in `DelayedScalingConfig`.
+        round_to_power_of_2: round the scales up to powers of two.
+    """
+    history.copy_(history.roll(1, dims=1))
+    history[:, 0] = torch.where(amax.isfinite(), amax, 0.0)
+    peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
+    fresh = amaxes_to_scales(peak, float8_max, round_to_power_of_2)
+    scale.copy_(torch.where(peak > 0, fresh, scale))

@@ -1,0 +1,56 @@
+"""amax -> decode scale. The only place where a scale is computed."""
+
+import torch
+from torch import Tensor
+
+from float8.formats import FLOAT8_MAX
+
+SMALLEST_AMAX = 2.0**-100
+"""Floor of amax, so that neither the scale nor its reciprocal leaves float32's normal range."""
+
+
+def amax_to_scale(amax: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -> Tensor:
+    """The decode scale that maps `amax` to the largest value of a float8 format.
+
+    `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
+    format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
+    up, so that nothing saturates.
+
+    Args:
+        amax: float32, any shape, >= 0. NaN gives NaN and Inf gives Inf.
+        dtype: a float8 format.
+        round_to_power_of_2: round the scale up to a power of two.
+
+    Returns:
+        float32, shape of `amax`.
+    """
+    return _scale(amax, FLOAT8_MAX[dtype], round_to_power_of_2)
+
+
+def amaxes_to_scales(amax: Tensor, float8_max: Tensor, round_to_power_of_2: bool) -> Tensor:
+    """`amax_to_scale` for many tensors of different formats at once.
+
+    Args:
+        amax: [S] float32.
+        float8_max: [S] float64, the largest value of each tensor's format.
+        round_to_power_of_2: round the scales up to powers of two.
+
+    Returns:
+        [S] float32.
+    """
+    return _scale(amax, float8_max, round_to_power_of_2)
+
+
+def _scale(amax: Tensor, float8_max: float | Tensor, round_to_power_of_2: bool) -> Tensor:
+    # float64 makes the quotient, once rounded to float32, the correctly rounded one whether a
+    # backend divides or multiplies by the reciprocal: eager, Inductor, CPU and GPU agree bitwise.
+    scale = (amax.clamp(min=SMALLEST_AMAX).to(torch.float64) / float8_max).to(torch.float32)
+    return _round_up_to_power_of_2(scale) if round_to_power_of_2 else scale
+
+
+def _round_up_to_power_of_2(scale: Tensor) -> Tensor:
+    # Carry any mantissa bit into the exponent, then drop the mantissa. Inf stays Inf; NaN, whose
+    # bits would overflow, is passed by. The scale is a normal number (SMALLEST_AMAX).
+    bits = scale.view(torch.int32)
+    rounded = ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scale.isnan(), scale, rounded)

@@ -1,0 +1,225 @@
+"""`Float8Tensor`: float8 data and their scale as one tensor, for borders and for saving."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.config import ScalingGranularity
+from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.scaling import amax_to_scale
+
+
+class Float8Tensor(torch.Tensor):
+    """A tensor held as float8 data and a scale, which reports its original dtype.
+
+    `x ~= data.to(float32) * scale`. It carries float8 where autograd, FSDP or DTensor must see
+    one tensor; the layers' hot path passes data and scale directly. A 2-D product of two of them
+    is a scaled float8 GEMM; one with a high-precision tensor dequantises. Ops without a float8
+    meaning raise and name `.to_original_precision()`.
+
+    Args:
+        data: float8, any shape and strides.
+        scale: float32 with one element, the decode scale.
+        orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
+        granularity: what the scale covers; only `TENSORWISE` for now.
+
+    Raises:
+        TypeError: a dtype is not one of those named above.
+        ValueError: `scale` has more than one element, or the granularity is not supported.
+    """
+
+    _data: Tensor
+    _scale: Tensor
+    _orig_dtype: torch.dtype
+    _granularity: ScalingGranularity
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: Tensor,
+        scale: Tensor,
+        orig_dtype: torch.dtype,
+        granularity: ScalingGranularity = ScalingGranularity.TENSORWISE,
+    ) -> "Float8Tensor":
+        """See the class."""
+        _check(data, scale, orig_dtype, granularity)
+        self: Float8Tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=orig_dtype,
+            device=data.device,
+            layout=data.layout,
+        )
+        self._data, self._scale = data, scale
+        self._orig_dtype, self._granularity = orig_dtype, granularity
+        return self
+
+    @staticmethod
+    def from_high_precision(
+        x: Tensor,
+        dtype: torch.dtype = E4M3,
+        *,
+        scale: Tensor | None = None,
+        round_scales_to_power_of_2: bool = False,
+    ) -> "Float8Tensor":
+        """Cast `x`; differentiable, the gradient passes through unchanged.
+
+        Args:
+            x: float32, bfloat16 or float16, any shape.
+            dtype: float8 format.
+            scale: float32 with one element; None: from the amax of `x`.
+            round_scales_to_power_of_2: round a scale from the amax up to a power of two.
+        """
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(f"x: got dtype {x.dtype}, expected one of {HIGH_PRECISION_DTYPES}")
+        if dtype not in FLOAT8_MAX:
+            raise TypeError(f"dtype: got {dtype}, expected one of {tuple(FLOAT8_MAX)}")
+        return _ToFloat8.apply(  # type: ignore[no-any-return, no-untyped-call]
+            x, dtype, scale, round_scales_to_power_of_2
+        )
+
+    def to_original_precision(self) -> Tensor:
+        """Dequantise; differentiable, the gradient passes through unchanged."""
+        return _ToOriginalPrecision.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"Float8Tensor(data={self._data}, scale={self._scale}, "
+            f"orig_dtype={self._orig_dtype}, granularity={self._granularity.value})"
+        )
+
+    # What torch.compile, saving and copying need to take the tensor apart and rebuild it.
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["_data", "_scale"], {
+            "orig_dtype": self._orig_dtype,
+            "granularity": self._granularity,
+        }
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> "Float8Tensor":
+        return Float8Tensor(
+            inner["_data"], inner["_scale"], context["orig_dtype"], context["granularity"]
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (
+            self._data.view(torch.uint8),  # plain pickle cannot take float8 storages
+            self._data.dtype,
+            self._scale,
+            self._orig_dtype,
+            self._granularity.value,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Tensor":
+        # torch's own cannot copy a view: it takes a wrapper's storage for a real one.
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Float8Tensor: got a result of differentiable ops, expected a leaf for deepcopy; "
+                "detach it first"
+            )
+        if id(self) not in memo:
+            function, (data, *rest) = self.__reduce_ex__(None)
+            new = function(copy.deepcopy(data, memo), *copy.deepcopy(rest, memo))
+            new.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = new
+        result: Float8Tensor = memo[id(self)]
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = OP_HANDLERS.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
+                f"(views, copies, cat, mm); call .to_original_precision() first"
+            )
+        return handler(func, args, kwargs or {})
+
+    # Ops are dispatched below autograd; nothing to do above it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+OP_HANDLERS: dict[Any, Any] = {}
+"""aten op -> handler(func, args, kwargs); filled by `float8.tensor.ops`."""
+
+
+def _rebuild(
+    data: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor,
+    orig_dtype: torch.dtype,
+    granularity: str,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Float8Tensor:
+    tensor = Float8Tensor(data.view(dtype), scale, orig_dtype, ScalingGranularity(granularity))
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _check(
+    data: Tensor, scale: Tensor, orig_dtype: torch.dtype, granularity: ScalingGranularity
+) -> None:
+    if data.dtype not in FLOAT8_MAX:
+        raise TypeError(f"data: got dtype {data.dtype}, expected one of {tuple(FLOAT8_MAX)}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scale: got dtype {scale.dtype}, expected torch.float32")
+    if orig_dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}")
+    if granularity is not ScalingGranularity.TENSORWISE:
+        raise ValueError(f"granularity: got {granularity}, expected TENSORWISE")
+    if scale.numel() != 1:
+        raise ValueError(f"scale: got shape {tuple(scale.shape)}, expected one element")
+
+
+class _ToFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, scale: Tensor | None, to_power_of_2: bool
+    ) -> Float8Tensor:
+        if scale is None:
+            scale = amax_to_scale(kernels.amax(x), dtype, to_power_of_2)
+        if x.numel() == 0:
+            return Float8Tensor(x.new_empty(x.shape, dtype=dtype), scale, x.dtype)
+        # The kernel pads to GEMM alignment; a Float8Tensor has exactly the shape of `x`.
+        rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+        data, _ = kernels.cast(rows, scale, dtype, row=True, col=False)
+        assert data is not None
+        if data.shape[1] != rows.shape[1]:
+            data = data[:, : rows.shape[1]].clone()
+        return Float8Tensor(data.reshape(x.shape), scale, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None
+
+
+class _ToOriginalPrecision(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Float8Tensor) -> Tensor:
+        return dequantise(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def dequantise(x: Float8Tensor) -> Tensor:
+    """`data * scale` in float32, rounded to the original dtype; not differentiable."""
+    return (x._data.to(torch.float32) * x._scale).to(x._orig_dtype)
+
+
+torch.serialization.add_safe_globals([Float8Tensor, _rebuild])

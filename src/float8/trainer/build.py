@@ -1,0 +1,82 @@
+"""From settings to a model: initialised, converted to float8, compiled."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from float8 import conversion_report, convert_to_float8_training
+from float8.trainer.config import DTYPES, TrainConfig, float8_config
+from float8.trainer.errors import ConfigError
+from float8.trainer.model import Llama, build_llama
+from float8.trainer.model_configs import ModelConfig
+
+
+def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:
+    """Build the run's model: initialised, converted and compiled as the settings say.
+
+    Returns:
+        The model, and what was converted as text (empty for high precision).
+
+    Raises:
+        ConfigError: (a `ValueError`) if the recipe does not work with this model or device.
+    """
+    model = build_llama(
+        config.model_config(),
+        config.seq_len,
+        seed=config.seed,
+        device=device,
+        activation_checkpointing=config.activation_checkpointing,
+    )
+    conversion = _convert(model, config.recipe)
+    if config.compile:
+        # Blocks are alike, so one compilation serves all; the names of parameters stay.
+        for block in (*model.layers, model.norm):
+            block.compile(fullgraph=True, dynamic=False)
+    return model, conversion
+
+
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """The context of the forward pass: autocast to the run's dtype, nothing for float32."""
+    dtype = DTYPES[config.dtype]
+    if dtype == torch.float32:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def load_libraries(config: TrainConfig, device: torch.device) -> None:
+    """Take one step of a very small model with the run's recipe, and throw it away.
+
+    What is loaded and allocated once per process on first use (50 MiB on a CPU) is then there
+    before a run's memory is measured, instead of being counted against the first run.
+
+    Raises:
+        ConfigError: (a `ValueError`) if the recipe does not work on this device.
+    """
+    shape = ModelConfig(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64)
+    model = build_llama(shape, 16, seed=0, device=device)
+    _convert(model, config.recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
+    with autocast(config, device):
+        logits = model(tokens)
+    logits.float().logsumexp(-1).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _convert(model: Llama, recipe: str) -> str:
+    settings = float8_config(recipe)
+    if settings is None:
+        return ""
+    try:
+        convert_to_float8_training(
+            model, config=settings, module_filter_fn=lambda _, name: name != "output"
+        )
+    except ValueError as error:
+        raise ConfigError(f"recipe {recipe!r}: {error}") from error
+    report = conversion_report(model)
+    if not report.converted:
+        reasons = {str(layer.skip_reason) for layer in report.skipped if layer.fqn != "output"}
+        raise ConfigError(f"recipe {recipe!r} converted no layer: {'; '.join(sorted(reasons))}")
+    return str(report)

@@ -1,0 +1,84 @@
+"""Where a result was made: versions, device and command, without private paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to repeat a result, JSON-ready."""
+    return {
+        "float8": float8_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "device_type": device.type,
+        "cuda": torch.version.cuda,
+        "cpu_threads": torch.get_num_threads(),
+        "git_commit": git_commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *map(public_path, sys.argv[1:])]),
+    }
+
+
+def float8_version() -> str:
+    """Version of the installed package, "unknown" if it is run without being installed."""
+    try:
+        return importlib.metadata.version("float8")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the GPU or the CPU model."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree this package runs from, with "-dirty" if that was changed.
+
+    None for an installed package, whose surrounding repository says nothing about it.
+    """
+    package = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "trainer")
+        commit = git("rev-parse", "HEAD")
+        return commit + "-dirty" if git("status", "--porcelain", "--", ".") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def public_path(text: str) -> str:
+    """A path relative to the current folder or the home folder if it lies below one of them.
+
+    Absolute paths of a machine are nobody's business; text that is no path comes back unchanged.
+    """
+    if not os.path.isabs(text):  # noqa: PTH117 - also called with text that is no path
+        return text
+    path = Path(text)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    if path.is_relative_to(Path.home()):
+        return str(Path("~") / path.relative_to(Path.home()))
+    return str(Path("...") / path.name)

@@ -1,0 +1,158 @@
+"""The shapes of the Llama models that the trainer knows by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from float8.trainer.errors import ConfigError
+
+BYTE_VOCAB = 256  # Byte-level text needs exactly this many; a multiple of 16 as float8 GEMMs want.
+LLAMA3_VOCAB = 128256
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        dim: Width of the residual stream.
+        n_layers: Number of blocks.
+        n_heads: Query heads; `dim` is divided among them.
+        n_kv_heads: Key/value heads, each shared by `n_heads / n_kv_heads` query heads.
+        ffn_dim: Hidden width of the SwiGLU feed-forward.
+        vocab_size: Rows of the embedding and of the head; at least 256 for byte-level text.
+        tied_head: Whether the head shares its weight with the embedding.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Added to the mean square in RMSNorm.
+        init_std: Standard deviation of the initial weights.
+
+    Raises:
+        ConfigError: (a `ValueError`) if the numbers do not fit together.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int = BYTE_VOCAB
+    tied_head: bool = False
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model {name} must be at least 1, got {getattr(self, name)}")
+        if self.vocab_size < BYTE_VOCAB:
+            raise ConfigError(
+                f"vocab size {self.vocab_size} is too small: "
+                f"the data is bytes and needs at least {BYTE_VOCAB}"
+            )
+        if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
+            raise ConfigError(
+                f"model dim {self.dim} over {self.n_heads} heads must give an even head size"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(
+                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained parameters, a tied head counted once."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.n_kv_heads * self.head_dim
+        feed_forward = 3 * self.dim * self.ffn_dim
+        norms = (2 * self.n_layers + 1) * self.dim
+        tables = (1 if self.tied_head else 2) * self.vocab_size * self.dim
+        return self.n_layers * (attention + feed_forward) + norms + tables
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named model with settings that train it sensibly.
+
+    Attributes:
+        model: The shape.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per forward pass.
+        learning_rate: Peak of the schedule.
+        steps: Optimizer steps.
+    """
+
+    model: ModelConfig
+    seq_len: int
+    batch_size: int
+    learning_rate: float
+    steps: int
+
+
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(
+        # Narrow layers want more than the usual 0.02, or half of a short run is a plateau.
+        ModelConfig(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384, init_std=0.05),
+        seq_len=64,
+        batch_size=16,
+        learning_rate=4e-3,
+        steps=300,
+    ),
+    "150m": Preset(
+        ModelConfig(dim=1024, n_layers=12, n_heads=16, n_kv_heads=8, ffn_dim=3072),
+        seq_len=2048,
+        batch_size=16,
+        learning_rate=1e-3,
+        steps=2000,
+    ),
+    "1b": Preset(
+        ModelConfig(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, tied_head=True),
+        seq_len=2048,
+        batch_size=8,
+        learning_rate=4e-4,
+        steps=5000,
+    ),
+    "llama3-8b": Preset(
+        ModelConfig(
+            dim=4096,
+            n_layers=32,
+            n_heads=32,
+            n_kv_heads=8,
+            ffn_dim=14336,
+            vocab_size=LLAMA3_VOCAB,
+        ),
+        seq_len=8192,
+        batch_size=1,
+        learning_rate=3e-4,
+        steps=10_000,
+    ),
+    "llama3-70b": Preset(
+        ModelConfig(
+            dim=8192,
+            n_layers=80,
+            n_heads=64,
+            n_kv_heads=8,
+            ffn_dim=28672,
+            vocab_size=LLAMA3_VOCAB,
+        ),
+        seq_len=8192,
+        batch_size=1,
+        learning_rate=1.5e-4,
+        steps=10_000,
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """Look a preset up by name.
+
+    Raises:
+        ConfigError: (a `ValueError`) naming the known models if there is none of that name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,164 @@
+"""The folder of one run: what lies where, and what may be done with one that exists.
+
+- `config.json`: settings and data of the run
+- `conversion.txt`: what was converted to float8, layer by layer
+- `metrics.jsonl`: one line per step and validation
+- `tensorboard/`: the same for TensorBoard
+- `checkpoints/`: see `checkpoint`
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from float8.trainer.checkpoint import (
+    check_checkpoint,
+    is_checkpoint,
+    list_checkpoints,
+    read_state,
+)
+from float8.trainer.config import TrainConfig
+from float8.trainer.data import Corpus
+from float8.trainer.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside a run's folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """Settings and data, JSON."""
+        return self.path / "config.json"
+
+    @property
+    def conversion(self) -> Path:
+        """What was converted to float8; not there for high precision."""
+        return self.path / "conversion.txt"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def used(self) -> bool:
+        """Whether a run was written here before."""
+        recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return recorded or bool(list_checkpoints(self.checkpoints))
+
+
+def describe_corpus(corpus: Corpus) -> dict[str, Any]:
+    """What was trained on, JSON-ready: sizes in bytes, files and the fingerprint."""
+    return {
+        "name": corpus.name,
+        "train_bytes": len(corpus.train),
+        "validation_bytes": len(corpus.validation),
+        "train_files": corpus.train_files,
+        "validation_files": corpus.validation_files,
+        "skipped_files": corpus.skipped_files,
+        "fingerprint": corpus.fingerprint,
+    }
+
+
+def open_run_folder(
+    config: TrainConfig, corpus: Corpus, *, checkpoint: Path | None = None
+) -> RunFolder:
+    """Make the run's folder and write its `config.json`.
+
+    Args:
+        config: Settings of the run.
+        corpus: Data of the run.
+        checkpoint: What the run resumes from; its own run may go on in the same folder.
+
+    Raises:
+        ConfigError: (a `ValueError`) if another run lies there, or it cannot be written.
+    """
+    folder = RunFolder(Path(config.output))
+    own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
+    if folder.used and not own:
+        raise ConfigError(
+            f"{folder.path} already holds a run: continue it with --resume {folder.path}, "
+            "or choose another folder with --output"
+        )
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        content = {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
+        folder.config.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder.path}: {error}") from error
+    return folder
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest one of the run that lies there.
+
+    It is checked against its manifest.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged; names an older one that is intact.
+    """
+    if is_checkpoint(path):
+        found = path
+    elif path.is_dir():
+        checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+        if not checkpoints:
+            raise CheckpointError(f"no checkpoint in {path}: the run was not saved")
+        found = checkpoints[-1]
+    else:
+        raise CheckpointError(f"nothing to resume at {path}: give a run's folder or a checkpoint")
+    check_checkpoint(found)
+    return found
+
+
+def saved_config(checkpoint: Path, *, output: str | None = None) -> TrainConfig:
+    """The settings of the run a checkpoint belongs to.
+
+    Args:
+        checkpoint: An intact checkpoint.
+        output: Where to continue; None for the folder in which the checkpoint lies.
+    """
+    config = TrainConfig.from_dict(read_state(checkpoint)["config"])
+    return config.replace(output=output or str(checkpoint.parent.parent), stop_after=0)
+
+
+def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
+    """Make sure that a run goes on with the settings and the data it began with.
+
+    Args:
+        config: Settings to go on with.
+        corpus: Data to go on with.
+        saved: Has "config" and "corpus" as this module writes them.
+        where: What is resumed, for the message.
+
+    Raises:
+        ConfigError: (a `ValueError`) listing what differs.
+    """
+    old = TrainConfig.from_dict(saved["config"])
+    wrong = [
+        f"{name} was {before!r} and is now {now!r}"
+        for name, (now, before) in config.differences(old).items()
+    ]
+    before, now = saved["corpus"]["fingerprint"], corpus.fingerprint
+    if before != now:
+        wrong.append(f"the text of the data has changed (fingerprint {before} and now {now})")
+    if wrong:
+        raise ConfigError(
+            f"cannot resume {where} with different settings: {'; '.join(wrong)}. "
+            "Use the settings of the run, or start a new one with another --output"
+        )

@@ -1,0 +1,125 @@
+"""One training run, from settings to its result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from float8.trainer import data
+from float8.trainer.checkpoint import read_state
+from float8.trainer.config import TrainConfig
+from float8.trainer.errors import OutOfMemoryError
+from float8.trainer.interrupt import StopRequest
+from float8.trainer.loop import Trainer
+from float8.trainer.metrics import (
+    JsonLines,
+    Observer,
+    Summary,
+    TensorBoard,
+    read_metrics,
+    summarize,
+)
+from float8.trainer.run_folder import (
+    RunFolder,
+    check_same_run,
+    find_checkpoint,
+    open_run_folder,
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run went.
+
+    Attributes:
+        status: `"finished"`, `"interrupted"` (by a signal) or `"stopped"` (by `stop_after`).
+        summary: The run's numbers, over all its parts if it was resumed.
+        folder: Where everything was written.
+        checkpoint: Checkpoint of the last step, None if none was asked for.
+        parameters: Number of trained parameters.
+        memory_note: What the peak memory means, or why there is none.
+    """
+
+    status: str
+    summary: Summary
+    folder: RunFolder
+    checkpoint: Path | None
+    parameters: int
+    memory_note: str
+
+
+def train(
+    config: TrainConfig,
+    *,
+    observers: Sequence[Observer] = (),
+    resume: Path | None = None,
+    corpus: data.Corpus | None = None,
+    stop: StopRequest | None = None,
+) -> TrainResult:
+    """Train a Llama as `config` says and leave everything in `config.output`.
+
+    Args:
+        config: The settings.
+        observers: Told what happens, besides the JSON lines and TensorBoard files.
+        resume: A checkpoint, or the folder of a run whose newest one is meant.
+        corpus: The data, if it is loaded already.
+        stop: Ends the run after the step in which it is requested, with a checkpoint.
+
+    Returns:
+        The run's numbers and where its files are.
+
+    Raises:
+        DataError: If there is no usable data.
+        ConfigError: If the output folder holds another run, a resumed run's settings differ, or
+            the recipe does not work on the device.
+        CheckpointError: If there is nothing to resume or it is damaged.
+        TrainingDivergedError: If the loss or the gradient norm is not finite any more.
+        OutOfMemoryError: If the model does not fit.
+    """
+    corpus = corpus if corpus is not None else data.load_corpus(config.data)
+    data.check_length(corpus, config.seq_len)
+    checkpoint = find_checkpoint(resume) if resume is not None else None
+    start_step = 0
+    if checkpoint is not None:
+        saved = read_state(checkpoint)
+        check_same_run(config, corpus, saved, checkpoint)
+        start_step = saved["step"]
+    folder = open_run_folder(config, corpus, checkpoint=checkpoint)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_explain_out_of_memory(config))
+        everyone: list[Observer] = [*observers, JsonLines(folder.metrics)]
+        for observer in everyone:
+            stack.callback(observer.close)
+        if config.tensorboard:
+            everyone.append(TensorBoard(folder.tensorboard, start_step))
+            stack.callback(everyone[-1].close)
+        trainer = Trainer(config, corpus, folder, everyone)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        if trainer.conversion:
+            folder.conversion.write_text(trainer.conversion + "\n")
+        status = trainer.run(stop or StopRequest())
+    return TrainResult(
+        status=status,
+        summary=summarize(read_metrics(folder.metrics)),
+        folder=folder,
+        checkpoint=trainer.last_checkpoint,
+        parameters=trainer.model.config.num_parameters,
+        memory_note=trainer.memory.note,
+    )
+
+
+@contextlib.contextmanager
+def _explain_out_of_memory(config: TrainConfig) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{config.device} ran out of memory with batches of {config.batch_size} x "
+            f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
+            "or use --activation-checkpointing"
+        ) from error

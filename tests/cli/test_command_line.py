@@ -1,0 +1,211 @@
+"""The command as users call it; what takes a signal or another environment, in a subprocess."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from float8.cli.main import main
+from float8.trainer.environment import float8_version
+
+QUICK = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
+QUICK.append("--no-tensorboard")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors this small only lose by being shared among threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for subprocesses
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with a little text in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(500)))
+    return tmp_path
+
+
+def train(*words: str) -> int:
+    return main(["train", "--data", "text.txt", "--output", "run", *QUICK, *words])
+
+
+def spawn(words: Sequence[str], **options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "float8.cli.main", *words]
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_train_says_what_it_does_in_plain_lines(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--steps", "4", "--log-interval", "1", "--recipe", "tensorwise") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "tensorwise: Llama tiny, 0.9M parameters, float32 on cpu" in out
+    assert "28 of 29 linear layers run in float8" in out
+    assert re.search(r"step 4/4  loss \d\.\d{4}  [\d,]+ tok/s  \d+ ms", out)
+    assert re.search(r"finished after step 4 of 4\nvalidation loss \d\.\d{4} nats per byte", out)
+    assert "\x1b" not in out  # No bar where there is no terminal.
+    assert {path.name for path in Path("run").iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "conversion.txt",
+        "metrics.jsonl",
+    }
+
+
+def test_resume_takes_its_settings_from_the_checkpoint(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--steps", "5", "--stop-after", "2", "--seed", "7") == 0
+    assert "go on with: float8 train --resume run" in capsys.readouterr().out
+    assert main(["train", "--resume", "run"]) == 0
+    assert "finished after step 5 of 5" in capsys.readouterr().out
+    assert json.loads(Path("run/config.json").read_text())["config"]["seed"] == 7
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(here: Path) -> None:
+    words = ["train", "--data", "text.txt", "--output", "run", *QUICK, "--steps", "100000"]
+    process = spawn([*words, "--log-interval", "1"], cwd=here)
+    metrics = here / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and '"train"' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "go on with: float8 train --resume run" in out
+    step = int(re.findall(r"interrupted after step (\d+)", out)[0])
+    assert (here / "run" / "checkpoints" / f"step_{step:08d}").is_dir()
+    assert main(["train", "--resume", "run", "--stop-after", str(step + 2)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--recipe", "fp7"], r"error: .*'fp7'.*tensorwise.*high_precision"),
+        (["--data", "missing"], r"error: no data at missing"),
+        (["--model", "huge"], r"error: unknown model 'huge': choose one of tiny"),
+        (["--steps", "0"], r"error: --steps must be at least 1, got 0"),
+        (["--seq-len", "100000"], r"error: the train split of text.txt has \d+ bytes"),
+        (["--resume", "nowhere"], r"error: nothing to resume at nowhere"),
+        (["--output", "text.txt"], r"error: cannot write to text.txt"),
+        (["--device", "cuda:77"], r"error: device 'cuda:77' is not there"),
+    ],
+)
+def test_user_errors_are_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert train(*words) == 2
+    err = capsys.readouterr().err
+    assert re.match(message, err)
+    assert err.count("\n") == 1
+    assert not Path("run").exists()
+
+
+def test_debug_shows_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--data", "missing", "--debug") == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: no data at missing")
+
+
+def test_a_truncated_checkpoint_is_one_line_and_nothing_is_lost(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--steps", "6", "--stop-after", "4", "--checkpoint-interval", "2") == 0
+    newest = Path("run/checkpoints/step_00000004")
+    tensors = next((newest / "data").glob("*.distcp"))
+    os.truncate(tensors, 1000)
+    before = Path("run/metrics.jsonl").read_text()
+    capsys.readouterr()
+    assert main(["train", "--resume", "run"]) == 2
+    err = capsys.readouterr().err
+    assert re.match(
+        r"error: the checkpoint .*step_00000004 is damaged \(data/.* has 1000 bytes", err
+    )
+    assert "resume from that" in err
+    assert err.count("\n") == 1
+    assert Path("run/metrics.jsonl").read_text() == before
+    older = re.findall(r"older one is (\S+):", err)[0]
+    assert main(["train", "--resume", older]) == 0
+
+
+def test_changed_settings_are_named_on_resume(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--steps", "4", "--stop-after", "2") == 0
+    assert main(["train", "--resume", "run", "--learning-rate", "0.5"]) == 2
+    assert "learning_rate was 0.004 and is now 0.5" in capsys.readouterr().err
+
+
+def test_compare_prints_the_table_and_where_the_files_are(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "tensorwise", "--data", "text.txt", "--output", "cmp", "--steps", "3"]
+    assert main([*words, *QUICK]) == 0
+    out = capsys.readouterr().out
+    runs = json.loads(Path("cmp/report.json").read_text())["runs"]
+    for run in runs:
+        row = next(line for line in out.splitlines() if line.startswith(f"  {run['recipe']} "))
+        assert f"{run['val_loss']:.4f}" in row
+        assert f"{run['val_gap_percent']:+.2f}" in row
+    assert "report: cmp/report.json" in out
+    assert "loss curves: cmp/loss.png" in out
+    assert not list(Path("cmp").glob("*/checkpoints"))
+    assert main([*words, *QUICK]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*words, *QUICK, "--overwrite"]) == 0
+
+
+def test_compare_refuses_an_unknown_recipe_before_running(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "tensorwise", "fp7", "--data", "text.txt", "--output", "cmp"]) == 2
+    out, err = capsys.readouterr()
+    assert re.match(r"error: .*fp7", err)
+    assert out == ""
+    assert not Path("cmp").exists()
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"float8 {float8_version()}"
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--resume" in out
+    assert "--grad-clip" in out
+    assert main(["frobnicate"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
+    hidden = tmp_path / "typer.py"
+    hidden.write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    process = spawn(["train"], env=environment)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert err == (
+        "error: the command line needs typer, which is not installed: "
+        "run pip install 'float8[cli]'\n"
+    )

@@ -1,0 +1,130 @@
+"""Compiled training: one graph, no recompilation, and the results of eager mode."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tolerances
+from sqnr import same_bits, sqnr
+from support.configs import DELAYED, MIXES, delayed, mixed, tensorwise
+from support.devices import on_devices
+from support.training import SideBySide, two_layers
+
+VARIANTS = ["plain", "autocast", "checkpoint"]
+
+
+def train(
+    config, device: str, backend: str, variant: str, model: nn.Module | None = None
+) -> list[dict]:
+    """Four steps with a sync after each; fails on a graph break or a recompilation."""
+    how = variant if "checkpoint" in variant else "plain"
+    counter = CompileCounterWithBackend(backend)
+    both = SideBySide(
+        two_layers(config, device, how) if model is None else model,
+        lambda m: torch.compile(m, backend=counter, fullgraph=True),
+    )
+    autocast = torch.bfloat16 if variant == "autocast" else None
+    steps = [both.step(seed, autocast=autocast) for seed in range(4)]
+    assert counter.frame_count == 1
+    return steps
+
+
+def assert_same_bits(steps: list[dict]) -> None:
+    for index, step in enumerate(steps):
+        for name, (wanted, got) in step.items():
+            assert same_bits(got, wanted), (index, name)
+
+
+def assert_close(steps: list[dict], bound: float) -> None:
+    for index, step in enumerate(steps):
+        for name, (wanted, got) in step.items():
+            assert got.dtype == wanted.dtype, (index, name)
+            if bool((wanted == 0).all()):
+                assert same_bits(got, wanted), (index, name)
+            else:
+                assert sqnr(wanted, got) > bound, (index, name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_aot_eager_has_the_bits_of_eager_mode(mix, variant: str) -> None:
+    assert_same_bits(train(mixed(*mix), "cpu", "aot_eager", variant))
+
+
+# Not "checkpoint" with delayed scaling: torch's checkpoint, when this backend really runs it,
+# refuses every buffer that is written inside of it (a torch 2.13 nn.BatchNorm1d, for example).
+@pytest.mark.parametrize(
+    ("mix", "variant"),
+    [
+        pytest.param(mix.values[0], variant, id=f"{mix.id}-{variant}")
+        for mix in MIXES
+        for variant in VARIANTS
+        if variant != "checkpoint" or mix is MIXES[0]
+    ],
+)
+def test_backend_eager_has_the_bits_of_eager_mode(mix, variant: str) -> None:
+    assert_same_bits(train(mixed(*mix), "cpu", "eager", variant))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mix", MIXES[::7])
+def test_captured_as_one_graph_on_a_gpu(mix, variant: str) -> None:
+    assert_same_bits(train(mixed(*mix), "cuda", "aot_eager", variant))
+
+
+@pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+def test_selective_checkpointing_under_compile(config) -> None:
+    assert_same_bits(train(config, "cpu", "aot_eager", "selective-checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tensorwise(round_scales_to_power_of_2=True),
+        delayed(round_scales_to_power_of_2=True),
+        delayed(enable_amax_init=False),
+        tensorwise(emulate=True),
+    ],
+    ids=["dynamic-power-of-2", "delayed-power-of-2", "delayed-from-one", "emulate"],
+)
+def test_switches_under_compile(config) -> None:
+    assert_same_bits(train(config, "cpu", "aot_eager", "plain"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_under_compile(dtype: torch.dtype) -> None:
+    model = two_layers(mixed(DELAYED, DELAYED, DELAYED)).to(dtype)
+    assert_same_bits(train(None, "cpu", "aot_eager", "plain", model))
+
+
+@on_devices
+@pytest.mark.parametrize("mix", MIXES)
+def test_inductor(device: str, mix) -> None:
+    assert_close(train(mixed(*mix), device, "inductor", "plain"), tolerances.COMPILED)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("config", "variant"),
+    [
+        (tensorwise(), "autocast"),
+        (delayed(), "autocast"),
+        (delayed(), "checkpoint"),
+        (delayed(), "selective-checkpoint"),
+    ],
+    ids=["dynamic-autocast", "delayed-autocast", "delayed-checkpoint", "delayed-selective"],
+)
+def test_inductor_with_autocast_and_checkpointing(device: str, config, variant: str) -> None:
+    bound = tolerances.COMPILED_LOW if variant == "autocast" else tolerances.COMPILED
+    assert_close(train(config, device, "inductor", variant), bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_inductor_with_bfloat16_parameters_on_a_gpu(mix, variant: str) -> None:
+    how = variant if "checkpoint" in variant else "plain"
+    model = two_layers(mixed(*mix), "cuda", how).to(torch.bfloat16)
+    assert_close(train(None, "cuda", "inductor", variant, model), tolerances.COMPILED_LOW)

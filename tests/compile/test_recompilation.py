@@ -1,0 +1,157 @@
+"""What must not make Dynamo compile again, or give up."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from float8 import (
+    attach_to_optimizer,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from sqnr import same_bits
+from support.configs import DELAYED, DYNAMIC, MIXES, delayed, mixed, tensorwise
+from support.models import Block, FeedForward, fp8_state, seeded
+from support.training import SideBySide, two_layers
+
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
+# At its recompile limit Dynamo would run the rest in eager mode, without an error.
+NO_GIVING_UP = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+
+
+@pytest.mark.parametrize("mix", MIXES[::7])
+def test_token_counts_recompile_at_most_once(mix) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    both = SideBySide(
+        two_layers(mixed(*mix)), lambda m: torch.compile(m, backend=counter, fullgraph=True)
+    )
+    for seed, tokens in enumerate((16, 24, 7, 33, 2, 160)):
+        for name, (wanted, got) in both.step(seed, tokens=tokens).items():
+            assert same_bits(got, wanted), (tokens, name)
+    assert counter.frame_count <= 2
+
+
+def blocks(n: int, config) -> nn.Sequential:
+    model = nn.Sequential(*(Block(16, 32) for _ in range(n)))
+    return convert_to_float8_training(model, config=config)
+
+
+def train(model: nn.Module, seed: int) -> None:
+    model(seeded(seed, 8, 16)).sum().backward()
+    sync_float8_amax_and_scale_history(model)
+
+
+@NO_GIVING_UP
+@CONFIGS
+def test_twelve_blocks_compiled_one_by_one_share_one_graph(config) -> None:
+    model = blocks(12, config)
+    eager = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=counter, fullgraph=True)
+    for step in range(2):
+        train(model, step)
+        train(eager, step)
+    # The first block's input needs no gradient, the others' do.
+    assert counter.frame_count <= 2
+    for (name, got), wanted in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert same_bits(got.grad, wanted.grad), name
+
+
+@NO_GIVING_UP
+@CONFIGS
+def test_twelve_layers_compile_as_one_model(config) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+    convert_to_float8_training(model, config=config)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(3):
+        train(compiled, step)
+    assert counter.frame_count == 1
+
+
+@NO_GIVING_UP
+def test_modules_of_one_configuration_share_one_graph() -> None:
+    """Four modules, two configurations: two graphs."""
+    modules = [FeedForward(16, 32) for _ in range(4)]
+    counter = CompileCounterWithBackend("eager")
+    for index, module in enumerate(modules):
+        config = mixed(DELAYED if index % 2 else DYNAMIC, DYNAMIC, DYNAMIC)
+        convert_to_float8_training(module, config=config)
+        module.compile(backend=counter, fullgraph=True)
+    for _ in range(2):
+        for module in modules:
+            module(seeded(0, 8, 16).requires_grad_()).sum().backward()
+            sync_float8_amax_and_scale_history(module)
+    assert counter.frame_count == 2
+
+
+def test_eval_mode_costs_one_graph_more_and_records_nothing() -> None:
+    model = two_layers(delayed())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    x = seeded(0, 8, 32)
+    for _ in range(2):
+        compiled.train()
+        compiled(x).sum().backward()
+        sync_float8_amax_and_scale_history(compiled)
+        before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+        compiled.eval()
+        compiled(1000 * x)
+        assert all(torch.equal(b, before[n]) for n, b in fp8_state(model).items())
+    assert counter.frame_count == 2
+
+
+# ---------------------------------------------------------------- missing syncs, compiled
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_missing_sync_raises_in_compiled_code_too(backend: str) -> None:
+    model = two_layers(delayed())
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        compiled(seeded(0, 16, 32)).sum().backward()
+        sync_float8_amax_and_scale_history(compiled)
+        optimizer.step()
+    compiled(seeded(0, 16, 32)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
+        compiled(seeded(0, 16, 32))
+    sync_float8_amax_and_scale_history(compiled)
+    compiled(seeded(0, 16, 32))
+
+
+def test_a_missing_sync_raises_under_fullgraph() -> None:
+    model = two_layers(delayed())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(seeded(0, 16, 32)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    with pytest.raises(Exception, match="sync_float8_amax_and_scale_history"):
+        compiled(seeded(0, 16, 32))
+
+
+@pytest.mark.parametrize("model_is_compiled", [False, True], ids=["inner", "wrapper"])
+def test_attach_to_optimizer_works_for_compiled_models(model_is_compiled: bool) -> None:
+    model, eager = two_layers(delayed()), two_layers(delayed())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for module, call, attached in (
+        (model, compiled, compiled if model_is_compiled else model),
+        (eager, eager, eager),
+    ):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        attach_to_optimizer(attached, optimizer)
+        for step in range(4):
+            call(seeded(step, 16, 32)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert counter.frame_count == 1
+    for (name, got), wanted in zip(
+        model.state_dict().items(), eager.state_dict().values(), strict=True
+    ):
+        assert same_bits(got, wanted), name

@@ -1,0 +1,26 @@
+"""What all tests share: skipping GPU tests where there is no GPU, and one random seed."""
+
+import os
+
+import pytest
+import torch
+
+NO_GPU = "needs a CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # several processes: one thread each
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,36 @@
+"""Triton kernels run on the GPU if there is one, else in Triton's interpreter on the CPU.
+
+The interpreter must be chosen before Triton is imported and changes Triton for the whole process,
+so test_interpreter.py runs the tests that take ``triton_device`` in processes of their own. This
+conftest leaves them out of a process that cannot run them, and all others out of the
+interpreter's.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETER
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if GPU:
+        return
+    here = Path(__file__).parent
+    dropped = [
+        item
+        for item in items
+        if here in item.path.parents
+        and ("triton_device" in getattr(item, "fixturenames", ())) != INTERPRETER
+    ]
+    items[:] = [item for item in items if item not in dropped]
+    config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.fixture
+def triton_device() -> torch.device:
+    """Where Triton kernels run in this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if GPU else torch.device("cpu")

@@ -1,0 +1,177 @@
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from float8 import kernels
+from float8.kernels import ops
+from float8.kernels.cast import cast_reference
+from kernels.float8_codes import FORMATS, same_bytes
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+devices = pytest.mark.parametrize("device", CPU_AND_GPU)
+E4M3 = torch.float8_e4m3fn
+
+
+@devices
+class TestOpcheck:
+    """torch's own checks: schema, fake implementation, dynamic shapes under AOTAutograd."""
+
+    @pytest.mark.parametrize("shape", [(3, 4), (17,), ()], ids=str)
+    def test_amax(self, device: str, shape: tuple[int, ...]) -> None:
+        torch.library.opcheck(torch.ops.float8.amax.default, (torch.randn(shape, device=device),))
+
+    @pytest.mark.parametrize("dtype", FORMATS, ids=str)
+    @pytest.mark.parametrize(
+        "flags", [(True, True, True), (True, False, False), (False, True, False)]
+    )
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_cast(
+        self, device: str, dtype: torch.dtype, flags: tuple[bool, bool, bool], transposed: bool
+    ) -> None:
+        x = torch.randn(17, 33, device=device)
+        x = x.t() if transposed else x
+        scale = torch.tensor(0.1, device=device)
+        torch.library.opcheck(torch.ops.float8.cast.default, (x, scale, dtype, *flags))
+
+    def test_transpose(self, device: str) -> None:
+        # uint8, because opcheck itself cannot compare float8.
+        data = torch.randint(0, 256, (17, 33), dtype=torch.uint8, device=device)
+        torch.library.opcheck(torch.ops.float8.transpose.default, (data,))
+
+
+@pytest.mark.parametrize("name", ["amax", "cast", "transpose"])
+def test_ops_are_compliant_with_the_compiler(name: str) -> None:
+    assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.float8, name).default.tags
+
+
+@devices
+class TestCast:
+    def test_order_and_absence(self, device: str) -> None:
+        x = torch.randn(20, 40, device=device)
+        scale = torch.tensor(0.01, device=device)
+        twin = cast_reference(x, scale, E4M3, row=True, col=True)
+        for row, col in ((True, True), (True, False), (False, True)):
+            out = kernels.cast(x, scale, E4M3, row=row, col=col)
+            assert same_bytes(out[0], twin[0] if row else None)
+            assert same_bytes(out[1], twin[1] if col else None)
+
+    def test_carries_no_gradient(self, device: str) -> None:
+        x = torch.randn(20, 40, device=device, requires_grad=True)
+        scale = torch.tensor(0.01, device=device, requires_grad=True)
+        out = kernels.cast(x * 2, scale, E4M3, row=True, col=True)
+        assert out[0] is not None
+        assert out[1] is not None
+        assert not out[0].requires_grad
+        assert not out[1].requires_grad
+        assert not kernels.amax(x * 2).requires_grad
+        assert not kernels.transpose_bytes(out[0]).requires_grad
+
+    def test_wrong_input_says_what_to_do(self, device: str) -> None:
+        x = torch.randn(4, 4, device=device)
+        one = torch.ones((), device=device)
+
+        def cast(x: object = x, scale: object = one, dtype: object = E4M3, **flags: bool) -> None:
+            flags = {"row": True, "col": True} | flags
+            kernels.cast(x, scale, dtype, **flags)  # type: ignore[arg-type]
+
+        with pytest.raises(TypeError, match=r"torch\.float64 tensor.* expected a float32, bfl"):
+            cast(x=x.double())
+        with pytest.raises(ValueError, match=r"shape \(2, 2, 4\).* expected 2 dim.* x\.reshape"):
+            cast(x=x.view(2, 2, 4))
+        with pytest.raises(TypeError, match=r"dtype is torch\.int8; expected torch\.float8_e4m3fn"):
+            cast(dtype=torch.int8)
+        with pytest.raises(TypeError, match=r"scale is a torch\.bfloat16 .* expected a float32"):
+            cast(scale=one.bfloat16())
+        with pytest.raises(ValueError, match=r"shape \(4,\).* expected one element"):
+            cast(scale=torch.ones(4, device=device))
+        with pytest.raises(ValueError, match=r"row=False, col=False"):
+            cast(row=False, col=False)
+        if device == "cuda":
+            with pytest.raises(ValueError, match=r"scale is on cpu .* expected one device"):
+                cast(scale=torch.ones(()))
+
+
+def scaled_cast(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """From a tensor to its operands; by 512, so that no compiler rounds the quotient."""
+    y = x * 2
+    return kernels.cast(y, kernels.amax(y) / 512, E4M3, row=True, col=True)
+
+
+@devices
+class TestCompile:
+    def test_one_graph_for_all_sizes(self, device: str) -> None:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(scaled_cast, backend=counter, fullgraph=True, dynamic=True)
+        for rows in (2, 17, 40, 100):
+            x = torch.randn(rows, 48, device=device)
+            for got, want in zip(compiled(x), scaled_cast(x), strict=True):
+                assert same_bytes(got, want)
+        assert counter.frame_count == 1
+
+    def test_amax_is_left_to_the_compiler_and_cast_is_opaque(self, device: str) -> None:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        torch.compile(scaled_cast, backend=counter, fullgraph=True)(torch.ones(4, 4, device=device))
+        targets = [node.target for node in counter.graphs[0].graph.nodes]
+        assert torch.ops.float8.cast.default in targets
+        assert torch.ops.float8.amax.default not in targets
+
+    def test_inductor(self, device: str) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(scaled_cast, fullgraph=True, dynamic=True)
+        for rows in (17, 40):
+            x = torch.randn(rows, 48, device=device, requires_grad=True)
+            out = compiled(x)
+            for got, want in zip(out, scaled_cast(x), strict=True):
+                assert same_bytes(got, want)
+                assert got is not None
+                assert not got.requires_grad
+
+    def test_fake_follows_symbolic_rows_without_a_guard(self, device: str) -> None:
+        torch._dynamo.reset()
+
+        def every_op(x: Tensor) -> list[Tensor | None]:
+            scale = torch.ops.float8.amax.default(x)
+            row, col = kernels.cast(x, scale, E4M3, row=True, col=True, pad_rows=True)
+            assert row is not None
+            return [row, col, kernels.transpose_bytes(row)]
+
+        x = torch.randn(33, 20, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 1)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(every_op, backend=counter, fullgraph=True)
+        for y in (x, torch.randn(5, 7, device=device), torch.randn(160, 256, device=device)):
+            for got, want in zip(compiled(y), every_op(y), strict=True):
+                assert same_bytes(got, want)
+        assert counter.frame_count == 1
+
+
+def test_works_without_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None  # makes `import triton` raise ImportError
+import torch
+from float8 import kernels
+assert kernels.amax(torch.tensor([1.0, -2.0])).item() == 2.0
+row, col = kernels.cast(torch.ones(3, 5), torch.ones(()), torch.float8_e5m2, row=True, col=True)
+assert row.shape == (3, 16) and col.shape == (16, 16)
+assert kernels.transpose_bytes(row).shape == (16, 3)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_absence_of_triton_is_said_once() -> None:
+    ops._warn_without_triton.cache_clear()
+    op = ops._without_triton(ops._amax_plain)
+    with pytest.warns(UserWarning, match="Install triton"):
+        assert op(torch.ones(2)) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert op(torch.ones(2)) == 1

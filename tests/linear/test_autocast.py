@@ -1,0 +1,83 @@
+"""float32 parameters under autocast: compute in autocast's dtype, gradients in float32."""
+
+import pytest
+import torch
+from torch import nn
+
+import tolerances
+from float8 import Float8Linear, convert_to_float8_training, sync_float8_amax_and_scale_history
+from sqnr import same_bits, sqnr
+from support.configs import MIXES, mixed
+from support.devices import on_devices
+from support.models import FeedForward, seeded
+
+LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def autocast_step(model: nn.Module, x, g, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    with torch.autocast(x.device.type, dtype):
+        y = model(x)
+    y.backward(g.to(y.dtype))
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"output": y.detach(), "input": x.grad, **grads}
+
+
+@on_devices
+@LOW
+@pytest.mark.parametrize("mix", MIXES)
+def test_dtypes_and_values(device: str, mix, dtype: torch.dtype) -> None:
+    model = FeedForward(64, 128, bias=True).to(device)
+    x, g = seeded(0, 32, 64, device=device), seeded(1, 32, 64, device=device)
+    wanted = autocast_step(model, x, g, dtype)
+    convert_to_float8_training(model, config=mixed(*mix))
+    for _ in range(2):
+        got = autocast_step(model, x, g, dtype)
+        sync_float8_amax_and_scale_history(model)
+    assert got["output"].dtype == dtype
+    for name in wanted:
+        assert got[name].dtype == wanted[name].dtype, name
+        assert sqnr(wanted[name], got[name]) > tolerances.FFN, name
+
+
+@on_devices
+@LOW
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_input_dtype_is_cast_to_that_of_autocast(
+    device: str, dtype: torch.dtype, input_dtype: torch.dtype
+) -> None:
+    layer = Float8Linear(32, 16, device=device)
+    x = seeded(0, 4, 32, device=device, dtype=input_dtype)
+    with torch.autocast(device, dtype):
+        y = layer(x)
+        assert same_bits(y, layer(x.to(dtype)))
+    assert y.dtype == dtype
+
+
+@on_devices
+def test_autocast_switched_off_inside_counts(device: str) -> None:
+    layer = Float8Linear(32, 16, device=device)
+    x = seeded(0, 4, 32, device=device)
+    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
+        assert layer(x).dtype == torch.float32
+    with torch.autocast("cuda" if device == "cpu" else "cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.float32
+
+
+@on_devices
+def test_autocast_does_not_change_the_gemm_of_float8_data(device: str) -> None:
+    """A backward inside the autocast region gives the same as one outside of it."""
+    layer = Float8Linear(32, 16, bias=False, device=device)
+    gradients = []
+    for inside in (False, True):
+        layer.weight.grad = None
+        with torch.autocast(device, torch.bfloat16):
+            y = layer(seeded(0, 4, 32, device=device))
+            if inside:
+                y.sum().backward()
+        if not inside:
+            y.sum().backward()
+        gradients.append(layer.weight.grad)
+    assert same_bits(*gradients)
+    assert gradients[0].dtype == torch.float32

@@ -1,0 +1,127 @@
+"""Saving and loading: plain and converted checkpoints, strict, weights only."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import (
+    Float8Linear,
+    convert_to_float8_training,
+    high_precision_state_dict,
+    sync_float8_amax_and_scale_history,
+)
+from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from support.models import forward_backward, fp8_state, seeded
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 17))
+
+
+def converted(**more) -> nn.Sequential:
+    return convert_to_float8_training(plain(), config=delayed(**more))
+
+
+def step(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    results = forward_backward(model, seeded(seed, 8, 32), seeded(seed + 50, 8, 17))
+    sync_float8_amax_and_scale_history(model)
+    return results
+
+
+def through_file(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_converted_to_converted_goes_on_bit_for_bit(assign: bool) -> None:
+    model, other = converted(), converted()
+    for seed in (0, 1):
+        step(model, seed)
+    forward_backward(model, seeded(2, 8, 32), seeded(52, 8, 17))  # an amax not synced yet
+    other.load_state_dict(through_file(model.state_dict()), assign=assign)
+    for name, buffer in fp8_state(model).items():
+        assert torch.equal(buffer, fp8_state(other)[name]), name
+    for seed in (3, 4):
+        results, others = step(model, seed), step(other, seed)
+        assert all(torch.equal(results[name], others[name]) for name in results)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "after-training"])
+def test_plain_checkpoint_loads_strictly_and_keeps_the_state(used: bool, assign: bool) -> None:
+    checkpoint, model = plain(), converted()
+    if used:
+        step(model, 0)
+    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+    result = model.load_state_dict(
+        through_file(checkpoint.state_dict()), strict=True, assign=assign
+    )
+    assert result.missing_keys == result.unexpected_keys == []
+    assert torch.equal(model[0].weight, checkpoint[0].weight)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in fp8_state(model).items())
+    step(model, 1)
+
+
+def test_plain_checkpoint_assigned_to_a_meta_model_gives_fresh_state() -> None:
+    with torch.device("meta"):
+        model = plain()
+    convert_to_float8_training(model, config=delayed())
+    model.load_state_dict(plain().state_dict(), assign=True)
+    fresh = fp8_state(converted())
+    for name, buffer in fp8_state(model).items():
+        assert buffer.device.type == "cpu", name
+        assert torch.equal(buffer, fresh[name]), name
+    step(model, 0)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_of_a_checkpoint_in_bfloat16_comes_back_as_float32(assign: bool) -> None:
+    state = {name: value.bfloat16() for name, value in converted().state_dict().items()}
+    model = converted()
+    model.load_state_dict(state, assign=assign)
+    assert {buffer.dtype for buffer in fp8_state(model).values()} == {torch.float32}
+
+
+def test_checkpoint_with_part_of_the_state_is_refused() -> None:
+    model = converted()
+    state = model.state_dict()
+    del state["0.fp8_scale_input"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.fp8_scale_input"):
+        model.load_state_dict(state)
+
+
+def test_a_missing_weight_is_still_missing() -> None:
+    state = plain().state_dict()
+    del state["0.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight"):
+        converted().load_state_dict(state)
+
+
+def test_dynamic_models_have_the_keys_of_the_plain_one() -> None:
+    model = convert_to_float8_training(plain(), config=tensorwise())
+    assert list(model.state_dict()) == list(plain().state_dict())
+    plain().load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("config", [tensorwise(), delayed(), mixed(DELAYED, DYNAMIC, DYNAMIC)])
+def test_high_precision_state_dict_loads_into_the_plain_model(config) -> None:
+    model = convert_to_float8_training(plain(), config=config)
+    step(model, 0)
+    state = high_precision_state_dict(model)
+    assert list(state) == list(plain().state_dict())
+    target = plain()
+    target.load_state_dict(through_file(state), strict=True)
+    assert all(torch.equal(value, target.state_dict()[name]) for name, value in state.items())
+    assert any(isinstance(module, Float8Linear) for module in model.modules())  # left as it was
+
+
+def test_high_precision_state_dict_keeps_a_buffer_of_that_name_elsewhere() -> None:
+    """Only the state of Float8Linear goes; another module may use the name."""
+    model = nn.Sequential(nn.Linear(32, 16), nn.Identity())
+    model[1].register_buffer("fp8_scale_input", torch.ones(()))
+    convert_to_float8_training(model, config=delayed())
+    assert list(high_precision_state_dict(model)) == ["0.weight", "0.bias", "1.fp8_scale_input"]

@@ -1,0 +1,169 @@
+"""A `Float8Linear` made from an `nn.Linear` shares all of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import Float8Linear, Float8LinearConfig
+from support.configs import DELAYED, DISABLED, DYNAMIC, delayed, mixed, tensorwise
+from support.devices import DTYPES, on_devices
+from support.models import seeded
+
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
+
+@on_devices
+@CONFIGS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_parameters_are_the_same_objects(
+    device: str, bias: bool, dtype: torch.dtype, config: Float8LinearConfig
+) -> None:
+    linear = nn.Linear(32, 16, bias=bias, device=device, dtype=dtype)
+    names = [name for name, _ in linear.named_parameters()]
+    layer = Float8Linear.from_float(linear, config)
+    assert layer.weight is linear.weight
+    assert layer.bias is linear.bias
+    assert type(layer.weight) is nn.Parameter
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert layer(torch.ones(4, 32, device=device, dtype=dtype)).dtype == dtype
+
+
+@CONFIGS
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_requires_grad_and_training_mode_are_kept(
+    config: Float8LinearConfig, requires_grad: bool, training: bool
+) -> None:
+    linear = nn.Linear(32, 16).requires_grad_(requires_grad).train(training)
+    layer = Float8Linear.from_float(linear, config)
+    assert layer.weight.requires_grad == layer.bias.requires_grad == requires_grad
+    assert layer.training == training
+
+
+def test_the_original_layer_stays_as_it_was() -> None:
+    linear = nn.Linear(32, 16)
+    x = seeded(0, 4, 32)
+    before = linear(x)
+    Float8Linear.from_float(linear, delayed())
+    assert type(linear) is nn.Linear
+    assert list(linear.state_dict()) == ["weight", "bias"]
+    assert torch.equal(linear(x), before)
+
+
+@CONFIGS
+def test_an_optimizer_built_before_trains_the_new_layer(config: Float8LinearConfig) -> None:
+    linear = nn.Linear(32, 16)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+    layer = Float8Linear.from_float(linear, config)
+    before = layer.weight.detach().clone()
+    layer(seeded(0, 4, 32)).sum().backward()
+    grad = layer.weight.grad
+    optimizer.step()
+    assert torch.equal(layer.weight.detach(), before - grad)
+
+
+@CONFIGS
+def test_hooks_of_the_original_layer_survive(config: Float8LinearConfig) -> None:
+    calls = []
+    linear = nn.Linear(32, 16)
+    linear.register_forward_pre_hook(lambda mod, args: calls.append("pre"))
+    doubled = linear.register_forward_hook(lambda mod, args, out: out * 2)
+    linear.register_full_backward_hook(lambda mod, gi, go: calls.append("backward"))
+    linear.weight.register_hook(lambda grad: calls.append("weight"))
+    layer = Float8Linear.from_float(linear, config)
+    x = seeded(0, 4, 32)
+    twice = layer(x.clone().requires_grad_())
+    twice.sum().backward()
+    assert set(calls) == {"pre", "backward", "weight"}
+    doubled.remove()  # handles taken before the swap still work
+    assert torch.equal(twice, layer(x.requires_grad_()) * 2)
+
+
+def test_attributes_of_the_original_layer_survive() -> None:
+    linear = nn.Linear(32, 16)
+    linear.layer_index = 7
+    linear.register_buffer("mask", torch.ones(3))
+    layer = Float8Linear.from_float(linear, delayed())
+    assert layer.layer_index == 7
+    assert layer.mask is linear.mask
+
+
+def test_weight_norm_by_hook_is_followed() -> None:
+    linear = nn.Linear(32, 16, bias=False)
+    with pytest.warns(FutureWarning):
+        torch.nn.utils.weight_norm(linear)
+    layer = Float8Linear.from_float(linear)
+    with torch.no_grad():
+        layer.weight_g.fill_(0)
+    assert layer(seeded(0, 4, 32)).abs().max() == 0
+    layer(seeded(0, 4, 32)).sum().backward()
+    assert layer.weight_g.grad is not None
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
+    """An instance attribute `forward` would silently win over the float8 one."""
+    linear = nn.Linear(32, 16)
+    linear.forward = lambda x: x
+    with pytest.raises(ValueError, match=r"(?s)got .*forward.*expected"):
+        Float8Linear.from_float(linear)
+
+
+def test_a_compiled_layer_is_refused() -> None:
+    """`Module.compile()` binds the compiled call to the old layer: it would stay in use."""
+    linear = nn.Linear(32, 16)
+    linear.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"(?s)got .*compile.*expected"):
+        Float8Linear.from_float(linear)
+
+
+def test_converting_a_float8_layer_again_takes_the_new_config_alone() -> None:
+    layer = Float8Linear.from_float(Float8Linear(32, 16, config=delayed()), tensorwise())
+    assert layer.config == tensorwise()
+    assert list(layer.state_dict()) == ["weight", "bias"]
+
+
+@on_devices
+def test_a_layer_can_be_built_directly(device: str) -> None:
+    layer = Float8Linear(32, 16, False, device, torch.bfloat16, config=delayed())
+    assert isinstance(layer, nn.Linear)
+    assert layer.bias is None
+    assert layer.weight.device.type == layer.fp8_scale_input.device.type == device
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.fp8_scale_input.dtype == torch.float32
+    assert Float8Linear(32, 16).config == Float8LinearConfig()
+
+
+@pytest.mark.parametrize(("K", "N"), [(0, 16), (16, 0)])
+def test_empty_weights_are_refused(K: int, N: int) -> None:
+    with (
+        pytest.warns(UserWarning, match="zero-element"),
+        pytest.raises(ValueError, match="expected no empty dim"),
+    ):
+        Float8Linear(K, N)
+
+
+# ---------------------------------------------------------------- repr
+
+
+def test_repr_shows_the_scaling_of_each_role() -> None:
+
+    layer = Float8Linear(32, 16, config=mixed(DYNAMIC, DELAYED, DYNAMIC))
+    assert repr(layer) == (
+        "Float8Linear(in_features=32, out_features=16, bias=True, "
+        "input=dynamic/e4m3, weight=delayed/e4m3, grad_output=dynamic/e5m2)"
+    )
+
+
+def test_repr_shows_second_uses_and_switches() -> None:
+
+    config = Float8LinearConfig(
+        cast_config_input_for_grad_weight=DISABLED,
+        cast_config_grad_output_for_grad_weight=DISABLED,
+        emulate=True,
+        round_scales_to_power_of_2=True,
+    )
+    text = repr(Float8Linear(32, 16, config=config))
+    assert "input_for_grad_weight=high precision" in text
+    assert "grad_output_for_grad_weight=high precision" in text
+    assert text.endswith("emulate, round_scales_to_power_of_2)")

@@ -1,0 +1,101 @@
+"""amax -> scale: correctly rounded, never infinite, NaN and Inf kept."""
+
+import math
+
+import pytest
+import torch
+
+from float8.scaling import SMALLEST_AMAX, amax_to_scale
+from sqnr import same_bits
+from support.devices import E4M3, E5M2, FLOAT8_MAX, on_devices
+
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+def many_amaxes() -> torch.Tensor:
+    """100k positive float32 values of every exponent >= -100, random mantissas, and edges."""
+    generator = torch.Generator().manual_seed(7)
+    exponents = torch.randint(127 - 100, 255, (100_000,), generator=generator)
+    mantissas = torch.randint(0, 1 << 23, (100_000,), generator=generator)
+    random = ((exponents << 23) | mantissas).to(torch.int32).view(torch.float32)
+    edges = torch.tensor([1.0, 448.0, 57344.0, 65504.0, 3.3895e38, 2.0**-100, 0.1, 1 / 3])
+    ordinary = torch.randn(10_000, generator=generator).abs()
+    return torch.cat([random, edges, ordinary])
+
+
+@on_devices
+@FORMATS
+def test_scale_equals_the_float64_quotient_rounded_once(device: str, dtype: torch.dtype) -> None:
+    amax = many_amaxes()
+    by_hand = [max(a, SMALLEST_AMAX) / FLOAT8_MAX[dtype] for a in amax.tolist()]  # float64
+    expected = torch.tensor(by_hand, dtype=torch.float64).to(torch.float32)
+    assert same_bits(amax_to_scale(amax.to(device), dtype, False), expected)
+
+
+@on_devices
+@FORMATS
+def test_power_of_two_scale_is_the_next_one_up(device: str, dtype: torch.dtype) -> None:
+    scale = amax_to_scale(many_amaxes().to(device), dtype, False).cpu()
+    rounded = amax_to_scale(many_amaxes().to(device), dtype, True).cpu()
+    mantissa, exponent = zip(*(math.frexp(s) for s in scale.tolist()), strict=True)
+    assert min(mantissa) == 0.5  # some of them are powers of two already
+    up = [e - 1 if m == 0.5 else e for m, e in zip(mantissa, exponent, strict=True)]
+    assert same_bits(rounded, torch.tensor([2.0**e for e in up], dtype=torch.float64).float())
+    assert bool((rounded >= scale).all())  # never down: nothing saturates
+
+
+@on_devices
+@FORMATS
+def test_scale_that_is_a_power_of_two_stays(device: str, dtype: torch.dtype) -> None:
+    powers = torch.tensor([2.0**e for e in range(-100, 100)], dtype=torch.float64)
+    amax = (powers * FLOAT8_MAX[dtype]).float().to(device)
+    assert same_bits(amax_to_scale(amax, dtype, True), powers.float())
+    assert same_bits(amax_to_scale(amax, dtype, False), powers.float())
+
+
+@on_devices
+@FORMATS
+@pytest.mark.parametrize("round_to_power_of_2", [False, True])
+def test_nan_stays_nan_and_inf_stays_inf(
+    device: str, dtype: torch.dtype, round_to_power_of_2: bool
+) -> None:
+    negative_nan = torch.tensor(-1, dtype=torch.int32).view(torch.float32).item()
+    amax = torch.tensor([math.nan, negative_nan, math.inf], device=device)
+    scale = amax_to_scale(amax, dtype, round_to_power_of_2).tolist()
+    assert math.isnan(scale[0])
+    assert math.isnan(scale[1])
+    assert scale[2] == math.inf
+
+
+@on_devices
+@FORMATS
+@pytest.mark.parametrize("round_to_power_of_2", [False, True])
+@pytest.mark.parametrize(
+    "amax", [0.0, 1e-45, 1.18e-38, 5.96e-08, 6.1e-05, 2.0**-100, 2.0**-101, 9e-31]
+)
+def test_tiny_amax_gives_a_finite_scale_and_reciprocal(
+    device: str, dtype: torch.dtype, round_to_power_of_2: bool, amax: float
+) -> None:
+    scale = amax_to_scale(torch.tensor(amax, device=device), dtype, round_to_power_of_2)
+    smallest_normal = torch.finfo(torch.float32).tiny
+    assert scale.dtype == torch.float32
+    assert scale.item() >= smallest_normal
+    assert math.isfinite((1.0 / scale).item())
+    assert (1.0 / scale).item() >= smallest_normal
+
+
+@on_devices
+@FORMATS
+def test_largest_amax_gives_a_finite_scale(device: str, dtype: torch.dtype) -> None:
+    amax = torch.tensor(torch.finfo(torch.float32).max, device=device)
+    for round_to_power_of_2 in (False, True):
+        scale = amax_to_scale(amax, dtype, round_to_power_of_2)
+        assert math.isfinite(scale.item())
+        assert (1.0 / scale).item() > 0
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,)])
+def test_shape_is_kept(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    for round_to_power_of_2 in (False, True):
+        assert amax_to_scale(torch.ones(shape), dtype, round_to_power_of_2).shape == shape

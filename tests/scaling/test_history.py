@@ -1,0 +1,107 @@
+"""The history -> scale update of many casts at once, against a plain Python simulation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from float8.scaling import UNKNOWN_SCALE, update_history_and_scale
+from support.devices import on_devices
+from support.simulation import SimulatedHistory
+
+MAXIMA = [448.0, 57344.0, 448.0]
+
+
+@on_devices
+@pytest.mark.parametrize("round_to_power_of_2", [False, True])
+@pytest.mark.parametrize("history_len", [1, 2, 16])
+@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
+def test_twenty_steps_agree_with_the_simulation(
+    device: str, scale_fn_name: str, history_len: int, round_to_power_of_2: bool
+) -> None:
+    rng = np.random.default_rng(3)
+    steps = np.exp(rng.normal(size=(20, 3)) * 2).astype(np.float32)
+    steps[4] = 0.0, math.inf, math.nan
+    steps[5] = 0.0, math.nan, 0.0
+    steps[11] = 1e-38, 1e30, -math.inf
+    steps[12] = 0.0, 0.0, 0.0
+    simulated = [
+        SimulatedHistory(history_len, scale_fn_name, peak, round_to_power_of_2) for peak in MAXIMA
+    ]
+    history = torch.zeros(3, history_len, device=device)
+    scale = torch.full((3,), UNKNOWN_SCALE, device=device)
+    float8_max = torch.tensor(MAXIMA, dtype=torch.float64, device=device)
+    scales_seen = set()
+    for step in steps:
+        amax = torch.from_numpy(step).to(device)
+        update_history_and_scale(
+            amax,
+            history,
+            scale,
+            float8_max,
+            scale_fn_name=scale_fn_name,
+            round_to_power_of_2=round_to_power_of_2,
+        )
+        for simulation, a in zip(simulated, step.tolist(), strict=True):
+            simulation.step(a)
+        assert history.tolist() == [simulation.history for simulation in simulated]
+        assert scale.tolist() == [simulation.scale for simulation in simulated]
+        scales_seen.add(scale[0].item())
+    assert len(scales_seen) > 2  # the steps did move the scale
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
+def test_non_finite_amax_is_recorded_as_zero_and_keeps_the_scale(
+    scale_fn_name: str, bad: float
+) -> None:
+    history, scale = torch.zeros(1, 4), torch.full((1,), UNKNOWN_SCALE)
+    float8_max = torch.tensor([448.0], dtype=torch.float64)
+    for amax in (2.0, bad):
+        update_history_and_scale(
+            torch.tensor([amax]),
+            history,
+            scale,
+            float8_max,
+            scale_fn_name=scale_fn_name,
+            round_to_power_of_2=False,
+        )
+    assert history.tolist() == [[0.0, 2.0, 0.0, 0.0]]
+    assert scale.tolist() == torch.tensor([2.0 / 448.0]).tolist()
+
+
+def test_max_forgets_after_history_len_steps_and_most_recent_at_once() -> None:
+    last = {}
+    for scale_fn_name in ("max", "most_recent"):
+        history, scale = torch.zeros(1, 3), torch.zeros(1)
+        scales = []
+        for amax in (7.0, 1.0, 1.0, 1.0):
+            update_history_and_scale(
+                torch.tensor([amax]),
+                history,
+                scale,
+                torch.tensor([448.0], dtype=torch.float64),
+                scale_fn_name=scale_fn_name,
+                round_to_power_of_2=False,
+            )
+            scales.append(round(scale.item() * 448))
+        last[scale_fn_name] = scales
+    assert last == {"max": [7, 7, 7, 1], "most_recent": [7, 1, 1, 1]}
+
+
+@on_devices
+def test_update_works_in_place(device: str) -> None:
+    stacked_history = torch.zeros(2, 4, device=device)
+    stacked_scale = torch.zeros(2, device=device)
+    history, scale = stacked_history[1], stacked_scale[1]  # what a layer holds
+    update_history_and_scale(
+        torch.tensor([1.0, 448.0], device=device),
+        stacked_history,
+        stacked_scale,
+        torch.tensor([448.0, 448.0], dtype=torch.float64, device=device),
+        scale_fn_name="max",
+        round_to_power_of_2=False,
+    )
+    assert history.tolist() == [448.0, 0.0, 0.0, 0.0]
+    assert scale.item() == 1.0

@@ -1,0 +1,54 @@
+"""Small models and their training steps."""
+
+import torch
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """A SwiGLU feed-forward network with a residual connection."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool = False) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=bias)
+        self.w2 = nn.Linear(hidden, dim, bias=bias)
+        self.w3 = nn.Linear(dim, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """A pre-norm residual feed-forward block."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.ffn = FeedForward(dim, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(self.norm(x))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of all parameters that have one."""
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def forward_backward(model: nn.Module, x: Tensor, grad_output: Tensor) -> dict[str, Tensor]:
+    """One forward and backward: `output`, and the gradients of `input` and every parameter."""
+    model.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    output = model(x)
+    output.backward(grad_output)
+    return {"output": output.detach(), "input": x.grad, **gradients(model)}
+
+
+def fp8_state(model: nn.Module) -> dict[str, Tensor]:
+    """The delayed-scaling buffers of a model."""
+    return {n: b for n, b in model.named_buffers() if "fp8_" in n}
+
+
+def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    """Normally distributed values: the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)

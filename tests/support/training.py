@@ -1,0 +1,87 @@
+"""Training an eager and a compiled copy of one model side by side."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from support.models import seeded
+
+
+def keep_gemms(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """A selective checkpointing policy: keep the results of float8 GEMMs."""
+    if op is torch.ops.aten._scaled_mm.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+WRAPPINGS: dict[str, Callable] = {
+    "plain": lambda inner, x: inner(x),
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "selective-checkpoint": partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, keep_gemms),
+    ),
+}
+
+
+class Wrapped(nn.Module):
+    """A module run as it is, or under activation checkpointing."""
+
+    def __init__(self, inner: nn.Module, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WRAPPINGS[self.how](self.inner, x)
+
+
+def two_layers(config: Float8LinearConfig, device: str = "cpu", how: str = "plain") -> Wrapped:
+    """Linear, SiLU, Linear: 32 -> 64 -> 32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)).to(device)
+    return Wrapped(convert_to_float8_training(model, config=config), how)
+
+
+class SideBySide:
+    """One model, and a compiled copy of it, trained on the same data."""
+
+    def __init__(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> None:
+        self.model = model
+        self.copy = copy.deepcopy(model)
+        self.compiled = compile(self.copy)
+
+    def step(self, seed: int, *, autocast: torch.dtype | None = None, tokens: int = 16):
+        """One training step in both: `{name: (eager, compiled)}` of all results and state."""
+        results = [self._step(*m, seed, autocast, tokens) for m in self._models()]
+        return {name: (results[0][name], results[1][name]) for name in results[0]}
+
+    def _models(self):
+        return (self.model, self.model), (self.copy, self.compiled)
+
+    def _step(self, module, call, seed, autocast, tokens) -> dict[str, Tensor]:
+        weight = next(module.parameters())
+        device = weight.device.type
+        module.zero_grad(set_to_none=True)
+        x = seeded(seed, tokens, 32, dtype=weight.dtype, device=device).requires_grad_()
+        with nullcontext() if autocast is None else torch.autocast(device, autocast):
+            y = call(x)
+        y.backward(seeded(seed + 100, *y.shape, dtype=y.dtype, device=device))
+        sync_float8_amax_and_scale_history(call)
+        results = {"output": y.detach().clone(), "input": x.grad}
+        results |= {name: p.grad for name, p in module.named_parameters()}
+        return results | {name: buffer.clone() for name, buffer in module.named_buffers()}

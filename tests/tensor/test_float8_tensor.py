@@ -1,0 +1,177 @@
+"""Float8Tensor: what it holds, casting there and back, and its gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+import tolerances
+from float8 import Float8Tensor, ScalingGranularity
+from sqnr import same_bits, sqnr
+from support.devices import DTYPES, E4M3, E5M2, on_devices
+from support.models import seeded
+from support.reference import reference_cast, reference_scale
+
+FORMATS = pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+# ---------------------------------------------------------------- fields
+
+
+@on_devices
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_holds_data_scale_granularity_and_original_dtype(
+    device: str, dtype: torch.dtype, format: torch.dtype
+) -> None:
+    x = seeded(0, 24, 40, dtype=dtype, device=device)
+    t = Float8Tensor.from_high_precision(x, format)
+    assert (t.shape, t.dtype, t.device) == (x.shape, dtype, x.device)
+    assert t.stride() == x.stride()
+    assert (t._orig_dtype, t._granularity) == (dtype, ScalingGranularity.TENSORWISE)
+    assert same_bits(t._scale, reference_scale(x, format))
+    assert same_bits(t._data, reference_cast(x, t._scale, format))
+
+
+@on_devices
+def test_the_scale_can_be_given(device: str) -> None:
+    x = seeded(0, 16, 16, device=device)
+    scale = torch.tensor(0.25, device=device)
+    t = Float8Tensor.from_high_precision(x, scale=scale)
+    assert t._scale.item() == 0.25
+    assert same_bits(t._data, reference_cast(x, scale, E4M3))
+
+
+@on_devices
+@FORMATS
+def test_the_scale_can_be_a_power_of_two(device: str, format: torch.dtype) -> None:
+    x = seeded(0, 16, 16, device=device)
+    t = Float8Tensor.from_high_precision(x, format, round_scales_to_power_of_2=True)
+    assert same_bits(t._scale, reference_scale(x, format, power_of_2=True))
+
+
+@on_devices
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 5), (0, 4), (4, 0), (2, 0, 3)])
+def test_every_shape(device: str, shape: tuple[int, ...]) -> None:
+    x = seeded(0, *shape, device=device)
+    t = Float8Tensor.from_high_precision(x)
+    assert t.shape == t._data.shape == shape
+    assert t.to_original_precision().shape == shape
+
+
+@on_devices
+def test_every_stride(device: str) -> None:
+    base = seeded(0, 12, 20, device=device)
+    for x in (base.t(), base[::2, ::3], base[:1].expand(4, 20), base.reshape(3, 4, 20).mT):
+        t = Float8Tensor.from_high_precision(x)
+        assert same_bits(t._data, reference_cast(x, reference_scale(x, E4M3), E4M3))
+
+
+# ---------------------------------------------------------------- there and back
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("format", "bound"),
+    [(E4M3, tolerances.CAST_E4M3), (E5M2, tolerances.CAST_E5M2)],
+    ids=["e4m3", "e5m2"],
+)
+def test_round_trip(device: str, format: torch.dtype, bound: float, dtype: torch.dtype) -> None:
+    x = seeded(0, 64, 128, dtype=dtype, device=device)
+    t = Float8Tensor.from_high_precision(x, format)
+    back = t.to_original_precision()
+    assert type(back) is torch.Tensor
+    assert back.dtype == dtype
+    assert sqnr(x, back) > bound
+    wanted = (t._data.cpu().double() * t._scale.cpu().double()).to(torch.float32).to(dtype)
+    assert same_bits(back, wanted)
+
+
+@on_devices
+def test_casting_again_with_the_same_scale_is_exact(device: str) -> None:
+    t = Float8Tensor.from_high_precision(
+        seeded(0, 16, 32, device=device), round_scales_to_power_of_2=True
+    )
+    again = Float8Tensor.from_high_precision(t.to_original_precision(), scale=t._scale)
+    assert same_bits(again._data, t._data)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_pass_both_casts_unchanged(device: str, dtype: torch.dtype) -> None:
+    x = seeded(0, 16, 32, dtype=dtype, device=device).requires_grad_()
+    g = seeded(1, 16, 32, dtype=dtype, device=device)
+    t = Float8Tensor.from_high_precision(x)
+    assert t.requires_grad
+    t.to_original_precision().backward(g)
+    assert x.grad.dtype == x.dtype == t.dtype
+    assert same_bits(x.grad, g)
+
+
+@on_devices
+def test_gradients_pass_views_between_the_casts(device: str) -> None:
+    x = seeded(0, 16, 32, device=device).requires_grad_()
+    t = Float8Tensor.from_high_precision(x)
+    t.reshape(8, 64).t().to_original_precision()[3].sum().backward()
+    wanted = torch.zeros(8, 64)
+    wanted[:, 3] = 1
+    assert torch.equal(x.grad.cpu(), wanted.reshape(16, 32))
+
+
+@on_devices
+def test_gradients_of_a_product_go_to_the_high_precision_tensors(device: str) -> None:
+    a = seeded(0, 16, 32, device=device).requires_grad_()
+    b = seeded(1, 32, 48, device=device).requires_grad_()
+    g = seeded(2, 16, 48, device=device)
+    a8, b8 = Float8Tensor.from_high_precision(a), Float8Tensor.from_high_precision(b)
+    (a8 @ b8).backward(g)
+    assert sqnr(g @ b8.to_original_precision().t(), a.grad) > tolerances.GEMM
+    assert sqnr(a8.to_original_precision().t() @ g, b.grad) > tolerances.GEMM
+
+
+# ---------------------------------------------------------------- wrong arguments
+
+
+def test_wrong_arguments_say_what_was_expected() -> None:
+    data, scale = torch.zeros(4, 4).to(E4M3), torch.tensor(1.0)
+    with pytest.raises(TypeError, match=r"data: got dtype torch.float32, expected one of .*e4m3fn"):
+        Float8Tensor(torch.zeros(4, 4), scale, torch.float32)
+    with pytest.raises(TypeError, match=r"scale: got dtype torch.float64, expected torch.float32"):
+        Float8Tensor(data, scale.double(), torch.float32)
+    with pytest.raises(ValueError, match=r"scale: got shape \(4,\), expected one element"):
+        Float8Tensor(data, torch.ones(4), torch.float32)
+    with pytest.raises(TypeError, match=r"orig_dtype: got torch.float64, expected one of"):
+        Float8Tensor(data, scale, torch.float64)
+    with pytest.raises(ValueError, match=r"granularity: got .*AXISWISE, expected TENSORWISE"):
+        Float8Tensor(data, scale, torch.float32, ScalingGranularity.AXISWISE)
+    with pytest.raises(TypeError, match=r"x: got dtype torch.int64, expected one of"):
+        Float8Tensor.from_high_precision(torch.ones(4, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"dtype: got torch.bfloat16, expected one of"):
+        Float8Tensor.from_high_precision(torch.ones(4), torch.bfloat16)
+
+
+def test_repr_shows_all_fields() -> None:
+    text = repr(Float8Tensor.from_high_precision(torch.ones(2, 2, dtype=torch.bfloat16)))
+    for part in ("Float8Tensor", "data=", "scale=", "orig_dtype=torch.bfloat16", "tensorwise"):
+        assert part in text
+
+
+# ---------------------------------------------------------------- as a Parameter
+
+
+@on_devices
+def test_it_can_be_a_parameter(device: str) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(
+        Float8Tensor.from_high_precision(seeded(0, 16, 32, device=device)), requires_grad=True
+    )
+    assert isinstance(module.weight, nn.Parameter)
+    assert isinstance(module.weight, Float8Tensor)
+    assert list(dict(module.named_parameters())) == ["weight"]
+    x = seeded(1, 4, 32, device=device)
+    nn.functional.linear(x, module.weight).sum().backward()
+    assert module.weight.grad.dtype == module.weight.dtype
+    assert sqnr(x.sum(0).expand(16, 32), module.weight.grad) > tolerances.GEMM

@@ -1,0 +1,261 @@
+"""Configuration: names, defaults, and that every field takes effect or raises."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from float8 import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+    linear_requires_sync,
+)
+from support.configs import DELAYED, DISABLED, DYNAMIC, MIXES, mixed
+from support.devices import E4M3, E5M2
+
+ROLES = ["input", "weight", "grad_output"]
+SECOND_USES = ["input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"]
+ROLE_DTYPE = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
+
+
+def cast_of(config: Float8LinearConfig, site: str) -> Any:
+    return getattr(config, f"cast_config_{site}")
+
+
+# ---------------------------------------------------------------- defaults
+
+
+def test_defaults() -> None:
+    config = Float8LinearConfig()
+    for role in ROLES:
+        assert cast_of(config, role) == CastConfig(
+            scaling_type=ScalingType.DYNAMIC,
+            scaling_granularity=ScalingGranularity.TENSORWISE,
+            target_dtype=ROLE_DTYPE[role],
+        )
+    for site in SECOND_USES:
+        assert cast_of(config, site) is None
+    assert config.gemm_config_output == Float8GemmConfig(use_fast_accum=True)
+    assert config.gemm_config_grad_input == Float8GemmConfig(use_fast_accum=False)
+    assert config.gemm_config_grad_weight == Float8GemmConfig(use_fast_accum=False)
+    assert config.enable_fsdp_float8_all_gather is False
+    assert config.pad_inner_dim is True
+    assert config.emulate is False
+    assert config.round_scales_to_power_of_2 is False
+    assert config.delayed_scaling_config == DelayedScalingConfig()
+    assert config.enable_amax_init is True
+    assert config.enable_pre_and_post_forward is True
+
+
+def test_defaults_of_the_parts() -> None:
+    assert dataclasses.asdict(CastConfig()) == {
+        "scaling_type": ScalingType.DYNAMIC,
+        "scaling_granularity": ScalingGranularity.TENSORWISE,
+        "target_dtype": None,
+    }
+    assert dataclasses.asdict(DelayedScalingConfig()) == {
+        "history_len": 16,
+        "scale_fn_name": "max",
+    }
+    assert dataclasses.asdict(Float8GemmConfig()) == {"use_fast_accum": False}
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("site", ["input", "weight", *SECOND_USES])
+def test_target_dtype_is_kept(site: str, dtype: torch.dtype) -> None:
+    # emulate: some of these dtypes give e5m2 x e5m2
+    config = Float8LinearConfig(
+        **{f"cast_config_{site}": CastConfig(target_dtype=dtype)}, emulate=True
+    )
+    assert cast_of(config, site).target_dtype is dtype
+
+
+# ---------------------------------------------------------------- frozen, shared, replaced
+
+
+@pytest.mark.parametrize(
+    "config", [CastConfig(), DelayedScalingConfig(), Float8GemmConfig(), Float8LinearConfig()]
+)
+def test_configs_are_frozen_hashable_and_picklable(config: Any) -> None:
+    field = dataclasses.fields(config)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, field, None)
+    assert hash(config) == hash(copy.deepcopy(config))
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("shared", [DYNAMIC, DELAYED], ids=["dynamic", "delayed"])
+def test_one_shared_cast_config_keeps_every_roles_default_dtype(shared: CastConfig) -> None:
+    config = Float8LinearConfig(
+        **{f"cast_config_{site}": shared for site in (*ROLES, *SECOND_USES)}
+    )
+    assert shared.target_dtype is None  # the object that came in is not touched
+    assert [cast_of(config, role).target_dtype for role in ROLES] == [E4M3, E4M3, E5M2]
+    assert [cast_of(config, site).target_dtype for site in SECOND_USES] == [E4M3, E4M3, E5M2]
+    assert all(
+        cast_of(config, site).scaling_type is shared.scaling_type for site in (*ROLES, *SECOND_USES)
+    )
+
+
+def test_replace_changes_one_field_and_keeps_the_rest() -> None:
+    before = mixed(DELAYED, DYNAMIC, DYNAMIC, round_scales_to_power_of_2=True)
+    after = dataclasses.replace(before, emulate=True)
+    assert (before.emulate, after.emulate) == (False, True)
+    assert dataclasses.replace(after, emulate=False) == before
+
+
+def test_replace_of_a_role_carries_to_its_second_use() -> None:
+    config = dataclasses.replace(Float8LinearConfig(), cast_config_input=DELAYED)
+    assert config.cast_config_input.scaling_type is ScalingType.DELAYED
+    assert config.cast_config_input_for_grad_weight is None
+    assert config.cast_config_weight.scaling_type is ScalingType.DYNAMIC
+
+
+def test_replace_checks_again() -> None:
+    with pytest.raises(ValueError, match="expected both operands in float8"):
+        dataclasses.replace(Float8LinearConfig(), cast_config_input=DISABLED)
+
+
+# ---------------------------------------------------------------- combinations
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_dynamic_and_delayed_mix_freely(mix: tuple[CastConfig, ...]) -> None:
+    config = mixed(*mix)
+    assert linear_requires_sync(config) == (DELAYED in mix)
+
+
+@pytest.mark.parametrize("float8", [DYNAMIC, DELAYED], ids=["dynamic", "delayed"])
+@pytest.mark.parametrize(
+    ("gemm", "sites"),
+    [
+        ("output", ("input", "weight")),
+        ("grad_input", ("grad_output", "weight_for_grad_input")),
+        ("grad_weight", ("grad_output_for_grad_weight", "input_for_grad_weight")),
+    ],
+)
+def test_one_gemm_can_stay_in_high_precision(
+    gemm: str, sites: tuple[str, str], float8: CastConfig
+) -> None:
+    casts = {f"cast_config_{site}": float8 for site in (*ROLES, *SECOND_USES)}
+    casts |= {f"cast_config_{site}": DISABLED for site in sites}
+    config = Float8LinearConfig(**casts)
+    runs = {name: config.runs_in_float8(name) for name in ("output", "grad_input", "grad_weight")}
+    assert runs == {name: name != gemm for name in runs}
+
+
+@pytest.mark.parametrize("off", ["input", "weight", "grad_output"])
+def test_one_operand_alone_in_high_precision_is_refused(off: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s)got .*{off}.*expected both.*set both or neither"):
+        Float8LinearConfig(**{f"cast_config_{off}": DISABLED})
+
+
+@pytest.mark.parametrize("off", SECOND_USES)
+def test_one_second_use_alone_in_high_precision_is_refused(off: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s)got .*{off}.*expected both.*set both or neither"):
+        Float8LinearConfig(**{f"cast_config_{off}": DISABLED})
+
+
+def test_two_e5m2_operands_are_refused_unless_emulated() -> None:
+    e5m2 = CastConfig(target_dtype=E5M2)
+    with pytest.raises(ValueError, match=r"(?s)'grad_weight'.*expected at least one.*emulate=True"):
+        Float8LinearConfig(cast_config_input=e5m2)
+    assert Float8LinearConfig(cast_config_input=e5m2, emulate=True).emulate
+
+
+def test_float8_all_gather_says_that_it_is_not_supported() -> None:
+    with pytest.raises(ValueError, match=r"(?s)got True, expected False.*with False, FSDP"):
+        Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+
+def test_axiswise_scaling_says_that_it_is_not_supported() -> None:
+    with pytest.raises(ValueError, match=r"(?s)got .*AXISWISE.*expected TENSORWISE.*leave"):
+        CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+
+
+# ---------------------------------------------------------------- wrong values
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scaling_type", "dynamic"),
+        ("scaling_type", None),
+        ("scaling_granularity", "tensorwise"),
+    ],
+)
+def test_cast_config_refuses_other_types(field: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{field}: got {value!r}, expected a Scaling"):
+        CastConfig(**{field: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fnuz, "e4m3"])
+def test_cast_config_refuses_other_target_dtypes(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"target_dtype: got .*expected torch.float8_e4m3fn or"):
+        CastConfig(target_dtype=dtype)
+
+
+@pytest.mark.parametrize("history_len", [0, -1])
+def test_history_len_is_at_least_one(history_len: int) -> None:
+    with pytest.raises(ValueError, match=f"history_len: got {history_len}, expected an int >= 1"):
+        DelayedScalingConfig(history_len=history_len)
+
+
+@pytest.mark.parametrize("history_len", [1.0, True, "16", None])
+def test_history_len_is_an_int(history_len: Any) -> None:
+    with pytest.raises(TypeError, match=r"history_len: got .*expected an int >= 1"):
+        DelayedScalingConfig(history_len=history_len)
+
+
+@pytest.mark.parametrize("scale_fn_name", ["mean", "", None, "MAX"])
+def test_scale_fn_name_is_one_of_two(scale_fn_name: Any) -> None:
+    with pytest.raises(ValueError, match=r"scale_fn_name: got .*expected 'max' or 'most_recent'"):
+        DelayedScalingConfig(scale_fn_name=scale_fn_name)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Float8LinearConfig)])
+def test_every_field_refuses_another_type(field: str) -> None:
+    with pytest.raises(TypeError, match=f"{field}: got 'x', expected a"):
+        Float8LinearConfig(**{field: "x"})
+
+
+def test_use_fast_accum_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="use_fast_accum: got 'no', expected a bool"):
+        Float8GemmConfig(use_fast_accum="no")  # type: ignore[arg-type]
+
+
+def test_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="cast_config_bias"):
+        Float8LinearConfig(cast_config_bias=CastConfig())  # type: ignore[call-arg]
+
+
+# ---------------------------------------------------------------- recipes
+
+
+@pytest.mark.parametrize("spell", [str, Float8LinearRecipeName], ids=["string", "enum"])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+def test_recipe_by_string_and_by_enum(name: str, spell: Any) -> None:
+    config = Float8LinearConfig.from_recipe_name(spell(name))
+    scaling = {"tensorwise": ScalingType.DYNAMIC, "delayed": ScalingType.DELAYED}[name]
+    assert [cast_of(config, role).scaling_type for role in ROLES] == [scaling] * 3
+    assert [cast_of(config, role).target_dtype for role in ROLES] == [E4M3, E4M3, E5M2]
+    assert linear_requires_sync(config) == (name == "delayed")
+
+
+def test_the_recipe_tensorwise_is_the_default() -> None:
+    assert Float8LinearConfig.from_recipe_name("tensorwise") == Float8LinearConfig()
+
+
+@pytest.mark.parametrize("name", ["rowwise2", "", "TENSORWISE", None, 3])
+def test_unknown_recipe_lists_the_known_ones(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"got .*, expected one of .*'tensorwise'.*'delayed'"):
+        Float8LinearConfig.from_recipe_name(name)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from float8.trainer import model_configs
+from float8.trainer.config import TrainConfig
+from float8.trainer.data import Corpus, load_corpus
+from float8.trainer.model_configs import ModelConfig, Preset
+
+NANO = Preset(
+    ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, init_std=0.1),
+    seq_len=16,
+    batch_size=4,
+    learning_rate=5e-3,
+    steps=6,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small only lose by being shared among threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nano(monkeypatch: pytest.MonkeyPatch) -> Preset:
+    """A model small enough that a step takes milliseconds, known to the trainer as `nano`."""
+    monkeypatch.setitem(model_configs.PRESETS, "nano", NANO)
+    return NANO
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(12):
+        lines = [
+            f"line {j} of file {i}: {i * j % 7} apples and {(i + j) % 5} pears" for j in range(40)
+        ]
+        (folder / f"chapter{i:02d}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def corpus(text_folder: Path) -> Corpus:
+    return load_corpus(text_folder)
+
+
+@pytest.fixture
+def make_config(nano: Preset, tmp_path: Path, text_folder: Path) -> Callable[..., TrainConfig]:
+    def make(**settings: object) -> TrainConfig:
+        defaults = {
+            "model": "nano",
+            "device": "cpu",
+            "data": str(text_folder),
+            "output": str(tmp_path / "run"),
+            "tensorboard": False,
+            "eval_batches": 2,
+            "log_interval": 2,
+        }
+        return TrainConfig.create(**(defaults | settings))  # type: ignore[arg-type]
+
+    return make

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from float8.trainer import checkpoint
+from float8.trainer.checkpoint import (
+    check_checkpoint,
+    list_checkpoints,
+    read_state,
+    read_tensors,
+    save_checkpoint,
+)
+from float8.trainer.errors import CheckpointError
+from float8.trainer.run_folder import find_checkpoint
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "model/a": torch.randn(5, 7),
+        "model/scalar": torch.tensor(3.5),
+        "model/half": torch.randn(4).bfloat16(),
+        "rng/cpu": torch.get_rng_state(),
+    }
+
+
+def save(folder: Path, step: int, keep: int = 5) -> Path:
+    return save_checkpoint(folder, step, tensors(), {"config": {"x": 1}}, keep=keep)
+
+
+def largest_file(path: Path) -> Path:
+    return max((f for f in path.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    saved = tensors()
+    path = save_checkpoint(tmp_path, 7, saved, {"config": {"x": 1}}, keep=1)
+    check_checkpoint(path)
+    assert read_state(path) == {"step": 7, "config": {"x": 1}}
+    back = read_tensors(path)
+    assert back.keys() == saved.keys()
+    for name, value in saved.items():
+        assert back[name].dtype == value.dtype
+        assert torch.equal(back[name], value), name
+
+
+def test_the_newest_stay_and_latest_is_found(tmp_path: Path) -> None:
+    for step in (5, 10, 100, 20):
+        save(tmp_path / "checkpoints", step, keep=2)
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step_00000020", "step_00000100"]
+    assert find_checkpoint(tmp_path).name == "step_00000100"
+
+
+def test_an_unfinished_one_is_not_seen_and_cleared(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    leftover = tmp_path / ".unfinished-step_00000002"
+    leftover.mkdir()
+    (leftover / "half").write_text("x")
+    assert list_checkpoints(tmp_path) == [first]
+    second = save(tmp_path, 2)
+    assert not leftover.exists()
+    assert list_checkpoints(tmp_path) == [first, second]
+
+
+def test_a_failing_write_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(tmp_path, 1, keep=1)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(CheckpointError, match=r"could not write .*step_00000002.*No space left"):
+        save(tmp_path, 2, keep=1)
+    assert list(tmp_path.iterdir()) == [first]
+    check_checkpoint(first)
+
+
+def truncate(path: Path) -> None:
+    with largest_file(path).open("r+b") as file:
+        file.truncate(100)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(largest_file(path).read_bytes())
+    content[len(content) // 2] ^= 1
+    largest_file(path).write_bytes(content)
+
+
+def lose_a_file(path: Path) -> None:
+    largest_file(path).unlink()
+
+
+def empty_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "has 100 bytes instead of"),
+        (flip_a_bit, "have changed"),
+        (lose_a_file, "is missing"),
+        (empty_manifest, "manifest.json is not readable"),
+    ],
+)
+def test_damage_is_named_with_the_way_out(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+    good, bad, newest = (save(tmp_path / "checkpoints", step) for step in (1, 2, 3))
+    damage(newest)
+    damage(bad)
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoint(tmp_path)
+    text = str(caught.value)
+    assert f"{newest} is damaged" in text
+    assert message in text
+    assert f"the newest intact older one is {good}" in text
+    assert find_checkpoint(good) == good
+    damage(good)
+    with pytest.raises(CheckpointError, match="no intact older one"):
+        find_checkpoint(tmp_path)
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="nothing to resume at"):
+        find_checkpoint(tmp_path / "missing")

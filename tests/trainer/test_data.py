@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from float8.trainer.data import (
+    Corpus,
+    check_length,
+    load_corpus,
+    train_batch,
+    validation_batches,
+)
+from float8.trainer.errors import DataError
+
+
+def files_of(text: torch.Tensor) -> list[bytes]:
+    return bytes(text.tolist()).split(b"\0")
+
+
+def test_split_is_by_file_disjoint_and_complete(text_folder: Path, corpus: Corpus) -> None:
+    train, validation = files_of(corpus.train), files_of(corpus.validation)
+    everything = {path.read_bytes() for path in text_folder.iterdir()}
+    assert len(everything) == 12
+    assert set(train) | set(validation) == everything
+    assert not set(train) & set(validation)
+    assert (corpus.train_files, corpus.validation_files) == (len(train), len(validation))
+
+
+def test_split_depends_on_names_only(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "deep"
+    shutil.copytree(text_folder, moved)
+    again = load_corpus(moved)
+    assert again.fingerprint == corpus.fingerprint
+    assert torch.equal(again.train, corpus.train)
+
+    (moved / "a_new_file.txt").write_text("more")
+    grown = load_corpus(moved)
+    assert grown.fingerprint != corpus.fingerprint
+    stayed = set(files_of(grown.validation)) - {b"more"}
+    assert stayed == set(files_of(corpus.validation))
+
+
+def test_a_change_of_content_changes_the_fingerprint(text_folder: Path, corpus: Corpus) -> None:
+    file = next(text_folder.iterdir())
+    file.write_text(file.read_text().replace("apples", "applet"))
+    assert load_corpus(text_folder).fingerprint != corpus.fingerprint
+
+
+def test_what_is_no_text_is_left_out(text_folder: Path, corpus: Corpus) -> None:
+    (text_folder / "image.png").write_bytes(b"\x89PNG\x00\x01\x02")
+    (text_folder / "latin1.txt").write_bytes(b"caf\xe9")
+    (text_folder / "empty.txt").touch()
+    (text_folder / "dangling").symlink_to(text_folder / "nowhere")
+    (text_folder / ".git").mkdir()
+    (text_folder / ".git" / "config").write_text("hidden")
+    again = load_corpus(text_folder)
+    assert again.fingerprint == corpus.fingerprint
+    assert again.skipped_files == 3
+
+
+def test_a_single_file_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("0123456789" * 100)
+    corpus = load_corpus(file)
+    assert (len(corpus.train), len(corpus.validation)) == (900, 100)
+    assert load_corpus(tmp_path).fingerprint == corpus.fingerprint
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_few_files_still_give_both_splits(tmp_path: Path, count: int) -> None:
+    for i in range(count):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    corpus = load_corpus(tmp_path)
+    assert corpus.validation_files == 1
+    assert corpus.train_files == count - 1
+
+
+def test_default_is_the_standard_library() -> None:
+    corpus = load_corpus()
+    assert corpus.name == "Python standard library"
+    assert len(corpus.train) > 5_000_000
+    assert 0.02 < len(corpus.validation) / len(corpus.train) < 0.3
+    both = bytes(corpus.train.numpy()) + bytes(corpus.validation.numpy())
+    assert b"class JSONDecoder" in both
+
+
+def test_bad_paths_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no data at .*missing"):
+        load_corpus(tmp_path / "missing")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=r"no readable UTF-8 text .*0 file"):
+        load_corpus(tmp_path / "folder")
+    binary = tmp_path / "folder" / "data.bin"
+    binary.write_bytes(b"\0\1\2")
+    with pytest.raises(DataError, match=r"no readable UTF-8 text .*1 file"):
+        load_corpus(tmp_path / "folder")
+    with pytest.raises(DataError, match="not readable UTF-8"):
+        load_corpus(binary)
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(DataError, match="no text left for the train split"):
+        load_corpus(empty)
+
+
+def test_too_little_text_says_how_much_is_needed(corpus: Corpus) -> None:
+    check_length(corpus, 100)
+    with pytest.raises(DataError, match=r"validation split .* needs 1000001: lower --seq-len"):
+        check_length(Corpus("x", torch.empty(2_000_000), corpus.validation, 1, 1, 0, ""), 1_000_000)
+
+
+def test_sequences_are_addressed_by_seed_and_number(corpus: Corpus) -> None:
+    def batch(first: int, size: int, seed: int = 0) -> torch.Tensor:
+        return train_batch(corpus.train, seed=seed, first=first, batch_size=size, seq_len=16)
+
+    whole = batch(40, 8)
+    assert whole.shape == (8, 17)
+    assert whole.dtype == torch.uint8
+    assert torch.equal(whole, torch.cat((batch(40, 2), batch(42, 6))))
+    assert torch.equal(whole, batch(40, 8))
+    assert not torch.equal(whole, batch(48, 8))
+    assert not torch.equal(whole, batch(40, 8, seed=1))
+
+
+def test_sequences_cover_the_text_evenly() -> None:
+    text = (torch.arange(1000) // 4).to(torch.uint8)
+    starts = train_batch(text, seed=3, first=0, batch_size=8000, seq_len=8)[:, 0].long()
+    counts = torch.bincount(starts // 25, minlength=10).float()
+    assert counts.min() > 650
+    assert counts.max() < 950
+
+
+def test_first_and_last_place_are_reached() -> None:
+    text = torch.arange(5, dtype=torch.uint8)
+    seen = train_batch(text, seed=0, first=0, batch_size=64, seq_len=3)
+    assert sorted(set(seen[:, 0].tolist())) == [0, 1]
+    assert seen.max() == 4
+
+
+def test_validation_is_spread_from_start_to_end_and_always_the_same() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    batches = list(validation_batches(text, batches=3, batch_size=2, seq_len=9))
+    again = list(validation_batches(text, batches=3, batch_size=2, seq_len=9))
+    assert [tuple(batch.shape) for batch in batches] == [(2, 10)] * 3
+    assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert batches[0][0, 0] == 0
+    assert batches[-1][-1, -1] == 199
+    short = list(validation_batches(text[:12], batches=3, batch_size=2, seq_len=9))
+    assert len(short) == 3

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from float8.trainer.interrupt import stop_on_signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_and_handlers_come_back(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stop_on_signals("stopping soon") as stop:
+        assert not stop.requested
+        assert signal.getsignal(number) not in before
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert capfd.readouterr().err == "\nstopping soon\n"
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_second_ctrl_c_acts_as_usual() -> None:
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.trainer.errors import ConfigError
+from float8.trainer.model import Llama, apply_rope, build_llama, rope_table
+from float8.trainer.model_configs import PRESETS, ModelConfig
+
+SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.15)
+
+
+def naive_logits(model: Llama, tokens: Tensor) -> Tensor:
+    """The model again in float64, from the formulas: one head at a time, complex rotations."""
+    config = model.config
+    weights = dict(model.named_parameters(remove_duplicate=False))
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps)
+
+    half = config.head_dim // 2
+    position = torch.arange(tokens.shape[1], dtype=torch.float64)
+    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.polar(torch.ones((), dtype=torch.float64), torch.outer(position, frequency))
+
+    def rotate(x: Tensor) -> Tensor:
+        turned = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    x = weights["embedding.weight"][tokens]
+    future = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+    for i in range(config.n_layers):
+        here = f"layers.{i}."
+        y = norm(x, weights[here + "attention_norm.weight"])
+        query, key, value = (
+            y @ weights[here + f"attention.{role}.weight"].T for role in ("query", "key", "value")
+        )
+        heads = []
+        for head in range(config.n_heads):
+            shared = head // (config.n_heads // config.n_kv_heads)
+            mine = slice(head * config.head_dim, (head + 1) * config.head_dim)
+            theirs = slice(shared * config.head_dim, (shared + 1) * config.head_dim)
+            scores = rotate(query[..., mine]) @ rotate(key[..., theirs]).transpose(1, 2)
+            scores = (scores / math.sqrt(config.head_dim)).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ value[..., theirs])
+        x = x + torch.cat(heads, dim=-1) @ weights[here + "attention.out.weight"].T
+        y = norm(x, weights[here + "feed_forward_norm.weight"])
+        gate = y @ weights[here + "feed_forward.gate.weight"].T
+        up = y @ weights[here + "feed_forward.up.weight"].T
+        x = x + (gate * gate.sigmoid() * up) @ weights[here + "feed_forward.down.weight"].T
+    return norm(x, weights["norm.weight"]) @ weights["output.weight"].T
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_and_gradients_match_a_naive_float64_model(n_kv_heads: int, tied: bool) -> None:
+    config = dataclasses.replace(SMALL, n_kv_heads=n_kv_heads, tied_head=tied)
+    model = build_llama(config, 24, seed=1)
+    double = build_llama(config, 24, seed=1).double()
+    for mine, theirs in zip(model.parameters(), double.parameters(), strict=True):
+        if mine.dim() == 1:  # Norm weights of 1 would hide a forgotten multiplication.
+            values = torch.rand_like(mine) + 0.5
+            mine.data, theirs.data = values, values.double()
+    tokens = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
+    pull = torch.randn(3, 20, 256, generator=torch.Generator().manual_seed(1))
+
+    logits = model(tokens)
+    expected = naive_logits(double, tokens)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=2e-5)
+    (logits * pull).sum().backward()
+    (expected * pull).sum().backward()
+    for (name, mine), theirs in zip(model.named_parameters(), double.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert theirs.grad is not None, name
+        error = (mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < 1e-5, name
+
+
+def test_shapes_and_dtypes_with_and_without_autocast() -> None:
+    model = build_llama(SMALL, 16, seed=0)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    assert model(tokens).shape == (2, 16, 256)
+    assert model(tokens).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(tokens).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="17 tokens"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_shared_heads_equal_repeated_heads() -> None:
+    shared = build_llama(SMALL, 16, seed=3)
+    full = build_llama(dataclasses.replace(SMALL, n_kv_heads=4), 16, seed=3)
+    state = shared.state_dict()
+    for name in state:
+        if name.endswith(("key.weight", "value.weight")):
+            heads = state[name].view(2, SMALL.head_dim, SMALL.dim)
+            state[name] = heads.repeat_interleave(2, dim=0).reshape(SMALL.dim, SMALL.dim)
+    full.load_state_dict(state)
+    tokens = torch.randint(0, 256, (2, 16))
+    torch.testing.assert_close(full(tokens), shared(tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_no_position_sees_a_later_one() -> None:
+    model = build_llama(SMALL, 16, seed=0)
+    tokens = torch.randint(0, 200, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] += 1
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10], after[:, 10])
+
+
+def test_rotary_scores_depend_on_the_distance_only() -> None:
+    cos, sin = rope_table(16, 32, 10_000.0)
+    query, key = torch.randn(2, 16)
+    queries = apply_rope(query.expand(1, 1, 32, 16), cos, sin)[0, 0]
+    keys = apply_rope(key.expand(1, 1, 32, 16), cos, sin)[0, 0]
+    scores = queries @ keys.T
+    for distance in (0, 3, 11):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=2e-5)
+    assert scores[5, 0] != pytest.approx(scores[0, 0].item(), abs=1e-3)
+
+
+def test_tied_head_is_the_same_parameter() -> None:
+    tied = build_llama(dataclasses.replace(SMALL, tied_head=True), 16, seed=0)
+    untied = build_llama(SMALL, 16, seed=0)
+    assert tied.output.weight is tied.embedding.weight
+    assert untied.output.weight is not untied.embedding.weight
+    assert not torch.equal(untied.output.weight, untied.embedding.weight)
+    count = sum(p.numel() for p in tied.parameters())
+    assert count == sum(p.numel() for p in untied.parameters()) - 256 * SMALL.dim
+
+
+def test_activation_checkpointing_changes_no_bit() -> None:
+    tokens = torch.randint(0, 256, (2, 16))
+    gradients = []
+    for again in (False, True):
+        model = build_llama(SMALL, 16, seed=0, activation_checkpointing=again)
+        model(tokens).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+def test_initial_weights_come_from_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = build_llama(SMALL, 16, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second, other = build_llama(SMALL, 16, seed=5), build_llama(SMALL, 16, seed=6)
+    for mine, same, different in zip(
+        first.parameters(), second.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(mine, same)
+        assert mine.dim() == 1 or not torch.equal(mine, different)
+
+
+def test_initial_weights_have_the_documented_spread() -> None:
+    model = build_llama(PRESETS["tiny"].model, 16, seed=0)
+    std = model.config.init_std
+    attention = model.layers[0].attention
+    assert attention.query.weight.std().item() == pytest.approx(std, rel=0.03)
+    residual = std / math.sqrt(2 * model.config.n_layers)
+    assert attention.out.weight.std().item() == pytest.approx(residual, rel=0.03)
+    assert torch.equal(model.norm.weight, torch.ones(model.config.dim))
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("tiny", 0.85),
+        ("150m", 151.5),
+        ("1b", 973.7),
+        ("llama3-8b", 8030.3),
+        ("llama3-70b", 70553.7),
+    ],
+)
+def test_presets_have_the_size_of_their_name(name: str, millions: float) -> None:
+    config = PRESETS[name].model
+    with torch.device("meta"):
+        model = Llama(config, 16)
+    if config.tied_head:
+        model.output.weight = model.embedding.weight
+    count = sum(p.numel() for p in model.parameters())
+    assert count == config.num_parameters
+    assert count / 1e6 == pytest.approx(millions, rel=5e-3)
+    assert all(dim % 16 == 0 for p in model.parameters() for dim in p.shape)
+
+
+def test_llama3_8b_has_the_published_size() -> None:
+    assert PRESETS["llama3-8b"].model.num_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dim": 30}, "even head size"),
+        ({"n_kv_heads": 3}, "cannot share"),
+        ({"vocab_size": 100}, "at least 256"),
+        ({"n_layers": 0}, "n_layers must be at least 1"),
+    ],
+)
+def test_impossible_shapes_are_refused(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(SMALL, **wrong)

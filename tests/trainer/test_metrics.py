@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from float8.trainer.config import TrainConfig
+from float8.trainer.data import Corpus
+from float8.trainer.metrics import (
+    JsonLines,
+    Metrics,
+    RunInfo,
+    StepRecord,
+    ValidationRecord,
+    read_metrics,
+    summarize,
+)
+
+
+def record(step: int, loss: float = 1.0, seconds: float = 0.5, timed: bool = True) -> StepRecord:
+    return StepRecord(step, loss, 0.1, 1e-3, seconds, 100, timed, 1000 + step)
+
+
+def test_lines_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = JsonLines(path)
+    records = [record(1, 2.5), record(2, float("nan"))]
+    log.on_records(records)
+    log.on_validation(ValidationRecord(2, float("inf")))
+    log.on_end("finished", 2)
+    log.close()
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON.
+    back = read_metrics(path)
+    assert back.train[0] == records[0]
+    assert back.train[1].loss != back.train[1].loss
+    assert not back.train[1].finite
+    assert back.validation == [ValidationRecord(2, float("inf"))]
+    assert back.status == "finished"
+
+
+def test_steps_taken_again_after_a_resume_count_once(
+    tmp_path: Path, make_config: Callable[..., TrainConfig], corpus: Corpus
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = JsonLines(path)
+    log.on_records([record(step, loss=10.0) for step in range(1, 6)])
+    log.on_validation(ValidationRecord(4, 9.0))
+    log.close()
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')  # Killed while writing.
+
+    log = JsonLines(path)
+    log.on_start(RunInfo(make_config(), corpus, 1, "", start_step=3))
+    log.on_records([record(step, loss=20.0) for step in range(4, 7)])
+    log.close()
+    back = read_metrics(path)
+    assert [r.step for r in back.train] == [1, 2, 3, 4, 5, 6]
+    assert [r.loss for r in back.train] == [10.0] * 3 + [20.0] * 3
+    assert back.validation == []
+
+
+def test_summary_takes_the_median_past_warm_up() -> None:
+    train = [record(step, loss=100.0 - step, seconds=9.0, timed=False) for step in range(1, 11)]
+    train += [record(step, loss=100.0 - step, seconds=0.2) for step in range(11, 30)]
+    train += [record(30, loss=70.0, seconds=50.0)]
+    summary = summarize(Metrics(train, [ValidationRecord(10, 4.0), ValidationRecord(30, 3.0)]))
+    assert summary.steps == 30
+    assert summary.step_seconds == 0.2
+    assert summary.tokens_per_s == pytest.approx(500)
+    assert summary.train_loss == pytest.approx((72 + 71 + 70) / 3)
+    assert summary.train_loss_steps == 3
+    assert summary.val_loss == 3.0
+    assert summary.peak_memory_bytes == 1030
+
+
+def test_summary_of_nothing() -> None:
+    summary = summarize(Metrics())
+    assert summary.steps == 0
+    assert summary.train_loss is None
+    assert summary.tokens_per_s is None
+    assert summary.peak_memory_bytes is None

@@ -1,0 +1,33 @@
+"""The trainer where it is meant to be used: compiled, in bfloat16, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from float8.trainer.compare import compare
+from float8.trainer.config import TrainConfig
+from float8.trainer.metrics import read_metrics
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recipes_agree_with_high_precision(
+    make_config: Callable[..., TrainConfig], compiled: bool
+) -> None:
+    config = make_config(
+        device="cuda", compile=compiled, steps=60, accumulate=2, eval_interval=30, log_interval=20
+    )
+    assert config.dtype == "bfloat16"
+    result = compare(config, ["tensorwise", "delayed"])
+    assert [row.status for row in result.rows] == ["finished"] * 3, result.failed
+    for row in result.rows:
+        losses = [r.loss for r in read_metrics(result.report.parent / str(row.metrics)).train]
+        assert losses[-1] < losses[0] - 1.5
+        assert row.val_gap_percent is not None
+        assert abs(row.val_gap_percent) < 5
+        assert row.peak_memory_bytes
+        assert row.tokens_per_s
+        assert row.memory_note == "highest torch.cuda.max_memory_allocated"
