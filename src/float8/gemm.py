@@ -60,4 +60,7 @@ def _emulated_mm(
     with torch.autocast(a.device.type, enabled=False):
         product = a.to(torch.float32) @ b.to(torch.float32).t()
     # As the tensor cores do: scale the float32 accumulator, then round once.
-    return (product * scale_a * scale_b).to(out_dtype)
+    product = product * scale_a * scale_b
+    # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
+    # torch 2.11's Dynamo traces for it are zero.
+    return product if out_dtype == torch.float32 else product.to(out_dtype)

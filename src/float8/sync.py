@@ -14,6 +14,7 @@ from float8.scaling import update_history_and_scale
 _stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.WeakKeyDictionary()
 
 
+@torch.inference_mode(False)  # what it creates is written again outside of inference mode
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
     model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None

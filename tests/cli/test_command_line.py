@@ -155,7 +155,7 @@ def test_changed_settings_are_named_on_resume(
 ) -> None:
     assert train("--steps", "4", "--stop-after", "2") == 0
     assert main(["train", "--resume", "run", "--learning-rate", "0.5"]) == 2
-    assert "learning_rate was 0.004 and is now 0.5" in capsys.readouterr().err
+    assert "learning_rate was 0.002 and is now 0.5" in capsys.readouterr().err
 
 
 def test_compare_prints_the_table_and_where_the_files_are(

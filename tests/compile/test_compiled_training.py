@@ -1,27 +1,36 @@
 """Compiled training: one graph, no recompilation, and the results of eager mode."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 
 import tolerances
 from sqnr import same_bits, sqnr
-from support.configs import DELAYED, MIXES, delayed, mixed, tensorwise
+from support.configs import MIXES, delayed, mixed, tensorwise
 from support.devices import on_devices
-from support.training import SideBySide, two_layers
+from support.training import SideBySide, one_layer, two_layers
 
 VARIANTS = ["plain", "autocast", "checkpoint"]
 
 
 def train(
-    config, device: str, backend: str, variant: str, model: nn.Module | None = None
+    config,
+    device: str,
+    backend: str,
+    variant: str,
+    *,
+    build: Callable[..., nn.Module] = two_layers,
+    dtype: torch.dtype = torch.float32,
 ) -> list[dict]:
     """Four steps with a sync after each; fails on a graph break or a recompilation."""
     how = variant if "checkpoint" in variant else "plain"
     counter = CompileCounterWithBackend(backend)
     both = SideBySide(
-        two_layers(config, device, how) if model is None else model,
+        build(config, device, how).to(dtype),
         lambda m: torch.compile(m, backend=counter, fullgraph=True),
     )
     autocast = torch.bfloat16 if variant == "autocast" else None
@@ -49,7 +58,8 @@ def assert_close(steps: list[dict], bound: float) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_aot_eager_has_the_bits_of_eager_mode(mix, variant: str) -> None:
-    assert_same_bits(train(mixed(*mix), "cpu", "aot_eager", variant))
+    build = two_layers if variant == "checkpoint" else one_layer
+    assert_same_bits(train(mixed(*mix), "cpu", "aot_eager", variant, build=build))
 
 
 # Not "checkpoint" with delayed scaling: torch's checkpoint, when this backend really runs it,
@@ -64,7 +74,7 @@ def test_aot_eager_has_the_bits_of_eager_mode(mix, variant: str) -> None:
     ],
 )
 def test_backend_eager_has_the_bits_of_eager_mode(mix, variant: str) -> None:
-    assert_same_bits(train(mixed(*mix), "cpu", "eager", variant))
+    assert_same_bits(train(mixed(*mix), "cpu", "eager", variant, build=one_layer))
 
 
 @pytest.mark.gpu
@@ -90,13 +100,17 @@ def test_selective_checkpointing_under_compile(config) -> None:
     ids=["dynamic-power-of-2", "delayed-power-of-2", "delayed-from-one", "emulate"],
 )
 def test_switches_under_compile(config) -> None:
-    assert_same_bits(train(config, "cpu", "aot_eager", "plain"))
+    assert_same_bits(train(config, "cpu", "aot_eager", "plain", build=one_layer))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_under_compile(dtype: torch.dtype) -> None:
-    model = two_layers(mixed(DELAYED, DELAYED, DELAYED)).to(dtype)
-    assert_same_bits(train(None, "cpu", "aot_eager", "plain", model))
+    assert_same_bits(train(delayed(), "cpu", "aot_eager", "plain", build=one_layer, dtype=dtype))
+
+
+# Inductor keeps in float32 what eager mode rounds to bfloat16; then casts see values 2**-9 apart
+# and results differ by as much as float8 itself is off. This makes the two comparable.
+INDUCTOR_ROUNDS_AS_EAGER = inductor_config.patch(emulate_precision_casts=True)
 
 
 @on_devices
@@ -117,14 +131,14 @@ def test_inductor(device: str, mix) -> None:
     ids=["dynamic-autocast", "delayed-autocast", "delayed-checkpoint", "delayed-selective"],
 )
 def test_inductor_with_autocast_and_checkpointing(device: str, config, variant: str) -> None:
-    bound = tolerances.COMPILED_LOW if variant == "autocast" else tolerances.COMPILED
-    assert_close(train(config, device, "inductor", variant), bound)
+    with INDUCTOR_ROUNDS_AS_EAGER:
+        assert_close(train(config, device, "inductor", variant), tolerances.COMPILED)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_inductor_with_bfloat16_parameters_on_a_gpu(mix, variant: str) -> None:
-    how = variant if "checkpoint" in variant else "plain"
-    model = two_layers(mixed(*mix), "cuda", how).to(torch.bfloat16)
-    assert_close(train(None, "cuda", "inductor", variant, model), tolerances.COMPILED_LOW)
+    with INDUCTOR_ROUNDS_AS_EAGER:
+        steps = train(mixed(*mix), "cuda", "inductor", variant, dtype=torch.bfloat16)
+    assert_close(steps, tolerances.COMPILED)

@@ -50,6 +50,13 @@ class Wrapped(nn.Module):
         return WRAPPINGS[self.how](self.inner, x)
 
 
+def one_layer(config: Float8LinearConfig, device: str = "cpu", how: str = "plain") -> Wrapped:
+    """SiLU, Linear: 32 -> 64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.SiLU(), nn.Linear(32, 64)).to(device)
+    return Wrapped(convert_to_float8_training(model, config=config), how)
+
+
 def two_layers(config: Float8LinearConfig, device: str = "cpu", how: str = "plain") -> Wrapped:
     """Linear, SiLU, Linear: 32 -> 64 -> 32."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """The configuration of `Float8Linear`: six casts, three GEMMs and a few switches."""
 
 import enum
+import functools
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -171,7 +172,7 @@ class Float8LinearConfig:
         """Whether the GEMM `"output"`, `"grad_input"` or `"grad_weight"` runs in float8."""
         return self.cast_config(GEMM_OPERANDS[gemm][0]).is_float8
 
-    @property
+    @functools.cached_property  # asked for at every optimizer step, of every layer
     def delayed_sites(self) -> tuple[CastSite, ...]:
         """The sites that own delayed-scaling state, in a fixed order."""
         return tuple(

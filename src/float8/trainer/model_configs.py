@@ -99,7 +99,7 @@ PRESETS: dict[str, Preset] = {
         ModelConfig(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384, init_std=0.05),
         seq_len=64,
         batch_size=16,
-        learning_rate=4e-3,
+        learning_rate=2e-3,
         steps=300,
     ),
     "150m": Preset(
