@@ -201,7 +201,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
     hidden = tmp_path / "typer.py"
     hidden.write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = spawn(["train"], env=environment)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 2

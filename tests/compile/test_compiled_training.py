@@ -131,6 +131,8 @@ def test_inductor(device: str, mix) -> None:
     ids=["dynamic-autocast", "delayed-autocast", "delayed-checkpoint", "delayed-selective"],
 )
 def test_inductor_with_autocast_and_checkpointing(device: str, config, variant: str) -> None:
+    if device == "cpu" and variant == "autocast" and torch.__version__ < "2.13":
+        pytest.skip("Inductor for CPUs ignores emulate_precision_casts before torch 2.13")
     with INDUCTOR_ROUNDS_AS_EAGER:
         assert_close(train(config, device, "inductor", variant), tolerances.COMPILED)
 
