@@ -9,7 +9,6 @@ CPU_TORCH := torch==2.13.0
 # On a GPU, triton comes with torch. Without one it only serves the interpreter in the tests.
 CPU_TRITON := triton==3.6.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-STEPS ?=
 
 .PHONY: help demo test lint clean
 help:
@@ -45,7 +44,7 @@ endif
 	touch $@
 
 demo: $(VENV)/cli.done
-	$(BIN)/float8 compare high_precision tensorwise delayed --output runs/demo
+	$(BIN)/float8 compare tensorwise delayed --output runs/demo --overwrite
 
 test: $(VENV)/dev.done
 	$(BIN)/python -m pytest -n 2

@@ -57,8 +57,8 @@ def test_train_says_what_it_does_in_plain_lines(
     assert train("--steps", "4", "--log-interval", "1", "--recipe", "tensorwise") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "tensorwise: Llama tiny, 0.9M parameters, float32 on cpu" in out
-    assert "28 of 29 linear layers run in float8" in out
+    assert "tensorwise: Llama tiny, 0.7M parameters, float32 on cpu" in out
+    assert "21 of 22 linear layers run in float8" in out
     assert re.search(r"step 4/4  loss \d\.\d{4}  [\d,]+ tok/s  \d+ ms", out)
     assert re.search(r"finished after step 4 of 4\nvalidation loss \d\.\d{4} nats per byte", out)
     assert "\x1b" not in out  # No bar where there is no terminal.
