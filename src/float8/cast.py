@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.scaling import UNKNOWN_SCALE, DelayedScale, amax_to_scale
+from float8.scaling import DelayedScale, amax_to_scale
 
 
 class Operand(NamedTuple):
@@ -46,7 +46,8 @@ def delayed_scale(
     if record:
         state.amax.copy_(torch.maximum(state.amax, amax))
     from_data = amax_to_scale(amax, dtype, round_to_power_of_2)
-    return torch.where(state.scale == UNKNOWN_SCALE, from_data, state.scale)
+    # UNKNOWN_SCALE as a literal, for dynamic=True: see amax_to_scale.
+    return torch.where(state.scale == 0.0, from_data, state.scale)
 
 
 def cast_operand(

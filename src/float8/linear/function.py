@@ -56,8 +56,8 @@ def transposed(operand: Operand) -> Operand:
 
 
 def trim(x: Tensor, columns: int) -> Tensor:
-    """Cut the columns that padding added."""
-    return x if x.shape[1] == columns else x[:, :columns]
+    """Cut the columns that padding added; contiguous, so that `.view()` and in-place ops work."""
+    return x if x.shape[1] == columns else x[:, :columns].contiguous()
 
 
 class Float8LinearFunction(torch.autograd.Function):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX
+from float8.formats import E4M3
 
 SMALLEST_AMAX = 2.0**-100
 """Floor of amax, so that neither the scale nor its reciprocal leaves float32's normal range."""
@@ -24,7 +24,8 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -
     Returns:
         float32, shape of `amax`.
     """
-    return _scale(amax, FLOAT8_MAX[dtype], round_to_power_of_2)
+    # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
+    return _scale(amax, 448.0 if dtype == E4M3 else 57344.0, round_to_power_of_2)
 
 
 def amaxes_to_scales(amax: Tensor, float8_max: Tensor, round_to_power_of_2: bool) -> Tensor:
@@ -42,9 +43,10 @@ def amaxes_to_scales(amax: Tensor, float8_max: Tensor, round_to_power_of_2: bool
 
 
 def _scale(amax: Tensor, float8_max: float | Tensor, round_to_power_of_2: bool) -> Tensor:
+    # The floor is SMALLEST_AMAX, as a literal.
     # float64 makes the quotient, once rounded to float32, the correctly rounded one whether a
     # backend divides or multiplies by the reciprocal: eager, Inductor, CPU and GPU agree bitwise.
-    scale = (amax.clamp(min=SMALLEST_AMAX).to(torch.float64) / float8_max).to(torch.float32)
+    scale = (amax.clamp(min=7.888609052210118e-31).to(torch.float64) / float8_max).to(torch.float32)
     return _round_up_to_power_of_2(scale) if round_to_power_of_2 else scale
 
 
