@@ -27,8 +27,8 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from float8.trainer.model import Block, rope_table
-from float8.trainer.model_configs import preset
+from float8.models.llama import Block, rope_table
+from float8.models.presets import preset
 
 SHAPES = {"8b": "llama3-8b", "70b": "llama3-70b"}
 Step = Callable[[], list[Tensor]]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.trainer import model_configs
+from float8.models import presets
+from float8.models.presets import ModelConfig, Preset
 from float8.trainer.config import TrainConfig
 from float8.trainer.data import Corpus, load_corpus
-from float8.trainer.model_configs import ModelConfig, Preset
 
 NANO = Preset(
     ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, init_std=0.1),
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def nano(monkeypatch: pytest.MonkeyPatch) -> Preset:
     """A model small enough that a step takes milliseconds, known to the trainer as `nano`."""
-    monkeypatch.setitem(model_configs.PRESETS, "nano", NANO)
+    monkeypatch.setitem(presets.PRESETS, "nano", NANO)
     return NANO
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from float8.models.llama import build_llama
 from float8.trainer.config import TrainConfig
-from float8.trainer.model import build_llama
 from float8.trainer.optim import build_optimizer, learning_rate
 
 

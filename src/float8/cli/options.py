@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from float8.models.presets import PRESETS
 from float8.trainer.config import DTYPES, TrainConfig
-from float8.trainer.model_configs import PRESETS
 
 MODEL = "Model and data"
 OPTIMIZER = "Optimizer"

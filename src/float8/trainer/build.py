@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from float8 import conversion_report, convert_to_float8_training
+from float8.models.llama import Llama, build_llama
+from float8.models.presets import ModelConfig
 from float8.trainer.config import DTYPES, TrainConfig, float8_config
 from float8.trainer.errors import ConfigError
-from float8.trainer.model import Llama, build_llama
-from float8.trainer.model_configs import ModelConfig
 
 
 def build_model(config: TrainConfig, device: torch.device) -> tuple[Llama, str]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from float8 import Float8LinearConfig
+from float8.models.presets import ModelConfig, Preset, preset
 from float8.trainer.errors import ConfigError
-from float8.trainer.model_configs import ModelConfig, preset
 
 HIGH_PRECISION = "high_precision"
 """The recipe name that trains without any float8."""
@@ -29,7 +29,7 @@ class TrainConfig:
     under autocast, so that AdamW updates float32 weights; `dtype="float32"` uses no autocast.
 
     Attributes:
-        model: Name of a preset in `model_configs.PRESETS`.
+        model: Name of a preset in `presets.PRESETS`.
         vocab_size: Rows of embedding and head.
         tied_head: Whether the head shares the embedding's weight.
         recipe: `"high_precision"` or a recipe of `Float8LinearConfig.from_recipe_name`.
@@ -136,7 +136,7 @@ class TrainConfig:
         Raises:
             ConfigError: (a `ValueError`) as `TrainConfig` does, or for a setting that is unknown.
         """
-        chosen = preset(model)
+        chosen = known_preset(model)
         given = {name: value for name, value in settings.items() if value is not None}
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := given.keys() - known:
@@ -180,8 +180,11 @@ class TrainConfig:
 
     def model_config(self) -> ModelConfig:
         """Shape of the model, with this run's vocabulary and head."""
-        shape = preset(self.model).model
-        return dataclasses.replace(shape, vocab_size=self.vocab_size, tied_head=self.tied_head)
+        shape = known_preset(self.model).model
+        try:
+            return dataclasses.replace(shape, vocab_size=self.vocab_size, tied_head=self.tied_head)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     @property
     def tokens_per_step(self) -> int:
@@ -255,3 +258,15 @@ def check_device(name: str) -> torch.device:
         found = torch.cuda.device_count()
         raise ConfigError(f"device {name!r} is not there: PyTorch sees {found} CUDA device(s)")
     return device
+
+
+def known_preset(model: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        ConfigError: (a `ValueError`) if there is none.
+    """
+    try:
+        return preset(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

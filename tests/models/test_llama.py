@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.trainer.errors import ConfigError
-from float8.trainer.model import Llama, apply_rope, build_llama, rope_table
-from float8.trainer.model_configs import PRESETS, ModelConfig
+from float8.models.llama import Llama, apply_rope, build_llama, rope_table
+from float8.models.presets import PRESETS, ModelConfig
 
 SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.15)
 
@@ -207,5 +206,5 @@ def test_llama3_8b_has_the_published_size() -> None:
     ],
 )
 def test_impossible_shapes_are_refused(wrong: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **wrong)

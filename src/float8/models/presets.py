@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from float8.trainer.errors import ConfigError
-
 BYTE_VOCAB = 256  # Byte-level text needs exactly this many; a multiple of 16 as float8 GEMMs want.
 LLAMA3_VOCAB = 128256
 
@@ -27,7 +25,7 @@ class ModelConfig:
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        ConfigError: (a `ValueError`) if the numbers do not fit together.
+        ValueError: if the numbers do not fit together.
     """
 
     dim: int
@@ -44,18 +42,18 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"model {name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"model {name} must be at least 1, got {getattr(self, name)}")
         if self.vocab_size < BYTE_VOCAB:
-            raise ConfigError(
+            raise ValueError(
                 f"vocab size {self.vocab_size} is too small: "
                 f"the data is bytes and needs at least {BYTE_VOCAB}"
             )
         if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
-            raise ConfigError(
+            raise ValueError(
                 f"model dim {self.dim} over {self.n_heads} heads must give an even head size"
             )
         if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
+            raise ValueError(
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
             )
 
@@ -151,8 +149,8 @@ def preset(name: str) -> Preset:
     """Look a preset up by name.
 
     Raises:
-        ConfigError: (a `ValueError`) naming the known models if there is none of that name.
+        ValueError: naming the known models if there is none of that name.
     """
     if name not in PRESETS:
-        raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(PRESETS)}")
+        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

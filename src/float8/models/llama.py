@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from float8.trainer.model_configs import ModelConfig
+from float8.models.presets import ModelConfig
 
 
 class RMSNorm(nn.Module):

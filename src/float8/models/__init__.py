@@ -1,0 +1,1 @@
+"""Reference models: the Llama that the trainer trains and the benchmarks time."""
