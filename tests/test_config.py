@@ -172,6 +172,57 @@ def test_two_e5m2_operands_are_refused_unless_emulated() -> None:
     assert Float8LinearConfig(cast_config_input=e5m2, emulate=True).emulate
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"enable_amax_init": False},
+        {"enable_pre_and_post_forward": False},
+        {"delayed_scaling_config": DelayedScalingConfig(history_len=4)},
+        {"delayed_scaling_config": DelayedScalingConfig(scale_fn_name="most_recent")},
+    ],
+)
+@pytest.mark.parametrize("cast", [DYNAMIC, DISABLED], ids=["dynamic", "disabled"])
+def test_what_only_delayed_scaling_uses_is_refused_without_it(
+    change: dict[str, Any], cast: CastConfig
+) -> None:
+    (name,) = change
+    with pytest.raises(ValueError, match=f"(?s){name}: got .*expected the default.*leave it out"):
+        mixed(cast, cast, cast, **change)
+    for mix in ((DELAYED, DYNAMIC, DYNAMIC), (DYNAMIC, DYNAMIC, DELAYED)):
+        assert getattr(mixed(*mix, **change), name) == change[name]
+    second_use = Float8LinearConfig(cast_config_input_for_grad_weight=DELAYED, **change)
+    assert getattr(second_use, name) == change[name]
+
+
+def test_the_defaults_of_delayed_scaling_are_fine_without_it() -> None:
+    config = Float8LinearConfig(
+        enable_amax_init=True,
+        enable_pre_and_post_forward=True,
+        delayed_scaling_config=DelayedScalingConfig(),
+    )
+    assert config == Float8LinearConfig()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_dtype_for_what_is_not_cast_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"(?s)target_dtype: got .*DISABLED, expected None.*leave"):
+        CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
+
+
+def test_a_disabled_cast_has_no_dtype() -> None:
+    config = mixed(DISABLED, DISABLED, DISABLED)
+    assert config.float8_gemms == ()
+    assert {cast_of(config, role).target_dtype for role in ROLES} == {None}
+    assert dataclasses.replace(config) == config
+
+
+def test_differences_name_the_fields() -> None:
+    assert Float8LinearConfig().differences(Float8LinearConfig()) == ""
+    assert Float8LinearConfig().differences(mixed(DYNAMIC, DELAYED, DYNAMIC, emulate=True)) == (
+        "cast_config_weight: dynamic/e4m3, not delayed/e4m3; emulate: False, not True"
+    )
+
+
 def test_float8_all_gather_says_that_it_is_not_supported() -> None:
     with pytest.raises(ValueError, match=r"(?s)got True, expected False.*with False, FSDP"):
         Float8LinearConfig(enable_fsdp_float8_all_gather=True)

@@ -15,12 +15,15 @@ from float8.config import (
 )
 from float8.convert import (
     ConversionReport,
+    all_linears,
     conversion_report,
     convert_to_float8_training,
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
+from float8.fused import rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear
+from float8.plan import plan_conversion
 from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
 
@@ -37,11 +40,16 @@ __all__ = [
     "Float8Tensor",
     "ScalingGranularity",
     "ScalingType",
+    "all_linears",
     "attach_to_optimizer",
     "conversion_report",
     "convert_to_float8_training",
     "high_precision_state_dict",
     "linear_requires_sync",
+    "plan_conversion",
+    "rms_norm_linear",
     "swap_linear_with_float8_linear",
+    "swiglu_feed_forward",
     "sync_float8_amax_and_scale_history",
+    "why_not_fused",
 ]

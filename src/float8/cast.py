@@ -22,32 +22,65 @@ class Operand(NamedTuple):
     """0-dim float32 decode scale."""
 
 
-def dynamic_scale(x: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -> Tensor:
-    """The scale from this tensor's own amax: 0-dim float32."""
-    return amax_to_scale(kernels.amax(x), dtype, round_to_power_of_2)
+class CastPlan(NamedTuple):
+    """How one tensor is cast: what its `CastConfig` comes down to."""
+
+    dtype: torch.dtype
+    """The float8 format."""
+
+    delayed: bool
+    """Whether the scale comes from a history; else from the tensor itself."""
+
+    round_to_power_of_2: bool
 
 
-def delayed_scale(
-    x: Tensor, dtype: torch.dtype, round_to_power_of_2: bool, state: DelayedScale, record: bool
-) -> Tensor:
-    """The scale from the history, or from the data as long as there is no history.
+def quantize(
+    x: Tensor,
+    plan: CastPlan,
+    state: DelayedScale | None,
+    *,
+    row: bool = False,
+    col: bool = False,
+    pad_rows: bool = False,
+    record: bool = False,
+) -> Operand:
+    """Choose the scale of `x` by its scaling type and cast.
 
     Args:
-        x: the tensor to be cast.
-        dtype: float8 format.
-        round_to_power_of_2: as in `amax_to_scale`, for a scale taken from the data.
-        state: this cast's state; `state.amax` is raised to the amax of `x` if `record`.
-        record: whether the step counts: False in eval mode.
+        x: [R, C] float32, bfloat16 or float16, any strides.
+        plan: format and scaling.
+        state: with delayed scaling, its state: the scale is taken from it as long as there is
+            one, and its amax is raised to that of `x` if `record`.
+        row: make row data.
+        col: make column data.
+        pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
+        record: whether the history learns of this tensor.
 
     Returns:
-        0-dim float32, a new tensor: a sync does not change it.
+        The operand; its scale is a new tensor, which a sync does not change.
     """
-    amax = kernels.amax(x)
-    if record:
-        state.amax.copy_(torch.maximum(state.amax, amax))
-    from_data = amax_to_scale(amax, dtype, round_to_power_of_2)
-    # UNKNOWN_SCALE as a literal, for dynamic=True: see amax_to_scale.
-    return torch.where(state.scale == 0.0, from_data, state.scale)
+    dtype, round_to_power_of_2 = plan.dtype, plan.round_to_power_of_2
+    if state is not None:
+        done = kernels.cast_delayed(
+            x,
+            state.scale,
+            state.amax,
+            dtype,
+            row=row,
+            col=col,
+            pad_rows=pad_rows,
+            round_to_power_of_2=round_to_power_of_2,
+            record=record,
+        )
+        return Operand(done.row, done.col, done.scale)
+    if torch.compiler.is_compiling():
+        # Apart, so that Inductor takes the amax in the kernel that produces x.
+        scale = amax_to_scale(kernels.amax(x), dtype, round_to_power_of_2)
+        return cast_operand(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
+    done = kernels.cast_dynamic(
+        x, dtype, row=row, col=col, pad_rows=pad_rows, round_to_power_of_2=round_to_power_of_2
+    )
+    return Operand(done.row, done.col, done.scale)
 
 
 def cast_operand(

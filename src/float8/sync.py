@@ -1,13 +1,14 @@
 """What delayed scaling does once per optimizer step."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from float8.convert.arguments import require_module
 from float8.linear import Float8Linear, StackedState, is_current, stack_state
 from float8.scaling import update_history_and_scale
 
@@ -23,17 +24,22 @@ def sync_float8_amax_and_scale_history(
 
     Call it once per optimizer step, after the last `backward()` and before the next forward, or
     let `attach_to_optimizer` do so. Amaxes count since the last call, so gradient accumulation
-    needs nothing special. Does nothing for a model without delayed scaling.
+    needs nothing special, and a call where nothing was recorded changes nothing. Does nothing for
+    a model without delayed scaling.
 
     Args:
         model: the converted model, compiled or not.
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
     """
-    layers = [
-        layer
-        for layer in (model.modules() if fp8_layers is None else fp8_layers)
-        if isinstance(layer, Float8Linear) and layer.config.delayed_sites
-    ]
+    require_module(model, "model")
+    if fp8_layers is None:
+        linears = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+    else:
+        linears = _float8_linears(fp8_layers)
+    layers = [layer for layer in linears if layer.config.delayed_sites]
     if not layers:
         return
     groups = _by_setting(layers)
@@ -59,8 +65,8 @@ def sync_float8_amax_and_scale_history(
 def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
     """Run `sync_float8_amax_and_scale_history(model)` at every `optimizer.step()`.
 
-    The sync runs right before the step, through the optimizer's own hooks. Harmless for a model
-    without delayed scaling.
+    The sync runs right before the step, through the optimizer's own hooks. With several
+    optimizers, attach the model to each. Harmless for a model without delayed scaling.
 
     Args:
         model: the converted model, compiled or not.
@@ -68,12 +74,36 @@ def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> R
 
     Returns:
         A handle whose `remove()` ends the attachment.
+
+    Raises:
+        TypeError: an argument has the wrong type.
     """
+    require_module(model, "model")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer"
+        )
 
     def before_step(*_: Any) -> None:
         sync_float8_amax_and_scale_history(model)
 
     return optimizer.register_step_pre_hook(before_step)
+
+
+def _float8_linears(layers: object) -> list[Float8Linear]:
+    if not isinstance(layers, Iterable):
+        raise TypeError(
+            f"fp8_layers: got {type(layers).__name__}, expected a list of Float8Linear, or None "
+            f"for all of the model"
+        )
+    linears = list(layers)
+    for layer in linears:
+        if not isinstance(layer, Float8Linear):
+            raise TypeError(
+                f"fp8_layers: got a {type(layer).__name__} in it, expected Float8Linear only; "
+                f"leave fp8_layers out to sync all of the model"
+            )
+    return linears
 
 
 def _by_setting(layers: Sequence[Float8Linear]) -> dict[Any, list[Float8Linear]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import float8
 from float8.cli.main import main
 from float8.trainer.environment import float8_version
 
@@ -110,6 +111,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(here: Path) -> None:
         (["--resume", "nowhere"], r"error: nothing to resume at nowhere"),
         (["--output", "text.txt"], r"error: cannot write to text.txt"),
         (["--device", "cuda:77"], r"error: device 'cuda:77' is not there"),
+        (["--device", "cpu:7"], r"error: device 'cpu:7' is not there: .*use cpu"),
+        (["--learning-rate", "inf"], r"error: --learning-rate must be a finite number, got inf"),
+        (["--learning-rate", "nan"], r"error: --learning-rate must be a finite number, got nan"),
+        (["--seed", "9" * 20], r"error: --seed must be a number that fits 64 bits, got 9+"),
+        (["--batch-size", "9" * 20], r"error: --batch-size must be a number that fits 64 bits"),
     ],
 )
 def test_user_errors_are_one_line(
@@ -120,6 +126,29 @@ def test_user_errors_are_one_line(
     assert re.match(message, err)
     assert err.count("\n") == 1
     assert not Path("run").exists()
+
+
+def test_after_a_failure_the_same_folder_can_be_used_again(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--steps", "4", "--learning-rate", "1e30", "--grad-clip", "0") == 1
+    assert re.search(r"^error: training diverged at step \d", capsys.readouterr().err, re.MULTILINE)
+    assert train("--steps", "2") == 0
+    assert "finished after step 2 of 2" in capsys.readouterr().out
+    assert Path("run/failed-1/metrics.jsonl").exists()
+
+
+def test_compare_resume_over_a_damaged_config_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "tensorwise", "--data", "text.txt", "--output", "cmp", "--steps", "1"]
+    assert main([*words, *QUICK]) == 0
+    Path("cmp/tensorwise/config.json").write_text('{"config": ')
+    capsys.readouterr()
+    assert main([*words, *QUICK, "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert re.match(r"error: cannot read the settings .*cmp/tensorwise.*: delete that folder", err)
+    assert err.count("\n") == 1
 
 
 def test_debug_shows_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +219,7 @@ def test_compare_refuses_an_unknown_recipe_before_running(
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"float8 {float8_version()}"
+    assert float8_version() == float8.__version__
     assert main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     assert "--resume" in out

@@ -1,5 +1,7 @@
 """Float8Tensor under torch.compile: as input, inside, as output and across graph breaks."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from float8 import Float8Tensor
 from sqnr import same_bits
@@ -214,3 +217,50 @@ def test_torch_refuses_a_plain_gradient_for_a_wrapper_that_a_graph_returns(
     output = compiled(to_wrapper)(x)
     with pytest.raises(RuntimeError, match=r"tangent|tensor subclass"):
         from_wrapper(output).sum().backward()
+
+
+# ---------------------------------------------------------------- the cache of compiled graphs
+
+
+def test_the_cache_key_says_all_but_the_values() -> None:
+    def key(t: Float8Tensor) -> str:
+        return t._stable_hash_for_caching()
+
+    x = seeded(0, 16, 32)
+    t = from_high_precision(x)
+    others = [
+        from_high_precision(x[:8]),
+        from_high_precision(x.t()),
+        t.t(),
+        from_high_precision(x, torch.float8_e5m2),
+        from_high_precision(x.bfloat16()),
+        from_high_precision(x, scale=torch.ones(1)),
+        t.to("meta"),
+        t.clone().requires_grad_(),
+    ]
+    assert key(t) == key(from_high_precision(seeded(1, 16, 32)))
+    assert len({key(t), *map(key, others)}) == len(others) + 1
+
+
+def test_the_cache_key_is_the_same_in_another_process() -> None:
+    """Strings hash differently in each process."""
+    code = (
+        "import torch; from float8 import Float8Tensor; "
+        "t = Float8Tensor.from_high_precision(torch.ones(16, 32)); "
+        "print(t._stable_hash_for_caching())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    t = from_high_precision(torch.ones(16, 32))
+    assert done.stdout.strip() == t._stable_hash_for_caching()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_finds_its_cache_key_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, dynamic: bool
+) -> None:
+    monkeypatch.setattr("torch._dynamo.utils.warn_once_cache", set(), raising=False)
+    counters.clear()
+    a, b = map(from_high_precision, a_b())
+    torch.compile(product, fullgraph=True, dynamic=dynamic)(a, b)
+    assert not [w for w in recwarn.list if "caching" in str(w.message)]
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0

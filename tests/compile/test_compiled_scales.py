@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from float8.cast import delayed_scale, dynamic_scale
 from float8.scaling import UNKNOWN_SCALE, DelayedScale, amax_to_scale, update_history_and_scale
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
+from support.scales import delayed_scale, dynamic_scale
 
 
 def all_scales(inputs: list[torch.Tensor]) -> list[torch.Tensor]:

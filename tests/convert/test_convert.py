@@ -223,9 +223,29 @@ def test_layers_that_cannot_be_padded_are_left_alone() -> None:
 def test_converting_twice_changes_nothing() -> None:
     model = convert_to_float8_training(Nested(), config=delayed())
     layers = {name: model.get_submodule(name) for name in ALL}
-    convert_to_float8_training(model, config=tensorwise())
+    convert_to_float8_training(model, config=delayed())
     assert all(model.get_submodule(name) is layers[name] for name in ALL)
     assert {layer.config for layer in layers.values()} == {delayed()}
+
+
+def test_converting_again_with_another_configuration_is_refused() -> None:
+    model = Nested()
+    convert_to_float8_training(
+        model, config=delayed(), module_filter_fn=lambda mod, fqn: fqn == "blocks.1.w2"
+    )
+    expected = (
+        r"layer 'blocks\.1\.w2': got a layer already converted with another config \("
+        r"cast_config_input: delayed/e4m3, not dynamic/e4m3; .*; emulate: False, not True\), "
+        r"expected .*module_filter_fn"
+    )
+    with pytest.raises(ValueError, match=expected):
+        convert_to_float8_training(model, config=tensorwise(emulate=True))
+    assert converted(model) == ["blocks.1.w2"]  # nothing else was converted either
+    assert [layer.skip_reason for layer in conversion_report(model).skipped] == [
+        "module_filter_fn returned False"
+    ] * 6
+    with pytest.raises(ValueError, match=r"layer '\(root\)'"):
+        convert_to_float8_training(Float8Linear(16, 16), config=delayed())
 
 
 def test_partial_conversions_with_different_configurations() -> None:
@@ -234,7 +254,7 @@ def test_partial_conversions_with_different_configurations() -> None:
         model, config=delayed(), module_filter_fn=lambda mod, fqn: "blocks.0" in fqn
     )
     convert_to_float8_training(
-        model, config=tensorwise(), module_filter_fn=lambda mod, fqn: "blocks" in fqn
+        model, config=tensorwise(), module_filter_fn=lambda mod, fqn: "blocks.1" in fqn
     )
     configs = {name: model.get_submodule(name).config for name in converted(model)}
     assert configs == {n: delayed() if "blocks.0" in n else tensorwise() for n in ALL[:6]}
@@ -278,6 +298,8 @@ def test_arguments_of_a_wrong_type() -> None:
         convert_to_float8_training(torch.ones(1))
     with pytest.raises(TypeError, match="config: got str, expected a Float8LinearConfig"):
         convert_to_float8_training(Nested(), config="tensorwise")
+    with pytest.raises(TypeError, match="module_filter_fn: got list, expected a function"):
+        convert_to_float8_training(Nested(), module_filter_fn=["head"])
 
 
 def test_the_configuration_is_keyword_only() -> None:

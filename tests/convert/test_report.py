@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from float8 import ConversionReport, conversion_report, convert_to_float8_training
-from float8.linear import float8_linear
-from support.configs import DELAYED, DYNAMIC, mixed, tensorwise
+from float8 import (
+    ConversionReport,
+    Float8LinearConfig,
+    conversion_report,
+    convert_to_float8_training,
+)
+from float8.linear import source
+from support.configs import DELAYED, DISABLED, DYNAMIC, mixed, tensorwise
 
 
 def model() -> nn.Sequential:
@@ -47,6 +52,35 @@ def test_as_text() -> None:
         "  0  [32, 16]         input dynamic/e4m3, weight dynamic/e4m3, grad_output dynamic/e5m2",
         "  2  [10, 32]         skipped: module_filter_fn returned False",
     ]
+
+
+def test_a_layer_whose_casts_are_all_disabled_is_in_high_precision() -> None:
+    converted = convert_to_float8_training(model(), config=mixed(DISABLED, DISABLED, DISABLED))
+    report = conversion_report(converted)
+    assert report.converted == ()
+    assert {layer.scaling for layer in report.skipped} == {None}
+    assert {layer.skip_reason for layer in report.skipped} == {
+        "all casts of its config are DISABLED"
+    }
+
+
+def test_a_layer_with_one_gemm_in_float8_is_in_float8() -> None:
+    config = Float8LinearConfig(
+        cast_config_input=DISABLED,
+        cast_config_weight=DISABLED,
+        cast_config_grad_output=DISABLED,
+        cast_config_input_for_grad_weight=DYNAMIC,
+        cast_config_grad_output_for_grad_weight=DYNAMIC,
+    )
+    report = conversion_report(convert_to_float8_training(model(), config=config))
+    assert len(report.converted) == 2
+    assert "input_for_grad_weight dynamic/e4m3" in report.converted[0].scaling
+
+
+@pytest.mark.parametrize("wrong", [None, {}, "model", torch.ones(1)])
+def test_anything_but_a_module_is_refused(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"model: got \w+, expected an nn.Module"):
+        conversion_report(wrong)
 
 
 def test_an_empty_model() -> None:
@@ -89,7 +123,7 @@ def test_a_shared_layer_counts_once() -> None:
 
 
 def test_a_layer_on_a_device_without_float8_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_linear, "lacks_float8_gemm", lambda device: "no tensor cores here")
+    monkeypatch.setattr(source, "lacks_float8_gemm", lambda device: "no tensor cores here")
     converted = convert_to_float8_training(model())
     assert conversion_report(converted).skipped[0].skip_reason == (
         "no tensor cores here; set emulate=True to compute in high precision instead"

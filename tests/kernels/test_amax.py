@@ -6,12 +6,16 @@ from torch import Tensor
 
 from float8.kernels import amax
 from float8.kernels.amax import (
+    MAX_PARTS,
     AmaxLaunch,
+    Parts,
     amax_reference,
     amax_triton,
     collapse,
+    join,
     launch_amax,
     launch_config,
+    measure,
 )
 from kernels.float8_codes import HIGH_PRECISION
 
@@ -97,7 +101,8 @@ def test_launch_config_is_pure_and_covers() -> None:
     for dims in (((1, 1),), ((33_554_432, 1),), ((100, 64), (50, 1)), ((7, 3),)):
         config = launch_config(dims, 2, sms=132)
         assert config == launch_config(dims, 2, sms=132)
-        per_program = config.block_r * config.block_c * config.steps
+        per_program = config.block_r * config.block_c * config.steps * config.rounds
+        assert config.programs <= MAX_PARTS
         assert config.programs * per_program >= math.prod(n for n, _ in dims)
     assert launch_config(((8192 * 4096, 1),), 2, sms=132).steps > 1
     assert launch_config(((100, 1),), 2, sms=132).programs == 1
@@ -152,16 +157,19 @@ class TestTriton:
         assert_amax(amax_triton(x), x)
 
     @high_precision
-    @pytest.mark.parametrize("steps", [1, 2, 8])
+    @pytest.mark.parametrize(("steps", "rounds"), [(1, 1), (1, 3), (2, 2), (8, 1)])
     @pytest.mark.parametrize("n", [2048, 2049, 3000])
     def test_flat_launch_configurations(
-        self, steps: int, n: int, source: torch.dtype, triton_device: torch.device
+        self, steps: int, rounds: int, n: int, source: torch.dtype, triton_device: torch.device
     ) -> None:
-        config = AmaxLaunch(1, 128, steps, num_warps=4, programs=-(-n // (128 * steps)))
+        programs = -(-n // (128 * steps * rounds))
+        config = AmaxLaunch(1, 128, steps, rounds, num_warps=4, programs=programs)
         for at in (0, n // 2, n - 1):
             x = torch.rand(n).to(source).to(triton_device)
             x[at] = -2.0
-            assert_amax(launch_amax(x, ((n, 1),), config), x)
+            parts = torch.full((programs,), 99.0, device=triton_device)  # all are written
+            launch_amax(x, parts, ((n, 1),), config)
+            assert_amax(join(Parts(parts, programs)), x)
 
     @pytest.mark.parametrize("block", [(1, 16), (4, 32), (64, 16), (32, 256)])
     def test_strided_launch_configurations(
@@ -169,9 +177,34 @@ class TestTriton:
     ) -> None:
         x = torch.rand(20, 50, device=triton_device)[1:, 1:]
         programs = -(-19 // block[0]) * -(-49 // block[1])
-        config = AmaxLaunch(*block, steps=1, num_warps=4, programs=programs)
+        config = AmaxLaunch(*block, steps=1, rounds=1, num_warps=4, programs=programs)
         x[-1, -1] = -2.0
-        assert_amax(launch_amax(x, collapse(x.shape, x.stride()), config), x)
+        parts = torch.full((programs,), 99.0, device=triton_device)
+        launch_amax(x, parts, collapse(x.shape, x.stride()), config)
+        assert_amax(join(Parts(parts, programs)), x)
+
+    def test_more_parts_than_a_cast_can_join(self, triton_device: torch.device) -> None:
+        x = torch.rand(MAX_PARTS * 8 + 5, 40, device=triton_device)[:, ::2]
+        x[-1, -1] = -2.0
+        config = launch_config(collapse(x.shape, x.stride()), 4, sms=1)
+        assert config.programs > 1
+        parts = measure(x)
+        assert parts.number <= MAX_PARTS
+        assert_amax(join(parts), x)
+
+    @pytest.mark.parametrize("flat", [True, False])
+    def test_nothing_is_read_where_the_scale_is_known(
+        self, flat: bool, triton_device: torch.device
+    ) -> None:
+        x = torch.ones(40, 50, device=triton_device)
+        x = x if flat else x[:, 1:]
+        dims = collapse(x.shape, x.stride())
+        config = launch_config(dims, 4, sms=1)
+        # The same memory, so that what a program leaves unwritten shows.
+        parts = torch.full((config.programs,), 7.0, device=triton_device)
+        for scale, wanted in ((0.5, 7.0), (0.0, 1.0)):
+            launch_amax(x, parts, dims, config, torch.tensor(scale, device=triton_device))
+            assert bool((parts == wanted).all())
 
 
 @pytest.mark.gpu

@@ -1,17 +1,13 @@
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from float8.kernels import _cast_launch
+from float8.kernels._cast_launch import Options, launch_cast, launch_config
 from float8.kernels._tiles import tile_launch
-from float8.kernels.cast import (
-    cast_reference,
-    cast_triton,
-    launch_cast,
-    launch_config,
-)
+from float8.kernels.cast import cast_reference, cast_triton
 from float8.kernels.layout import ceil16
 from kernels.float8_codes import (
     FORMATS,
@@ -121,12 +117,14 @@ class TestTriton:
         request: pytest.FixtureRequest,
         triton_device: torch.device,
         monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    ) -> Iterator[None]:
         """Convert by instruction, or by the arithmetic that other devices use."""
-        module = sys.modules["float8.kernels.cast"]
-        if request.param and not module.has_float8_conversion(triton_device):  # type: ignore[attr-defined]
+        if request.param and not _cast_launch.has_float8_conversion(triton_device):
             pytest.skip("this device has no float8 conversion that is right")
-        monkeypatch.setattr(module, "has_float8_conversion", lambda _: request.param)
+        monkeypatch.setattr(_cast_launch, "has_float8_conversion", lambda _: request.param)
+        _cast_launch._plan.cache_clear()
+        yield
+        _cast_launch._plan.cache_clear()
 
     @formats
     @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
@@ -229,7 +227,7 @@ class TestTriton:
         x = awkward((R, C), torch.bfloat16).to(triton_device)
         if group == 2:
             x = x.t()  # read along its first dim
-        out = launch_cast(x, s, FORMATS[0], True, True, False, config)
+        out = launch_cast(x, Options(FORMATS[0], True, True, False), scale=s, config=config)
         assert_layouts(out, expected_codes(x, 0.7, FORMATS[0]), FORMATS[0], pad_rows=False)
 
 

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from float8 import (
     Float8Linear,
@@ -52,18 +53,41 @@ def test_converted_to_converted_goes_on_bit_for_bit(assign: bool) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "after-training"])
-def test_plain_checkpoint_loads_strictly_and_keeps_the_state(used: bool, assign: bool) -> None:
+def test_plain_checkpoint_loads_strictly_and_forgets_the_state(used: bool, assign: bool) -> None:
+    """What the layers knew was of other weights."""
     checkpoint, model = plain(), converted()
+    buffers = fp8_state(model)
     if used:
         step(model, 0)
-    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+        buffers = fp8_state(model)
+        forward_backward(model, seeded(2, 8, 32), seeded(52, 8, 17))  # an amax not synced yet
     result = model.load_state_dict(
         through_file(checkpoint.state_dict()), strict=True, assign=assign
     )
     assert result.missing_keys == result.unexpected_keys == []
     assert torch.equal(model[0].weight, checkpoint[0].weight)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in fp8_state(model).items())
-    step(model, 1)
+    fresh = fp8_state(converted())
+    for name, buffer in fp8_state(model).items():
+        assert buffer is buffers[name], name  # in place: compiled graphs and stacks hold it
+        assert torch.equal(buffer, fresh[name]), name
+    other = converted()
+    other.load_state_dict(checkpoint.state_dict())
+    for seed in (1, 2):
+        results, others = step(model, seed), step(other, seed)
+        assert all(torch.equal(results[name], others[name]) for name in results)
+
+
+def test_loading_nothing_of_a_layer_keeps_its_state() -> None:
+    """As with `strict=False` and a checkpoint of adapters alone."""
+    model = converted()
+    step(model, 0)
+    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+    model.load_state_dict({"2.bias": torch.zeros(17)}, strict=False)
+    for name, buffer in fp8_state(model).items():
+        if name.startswith("0."):
+            assert torch.equal(buffer, before[name]), name
+        else:
+            assert bool((buffer == 0).all()), name
 
 
 def test_plain_checkpoint_assigned_to_a_meta_model_gives_fresh_state() -> None:
@@ -117,6 +141,35 @@ def test_high_precision_state_dict_loads_into_the_plain_model(config) -> None:
     target.load_state_dict(through_file(state), strict=True)
     assert all(torch.equal(value, target.state_dict()[name]) for name, value in state.items())
     assert any(isinstance(module, Float8Linear) for module in model.modules())  # left as it was
+
+
+WRAPPINGS = {
+    "checkpoint-layer": lambda m: nn.Sequential(checkpoint_wrapper(m[0]), m[1], m[2]),
+    "checkpoint-model": checkpoint_wrapper,
+    "compile-layer": lambda m: nn.Sequential(torch.compile(m[0], backend="eager"), m[1], m[2]),
+    "compile-model": lambda m: torch.compile(m, backend="eager"),
+    "both": lambda m: torch.compile(checkpoint_wrapper(m), backend="eager"),
+    "shared": lambda m: nn.ModuleList([m, m[0]]),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPINGS)
+def test_high_precision_state_dict_of_a_wrapped_model_loads_into_the_wrapped_plain_one(
+    how: str,
+) -> None:
+    model, target = converted(), plain()
+    step(model, 0)
+    wrapped, wanted = WRAPPINGS[how](model), WRAPPINGS[how](target)
+    state = high_precision_state_dict(wrapped)
+    assert list(state) == list(wanted.state_dict())
+    wanted.load_state_dict(through_file(state), strict=True)
+    assert torch.equal(target[0].weight, model[0].weight)
+    assert any("fp8_" in key for key in wrapped.state_dict())  # the hook is gone again
+
+
+def test_high_precision_state_dict_refuses_anything_but_a_module() -> None:
+    with pytest.raises(TypeError, match=r"model: got dict, expected an nn.Module"):
+        high_precision_state_dict({})
 
 
 def test_high_precision_state_dict_keeps_a_buffer_of_that_name_elsewhere() -> None:

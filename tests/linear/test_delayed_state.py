@@ -166,14 +166,23 @@ def test_a_deepcopy_has_state_of_its_own(device: str) -> None:
 
 @on_devices
 @pytest.mark.parametrize("known", [False, True], ids=["first-step", "after-a-sync"])
-def test_eval_mode_records_nothing(device: str, known: bool) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_nothing_is_recorded_without_gradients(device: str, known: bool, training: bool) -> None:
     model = trained(device) if known else trained(device).apply(reset)
     before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
-    model.eval()
-    step(model, 7, sync=False)
-    with torch.no_grad():
-        model(1000 * seeded(8, 4, 32, device=device))
+    model.train(training)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            model(1000 * seeded(8, 4, 32, device=device))
     assert all(torch.equal(buffer, before[name]) for name, buffer in fp8_state(model).items())
+
+
+@on_devices
+def test_training_in_eval_mode_records_all_the_same(device: str) -> None:
+    """As with dropout switched off: the mode says nothing about whether gradients are taken."""
+    models = trained(device), trained(device)
+    models[0].eval()
+    assert_train_alike(*models)
 
 
 def reset(module: nn.Module) -> None:

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from float8 import Float8Linear, Float8LinearConfig
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    conversion_report,
+    convert_to_float8_training,
+)
+from float8.linear import unsupported
 from support.configs import DELAYED, DISABLED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import DTYPES, on_devices
 from support.models import seeded
@@ -71,13 +77,55 @@ def test_hooks_of_the_original_layer_survive(config: Float8LinearConfig) -> None
     doubled = linear.register_forward_hook(lambda mod, args, out: out * 2)
     linear.register_full_backward_hook(lambda mod, gi, go: calls.append("backward"))
     linear.weight.register_hook(lambda grad: calls.append("weight"))
-    layer = Float8Linear.from_float(linear, config)
+    layer = convert_to_float8_training(linear, config=config)
     x = seeded(0, 4, 32)
     twice = layer(x.clone().requires_grad_())
     twice.sum().backward()
     assert set(calls) == {"pre", "backward", "weight"}
     doubled.remove()  # handles taken before the swap still work
     assert torch.equal(twice, layer(x.requires_grad_()) * 2)
+
+
+@pytest.mark.parametrize("change", ["hook", "parameter", "buffer", "module"])
+@pytest.mark.parametrize("convert", [False, True], ids=["from_float", "convert"])
+def test_later_changes_of_one_do_not_show_in_the_other(convert: bool, change: str) -> None:
+    linear = nn.Linear(32, 16)
+    linear.register_forward_hook(lambda mod, args, out: out)
+    layer = convert_to_float8_training(linear) if convert else Float8Linear.from_float(linear)
+    for changed, other in ((linear, layer), (layer, linear)):
+        names = dir(other), list(other.state_dict())
+        calls: list[nn.Module] = []
+        if change == "hook":
+            changed.register_forward_hook(lambda mod, args, out, calls=calls: calls.append(mod))
+            changed.register_forward_pre_hook(lambda mod, args, calls=calls: calls.append(mod))
+            changed.register_full_backward_hook(lambda mod, gi, go, calls=calls: calls.append(mod))
+        elif change == "parameter":
+            changed.weight = nn.Parameter(torch.zeros(16, 32))
+            changed.extra = nn.Parameter(torch.zeros(1))
+        elif change == "buffer":
+            changed.register_buffer("mask", torch.zeros(1), persistent=False)
+        else:
+            changed.adapter = nn.Linear(1, 1)
+        assert (dir(other), list(other.state_dict())) == names
+        other(seeded(0, 4, 32).requires_grad_()).sum().backward()
+        assert calls == []
+        assert (other.weight is changed.weight) == (change != "parameter")
+        if change != "hook":
+            for name in ("extra", "mask", "adapter"):
+                if hasattr(changed, name):
+                    delattr(changed, name)
+            changed.weight = other.weight
+
+
+def test_handles_of_the_original_layers_hooks_stay_its_own_in_from_float() -> None:
+    linear = nn.Linear(32, 16)
+    doubled = linear.register_forward_hook(lambda mod, args, out: out * 2)
+    layer = Float8Linear.from_float(linear)
+    x = seeded(0, 4, 32)
+    before, twice = linear(x), layer(x)
+    doubled.remove()
+    assert torch.equal(linear(x) * 2, before)
+    assert torch.equal(layer(x), twice)
 
 
 def test_attributes_of_the_original_layer_survive() -> None:
@@ -115,6 +163,61 @@ def test_a_compiled_layer_is_refused() -> None:
     linear.compile(backend="eager")
     with pytest.raises(ValueError, match=r"(?s)got .*compile.*expected"):
         Float8Linear.from_float(linear)
+
+
+class MyLinear(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MyLinear(32, 16),
+        lambda: nn.LazyLinear(16),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 16)),
+        lambda: nn.utils.parametrizations.weight_norm(Float8Linear(32, 16)),
+        lambda: nn.MultiheadAttention(16, 2).out_proj,
+    ],
+    ids=["subclass", "lazy", "parametrized", "parametrized-float8", "attention"],
+)
+def test_what_convert_leaves_alone_is_refused_for_the_same_reason(make) -> None:
+    mod = make()
+    with pytest.raises(TypeError, match=f"got a {type(mod).__name__}, .*expected an nn.Linear"):
+        Float8Linear.from_float(mod)
+    model = nn.Sequential(mod)
+    if not isinstance(mod, Float8Linear):
+        convert_to_float8_training(model)
+        assert conversion_report(model).skipped[0].skip_reason == unsupported(mod, tensorwise())
+
+
+def test_subclasses_of_float8_linear_can_be_made() -> None:
+    class Mine(Float8Linear):
+        pass
+
+    linear = nn.Linear(32, 16)
+    assert type(Mine(32, 16)) is Mine
+    layer = Mine.from_float(linear)
+    assert type(layer) is Mine
+    assert layer.weight is linear.weight
+
+
+@pytest.mark.parametrize(
+    ("mod", "config", "error", "message"),
+    [
+        (nn.ReLU(), tensorwise(), TypeError, "got a ReLU, expected an nn.Linear"),
+        (nn.Linear(16, 16), "tensorwise", TypeError, "config of type str, expected a Float8Linear"),
+        (nn.Linear(16, 16).double(), tensorwise(), TypeError, "dtype torch.float64, expected one"),
+        (
+            nn.Linear(16, 10),
+            tensorwise(pad_inner_dim=False),
+            ValueError,
+            "expected dims divisible by 16",
+        ),
+    ],
+)
+def test_the_type_of_the_error_says_what_is_wrong(mod, config, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Float8Linear.from_float(mod, config)
 
 
 def test_converting_a_float8_layer_again_takes_the_new_config_alone() -> None:

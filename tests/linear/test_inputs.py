@@ -182,7 +182,7 @@ class TestWrongInput:
             Float8Linear.from_float(linear, config)
 
     def test_no_linear(self, device: str, config: Float8LinearConfig) -> None:
-        with pytest.raises(TypeError, match=r"got Conv1d, expected an nn.Linear"):
+        with pytest.raises(TypeError, match=r"got a Conv1d, expected an nn.Linear"):
             Float8Linear.from_float(nn.Conv1d(1, 1, 1).to(device), config)
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from float8.cast import delayed_scale, dynamic_scale
 from float8.scaling import UNKNOWN_SCALE, DelayedScale
 from sqnr import same_bits
 from support.devices import E4M3, E5M2, on_devices
+from support.scales import delayed_scale, dynamic_scale
 
 
 def state(scale: float, amax: float, device: str) -> DelayedScale:
@@ -22,14 +22,14 @@ def test_unknown_scale_is_taken_from_the_data(
     device: str, format: torch.dtype, round_to_power_of_2: bool
 ) -> None:
     x = torch.randn(8, 8, device=device)
-    scale = delayed_scale(x, format, round_to_power_of_2, state(UNKNOWN_SCALE, 0, device), True)
+    scale = delayed_scale(x, format, round_to_power_of_2, state(UNKNOWN_SCALE, 0.0, device), True)
     assert same_bits(scale, dynamic_scale(x, format, round_to_power_of_2))
 
 
 @on_devices
 def test_known_scale_is_taken_whatever_the_data(device: str) -> None:
     x = torch.randn(8, 8, device=device) * 1000
-    assert delayed_scale(x, E4M3, False, state(0.5, 0, device), True).item() == 0.5
+    assert delayed_scale(x, E4M3, False, state(0.5, 0.0, device), True).item() == 0.5
 
 
 @on_devices

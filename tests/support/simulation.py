@@ -20,7 +20,9 @@ class SimulatedHistory:
         self.power_of_2 = power_of_2
 
     def step(self, amax: float) -> None:
-        """Push the amax of one optimizer step, most recent first."""
+        """Push the amax of one optimizer step, most recent first; 0 means nothing was recorded."""
+        if amax == 0:
+            return
         self.history = [amax if math.isfinite(amax) else 0.0, *self.history[:-1]]
         peak = max(self.history) if self.scale_fn_name == "max" else self.history[0]
         if peak > 0:

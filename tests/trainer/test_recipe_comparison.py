@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,48 @@ def test_high_precision_is_first_and_once(make_config: MakeConfig) -> None:
     result = compare(make_config(steps=1), ["tensorwise", "high_precision"])
     assert [row.recipe for row in result.rows] == ["high_precision", "tensorwise"]
     assert all(row.val_loss is not None and math.isfinite(row.val_loss) for row in result.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", ""),
+        ("config.json", "{"),
+        ("config.json", "[]"),
+        ("config.json", "{}"),
+        ("config.json", '{"config": 3, "corpus": {}}'),
+        ("config.json", None),
+        ("result.json", "{"),
+        ("result.json", "{}"),
+    ],
+)
+def test_resuming_over_a_damaged_file_says_what_to_do(
+    make_config: MakeConfig, name: str, content: str | None
+) -> None:
+    config = make_config(steps=1)
+    compare(config, ["tensorwise"])
+    run = Path(config.output) / "tensorwise"
+    if content is None:
+        (run / name).unlink()
+    else:
+        (run / name).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        compare(config, ["tensorwise"], resume=True)
+    message = str(caught.value)
+    assert "cannot read" in message
+    assert name in message
+    assert str(run) in message
+    assert "delete" in message
+
+
+def test_a_result_without_its_config_corpus_is_damaged(make_config: MakeConfig) -> None:
+    config = make_config(steps=1)
+    compare(config, ["tensorwise"])
+    file = Path(config.output) / "tensorwise" / "config.json"
+    saved = load(file)
+    del saved["corpus"]
+    file.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"cannot read the settings .*no 'corpus'.*delete"):
+        compare(config, ["tensorwise"], resume=True)
+    shutil.rmtree(file.parent)  # as the message says
+    assert compare(config, ["tensorwise"], resume=True).rows[1].status == "finished"

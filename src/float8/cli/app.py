@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
+from float8.cli.bench import app as bench_app
 from float8.cli.compare import compare_command
 from float8.cli.options import Session
+from float8.cli.plan import plan_command
 from float8.cli.train import train_command
 from float8.trainer.environment import float8_version
 
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("compare")(compare_command)
+app.command("plan")(plan_command)
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

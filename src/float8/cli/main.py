@@ -1,6 +1,7 @@
 """Entry point of the `float8` command: runs it and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 the training failed, 2 something about the call is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the training or a measurement failed, 2 something about the call is wrong,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
+from float8.measure import WrongResultError
 from float8.trainer.errors import OutOfMemoryError, TrainerError, TrainingDivergedError
 
 _EXTRAS = ("typer", "rich", "matplotlib", "numpy")
@@ -44,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _cli.run(list(sys.argv[1:] if arguments is None else arguments), session)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except (TrainerError, ValueError, OSError) as error:
+    except (TrainerError, WrongResultError, ValueError, OSError) as error:
         if session.debug:
             traceback.print_exc()
-        hint = "" if isinstance(error, TrainerError) else " (--debug shows where)"
-        failed = isinstance(error, (TrainingDivergedError, OutOfMemoryError))
+        failed = isinstance(error, (TrainingDivergedError, OutOfMemoryError, WrongResultError))
+        hint = "" if failed or isinstance(error, TrainerError) else " (--debug shows where)"
         return _fail(f"{error}{hint}", 1 if failed else 2)
     return 0
 

@@ -39,11 +39,13 @@ class CastConfig:
         scaling_type: where the scale comes from.
         scaling_granularity: what one scale covers; only `TENSORWISE` for now.
         target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default of the
-            role it is used in: e4m3 for input and weight, e5m2 for grad_output.
+            role it is used in: e4m3 for input and weight, e5m2 for grad_output. None where
+            there is no cast.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the granularity is not supported, or the dtype is no supported float8 format.
+        ValueError: the granularity is not supported, or the dtype is no supported float8 format
+            or given although nothing is cast.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -71,6 +73,11 @@ class CastConfig:
             raise ValueError(
                 f"target_dtype: got {self.target_dtype}, expected {expected}, or None for the "
                 f"default of the role"
+            )
+        if self.target_dtype is not None and not self.is_float8:
+            raise ValueError(
+                f"target_dtype: got {self.target_dtype} with ScalingType.DISABLED, expected None: "
+                f"the tensor is not cast; leave target_dtype out or choose another scaling_type"
             )
 
     @property

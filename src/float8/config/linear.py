@@ -2,7 +2,7 @@
 
 import enum
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 import torch
 
@@ -43,6 +43,9 @@ GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
     "grad_input": (CastSite.GRAD_OUTPUT, CastSite.WEIGHT_FOR_GRAD_INPUT),
     "grad_weight": (CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT, CastSite.INPUT_FOR_GRAD_WEIGHT),
 }
+
+
+_DELAYED_ONLY = ("delayed_scaling_config", "enable_amax_init", "enable_pre_and_post_forward")
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,11 @@ class Float8LinearConfig:
             device, slowly.
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. Dynamic and delayed.
-        delayed_scaling_config: history length and reduction of delayed scaling.
+        delayed_scaling_config: delayed scaling only. History length and reduction.
         enable_amax_init: delayed scaling only. True: until the first sync, scales come from the
             data, as in dynamic scaling. False: until then every scale is 1.0.
-        enable_pre_and_post_forward: delayed scaling only. True: a forward in training mode after
-            an optimizer step that was not accompanied by `sync_float8_amax_and_scale_history`
+        enable_pre_and_post_forward: delayed scaling only. True: a forward with gradients after an
+            optimizer step that was not accompanied by `sync_float8_amax_and_scale_history`
             raises a `RuntimeError`.
 
     Raises:
@@ -124,7 +127,7 @@ class Float8LinearConfig:
         for site in CastSite:
             name = f"cast_config_{site.value}"
             given = getattr(self, name)
-            if given is not None and given.target_dtype is None:
+            if given is not None and given.is_float8 and given.target_dtype is None:
                 dtype = DEFAULT_DTYPE[BASE_SITE.get(site, site)]
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
         if self.enable_fsdp_float8_all_gather:
@@ -133,6 +136,7 @@ class Float8LinearConfig:
                 "not supported yet; with False, FSDP gathers high-precision weights"
             )
         self._check_gemms()
+        self._check_delayed_only()
 
     def _check_types(self) -> None:
         for name, kind in _FIELD_TYPES.items():
@@ -158,8 +162,22 @@ class Float8LinearConfig:
                     f"emulate=True"
                 )
 
+    def _check_delayed_only(self) -> None:
+        if self.delayed_sites:
+            return
+        for f in fields(self):
+            if f.name not in _DELAYED_ONLY:
+                continue
+            default = f.default if f.default is not MISSING else DelayedScalingConfig()
+            if getattr(self, f.name) != default:
+                raise ValueError(
+                    f"{f.name}: got {getattr(self, f.name)!r} without delayed scaling, expected "
+                    f"the default {default!r}: it only matters to delayed scaling; leave it out "
+                    f"or use a CastConfig(scaling_type=ScalingType.DELAYED)"
+                )
+
     def cast_config(self, site: CastSite) -> CastConfig:
-        """The effective configuration of a cast, its dtype filled in."""
+        """The effective configuration of a cast, its dtype filled in unless it is DISABLED."""
         config: CastConfig | None = getattr(self, f"cast_config_{site.value}")
         return self.cast_config(BASE_SITE[site]) if config is None else config
 
@@ -182,6 +200,19 @@ class Float8LinearConfig:
             and self.cast_config(site).scaling_type is ScalingType.DELAYED
         )
 
+    @property
+    def float8_gemms(self) -> tuple[str, ...]:
+        """Which of the GEMMs `"output"`, `"grad_input"` and `"grad_weight"` run in float8."""
+        return tuple(gemm for gemm in GEMM_OPERANDS if self.runs_in_float8(gemm))
+
+    def differences(self, other: "Float8LinearConfig") -> str:
+        """The fields that differ, as text: `name: this one's value, not other's`."""
+        return "; ".join(
+            f"{f.name}: {_as_text(getattr(self, f.name))}, not {_as_text(getattr(other, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(other, f.name)
+        )
+
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
         """The configuration of a named recipe.
@@ -193,6 +224,10 @@ class Float8LinearConfig:
             ValueError: the name is unknown; the message lists the known ones.
         """
         return Float8LinearConfig(**recipe_fields(recipe_name))
+
+
+def _as_text(value: object) -> str:
+    return value.short_str() if isinstance(value, CastConfig) else repr(value)
 
 
 _FIELD_TYPES: dict[str, type] = {

@@ -1,10 +1,10 @@
 """Converting a model, and the report of what was converted."""
 
 from float8.convert.convert import (
-    ModuleFilter,
     convert_to_float8_training,
     swap_linear_with_float8_linear,
 )
+from float8.convert.filters import ModuleFilter, all_linears
 from float8.convert.report import ConversionReport, LayerReport, conversion_report
 from float8.convert.state_dict import high_precision_state_dict
 
@@ -12,6 +12,7 @@ __all__ = [
     "ConversionReport",
     "LayerReport",
     "ModuleFilter",
+    "all_linears",
     "conversion_report",
     "convert_to_float8_training",
     "high_precision_state_dict",

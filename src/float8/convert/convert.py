@@ -1,14 +1,13 @@
 """Swap the `nn.Linear` layers of a model for `Float8Linear`."""
 
-from collections.abc import Callable
-
 from torch import nn
 
 from float8.config import Float8LinearConfig
+from float8.convert.arguments import require_module
+from float8.convert.filters import ModuleFilter, SkipReason, choose_filter
 from float8.convert.report import set_skip_reason
-from float8.linear import Float8Linear, unsupported
-
-ModuleFilter = Callable[[nn.Module, str], bool]
+from float8.linear import Float8Linear, move_hooks, unsupported
+from float8.plan import DEFAULT_TOKENS
 
 
 def convert_to_float8_training(
@@ -16,40 +15,55 @@ def convert_to_float8_training(
     *,
     module_filter_fn: ModuleFilter | None = None,
     config: Float8LinearConfig | None = None,
+    tokens_per_step: int = DEFAULT_TOKENS,
+    auto_filter: bool = False,
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
     Parameters stay the same objects, so tied weights, optimizers that exist already and
     `requires_grad=False` keep working; forward hooks and the training mode stay too. Layers
     reached by several names stay shared. Subclasses of `nn.Linear` are left alone, as are layers
-    already converted. `conversion_report(module)` says what was converted and what was not.
+    already converted with this `config`. `conversion_report(module)` says what was converted and
+    what was not.
+
+    Without a `module_filter_fn`, layers that float8 would make slower stay in high precision: on a
+    GPU whose limits are known (H100, H200) by an estimate, elsewhere (as on a CPU) none. Weights
+    on the CPU or the meta device are taken to be on their way to the current GPU, if there is one.
 
     Args:
         module: the model, or a single `nn.Linear`.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear`; only those
-            for which it returns True are converted. None: all.
+            for which it returns True are converted, `all_linears` takes them all. None: those
+            that gain, or at least lose nothing, at `tokens_per_step`.
         config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+        tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
+            without a `module_filter_fn`.
+        auto_filter: measure each shape on the GPU instead of estimating it.
 
     Returns:
         `module`; or, if it is itself an `nn.Linear` and passes the filter, its replacement.
 
     Raises:
         TypeError: an argument has the wrong type.
+        ValueError: a layer that the filter lets through was converted before, with another
+            `config`; nothing is changed then. Or `tokens_per_step` is less than 1, or
+            `auto_filter` comes with a `module_filter_fn` or without a GPU.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: got {type(module).__name__}, expected an nn.Module")
+    require_module(module, "module")
     config = Float8LinearConfig() if config is None else config
     if not isinstance(config, Float8LinearConfig):
         raise TypeError(
             f"config: got {type(config).__name__}, expected a Float8LinearConfig, for example "
             f"Float8LinearConfig.from_recipe_name('tensorwise')"
         )
+    skip_reason = choose_filter(module_filter_fn, config, tokens_per_step, auto_filter)
+    _check_converted_before(module, config, module_filter_fn)
 
     replacements: dict[nn.Module, nn.Module] = {}
     for fqn, linear in module.named_modules():
         if not isinstance(linear, nn.Linear) or isinstance(linear, Float8Linear):
             continue
-        reason = _reason_to_skip(linear, fqn, config, module_filter_fn)
+        reason = _reason_to_skip(linear, fqn, config, skip_reason)
         set_skip_reason(linear, reason)
         if reason is None:
             replacements[linear] = Float8Linear.from_float(linear, config)
@@ -58,6 +72,8 @@ def convert_to_float8_training(
         for name, child in parent._modules.items():
             if child in replacements:
                 parent._modules[name] = replacements[child]
+    for linear, replacement in replacements.items():
+        move_hooks(linear, replacement)
     return replacements.get(module, module)
 
 
@@ -66,19 +82,36 @@ def swap_linear_with_float8_linear(
     *,
     module_filter_fn: ModuleFilter | None = None,
     config: Float8LinearConfig | None = None,
+    tokens_per_step: int = DEFAULT_TOKENS,
+    auto_filter: bool = False,
 ) -> nn.Module:
     """`convert_to_float8_training` by the name that float8_experimental gave it."""
-    return convert_to_float8_training(module, module_filter_fn=module_filter_fn, config=config)
+    return convert_to_float8_training(
+        module,
+        module_filter_fn=module_filter_fn,
+        config=config,
+        tokens_per_step=tokens_per_step,
+        auto_filter=auto_filter,
+    )
+
+
+def _check_converted_before(
+    module: nn.Module, config: Float8LinearConfig, module_filter_fn: ModuleFilter | None
+) -> None:
+    for fqn, layer in module.named_modules():
+        if not isinstance(layer, Float8Linear) or layer.config == config:
+            continue
+        if module_filter_fn is None or module_filter_fn(layer, fqn):
+            raise ValueError(
+                f"layer {fqn or '(root)'!r}: got a layer already converted with another config "
+                f"({layer.config.differences(config)}), expected one not converted or with the "
+                f"same config; leave it out with module_filter_fn, or convert the model afresh"
+            )
 
 
 def _reason_to_skip(
-    linear: nn.Linear,
-    fqn: str,
-    config: Float8LinearConfig,
-    module_filter_fn: ModuleFilter | None,
+    linear: nn.Linear, fqn: str, config: Float8LinearConfig, skip_reason: SkipReason
 ) -> str | None:
-    if type(linear) is not nn.Linear:
-        return f"is a {type(linear).__name__}, which may not compute what nn.Linear does"
-    if module_filter_fn is not None and not module_filter_fn(linear, fqn):
-        return "module_filter_fn returned False"
-    return unsupported(linear, config)
+    if type(linear) is not nn.Linear:  # no filter need know of these
+        return unsupported(linear, config)
+    return skip_reason(linear, fqn) or unsupported(linear, config)

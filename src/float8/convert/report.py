@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from float8.config import CastSite
+from float8.convert.arguments import require_module
 from float8.linear import Float8Linear
 
 _SKIP_REASON = "_float8_skip_reason"
@@ -65,14 +66,21 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
     Read off the model as it is now, so it holds after several partial conversions, `deepcopy`
     and wrapping.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
     """
+    require_module(model, "model")
     layers = []
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        scaling = _scaling(module) if isinstance(module, Float8Linear) else None
-        reason = None
-        if scaling is None:
+        scaling = reason = None
+        if isinstance(module, Float8Linear) and module.config.float8_gemms:
+            scaling = _scaling(module)
+        elif isinstance(module, Float8Linear):
+            reason = "all casts of its config are DISABLED"
+        else:
             reason = module.__dict__.get(_SKIP_REASON, "not seen by convert_to_float8_training")
         layers.append(
             LayerReport(fqn or "(root)", module.in_features, module.out_features, scaling, reason)

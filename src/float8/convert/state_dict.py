@@ -1,9 +1,11 @@
 """Checkpoints for models that know nothing of float8."""
 
+import contextlib
 from typing import Any
 
 from torch import nn
 
+from float8.convert.arguments import require_module
 from float8.linear import Float8Linear, buffer_names
 
 
@@ -12,11 +14,23 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
 
     It loads with `strict=True` into the model as it was before the conversion. For a model
     without delayed scaling it is `model.state_dict()`.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
     """
-    ours = {
-        f"{fqn}.{name}" if fqn else name
-        for fqn, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, Float8Linear)
-        for name in buffer_names(layer.config)
-    }
-    return {key: value for key, value in model.state_dict().items() if key not in ours}
+    require_module(model, "model")
+    with contextlib.ExitStack() as stack:
+        # Each layer takes its own keys out again, before a wrapper around it renames them.
+        for layer in model.modules():
+            if isinstance(layer, Float8Linear) and layer.config.delayed_sites:
+                hook = layer.register_state_dict_post_hook(_drop_state)  # type: ignore[no-untyped-call]
+                stack.enter_context(hook)
+        state: dict[str, Any] = model.state_dict()
+    return state
+
+
+def _drop_state(
+    layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    for name in buffer_names(layer.config):
+        state_dict.pop(prefix + name, None)

@@ -1,12 +1,26 @@
-"""Kernels: amax, the float8 cast and the byte transpose, each with a plain-torch twin.
+"""Kernels: amax, the float8 casts and the byte transpose, each with a plain-torch twin.
 
-Importing registers the ops ``torch.ops.float8.{amax, cast, transpose}`` and does nothing else.
+Importing registers the ops ``torch.ops.float8.*`` and does nothing else.
 """
 
 from float8.kernels import ops  # noqa: F401  registers the ops
 from float8.kernels.amax import amax
-from float8.kernels.cast import cast
+from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic
 from float8.kernels.layout import ceil16
+from float8.kernels.rms_norm import rms_norm_cast
+from float8.kernels.swiglu import swiglu_cast
+from float8.kernels.swiglu_backward import swiglu_backward_cast
 from float8.kernels.transpose import transpose_bytes
 
-__all__ = ["amax", "cast", "ceil16", "transpose_bytes"]
+__all__ = [
+    "Cast",
+    "amax",
+    "cast",
+    "cast_delayed",
+    "cast_dynamic",
+    "ceil16",
+    "rms_norm_cast",
+    "swiglu_backward_cast",
+    "swiglu_cast",
+    "transpose_bytes",
+]

@@ -22,8 +22,8 @@ def check_high_precision(name: str, x: Tensor) -> None:
         )
 
 
-def check_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what ``cast`` cannot take."""
+def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what no cast can take."""
     check_high_precision("cast", x)
     if x.dim() != 2:
         raise ValueError(
@@ -34,20 +34,38 @@ def check_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: boo
         raise TypeError(
             f"cast: dtype is {dtype}; expected torch.float8_e4m3fn or torch.float8_e5m2."
         )
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(
-            f"cast: scale is {describe(scale)}; expected a float32 tensor with one element. "
-            f"Convert it first, e.g. scale.to(torch.float32)."
-        )
-    if scale.numel() != 1:
-        raise ValueError(
-            f"cast: scale is {describe(scale)}; expected one element, the decode scale of the "
-            f"whole tensor. Row and block scales are not taken by this kernel."
-        )
-    if scale.device != x.device:
-        raise ValueError(
-            f"cast: scale is on {scale.device} and x on {x.device}; expected one device. "
-            f"Move the scale: scale.to(x.device)."
-        )
     if not (row or col):
         raise ValueError("cast: got row=False, col=False; expected at least one of them True.")
+
+
+def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``scalar`` can be the scale or amax of ``x``."""
+    if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32:
+        raise TypeError(
+            f"cast: {name} is {describe(scalar)}; expected a float32 tensor with one element. "
+            f"Convert it first, e.g. {name}.to(torch.float32)."
+        )
+    if scalar.numel() != 1:
+        raise ValueError(
+            f"cast: {name} is {describe(scalar)}; expected one element, that of the whole tensor. "
+            f"Row and block scales are not taken by this kernel."
+        )
+    if scalar.device != x.device:
+        raise ValueError(
+            f"cast: {name} is on {scalar.device} and x on {x.device}; expected one device. "
+            f"Move it: {name}.to(x.device)."
+        )
+
+
+def check_same(op: str, **tensors: Tensor) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless all are 2-D and alike in all but values."""
+    (first_name, first), *others = tensors.items()
+    check_high_precision(op, first)
+    if first.dim() != 2 or first.numel() == 0:
+        raise ValueError(f"{op}: {first_name} is {describe(first)}; expected [R, C], not empty")
+    for name, x in others:
+        if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
+            raise ValueError(
+                f"{op}: {name} is {describe(x)} and {first_name} {describe(first)}; expected "
+                f"the same shape, dtype and device"
+            )

@@ -1,7 +1,6 @@
 """What launch configurations depend on of a device, asked for once per device."""
 
 import functools
-from typing import Any
 
 import torch
 
@@ -27,18 +26,3 @@ def has_float8_conversion(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or interpreting():
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def launch(
-    kernel: Any, where: tuple[int, torch.device], args: tuple[Any, ...], **options: Any
-) -> None:
-    """Launch a Triton kernel on ``where``: (number of programs, device).
-
-    Triton by itself launches on the current device, whatever device its arguments are on.
-    """
-    programs, device = where
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **options)
-    else:
-        kernel[(programs,)](*args, **options)

@@ -21,6 +21,22 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
+def scale_of_amax(bits, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The decode scale of an amax, given as float32 bits: `scaling.amax_to_scale`, bit for bit.
+
+    A correctly rounded float32 division, as the twin's by way of float64 is too.
+    """
+    floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
+    amax = tl.maximum(bits, floor).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, FLOAT8_MAX)
+    if POWER_OF_2:
+        bits = scale.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, rounded, scale)
+    return scale
+
+
+@jit
 def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 -> float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
 

@@ -6,7 +6,7 @@ Triton has no builds for some platforms, and float8 on a CPU does not need it.
 from collections.abc import Callable
 from typing import Any
 
-jit: Callable[[Callable[..., Any]], Any]
+jit: Callable[..., Callable[..., Any]]
 tl: Any
 
 try:
@@ -25,9 +25,9 @@ except ImportError:
     HAS_TRITON = False
     tl = _Language
 
-    def jit(fn: Callable[..., Any]) -> Any:
+    def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leave the kernel as it is."""
-        return fn
+        return fn if fn is not None else lambda fn: fn
 
 
 def interpreting() -> bool:

@@ -4,12 +4,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8.kernels._checks import check_high_precision
-from float8.kernels._device import launch, sm_count
+from float8.kernels._device import sm_count
+from float8.kernels._direct import takes_triton_directly
+from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._scratch import scratch
 from float8.kernels._triton import jit, tl
 
 Dims = tuple[tuple[int, int], ...]
@@ -35,6 +39,8 @@ def amax(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return amax_reference(x.detach())
+    if takes_triton_directly(x):
+        return amax_triton(x)
     result: Tensor = torch.ops.float8.amax.default(x)
     return result
 
@@ -48,25 +54,60 @@ def amax_reference(x: Tensor) -> Tensor:
 
 
 def amax_triton(x: Tensor) -> Tensor:
-    """Triton kernel; see :func:`amax`.
-
-    A tensor that is dense in any order of its dims is read flat, one with up to two strided dims
-    is read where it lies, and one with more is copied first.
-    """
+    """Triton kernel; see :func:`amax`."""
     check_high_precision("amax", x)
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
+    return join(measure(x))
+
+
+class Parts(NamedTuple):
+    """Amaxes of parts of a tensor: its own is their maximum."""
+
+    buffer: Tensor
+    """[at least number] float32; scratch memory, for the next kernel only."""
+
+    number: int
+    """At most `MAX_PARTS`."""
+
+
+def measure(x: Tensor, known_scale: Tensor | None = None) -> Parts:
+    """The amaxes of the parts of ``x`` that the programs of one kernel read.
+
+    Their maximum is the amax of ``x``. It is left to the kernel that follows, which needs it
+    anyway: to join the parts here would take another launch.
+
+    A tensor that is dense in any order of its dims is read flat, one with up to two strided dims
+    is read where it lies, and one with more is copied first.
+
+    Args:
+        x: float32, bfloat16 or float16, not empty; any shape and strides.
+        known_scale: 0-dim float32; where it is not 0 nothing is read and nothing is written.
+    """
     dims, config, copy = _plan(x.shape, x.stride(), x.element_size(), x.device)
-    return launch_amax(x.contiguous() if copy else x, dims, config)
+    parts = Parts(scratch(config.programs, x.device), config.programs)
+    launch_amax(x.contiguous() if copy else x, parts.buffer, dims, config, known_scale)
+    return parts if parts.number <= MAX_PARTS else Parts(join(parts).reshape(1), 1)
+
+
+def join(parts: Parts) -> Tensor:
+    """The amax, 0-dim, of what :func:`measure` returns."""
+    # As integers: magnitudes compare alike, and NaN lies above Inf.
+    return parts.buffer[: parts.number].view(torch.int32).amax().view(torch.float32)
+
+
+MAX_PARTS = 1024
+"""A kernel that joins parts reads all of them in each of its programs: few enough for that."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AmaxLaunch:
-    """Launch configuration: each program reads ``steps`` blocks of ``block_r`` x ``block_c``."""
+    """Launch configuration: each program reads ``rounds * steps`` blocks [block_r, block_c]."""
 
     block_r: int  # elements along the outer dim; 1 where x is read flat
     block_c: int  # elements along the inner dim
-    steps: int  # 1 unless x is read flat
+    steps: int  # blocks that are read without waiting for each other
+    rounds: int
     num_warps: int
     programs: int
 
@@ -90,18 +131,26 @@ def collapse(shape: Sequence[int], strides: Sequence[int]) -> Dims:
 def launch_config(dims: Dims, itemsize: int, sms: int) -> AmaxLaunch:
     """Launch configuration for the elements that ``dims`` reach, on ``sms`` multiprocessors."""
     if is_flat(dims):
-        # 16 KiB at a time: 64 bytes in flight per thread. Up to 8 times that per program, so that
-        # few atomics meet, as long as all multiprocessors have 4 programs to overlap.
-        n, block = dims[0][0], 16384 // itemsize
-        steps = 8
-        while steps > 1 and n < steps * block * 4 * sms:
-            steps //= 2
-        return AmaxLaunch(1, block, steps, num_warps=8, programs=-(-n // (block * steps)))
+        # 16 KiB at a time: 64 bytes in flight per thread and step.
+        block, steps, rounds, programs = even_shares(dims[0][0], 16384 // itemsize, sms)
+        return AmaxLaunch(1, block, steps, rounds, num_warps=8, programs=programs)
     (n_r, _), (n_c, _) = _two(dims)
     block_c = min(max(_next_power_of_2(n_c), 16), 256)
     block_r = min(max(_next_power_of_2(n_r), 1), 8192 // block_c)
     programs = -(-n_r // block_r) * -(-n_c // block_c)
-    return AmaxLaunch(block_r, block_c, 1, num_warps=8, programs=programs)
+    return AmaxLaunch(block_r, block_c, 1, 1, num_warps=8, programs=programs)
+
+
+def even_shares(n: int, block: int, sms: int) -> tuple[int, int, int, int]:
+    """Share ``n`` elements among programs that all run at once, four on each multiprocessor.
+
+    Returns:
+        (block, steps, rounds, programs): each program reads ``steps * rounds`` blocks.
+    """
+    blocks = -(-n // block)
+    steps = 4 if blocks >= 8 * sms else 1
+    rounds = -(-blocks // (steps * 4 * sms))
+    return block, steps, rounds, -(-blocks // (steps * rounds))
 
 
 def is_flat(dims: Dims) -> bool:
@@ -129,35 +178,41 @@ def _plan(
     return dims, launch_config(dims, itemsize, sm_count(device)), copy
 
 
-def launch_amax(x: Tensor, dims: Dims, config: AmaxLaunch) -> Tensor:
-    """Run the kernel under one launch configuration."""
-    # Several programs meet in one atomic maximum, which starts from zero: torch.zeros is one tiny
-    # kernel, cheaper to launch than a second Triton kernel that would join partial results.
-    single = config.programs == 1
-    out = (torch.empty if single else torch.zeros)((), dtype=torch.float32, device=x.device)
-    grid, device = config.programs, x.device
+def launch_amax(
+    x: Tensor, parts: Tensor, dims: Dims, config: AmaxLaunch, known_scale: Tensor | None = None
+) -> None:
+    """Run the kernel under one launch configuration, into ``parts`` [programs]."""
+    launch = _launch(dims, x.dtype, is_aligned(x), x.device, known_scale is not None, config)
+    launch(x, parts, parts if known_scale is None else known_scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    dims: Dims,
+    dtype: torch.dtype,
+    aligned: bool,
+    device: torch.device,
+    only_if_unknown: bool,
+    config: AmaxLaunch,
+) -> Launch:
     if is_flat(dims):
-        launch(
+        return Launch(
             _amax_flat_kernel,
-            (grid, device),
-            (x, out, dims[0][0]),
-            BLOCK=config.block_c,
-            STEPS=config.steps,
-            SINGLE=single,
-            num_warps=config.num_warps,
+            config.programs,
+            device,
+            (dims[0][0],),
+            (config.block_c, config.steps, config.rounds, only_if_unknown),
+            config.num_warps,
         )
-    else:
-        (n_r, stride_r), (n_c, stride_c) = _two(dims)
-        launch(
-            _amax_strided_kernel,
-            (grid, device),
-            (x, out, n_r, stride_r, n_c, stride_c),
-            BLOCK_R=config.block_r,
-            BLOCK_C=config.block_c,
-            SINGLE=single,
-            num_warps=config.num_warps,
-        )
-    return out
+    (n_r, stride_r), (n_c, stride_c) = _two(dims)
+    return Launch(
+        _amax_strided_kernel,
+        config.programs,
+        device,
+        (n_r, stride_r, n_c, stride_c),
+        (config.block_r, config.block_c, only_if_unknown),
+        config.num_warps,
+    )
 
 
 # The magnitude bits of a float compare as integers as the float does, and NaN above Inf. So an
@@ -165,7 +220,8 @@ def launch_amax(x: Tensor, dims: Dims, config: AmaxLaunch) -> Tensor:
 
 
 @jit
-def _magnitude_bits(x):  # type: ignore[no-untyped-def]
+def magnitude_bits(x):  # type: ignore[no-untyped-def]
+    """Bits of abs(x) as int16 or int32."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -174,59 +230,75 @@ def _magnitude_bits(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _store_amax(out_ptr, bits, element: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Join one program's maximum, as bits of ``element``, into the float32 at ``out_ptr``."""
+def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bits of a magnitude of dtype ``element`` -> those of the same float32, as int32."""
     bits = bits.to(tl.int32)
     if element == tl.bfloat16:
         bits = bits << 16
     elif element == tl.float16:
         half = bits.to(tl.int16).to(tl.float16, bitcast=True)
         bits = half.to(tl.float32).to(tl.int32, bitcast=True)
-    out_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    if SINGLE:
-        tl.store(out_ptr, bits)
-    else:
-        tl.atomic_max(out_ptr, bits, sem="relaxed")
+    return bits
 
 
 @jit
+def store_part(parts_ptr, bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the largest magnitude that this program saw, given as bits of ``element``."""
+    parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(parts_ptr + tl.program_id(0), float32_bits(bits, element))
+
+
+@jit(do_not_specialize_on_alignment=["scale_ptr"])
 def _amax_flat_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr, SINGLE: tl.constexpr
+    x_ptr,
+    parts_ptr,
+    scale_ptr,
+    n,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    ONLY_IF_UNKNOWN: tl.constexpr,
 ):
+    if ONLY_IF_UNKNOWN:
+        if tl.load(scale_ptr) != 0.0:
+            return
     offsets = tl.arange(0, BLOCK)
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
-    left = n - first
-    x_ptr += first
-    if left >= BLOCK * STEPS:
-        largest = _magnitude_bits(tl.load(x_ptr + offsets))
-        for step in tl.static_range(1, STEPS):
-            bits = _magnitude_bits(tl.load(x_ptr + step * BLOCK + offsets))
-            largest = tl.maximum(largest, bits)
-    else:
-        largest = _magnitude_bits(tl.load(x_ptr + offsets, mask=offsets < left, other=0.0))
-        for step in tl.static_range(1, STEPS):
-            at = step * BLOCK + offsets
-            bits = _magnitude_bits(tl.load(x_ptr + at, mask=at < left, other=0.0))
-            largest = tl.maximum(largest, bits)
-    _store_amax(out_ptr, tl.max(largest), x_ptr.dtype.element_ty, SINGLE)
+    largest = magnitude_bits(tl.zeros((BLOCK,), x_ptr.dtype.element_ty))
+    for turn in range(ROUNDS):
+        first = (tl.program_id(0).to(tl.int64) * ROUNDS + turn) * (BLOCK * STEPS)
+        left = n - first
+        if left >= BLOCK * STEPS:
+            for step in tl.static_range(STEPS):
+                bits = magnitude_bits(tl.load(x_ptr + first + step * BLOCK + offsets))
+                largest = tl.maximum(largest, bits)
+        else:
+            for step in tl.static_range(STEPS):
+                at = step * BLOCK + offsets
+                x = tl.load(x_ptr + first + at, mask=at < left, other=0.0)
+                largest = tl.maximum(largest, magnitude_bits(x))
+    store_part(parts_ptr, tl.max(largest), x_ptr.dtype.element_ty)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["scale_ptr"])
 def _amax_strided_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
-    out_ptr,
+    parts_ptr,
+    scale_ptr,
     n_r,
     stride_r,
     n_c,
     stride_c,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SINGLE: tl.constexpr,
+    ONLY_IF_UNKNOWN: tl.constexpr,
 ):
+    if ONLY_IF_UNKNOWN:
+        if tl.load(scale_ptr) != 0.0:
+            return
     blocks_c = tl.cdiv(n_c, BLOCK_C)
     r = (tl.program_id(0) // blocks_c) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     c = (tl.program_id(0) % blocks_c) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     offsets = r.to(tl.int64) * stride_r + c.to(tl.int64) * stride_c
     x = tl.load(x_ptr + offsets, mask=(r < n_r) & (c < n_c), other=0.0)
-    largest = tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0)
-    _store_amax(out_ptr, largest, x_ptr.dtype.element_ty, SINGLE)
+    largest = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+    store_part(parts_ptr, largest, x_ptr.dtype.element_ty)

@@ -1,17 +1,21 @@
-"""High precision -> float8 under one scale, in both layouts that float8 GEMMs read."""
+"""High precision -> float8 under one scale, in both layouts that float8 GEMMs read.
 
-import functools
+Three ways to a scale: `cast` is given one, `cast_dynamic` takes it from the amax of the tensor,
+`cast_delayed` from a history.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
-from float8.kernels._checks import check_cast
-from float8.kernels._device import has_float8_conversion, launch, sm_count
-from float8.kernels._float8 import to_float8_bits, to_float8_words, to_float32
-from float8.kernels._tiles import TileLaunch, fitting, load, store, tile_of_program
-from float8.kernels._triton import jit, tl
+from float8.kernels._cast_launch import HISTORY, MEASURED, Options, launch_cast
+from float8.kernels._checks import check_cast, check_scalar
+from float8.kernels._direct import takes_triton_directly
+from float8.kernels.amax import amax_reference, measure
 from float8.kernels.layout import ceil16
+from float8.scaling import amax_to_scale
 
 
 def cast(
@@ -50,12 +54,100 @@ def cast(
         ValueError: ``x`` is not 2-D, ``scale`` has not one element or is on another device, or
             neither layout is asked for.
     """
-    out: list[Tensor] = torch.ops.float8.cast.default(x, scale, dtype, row, col, pad_rows)
+    if takes_triton_directly(x):
+        return cast_triton(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
+    out = torch.ops.float8.cast.default(x, scale, dtype, row, col, pad_rows)
     return unpack(out, row, col)
 
 
+class Cast(NamedTuple):
+    """A tensor in float8, with the scale that the cast chose."""
+
+    scale: Tensor
+    """0-dim float32 decode scale; a new tensor."""
+
+    row: Tensor | None
+    col: Tensor | None
+
+
+def cast_dynamic(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+    round_to_power_of_2: bool = False,
+) -> Cast:
+    """Cast ``x`` with the scale from its own amax, in two launches.
+
+    The same as ``cast(x, amax_to_scale(amax(x), ...), ...)``, bit for bit, and for eager mode: to
+    a compiler the amax is better left apart.
+
+    Args:
+        x: [R, C] float32, bfloat16 or float16; any strides.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        row: as in :func:`cast`.
+        col: as in :func:`cast`.
+        pad_rows: as in :func:`cast`.
+        round_to_power_of_2: round the scale up to a power of two.
+
+    Raises:
+        TypeError: as :func:`cast`.
+        ValueError: as :func:`cast`.
+    """
+    if takes_triton_directly(x):
+        out = cast_dynamic_triton(x, dtype, row, col, pad_rows, round_to_power_of_2)
+    else:
+        out = torch.ops.float8.cast_dynamic.default(
+            x, dtype, row, col, pad_rows, round_to_power_of_2
+        )
+    return Cast(out[0], *unpack(out[1:], row, col))
+
+
+def cast_delayed(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    *,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+    round_to_power_of_2: bool = False,
+    record: bool = True,
+) -> Cast:
+    """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
+
+    Args:
+        x: [R, C] float32, bfloat16 or float16; any strides.
+        scale: 0-dim float32, the decode scale from the history; where it is 0 (unknown) the
+            scale is taken from the amax of ``x``, as in :func:`cast_dynamic`.
+        amax: 0-dim float32, raised in place to the amax of ``x``. A NaN stays.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        row: as in :func:`cast`.
+        col: as in :func:`cast`.
+        pad_rows: as in :func:`cast`.
+        round_to_power_of_2: for a scale taken from the amax of ``x``.
+        record: whether to write ``amax``.
+
+    Raises:
+        TypeError: as :func:`cast`.
+        ValueError: as :func:`cast`.
+    """
+    if takes_triton_directly(x):
+        out = cast_delayed_triton(
+            x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
+        )
+        return Cast(out[0], *unpack(out[1:], row, col))
+    used, row_data, col_data = torch.ops.float8.cast_delayed.default(
+        x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
+    )
+    return Cast(used, row_data if row else None, col_data if col else None)
+
+
 def unpack(out: list[Tensor], row: bool, col: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The op's list of one or two tensors as ``(row_data, col_data)``."""
+    """An op's list of one or two tensors as ``(row_data, col_data)``."""
     return (out[0] if row else None), (out[-1] if col else None)
 
 
@@ -91,7 +183,8 @@ def cast_reference(
     pad_rows: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Plain-torch twin of the kernel; see :func:`cast`."""
-    check_cast(x, scale, dtype, row, col)
+    check_cast(x, dtype, row, col)
+    check_scalar("scale", scale, x)
     data = quantize(x, scale, dtype).view(torch.uint8)
     row_data, col_data = allocate(x, dtype, row, col, pad_rows)
     for out, part in ((row_data, data), (col_data, data.t())):
@@ -101,6 +194,58 @@ def cast_reference(
                 out.zero_()
             out[: part.shape[0], : part.shape[1]] = part
     return row_data, col_data
+
+
+def cast_dynamic_reference(
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, round_to_power_of_2: bool
+) -> list[Tensor]:
+    """Plain-torch twin of the kernel; see :func:`cast_dynamic`."""
+    check_cast(x, dtype, row, col)
+    scale = amax_to_scale(amax_reference(x), dtype, round_to_power_of_2)
+    return pack(scale, cast_reference(x, scale, dtype, row=row, col=col, pad_rows=pad_rows))
+
+
+def cast_delayed_reference(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    round_to_power_of_2: bool,
+    record: bool,
+) -> list[Tensor]:
+    """Plain-torch twin of the kernel; see :func:`cast_delayed`."""
+    check_cast(x, dtype, row, col)
+    check_scalar("scale", scale, x)
+    check_scalar("amax", amax, x)
+    own = amax_reference(x)
+    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
+    return pack(used, cast_reference(x, used, dtype, row=row, col=col, pad_rows=pad_rows))
+
+
+def choose_scale_reference(
+    own: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    round_to_power_of_2: bool,
+    record: bool,
+) -> Tensor:
+    """The scale of a tensor of amax ``own``: from the history if there is one; records ``own``."""
+    from_data = amax_to_scale(own, dtype, round_to_power_of_2)
+    if scale is None:
+        return from_data
+    if record:
+        assert amax is not None
+        amax.copy_(torch.maximum(amax, own))
+    return torch.where(scale == 0.0, from_data, scale)
+
+
+def pack(scale: Tensor, data: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
+    """What an op that chooses the scale returns."""
+    return [scale, *(layout for layout in data if layout is not None)]
 
 
 def cast_triton(
@@ -116,154 +261,47 @@ def cast_triton(
 
     Reads along whichever dim of ``x`` is contiguous; slow, but right, where none is.
     """
-    check_cast(x, scale, dtype, row, col)
-    config = _plan(x.shape, x.stride(), row, col, x.device)
-    return launch_cast(x, scale, dtype, row, col, pad_rows, config)
+    check_cast(x, dtype, row, col)
+    check_scalar("scale", scale, x)
+    return launch_cast(x, Options(dtype, row, col, pad_rows), scale=scale)
 
 
-def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
-    """Launch configuration for [R, C], where ``C`` is the dim along which x is contiguous.
-
-    Args:
-        R: size of the other dim.
-        C: size of the dim along which x is read.
-        across: whether the copy that is contiguous along ``R`` is written.
-        sms: multiprocessors of the device.
-    """
-    # 128 x 128 writes whole 128-byte lines in both layouts.
-    both = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
-    return fitting(R, C, sms, both if across else ((32, 256, 4), (16, 128, 2)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    shape: tuple[int, int], strides: tuple[int, int], row: bool, col: bool, device: torch.device
-) -> TileLaunch:
-    R, C = shape
-    if reads_along_rows(strides):
-        return launch_config(R, C, across=col, sms=sm_count(device))
-    return launch_config(C, R, across=row, sms=sm_count(device))
+def cast_dynamic_triton(
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, round_to_power_of_2: bool
+) -> list[Tensor]:
+    """Triton kernels; see :func:`cast_dynamic`."""
+    check_cast(x, dtype, row, col)
+    if x.numel() == 0:
+        return cast_dynamic_reference(x, dtype, row, col, pad_rows, round_to_power_of_2)
+    parts = measure(x)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    options = Options(dtype, row, col, pad_rows, MEASURED, parts.number, round_to_power_of_2)
+    return pack(scale, launch_cast(x, options, parts=parts.buffer, scale_out=scale))
 
 
-def reads_along_rows(strides: tuple[int, ...]) -> bool:
-    """Whether the kernel takes x as it lies; else it takes x.t(), with row and col swapped."""
-    return strides[1] == 1 or strides[0] != 1
-
-
-# What the kernel makes of one of its two outputs.
-_ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
-
-
-def launch_cast(
+def cast_delayed_triton(
     x: Tensor,
     scale: Tensor,
+    amax: Tensor,
     dtype: torch.dtype,
     row: bool,
     col: bool,
     pad_rows: bool,
-    config: TileLaunch,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Run the kernel under one launch configuration."""
-    row_data, col_data = allocate(x, dtype, row, col, pad_rows)
+    round_to_power_of_2: bool,
+    record: bool,
+) -> list[Tensor]:
+    """Triton kernels; see :func:`cast_delayed`."""
+    check_cast(x, dtype, row, col)
+    check_scalar("scale", scale, x)
+    check_scalar("amax", amax, x)
     if x.numel() == 0:
-        return row_data, col_data
-    (R, C), (stride_r, stride_c) = x.shape, x.stride()
-    along, across = row_data, col_data
-    along_rows, across_rows = (_PADDED_ROWS if pad_rows else _EXACT_ROWS), _PADDED_ROWS
-    if not reads_along_rows((stride_r, stride_c)):
-        R, C, stride_r, stride_c = C, R, stride_c, stride_r
-        along, across, along_rows, across_rows = across, along, across_rows, along_rows
-    launch(
-        _cast_kernel,
-        (config.programs, x.device),
-        # The pointer of the other output stands in for one that is absent.
-        (
-            x,
-            scale,
-            across if along is None else along,
-            along if across is None else across,
-            R,
-            C,
-            stride_r,
-            stride_c,
-        ),
-        ALONG=_ABSENT if along is None else along_rows,
-        ACROSS=_ABSENT if across is None else across_rows,
-        MANTISSA=3 if dtype == torch.float8_e4m3fn else 2,
-        HARDWARE=has_float8_conversion(x.device),
-        EVEN=config.even,
-        BLOCK_R=config.block_r,
-        BLOCK_C=config.block_c,
-        GROUP=config.group,
-        num_warps=config.num_warps,
-    )
-    return row_data, col_data
-
-
-@jit
-def _cast_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [R, C]
-    scale_ptr,
-    along_ptr,  # contiguous along C, at least [R, C]
-    across_ptr,  # contiguous along R, at least [C, R]
-    R,
-    C,
-    stride_r,
-    stride_c,
-    ALONG: tl.constexpr,
-    ACROSS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    Rp = tl.cdiv(R, 16) * 16
-    Cp = tl.cdiv(C, 16) * 16
-    tile_r, tile_c = tile_of_program(Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    # The tile as four tiles of every fourth row: see _tiles. 64-bit, so that offsets are.
-    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
-    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
-    in_c = c < C
-    x_ptr += c * stride_c
-    inverse = tl.div_rn(1.0, tl.load(scale_ptr))
-    v0 = _scaled(x_ptr + r0 * stride_r, (r0 < R) & in_c, inverse, HARDWARE, EVEN)
-    v1 = _scaled(x_ptr + r1 * stride_r, (r1 < R) & in_c, inverse, HARDWARE, EVEN)
-    v2 = _scaled(x_ptr + r2 * stride_r, (r2 < R) & in_c, inverse, HARDWARE, EVEN)
-    v3 = _scaled(x_ptr + r3 * stride_r, (r3 < R) & in_c, inverse, HARDWARE, EVEN)
-
-    if ALONG != 0:
-        rows = R if ALONG == 1 else Rp
-        in_cp = c < Cp
-        along_ptr = along_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
-        b0 = to_float8_bits(v0, MANTISSA, HARDWARE)
-        b1 = to_float8_bits(v1, MANTISSA, HARDWARE)
-        b2 = to_float8_bits(v2, MANTISSA, HARDWARE)
-        b3 = to_float8_bits(v3, MANTISSA, HARDWARE)
-        store(along_ptr + r0 * Cp, b0, (r0 < rows) & in_cp, EVEN)
-        store(along_ptr + r1 * Cp, b1, (r1 < rows) & in_cp, EVEN)
-        store(along_ptr + r2 * Cp, b2, (r2 < rows) & in_cp, EVEN)
-        store(along_ptr + r3 * Cp, b3, (r3 < rows) & in_cp, EVEN)
-    if ACROSS != 0:
-        rows = C if ACROSS == 1 else Cp
-        c, quad = tl.trans(c), tl.trans(quad)
-        across_ptr = across_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + quad
-        words = tl.trans(to_float8_words(v0, v1, v2, v3, MANTISSA, HARDWARE))
-        store(across_ptr + c * (Rp // 4), words, (c < rows) & (quad < Rp // 4), EVEN)
-
-
-@jit
-def _scaled(  # type: ignore[no-untyped-def]
-    x_ptrs, inside, inverse, HARDWARE: tl.constexpr, EVEN: tl.constexpr
-):
-    """The elements at ``x_ptrs`` times ``inverse``, float32; zero where not ``inside``."""
-    v = to_float32(load(x_ptrs, inside, EVEN), HARDWARE)
-    # An Inf in x must become NaN, though a product that overflows saturates. Inf * 0 is NaN, and
-    # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
-    zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
-    v = v * inverse + v * zero
-    if not EVEN:
-        v = tl.where(inside, v, 0.0)  # also where the scale is zero: 0 * Inf
-    return v
+        return cast_delayed_reference(
+            x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
+        )
+    parts = measure(x, known_scale=scale)
+    used = torch.empty((), dtype=torch.float32, device=x.device)
+    options = Options(dtype, row, col, pad_rows, HISTORY, parts.number, round_to_power_of_2, record)
+    data = launch_cast(x, options, scale=scale, parts=parts.buffer, scale_out=used, amax=amax)
+    if record:
+        torch.autograd.graph.increment_version(amax)  # as PyTorch's own in-place ops do
+    return pack(used, data)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
 from float8.kernels._checks import describe
-from float8.kernels._device import launch, sm_count
+from float8.kernels._device import sm_count
+from float8.kernels._direct import takes_triton_directly
+from float8.kernels._launch import Launch, is_aligned
 from float8.kernels._tiles import TileLaunch, fitting, load, pack_words, store, tile_of_program
 from float8.kernels._triton import jit, tl
 
@@ -29,6 +31,8 @@ def transpose_bytes(data: Tensor) -> Tensor:
         TypeError: the dtype is another one.
         ValueError: ``data`` is not 2-D.
     """
+    if takes_triton_directly(data):
+        return transpose_triton(data)
     result: Tensor = torch.ops.float8.transpose.default(data)
     return result
 
@@ -75,20 +79,31 @@ def launch_transpose(data: Tensor, config: TileLaunch) -> Tensor:
     """Run the kernel under one launch configuration."""
     R, C = data.shape
     out = data.new_empty((C, R))
-    if data.numel() == 0:
-        return out
-    launch(
-        _transpose_kernel,
-        (config.programs, data.device),
-        (data, out, R, C, *data.stride()),
-        WORDS=R % 4 == 0,
-        EVEN=config.even,
-        BLOCK_R=config.block_r,
-        BLOCK_C=config.block_c,
-        GROUP=config.group,
-        num_warps=config.num_warps,
-    )
+    if data.numel():
+        launch = _launch(
+            data.shape, data.stride(), data.dtype, is_aligned(data), data.device, config
+        )
+        launch(data, out)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    aligned: bool,
+    device: torch.device,
+    config: TileLaunch,
+) -> Launch:
+    return Launch(
+        _transpose_kernel,
+        config.programs,
+        device,
+        (*shape, *strides),
+        (shape[0] % 4 == 0, config.even, config.block_r, config.block_c, config.group),
+        config.num_warps,
+    )
 
 
 @jit

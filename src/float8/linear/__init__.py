@@ -1,6 +1,7 @@
 """`Float8Linear`: the module, its autograd function and its delayed-scaling state."""
 
-from float8.linear.float8_linear import Float8Linear, unsupported
+from float8.linear.float8_linear import Float8Linear
+from float8.linear.source import move_hooks, unsupported
 from float8.linear.state import StackedState, buffer_names, is_current, stack_state
 
 __all__ = [
@@ -8,6 +9,7 @@ __all__ = [
     "StackedState",
     "buffer_names",
     "is_current",
+    "move_hooks",
     "stack_state",
     "unsupported",
 ]

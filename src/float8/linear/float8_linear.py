@@ -1,16 +1,17 @@
 """`Float8Linear`: a drop-in `nn.Linear` whose GEMMs run in float8."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from float8.config import CastSite, Float8LinearConfig
-from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, lacks_float8_gemm
+from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear import overdue, state
 from float8.linear.function import DelayedScales, Float8LinearFunction
-from float8.linear.plan import plan_linear
+from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.source import own_containers, require_supported
 from float8.scaling import DelayedScale
 
 
@@ -23,6 +24,7 @@ class Float8Linear(nn.Linear):
     """
 
     config: Float8LinearConfig
+    plan: LinearPlan
     sync_overdue: bool
     _synced_versions: list[int] | None
 
@@ -37,37 +39,40 @@ class Float8Linear(nn.Linear):
         config: Float8LinearConfig | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_up(Float8LinearConfig() if config is None else config)
+        config = Float8LinearConfig() if config is None else config
+        require_supported(self, config, float8=True)
+        self._set_up(config)
 
     @classmethod
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "Float8Linear":
-        """Make a `Float8Linear` that shares all of `mod`: Parameters, hooks, training mode.
+        """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
+
+        Parameters are the same objects. What is registered or removed later, in `mod` or in the
+        new layer, does not show in the other; so the handle of a hook of `mod` removes it there.
 
         Args:
             mod: the layer; its Parameters are shared, not copied.
             config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
 
         Raises:
-            TypeError: `mod` is no `nn.Linear`, or its dtype cannot be cast to float8.
+            TypeError: `mod` is not exactly an `nn.Linear` (or a `Float8Linear`, whose state is
+                then made anew), or its dtype cannot be cast to float8.
             ValueError: `config` cannot be honoured for this layer.
         """
-        if not isinstance(mod, nn.Linear):
-            raise TypeError(f"from_float: got {type(mod).__name__}, expected an nn.Linear")
+        config = Float8LinearConfig() if config is None else config
+        require_supported(mod, config, float8=isinstance(mod, Float8Linear))
         new = cls.__new__(cls)
         new.__dict__.update(mod.__dict__)
-        new._buffers = dict(mod._buffers)  # ours must not show up in `mod`
+        new.__dict__.update(own_containers(mod))
         if isinstance(mod, Float8Linear):
             for name in state.buffer_names(mod.config):  # those of its configuration, not ours
                 del new._buffers[name]
-        new._set_up(Float8LinearConfig() if config is None else config)
+        new._set_up(config)
         return new
 
     def _set_up(self, config: Float8LinearConfig) -> None:
-        problem = unsupported(self, config)
-        if problem is not None:
-            raise (TypeError if "dtype" in problem else ValueError)(f"Float8Linear: {problem}")
         self.config = config
-        self._plan = plan_linear(config)
+        self.plan = plan_linear(config)
         self.sync_overdue = False
         state.register_buffers(self, config, self.weight.device)
         self._watch()
@@ -89,20 +94,40 @@ class Float8Linear(nn.Linear):
                 `pad_inner_dim=False` forbids.
             RuntimeError: a sync of delayed scaling is missing.
         """
-        if self.sync_overdue and self.training:
-            raise RuntimeError(
-                "Float8Linear: the optimizer stepped, but delayed scaling was not synced; call "
-                "sync_float8_amax_and_scale_history(model) once per optimizer step, or "
-                "attach_to_optimizer(model, optimizer) once before training"
+        source, weight, bias = input, self.weight, self.bias  # once: they may be computed
+        input = self.check_input(input, weight.dtype)
+        grad = torch.is_grad_enabled()
+        rows = input.reshape(-1, self.in_features)
+        if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
+            output = rows @ weight.to(input.dtype).t()
+        else:
+            need_grad_weight = grad and weight.requires_grad
+            if not self.plan.pad and need_grad_weight and self.plan.grad_weight.float8:
+                _check_tokens(rows)
+            output = Float8LinearFunction.apply(  # type: ignore[no-untyped-call]
+                rows,
+                weight,
+                (source,),
+                self.plan,
+                self.delayed_scales(),
+                grad,
+                grad and input.requires_grad,
+                need_grad_weight,
             )
+        output = output.reshape(*input.shape[:-1], self.out_features)
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def check_input(self, input: Tensor, weight_dtype: torch.dtype) -> Tensor:
+        """`input` in the compute dtype, which autocast may choose; raises as `forward` does."""
+        self.check_synced()
         device = input.device.type
         if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
             if input.is_floating_point():
                 input = input.to(torch.get_autocast_dtype(device))
-        elif input.dtype != self.weight.dtype:
+        elif input.dtype != weight_dtype:
             raise TypeError(
                 f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
-                f"{self.weight.dtype}, expected the same; cast one of them or use torch.autocast"
+                f"{weight_dtype}, expected the same; cast one of them or use torch.autocast"
             )
         if input.dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(
@@ -114,37 +139,19 @@ class Float8Linear(nn.Linear):
                 f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
                 f"[..., {self.in_features}]"
             )
+        return input
 
-        output_shape = (*input.shape[:-1], self.out_features)
-        if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
-            output = input.reshape(-1, self.in_features) @ self.weight.to(input.dtype).t()
-        else:
-            output = self._multiply(input.reshape(-1, self.in_features))
-        output = output.reshape(output_shape)
-        if self.bias is not None:
-            output = output + self.bias.to(output.dtype)
-        return output
+    def check_synced(self) -> None:
+        """Raise a `RuntimeError` before training on where a sync is missing."""
+        if self.sync_overdue and torch.is_grad_enabled():
+            raise RuntimeError(
+                "Float8Linear: the optimizer stepped, but delayed scaling was not synced; call "
+                "sync_float8_amax_and_scale_history(model) once per optimizer step, or "
+                "attach_to_optimizer(model, optimizer) once before training"
+            )
 
-    def _multiply(self, input: Tensor) -> Tensor:
-        grad = torch.is_grad_enabled()
-        need_grad_input = grad and input.requires_grad
-        need_grad_weight = grad and self.weight.requires_grad
-        if not self._plan.pad and need_grad_weight and self._plan.grad_weight.float8:
-            _check_tokens(input)
-        return cast(
-            Tensor,
-            Float8LinearFunction.apply(  # type: ignore[no-untyped-call]
-                input,
-                self.weight,
-                self._plan,
-                self._delayed_scales(),
-                self.training,
-                need_grad_input,
-                need_grad_weight,
-            ),
-        )
-
-    def _delayed_scales(self) -> DelayedScales:
+    def delayed_scales(self) -> DelayedScales:
+        """The state of this layer's casts with delayed scaling."""
         if not self._delayed:
             return _NO_SCALES
         return DelayedScales(
@@ -234,36 +241,16 @@ class Float8Linear(nn.Linear):
             state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
         )
         state.repair_buffers(self, self.config, self.weight.device)  # for assign=True
-        self.mark_synced()  # writing the buffers was no recording of amaxes
         ours = {prefix + name for name in state.buffer_names(self.config)}
-        if ours.isdisjoint(state_dict):  # a checkpoint of the plain model: keep our state
+        if ours.isdisjoint(state_dict):  # a checkpoint of the plain model
             missing = [key for key in missing if key not in ours]
+            if any(prefix + name in state_dict for name in self._parameters):
+                state.reset_buffers(self, self.config)  # what they knew was of other weights
         missing_keys.extend(missing)
+        self.mark_synced()  # writing the buffers was no recording of amaxes
 
 
 _NO_SCALES = DelayedScales()
-
-
-def unsupported(mod: nn.Linear, config: Float8LinearConfig) -> str | None:
-    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None."""
-    if "forward" in mod.__dict__:  # it would win over ours
-        return "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
-    if mod._compiled_call_impl is not None:  # bound to the layer it was made for
-        return "got a layer after `.compile()`, expected one before; convert first, then compile"
-    weight = mod.weight
-    if weight.dtype not in HIGH_PRECISION_DTYPES:
-        expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
-        return f"got weight of dtype {weight.dtype}, expected one of {expected}"
-    if 0 in weight.shape:
-        return f"got weight of shape {tuple(weight.shape)}, expected no empty dim"
-    if not config.pad_inner_dim and any(dim % GEMM_ALIGNMENT for dim in weight.shape):
-        return (
-            f"got weight of shape {tuple(weight.shape)}, expected dims divisible by "
-            f"{GEMM_ALIGNMENT}; set pad_inner_dim=True to have them padded"
-        )
-    if not config.emulate and (reason := lacks_float8_gemm(weight.device)) is not None:
-        return f"{reason}; set emulate=True to compute in high precision instead"
-    return None
 
 
 def _check_tokens(input: Tensor) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from float8.cast import Operand, cast_operand, delayed_scale, dynamic_scale
+from float8.cast import Operand, cast_operand, quantize
 from float8.gemm import scaled_mm
-from float8.linear.plan import CastPlan, GemmPlan, LinearPlan
+from float8.linear.plan import GemmPlan, LinearPlan
+from float8.linear.shared import keep_operand, last_operand
 from float8.scaling import DelayedScale
 
 
@@ -26,13 +27,6 @@ class DelayedScales(NamedTuple):
     input_for_grad_weight: DelayedScale | None = None
     weight_for_grad_input: DelayedScale | None = None
     grad_output_for_grad_weight: DelayedScale | None = None
-
-
-def choose_scale(x: Tensor, plan: CastPlan, state: DelayedScale | None, record: bool) -> Tensor:
-    """The scale of one cast, by its scaling type: 0-dim float32."""
-    if state is None:
-        return dynamic_scale(x, plan.dtype, plan.round_to_power_of_2)
-    return delayed_scale(x, plan.dtype, plan.round_to_power_of_2, state, record)
 
 
 def float8_mm(a: Operand, b: Operand, gemm: GemmPlan, out_dtype: torch.dtype) -> Tensor:
@@ -60,6 +54,20 @@ def trim(x: Tensor, columns: int) -> Tensor:
     return x if x.shape[1] == columns else x[:, :columns].contiguous()
 
 
+def quantize_input(
+    input: Tensor, source: Tensor, plan: LinearPlan, scales: DelayedScales, record: bool, col: bool
+) -> Operand:
+    """The operand of the input; the last layer's, if it was made of the same tensor."""
+    if scales.input is not None or torch.compiler.is_compiling():
+        return quantize(input, plan.input, scales.input, row=True, col=col, record=record)
+    options = (plan.input, col, input.dtype)
+    operand = last_operand(source, options)
+    if operand is None:
+        operand = quantize(input, plan.input, None, row=True, col=col)
+        keep_operand(source, options, operand)
+    return operand
+
+
 class Float8LinearFunction(torch.autograd.Function):
     """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
 
@@ -68,6 +76,7 @@ class Float8LinearFunction(torch.autograd.Function):
         ctx: Any,
         input: Tensor,
         weight: Tensor,
+        source: tuple[Tensor],
         plan: LinearPlan,
         scales: DelayedScales,
         record: bool,
@@ -80,6 +89,8 @@ class Float8LinearFunction(torch.autograd.Function):
             ctx: autograd context.
             input: [M, K], the compute dtype.
             weight: [N, K], the compute dtype, or float32 under autocast.
+            source: the tensor that the caller gave, of which `input` is a view or a cast: what
+                layers with the same input have in common. In a tuple, out of autograd's sight.
             plan: which casts and GEMMs run how.
             scales: delayed-scaling state, updated if `record`.
             record: whether amaxes are recorded.
@@ -95,20 +106,9 @@ class Float8LinearFunction(torch.autograd.Function):
         weight_scale: Tensor | None = None
 
         if plan.output.float8:
-            x = cast_operand(
-                input,
-                choose_scale(input, plan.input, scales.input, record),
-                plan.input.dtype,
-                row=True,
-                col=float8_grad_weight and plan.share_input,
-            )
-            w = cast_operand(
-                weight,
-                choose_scale(weight, plan.weight, scales.weight, record),
-                plan.weight.dtype,
-                row=True,
-                pad_rows=True,
-            )
+            col = float8_grad_weight and plan.share_input
+            x = quantize_input(input, source[0], plan, scales, record, col)
+            w = quantize(weight, plan.weight, scales.weight, row=True, pad_rows=True, record=record)
             output = float8_mm(x, w, plan.output, input.dtype)
             output = trim(output, weight.shape[0])
             saved_input, input_scale, weight_scale = x.col, x.scale, w.scale
@@ -116,9 +116,9 @@ class Float8LinearFunction(torch.autograd.Function):
             output = input @ weight.to(input.dtype).t()
 
         if float8_grad_weight and not plan.share_input:
-            site = plan.input_for_grad_weight
-            input_scale = choose_scale(input, site, scales.input_for_grad_weight, record)
-            saved_input = cast_operand(input, input_scale, site.dtype, col=True).col
+            site, state = plan.input_for_grad_weight, scales.input_for_grad_weight
+            x = quantize(input, site, state, col=True, record=record)
+            saved_input, input_scale = x.col, x.scale
         elif need_grad_weight and not plan.grad_weight.float8:
             saved_input = input
 
@@ -136,25 +136,23 @@ class Float8LinearFunction(torch.autograd.Function):
         """`grad_input` [M, K], dtype of grad_output; `grad_weight` [N, K], dtype of weight."""
         plan: LinearPlan = ctx.plan
         scales: DelayedScales = ctx.scales
+        record: bool = ctx.record
         saved_input, input_scale, weight, weight_scale = ctx.saved_tensors
 
         row = ctx.need_grad_input and plan.grad_input.float8
         col = ctx.need_grad_weight and plan.grad_weight.float8 and plan.share_grad_output
         if row or col:
-            g = cast_operand(
-                grad_output,
-                choose_scale(grad_output, plan.grad_output, scales.grad_output, ctx.record),
-                plan.grad_output.dtype,
-                row=row,
-                col=col,
+            g = quantize(
+                grad_output, plan.grad_output, scales.grad_output, row=row, col=col, record=record
             )
 
         grad_input = None
         if ctx.need_grad_input and plan.grad_input.float8:
-            site = plan.weight_for_grad_input
-            if not plan.share_weight:
-                weight_scale = choose_scale(weight, site, scales.weight_for_grad_input, ctx.record)
-            w = cast_operand(weight, weight_scale, site.dtype, col=True)
+            site, state = plan.weight_for_grad_input, scales.weight_for_grad_input
+            if plan.share_weight:
+                w = cast_operand(weight, weight_scale, site.dtype, col=True)
+            else:
+                w = quantize(weight, site, state, col=True, record=record)
             grad_input = float8_mm(g, transposed(w), plan.grad_input, grad_output.dtype)
             grad_input = trim(grad_input, ctx.in_features)
         elif ctx.need_grad_input:
@@ -164,14 +162,12 @@ class Float8LinearFunction(torch.autograd.Function):
         if ctx.need_grad_weight and plan.grad_weight.float8:
             if not plan.share_grad_output:
                 site = plan.grad_output_for_grad_weight
-                scale = choose_scale(
-                    grad_output, site, scales.grad_output_for_grad_weight, ctx.record
-                )
-                g = cast_operand(grad_output, scale, site.dtype, col=True)
+                state = scales.grad_output_for_grad_weight
+                g = quantize(grad_output, site, state, col=True, record=record)
             x = Operand(row=saved_input, col=None, scale=input_scale)
             grad_weight = float8_mm(transposed(g), x, plan.grad_weight, ctx.weight_dtype)
             grad_weight = trim(grad_weight, ctx.in_features)[: grad_output.shape[1]]
         elif ctx.need_grad_weight:
             grad_weight = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
-        return grad_input, grad_weight, None, None, None, None, None
+        return grad_input, grad_weight, None, None, None, None, None, None

@@ -2,18 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
-
+from float8.cast import CastPlan
 from float8.config import BASE_SITE, CastSite, Float8GemmConfig, Float8LinearConfig, ScalingType
 from float8.formats import E4M3
-
-
-class CastPlan(NamedTuple):
-    """One cast."""
-
-    dtype: torch.dtype
-    delayed: bool
-    round_to_power_of_2: bool
 
 
 class GemmPlan(NamedTuple):

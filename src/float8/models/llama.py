@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from float8.fused import rms_norm_linear, swiglu_feed_forward
 from float8.models.presets import ModelConfig
 
 
@@ -78,13 +79,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.dim, kv_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within x [batch, seq, dim]; cos and sin are [seq, head_dim / 2] float32."""
+    def forward(self, x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend within norm(x [batch, seq, dim]); cos and sin are [seq, head_dim / 2] float32."""
         batch, seq, _ = x.shape
         heads = (batch, seq, -1, self.head_dim)
-        query = apply_rope(self.query(x).view(heads).transpose(1, 2), cos, sin)
-        key = apply_rope(self.key(x).view(heads).transpose(1, 2), cos, sin)
-        value = self.value(x).view(heads).transpose(1, 2)
+        query, key, value = rms_norm_linear(x, norm, (self.query, self.key, self.value))
+        query = apply_rope(query.view(heads).transpose(1, 2), cos, sin)
+        key = apply_rope(key.view(heads).transpose(1, 2), cos, sin)
+        value = value.view(heads).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
 
@@ -98,9 +100,9 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform x [batch, seq, dim]; same shape out."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Transform norm(x [batch, seq, dim]); same shape out."""
+        return swiglu_feed_forward(x, self.gate, self.up, self.down, norm=norm)
 
 
 class Block(nn.Module):
@@ -115,8 +117,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Add attention and feed-forward to x [batch, seq, dim]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
+        x = x + self.attention(x, self.attention_norm, cos, sin)
+        return x + self.feed_forward(x, self.feed_forward_norm)  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):

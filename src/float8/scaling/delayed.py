@@ -33,20 +33,22 @@ def update_history_and_scale(
 ) -> None:
     """Push the step's amaxes into the histories and derive the next scales, in place.
 
-    A non-finite amax is recorded as 0, so that one overflowing step does not spoil the scales of
-    the next `history_len` steps. Where the reduced history is 0 (a layer that saw no data, or
-    only zeros) the scale stays as it was.
+    Where the amax is 0 (nothing was recorded since the last update, or only zeros) history and
+    scale stay as they were, so an update too many forgets nothing. A non-finite amax is recorded
+    as 0, so that one overflowing step does not spoil the scales of the next `history_len` steps;
+    where the reduced history is 0 the scale stays as it was.
 
     Args:
-        amax: [S] float32, of the step that ends.
+        amax: [S] float32, recorded since the last update.
         history: [S, history_len] float32, most recent first; updated.
         scale: [S] float32; updated.
         float8_max: [S] float64, the largest value of each cast's format.
         scale_fn_name: `"max"` or `"most_recent"`, as in `DelayedScalingConfig`.
         round_to_power_of_2: round the scales up to powers of two.
     """
-    history.copy_(history.roll(1, dims=1))
-    history[:, 0] = torch.where(amax.isfinite(), amax, 0.0)
+    pushed = history.roll(1, dims=1)
+    pushed[:, 0] = torch.where(amax.isfinite(), amax, 0.0)
+    history.copy_(torch.where((amax != 0).unsqueeze(1), pushed, history))
     peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
     fresh = amaxes_to_scales(peak, float8_max, round_to_power_of_2)
     scale.copy_(torch.where(peak > 0, fresh, scale))

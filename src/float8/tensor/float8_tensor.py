@@ -1,6 +1,7 @@
 """`Float8Tensor`: float8 data and their scale as one tensor, for borders and for saving."""
 
 import copy
+import hashlib
 from typing import Any
 
 import torch
@@ -108,6 +109,15 @@ class Float8Tensor(torch.Tensor):
         return Float8Tensor(
             inner["_data"], inner["_scale"], context["orig_dtype"], context["granularity"]
         )
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
+        described: list[tuple[Any, ...]] = [
+            (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
+            for name, x in (("data", self._data), ("scale", self._scale))
+        ]
+        described.append((self._orig_dtype, self._granularity.value, self.requires_grad))
+        return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (

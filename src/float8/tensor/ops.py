@@ -128,6 +128,21 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     return _like(x, func(x._data, **kwargs), func(x._scale, **scale_kwargs))
 
 
+@implements(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)
+def _new_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """A plain tensor of the original dtype: what is to be written there need not fit the scale."""
+    x = args[0]
+    if kwargs.get("dtype") is None:
+        kwargs = {**kwargs, "dtype": x._orig_dtype}
+    return func(x._data, **kwargs)  # type: ignore[no-any-return]
+
+
+@implements(aten.equal.default)
+def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the values are equal, however they are held."""
+    return bool(func(*_high_precision(args)))
+
+
 @implements(aten.is_same_size.default)
 def _is_same_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(args[0].shape == args[1].shape)

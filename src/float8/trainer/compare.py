@@ -29,7 +29,12 @@ from float8.trainer.metrics import (
 )
 from float8.trainer.plot import plot_comparison
 from float8.trainer.report import RunRow, make_row, write_report
-from float8.trainer.run_folder import RunFolder, check_same_run, describe_corpus
+from float8.trainer.run_folder import (
+    RunFolder,
+    check_same_run,
+    describe_corpus,
+    read_config_file,
+)
 from float8.trainer.train import train
 
 
@@ -138,7 +143,9 @@ def _prepare(
     for config, folder in zip(configs, folders, strict=True):
         kept = _result(folder).exists() or list_checkpoints(folder.checkpoints)
         if resume and kept:
-            check_same_run(config, corpus, json.loads(folder.config.read_text()), folder.path)
+            check_same_run(config, corpus, read_config_file(folder), folder.path)
+            if _result(folder).exists():
+                _read_result(folder)
         elif folder.used:
             shutil.rmtree(folder.path)
     try:
@@ -160,7 +167,7 @@ def _run(
     known: dict[str, Any] = {"parameters": config.model_config().num_parameters, "memory_note": ""}
     if _result(folder).exists():
         status = FINISHED
-        known = json.loads(_result(folder).read_text())
+        known = _read_result(folder)
     else:
         if config.compile:
             torch.compiler.reset()  # Each run starts with its whole budget of recompilations.
@@ -199,6 +206,17 @@ def _explain(problem: Exception, folder: RunFolder) -> str:
 def _result(folder: RunFolder) -> Path:
     """Exists once a run of a comparison is finished."""
     return folder.path / "result.json"
+
+
+def _read_result(folder: RunFolder) -> dict[str, Any]:
+    try:
+        known = json.loads(_result(folder).read_text())
+        return {"parameters": int(known["parameters"]), "memory_note": str(known["memory_note"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read {_result(folder)} ({error}): delete the folder {folder.path} to have "
+            "the run done again"
+        ) from error
 
 
 def _public_settings(base: TrainConfig) -> dict[str, Any]:

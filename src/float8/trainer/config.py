@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ class TrainConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int):
+                self._require(f.name, abs(value) < 2**63, "a number that fits 64 bits")
+            elif isinstance(value, float):
+                self._require(f.name, math.isfinite(value), "a finite number")
         for name in ("steps", "batch_size", "accumulate", "log_interval", "eval_batches"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in (
@@ -209,15 +216,21 @@ class TrainConfig:
         """The config that `to_dict` wrote.
 
         Raises:
-            ConfigError: (a `ValueError`) if fields are missing or unknown.
+            ConfigError: (a `ValueError`) if fields are missing or unknown, or hold what
+                `to_dict` never writes.
         """
+        if not isinstance(values, dict):
+            raise ConfigError(f"the saved settings are a {type(values).__name__}, not a dict")
         known = {f.name for f in dataclasses.fields(cls)}
         if wrong := known ^ values.keys():
             raise ConfigError(
                 "the saved settings come from a different version of float8: "
                 f"{', '.join(sorted(wrong))} missing or unknown"
             )
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"the saved settings hold a value of a wrong type: {error}") from None
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """Settings that change the numbers and differ, as name -> (this one's, the other's)."""
@@ -254,6 +267,8 @@ def check_device(name: str) -> torch.device:
         raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
+    if device.type == "cpu" and device.index:
+        raise ConfigError(f"device {name!r} is not there: there is one CPU device, use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise ConfigError(f"device {name!r} is not there: PyTorch sees {found} CUDA device(s)")

@@ -188,8 +188,11 @@ def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len
     """
     places = len(text) - seq_len
     order = _mix(seed)
-    starts = [_mix(order + i) % places for i in range(first, first + batch_size)]
-    return torch.stack([text[start : start + seq_len + 1] for start in starts])
+    batch = torch.empty(batch_size, seq_len + 1, dtype=torch.uint8)  # fails at once if too large
+    for row in range(batch_size):
+        start = _mix(order + first + row) % places
+        batch[row] = text[start : start + seq_len + 1]
+    return batch
 
 
 def validation_batches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from float8 import __version__
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -31,11 +32,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def float8_version() -> str:
-    """Version of the installed package, "unknown" if it is run without being installed."""
-    try:
-        return importlib.metadata.version("float8")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    """Version of the package that runs, installed or not."""
+    return __version__
 
 
 def device_name(device: torch.device) -> str:

@@ -85,6 +85,7 @@ class Trainer:
             # Whatever happened, the steps that were done go on record.
             with contextlib.suppress(Exception):
                 self._report(check=False)
+            with contextlib.suppress(Exception):
                 self._tell("on_end", FAILED, self.step)
             raise
         self._tell("on_end", status, self.step)

@@ -5,10 +5,12 @@
 - `metrics.jsonl`: one line per step and validation
 - `tensorboard/`: the same for TensorBoard
 - `checkpoints/`: see `checkpoint`
+- `failed-1/`: the same of an earlier run that failed before its first checkpoint
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from float8.trainer.checkpoint import (
 from float8.trainer.config import TrainConfig
 from float8.trainer.data import Corpus
 from float8.trainer.errors import CheckpointError, ConfigError
+from float8.trainer.metrics import FAILED, read_metrics
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,15 @@ class RunFolder:
         recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
         return recorded or bool(list_checkpoints(self.checkpoints))
 
+    @property
+    def failed_early(self) -> bool:
+        """Whether the run that was written here ended in an error before its first checkpoint."""
+        return (
+            not list_checkpoints(self.checkpoints)
+            and self.metrics.exists()
+            and read_metrics(self.metrics).status == FAILED
+        )
+
 
 def describe_corpus(corpus: Corpus) -> dict[str, Any]:
     """What was trained on, JSON-ready: sizes in bytes, files and the fingerprint."""
@@ -81,6 +93,9 @@ def open_run_folder(
 ) -> RunFolder:
     """Make the run's folder and write its `config.json`.
 
+    What a run left there that failed before its first checkpoint goes to `failed-1`, `failed-2`
+    and so on.
+
     Args:
         config: Settings of the run.
         corpus: Data of the run.
@@ -91,18 +106,54 @@ def open_run_folder(
     """
     folder = RunFolder(Path(config.output))
     own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
-    if folder.used and not own:
+    failed = folder.failed_early
+    if folder.used and not own and not failed:
+        way_on = (
+            f"continue it with --resume {folder.path}"
+            if list_checkpoints(folder.checkpoints)
+            else "it has no checkpoint to go on from, so delete it if it is not running any more"
+        )
         raise ConfigError(
-            f"{folder.path} already holds a run: continue it with --resume {folder.path}, "
-            "or choose another folder with --output"
+            f"{folder.path} already holds a run: {way_on}, or choose another folder with --output"
         )
     try:
+        if failed:
+            _set_aside(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         content = {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
         folder.config.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
+
+
+def _set_aside(folder: RunFolder) -> None:
+    number = next(n for n in itertools.count(1) if not (folder.path / f"failed-{n}").exists())
+    target = folder.path / f"failed-{number}"
+    target.mkdir()
+    parts = (folder.config, folder.conversion, folder.metrics, folder.tensorboard)
+    for path in (*parts, folder.checkpoints):
+        if path.exists():
+            path.rename(target / path.name)
+
+
+def read_config_file(folder: RunFolder) -> dict[str, Any]:
+    """What `config.json` holds, for `check_same_run`.
+
+    Raises:
+        ConfigError: (a `ValueError`) if it is missing or damaged.
+    """
+    try:
+        saved: dict[str, Any] = json.loads(folder.config.read_text())
+        TrainConfig.from_dict(saved["config"])
+        str(saved["corpus"]["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(
+            f"cannot read the settings of the run in {folder.path} from {folder.config.name} "
+            f"({problem}): delete that folder to have the run done again"
+        ) from error
+    return saved
 
 
 def find_checkpoint(path: Path) -> Path:

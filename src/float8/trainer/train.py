@@ -30,6 +30,13 @@ from float8.trainer.run_folder import (
     open_run_folder,
 )
 
+# torch has no exception of its own for these.
+_SIGNS_OF_TOO_MUCH = (
+    "DefaultCPUAllocator: ",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+)
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -117,9 +124,12 @@ def train(
 def _explain_out_of_memory(config: TrainConfig) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not (known or any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH)):
+            raise
         raise OutOfMemoryError(
             f"{config.device} ran out of memory with batches of {config.batch_size} x "
             f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
-            "or use --activation-checkpointing"
+            "use --activation-checkpointing, or choose a smaller model"
         ) from error

@@ -1,0 +1,77 @@
+"""The shapes of linear layers that the benchmarks know by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """A linear layer at work: M tokens, K input features, N output features."""
+
+    M: int
+    K: int
+    N: int
+
+    def __str__(self) -> str:
+        return f"{self.M},{self.K},{self.N}"
+
+
+def _layers(tokens: int, *features: tuple[int, int]) -> tuple[Shape, ...]:
+    return tuple(Shape(tokens, K, N) for K, N in features)
+
+
+# Of one block: q, k and v as one; attention out; gate and up as one; down.
+_LLAMA_8B = _layers(8192, (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+_LLAMA_70B = _layers(8192, (8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192))
+
+SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
+    "llama3-8b": _LLAMA_8B,
+    "llama3-70b": _LLAMA_70B,
+    "llama2-70b": _LLAMA_70B,  # Its attention and feed-forward are as wide as Llama 3's.
+    # Split over eight GPUs: columns of the first and third layer, rows of the others.
+    "llama2-70b-tp": _layers(16384, (8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192)),
+    "square": tuple(Shape(n, n, n) for n in (512, 1024, 2048, 4096, 8192, 16384)),
+}
+
+GIVEN = "given"
+"""Name of the set of shapes that were given one by one."""
+
+
+def parse_shape(text: str) -> Shape:
+    """`"M,K,N"` as a shape.
+
+    Raises:
+        ValueError: It is not three positive multiples of 16.
+    """
+    parts = text.replace(" ", "").split(",")
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(parts) != 3 or len(numbers) != 3 or any(n < 16 or n % 16 for n in numbers):
+        raise ValueError(
+            f"shape: got {text!r}, expected M,K,N, each a positive multiple of 16, "
+            "for example 8192,4096,14336"
+        )
+    return Shape(*numbers)
+
+
+def select_shapes(sets: Sequence[str], given: Sequence[str]) -> dict[str, tuple[Shape, ...]]:
+    """Shapes by the name of their set.
+
+    Args:
+        sets: Names of sets.
+        given: Further shapes, each `"M,K,N"`.
+
+    Raises:
+        ValueError: A name or a shape is unknown, or there is none at all.
+    """
+    unknown = [name for name in sets if name not in SHAPE_SETS]
+    if unknown:
+        raise ValueError(f"shapes: got {unknown[0]!r}, expected one of {', '.join(SHAPE_SETS)}")
+    selected = {name: SHAPE_SETS[name] for name in sets}
+    if given:
+        selected[GIVEN] = tuple(parse_shape(text) for text in given)
+    if not selected:
+        raise ValueError(
+            f"no shapes: give --shapes ({', '.join(SHAPE_SETS)}) or --mkn M,K,N, or both"
+        )
+    return selected

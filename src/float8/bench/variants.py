@@ -1,0 +1,98 @@
+"""The variants of a model that are held against each other: bf16, our recipes, peers' recipes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from float8.bench.peers import find_peer, peer_version
+from float8.config import Float8LinearConfig
+from float8.convert import all_linears, convert_to_float8_training
+
+HIGH_PRECISION = "bf16"
+EAGER, COMPILED = "eager", "compiled"
+MODES = {"eager": (EAGER,), "compiled": (COMPILED,), "both": (EAGER, COMPILED)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a model.
+
+    Attributes:
+        recipe: What its linear layers do, as in `bf16`, `tensorwise`, `torchao tensorwise`.
+        mode: `eager` or `compiled`.
+        convert: Swaps the linear layers of a model; returns the model.
+        around: Makes the context that every forward runs in.
+        ours: Whether it is this library.
+    """
+
+    recipe: str
+    mode: str
+    convert: Callable[[nn.Module], nn.Module]
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    ours: bool = False
+
+    @property
+    def name(self) -> str:
+        """Recipe and mode."""
+        return f"{self.recipe}, {self.mode}"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is high precision, which the others are checked and held against."""
+        return self.recipe == HIGH_PRECISION
+
+    def compile(self, module: nn.Module) -> None:
+        """Compile `module` in place, if this variant is compiled.
+
+        Without graph breaks where the code is ours: they would go unnoticed in a time.
+        """
+        if self.mode == COMPILED:
+            # Compiled by its own method, which keeps the module's type and names.
+            module.compile(fullgraph=self.ours or self.is_reference, dynamic=False)
+
+
+def make_variants(
+    recipes: Sequence[str], modes: Sequence[str], peers: Sequence[str]
+) -> list[Variant]:
+    """High precision, each recipe and each installed peer's, in every mode that they run in.
+
+    Raises:
+        ValueError: No recipe or no peer has such a name.
+    """
+    configs = {recipe: Float8LinearConfig.from_recipe_name(recipe) for recipe in recipes}
+    installed = [peer for peer in peers if peer_version(peer) is not None]
+    variants = []
+    for mode in modes:
+        variants.append(Variant(HIGH_PRECISION, mode, _unchanged))
+        for recipe, config in configs.items():
+            variants.append(Variant(recipe, mode, _converter(config), ours=True))
+        for name in installed:
+            for recipe in recipes:
+                peer = find_peer(name, recipe)
+                if peer is not None and (peer.compiles or mode == EAGER):
+                    variants.append(Variant(peer.name, mode, peer.convert, peer.around))
+    return variants
+
+
+def many_compilations() -> AbstractContextManager[Any]:
+    """Room for all variants: past the limit, `torch.compile` would fall back to eager mode."""
+    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=256)
+    return patch
+
+
+def _unchanged(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _converter(config: Float8LinearConfig) -> Callable[[nn.Module], nn.Module]:
+    def convert(model: nn.Module) -> nn.Module:
+        return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+    return convert

@@ -1,0 +1,10 @@
+"""Producers fused with the casts that follow them: RMSNorm and SwiGLU straight to float8.
+
+Plain functions that a model calls where it would call its layers; nothing is patched.
+"""
+
+from float8.fused.feed_forward import swiglu_feed_forward
+from float8.fused.layers import why_not_fused
+from float8.fused.norm_linear import rms_norm_linear
+
+__all__ = ["rms_norm_linear", "swiglu_feed_forward", "why_not_fused"]

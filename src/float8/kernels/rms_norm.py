@@ -1,0 +1,203 @@
+"""RMSNorm -> float8: one pass for the statistics, one for the cast."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.kernels._cast_launch import HISTORY, MEASURED, RMS_NORM, Options, launch_cast
+from float8.kernels._checks import check_high_precision, check_scalar, describe
+from float8.kernels._device import has_float8_conversion
+from float8.kernels._direct import takes_triton_directly
+from float8.kernels._float8 import to_float32
+from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._scratch import scratch
+from float8.kernels._triton import jit, tl
+from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
+from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
+
+WIDEST = 32768
+"""Each program holds a whole row; wider ones would not fit into registers."""
+
+
+class NormCast(NamedTuple):
+    """A normalised tensor in float8."""
+
+    rstd: Tensor
+    """[R] float32: 1 / sqrt(mean(x ** 2) + eps)."""
+
+    cast: Cast
+
+
+def rms_norm_cast(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    col: bool,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    round_to_power_of_2: bool = False,
+    record: bool = False,
+) -> NormCast:
+    """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
+
+    Args:
+        x: [R, C] float32, bfloat16 or float16, C at most `WIDEST`.
+        weight: [C] float32, bfloat16 or float16.
+        eps: added to the mean square.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        col: whether to return column data besides the row data.
+        scale: 0-dim float32, the decode scale from the history, 0 where unknown; None: the scale
+            is taken from the amax of the product.
+        amax: 0-dim float32, raised in place to the amax of the product; needed with ``scale``.
+        round_to_power_of_2: round a scale from the amax up to a power of two.
+        record: whether to write ``amax``.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: the shapes or devices do not fit together.
+    """
+    args = (x, weight, eps, dtype, col, scale, amax, round_to_power_of_2, record)
+    if takes_triton_directly(x):
+        out = rms_norm_cast_triton(*args)
+    else:
+        out = torch.ops.float8.rms_norm_cast.default(*args)
+    return NormCast(out[0], Cast(out[1], out[2], out[3] if col else None))
+
+
+def check_rms_norm(x: Tensor, weight: Tensor, scale: Tensor | None, amax: Tensor | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what :func:`rms_norm_cast` cannot take."""
+    check_high_precision("rms_norm_cast", x)
+    if x.dim() != 2 or not 0 < x.shape[1] <= WIDEST:
+        raise ValueError(f"rms_norm_cast: x is {describe(x)}; expected [R, C], C <= {WIDEST}")
+    check_high_precision("rms_norm_cast", weight)
+    if weight.shape != x.shape[1:] or weight.device != x.device:
+        raise ValueError(
+            f"rms_norm_cast: weight is {describe(weight)} and x {describe(x)}; expected a weight "
+            f"[C] on the device of x"
+        )
+    if (scale is None) != (amax is None):
+        raise ValueError("rms_norm_cast: got only one of scale and amax, expected both or neither")
+    if scale is not None and amax is not None:
+        check_scalar("scale", scale, x)
+        check_scalar("amax", amax, x)
+
+
+def rms_norm_cast_reference(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    col: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    round_to_power_of_2: bool,
+    record: bool,
+) -> list[Tensor]:
+    """Plain-torch twin of the kernel; see :func:`rms_norm_cast`."""
+    check_rms_norm(x, weight, scale, amax)
+    x = x.to(torch.float32)
+    rstd = torch.rsqrt(x.square().mean(dim=1) + eps)
+    normed = x * rstd[:, None] * weight.to(torch.float32)
+    own = amax_reference(normed)
+    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
+    data = cast_reference(normed, used, dtype, row=True, col=col)
+    return [rstd, used, *(layout for layout in data if layout is not None)]
+
+
+def rms_norm_cast_triton(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    col: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    round_to_power_of_2: bool,
+    record: bool,
+) -> list[Tensor]:
+    """Triton kernels; see :func:`rms_norm_cast`."""
+    check_rms_norm(x, weight, scale, amax)
+    x, weight = x.contiguous(), weight.contiguous()
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    used = torch.empty((), dtype=torch.float32, device=x.device)
+    aligned = is_aligned(x) and is_aligned(weight)
+    launch = _launch(x.shape, (x.dtype, weight.dtype), aligned, x.device, eps)
+    parts = scratch(launch.programs, x.device)
+    launch(x, weight, rstd, parts)
+    options = Options(
+        dtype,
+        row=True,
+        col=col,
+        pad_rows=False,
+        source=MEASURED if scale is None else HISTORY,
+        parts=launch.programs,
+        round_to_power_of_2=round_to_power_of_2,
+        record=record and scale is not None,
+        producer=RMS_NORM,
+        weight_dtype=weight.dtype,
+    )
+    data = launch_cast(
+        x,
+        options,
+        scale=scale,
+        parts=parts,
+        scale_out=used,
+        amax=amax,
+        rstd=rstd,
+        weight=weight,
+    )
+    if options.record:
+        assert amax is not None
+        torch.autograd.graph.increment_version(amax)
+    return [rstd, used, *(layout for layout in data if layout is not None)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    shape: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    aligned: bool,
+    device: torch.device,
+    eps: float,
+) -> Launch:
+    R, C = shape
+    rows = -(-R // MAX_PARTS)
+    block = max(1 << (C - 1).bit_length(), 16)
+    return Launch(
+        _rms_norm_kernel,
+        -(-R // rows),
+        device,
+        (R, C),
+        (eps, rows, block, has_float8_conversion(device)),
+        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+    )
+
+
+@jit
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, C]
+    weight_ptr,  # [C]
+    rstd_ptr,  # [R]
+    parts_ptr,
+    R,
+    C,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    c = tl.arange(0, BLOCK)
+    weight = to_float32(tl.load(weight_ptr + c, mask=c < C, other=0.0), HARDWARE)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for row in range(ROWS):
+        r = tl.program_id(0).to(tl.int64) * ROWS + row
+        inside = (c < C) & (r < R)
+        x = to_float32(tl.load(x_ptr + r * C + c, mask=inside, other=0.0), HARDWARE)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x) / C + EPS)
+        largest = tl.maximum(largest, magnitude_bits(x * rstd * weight))
+        tl.store(rstd_ptr + r, rstd, mask=r < R)
+    store_part(parts_ptr, tl.max(largest), tl.float32)

@@ -1,0 +1,241 @@
+"""The backward of SwiGLU straight to float8: no gradient of gate or up in high precision."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.formats import FLOAT8_MAX
+from float8.kernels._cast_launch import HISTORY, MEASURED
+from float8.kernels._checks import check_same, check_scalar
+from float8.kernels._device import has_float8_conversion, sm_count
+from float8.kernels._direct import takes_triton_directly
+from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._scratch import scratch
+from float8.kernels._swiglu_backward_kernel import (
+    swiglu_backward_amax_kernel,
+    swiglu_backward_kernel,
+)
+from float8.kernels._tiles import fitting
+from float8.kernels.amax import amax_reference, even_shares
+from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
+from float8.kernels.layout import ceil16
+
+
+class SwigluGradients(NamedTuple):
+    """What the backward of a SwiGLU feed-forward multiplies."""
+
+    product: Tensor
+    """[ceil16(C), ceil16(R)] float8: column data of ``silu(gate) * up``."""
+
+    gate: Cast
+    """The gradient of gate: row data [R, ceil16(C)], column data [ceil16(C), ceil16(R)]."""
+
+    up: Cast
+    """The gradient of up, likewise."""
+
+
+def swiglu_backward_cast(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    product_scale: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    gate_scale: Tensor | None = None,
+    gate_amax: Tensor | None = None,
+    up_scale: Tensor | None = None,
+    up_amax: Tensor | None = None,
+    round_to_power_of_2: bool = False,
+    record: bool = False,
+) -> SwigluGradients:
+    """Cast the gradients of ``gate`` and ``up`` to both layouts, and the product once more.
+
+    The product ``silu(gate) * up`` is needed as column data only now, so forward need not keep it.
+    One opaque op, ``torch.ops.float8.swiglu_backward_cast``.
+
+    Args:
+        grad: [R, C], gradient of the product; float32, bfloat16 or float16.
+        gate: as ``grad``.
+        up: as ``grad``.
+        product_scale: 0-dim float32, the scale that forward cast the product with.
+        product_dtype: float8 format of the product.
+        dtype: float8 format of the gradients.
+        gate_scale: 0-dim float32, the decode scale of gate's gradient from the history, 0 where
+            unknown; None (all four): scales are taken from the amaxes.
+        gate_amax: 0-dim float32, raised in place to the amax of gate's gradient.
+        up_scale: as ``gate_scale``.
+        up_amax: as ``gate_amax``.
+        round_to_power_of_2: round scales from amaxes up to powers of two.
+        record: whether to write the amaxes.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: the shapes or devices do not fit together.
+    """
+    args = (
+        *(grad, gate, up, product_scale, product_dtype, dtype),
+        *(gate_scale, gate_amax, up_scale, up_amax, round_to_power_of_2, record),
+    )
+    if all(map(takes_triton_directly, (grad, gate, up))):
+        out = swiglu_backward_cast_triton(*args)
+    else:
+        out = torch.ops.float8.swiglu_backward_cast.default(*args)
+    product, *rest = out
+    return SwigluGradients(product, Cast(*rest[:3]), Cast(*rest[3:]))
+
+
+def check_swiglu_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    product_scale: Tensor,
+    states: tuple[Tensor | None, ...],
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what :func:`swiglu_backward_cast` cannot take."""
+    check_same("swiglu_backward_cast", grad=grad, gate=gate, up=up)
+    check_scalar("product_scale", product_scale, grad)
+    given = [state for state in states if state is not None]
+    if len(given) not in (0, 4):
+        raise ValueError(
+            f"swiglu_backward_cast: got {len(given)} of gate_scale, gate_amax, up_scale and "
+            f"up_amax, expected all or none"
+        )
+    for state in given:
+        check_scalar("scale or amax", state, grad)
+
+
+def swiglu_backward_cast_reference(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    product_scale: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+    gate_scale: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_amax: Tensor | None,
+    round_to_power_of_2: bool,
+    record: bool,
+) -> list[Tensor]:
+    """Plain-torch twin of the kernel; see :func:`swiglu_backward_cast`."""
+    states = (gate_scale, gate_amax, up_scale, up_amax)
+    check_swiglu_backward(grad, gate, up, product_scale, states)
+    grad, gate, up = (x.to(torch.float32) for x in (grad, gate, up))
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    _, product = cast_reference(silu * up, product_scale, product_dtype, row=False, col=True)
+    assert product is not None
+    out = [product]
+    grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    for x, scale, amax in ((grad_gate, *states[:2]), (grad * silu, *states[2:])):
+        own = amax_reference(x)
+        used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
+        row, col = cast_reference(x, used, dtype, row=True, col=True)
+        assert row is not None
+        assert col is not None
+        out += [used, row, col]
+    return out
+
+
+def swiglu_backward_cast_triton(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    product_scale: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+    gate_scale: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_amax: Tensor | None,
+    round_to_power_of_2: bool,
+    record: bool,
+) -> list[Tensor]:
+    """Triton kernels; see :func:`swiglu_backward_cast`."""
+    states = (gate_scale, gate_amax, up_scale, up_amax)
+    check_swiglu_backward(grad, gate, up, product_scale, states)
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    out = allocate_gradients(grad, product_dtype, dtype)
+    product, grad_gate, grad_up = out[0], out[1:4], out[4:7]
+    known = gate_scale is not None
+    record = record and known
+    measure, cast = _launches(
+        grad.shape,
+        grad.dtype,
+        all(map(is_aligned, (grad, gate, up))),
+        grad.device,
+        (product_dtype, dtype, known, round_to_power_of_2, record),
+    )
+    parts = scratch(2 * measure.programs, grad.device)
+    # Any pointer of the same type stands in for one that is absent.
+    gate_state, gate_out, up_state, up_out = (parts if x is None else x for x in states)
+    measure(grad, gate, up, parts, gate_state, up_state)
+    cast(
+        *(grad, gate, up, product, *grad_gate[1:], *grad_up[1:], product_scale, parts),
+        *(gate_state, grad_gate[0], gate_out, up_state, grad_up[0], up_out),
+    )
+    if record:
+        torch.autograd.graph.increment_version([gate_out, up_out])
+    return out
+
+
+def allocate_gradients(
+    grad: Tensor, product_dtype: torch.dtype, dtype: torch.dtype
+) -> list[Tensor]:
+    """Uninitialised outputs of :func:`swiglu_backward_cast`; also its fake."""
+    R, C = grad.shape
+    row, col = (R, ceil16(C)), (ceil16(C), ceil16(R))
+    out = [grad.new_empty(col, dtype=product_dtype)]
+    for _ in range(2):
+        out.append(grad.new_empty((), dtype=torch.float32))
+        out.append(grad.new_empty(row, dtype=dtype))
+        out.append(grad.new_empty(col, dtype=dtype))
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _launches(
+    shape: tuple[int, int],
+    x_dtype: torch.dtype,
+    aligned: bool,
+    device: torch.device,
+    options: tuple[torch.dtype, torch.dtype, bool, bool, bool],
+) -> tuple[Launch, Launch]:
+    (R, C), sms, hardware = shape, sm_count(device), has_float8_conversion(device)
+    product_dtype, dtype, known, round_to_power_of_2, record = options
+    block, steps, rounds, parts = even_shares(R * C, 2048, sms)
+    measure = Launch(
+        swiglu_backward_amax_kernel,
+        parts,
+        device,
+        (R * C,),
+        (block, steps, rounds, known, hardware),
+        num_warps=8,
+    )
+    config = fitting(R, C, sms, ((64, 128, 8), (64, 64, 4), (32, 64, 4)))
+    cast = Launch(
+        swiglu_backward_kernel,
+        config.programs,
+        device,
+        (R, C, parts),
+        (
+            3 if product_dtype == torch.float8_e4m3fn else 2,
+            3 if dtype == torch.float8_e4m3fn else 2,
+            FLOAT8_MAX[dtype],
+            HISTORY if known else MEASURED,
+            1 << (parts - 1).bit_length(),
+            round_to_power_of_2,
+            record,
+            hardware,
+            config.even,
+            config.block_r,
+            config.block_c,
+            config.group,
+        ),
+        config.num_warps,
+    )
+    return measure, cast

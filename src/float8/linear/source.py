@@ -1,0 +1,92 @@
+"""The `nn.Linear` that a `Float8Linear` is made of: which ones can be, and what they hand over."""
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from float8.config import Float8LinearConfig
+from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, lacks_float8_gemm
+
+
+def unsupported(mod: nn.Linear, config: Float8LinearConfig) -> str | None:
+    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None."""
+    problem = _problem(mod, config, float8=False)
+    return None if problem is None else str(problem)
+
+
+def require_supported(mod: nn.Module, config: Float8LinearConfig, *, float8: bool) -> None:
+    """Raise what `unsupported` says.
+
+    Args:
+        mod: the layer.
+        config: the configuration it shall have.
+        float8: whether `mod` is a `Float8Linear` already, which may be of any subclass.
+
+    Raises:
+        TypeError: the type of `mod`, of `config` or of the weight's elements is the problem.
+        ValueError: anything else is.
+    """
+    if not isinstance(mod, nn.Linear):
+        raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
+    if not isinstance(config, Float8LinearConfig):
+        raise TypeError(
+            f"Float8Linear: got a config of type {type(config).__name__}, expected a "
+            f"Float8LinearConfig, for example Float8LinearConfig.from_recipe_name('tensorwise')"
+        )
+    problem = _problem(mod, config, float8=float8)
+    if problem is not None:
+        raise type(problem)(f"Float8Linear: {problem}")
+
+
+def own_containers(mod: nn.Module) -> dict[str, Any]:
+    """Copies of the dicts and sets in which `nn.Module` keeps Parameters, buffers and hooks."""
+    names = [name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)]
+    return {name: copy.copy(mod.__dict__[name]) for name in names}
+
+
+def move_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Hand the hooks of `old`, and the handles that remove them, to its replacement `new`.
+
+    A handle removes its hook from the dict it was registered in: so `new` takes the dicts
+    themselves, and `old` is left with copies.
+    """
+    for name, copied in own_containers(old).items():
+        if "_hooks" in name:
+            new.__dict__[name] = old.__dict__[name]
+            old.__dict__[name] = copied
+
+
+def _problem(
+    mod: nn.Linear, config: Float8LinearConfig, *, float8: bool
+) -> TypeError | ValueError | None:
+    # A parametrized layer is of a class of its own, which the new layer would not have.
+    if not (float8 or type(mod) is nn.Linear) or is_parametrized(mod):
+        return TypeError(
+            f"got a {type(mod).__name__}, which may not compute what nn.Linear does, expected an "
+            f"nn.Linear itself"
+        )
+    if "forward" in mod.__dict__:  # it would win over ours
+        return ValueError(
+            "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
+        )
+    if mod._compiled_call_impl is not None:  # bound to the layer it was made for
+        return ValueError(
+            "got a layer after `.compile()`, expected one before; convert first, then compile"
+        )
+    weight = mod.weight
+    if weight.dtype not in HIGH_PRECISION_DTYPES:
+        expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
+        return TypeError(f"got weight of dtype {weight.dtype}, expected one of {expected}")
+    shape = tuple(weight.shape)
+    if 0 in shape:
+        return ValueError(f"got weight of shape {shape}, expected no empty dim")
+    if not config.pad_inner_dim and any(dim % GEMM_ALIGNMENT for dim in shape):
+        return ValueError(
+            f"got weight of shape {shape}, expected dims divisible by {GEMM_ALIGNMENT}; set "
+            f"pad_inner_dim=True to have them padded"
+        )
+    if not config.emulate and (reason := lacks_float8_gemm(weight.device)) is not None:
+        return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
+    return None

@@ -1,0 +1,134 @@
+"""Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+
+Sampler = Callable[[], float]
+"""Takes one sample: milliseconds per call."""
+
+WARMUP_ROUNDS = 3
+
+
+def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]:
+    """Median of each sampler over interleaved rounds, in milliseconds.
+
+    Interleaved, so that a clock that drops while a GPU heats up drops for all alike. A few rounds
+    before those that count are thrown away.
+    """
+    times: dict[str, list[float]] = {name: [] for name in samplers}
+    for turn in range(WARMUP_ROUNDS + rounds):
+        for name, sample in samplers.items():
+            milliseconds = sample()
+            if turn >= WARMUP_ROUNDS:
+                times[name].append(milliseconds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernel_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
+    """Samples what the GPU needs for `calls`, without the time to issue them.
+
+    On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts.
+
+    Args:
+        calls: The same work on different data. Together larger than the L2 cache, so that no call
+            finds its input there.
+        device: Where they run.
+    """
+    if device.type != "cuda":
+        return call_sampler(calls, device)
+    with torch.cuda.device(device):
+        # Compiles kernels and chooses algorithms, on a side stream as graph capture wants it.
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls[:3]:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_graph_pool()):
+            results = [call() for call in calls]  # all alive, so none reuses another's memory
+        del results  # the next graph's may
+    return call_sampler([graph.replay], device, per_sample=len(calls))
+
+
+def call_sampler(
+    calls: Sequence[Call], device: torch.device, *, per_sample: int | None = None
+) -> Sampler:
+    """Samples calls issued one after the other: the larger of GPU time and time to issue them.
+
+    Args:
+        calls: What a sample runs.
+        device: Where they run: CUDA events on a GPU, the host's clock elsewhere.
+        per_sample: How many units of work a sample is; None: one per call.
+    """
+    units = len(calls) if per_sample is None else per_sample
+
+    def on_host() -> float:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - start) * 1e3 / units
+
+    def on_gpu() -> float:
+        with torch.cuda.device(device):
+            start, end = _event(), _event()
+            start.record()
+            for call in calls:
+                call()
+            end.record()
+            end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / units
+
+    return on_gpu if device.type == "cuda" else on_host
+
+
+@functools.cache
+def _graph_pool() -> Any:
+    """One pool for all graphs: nobody reads their results, so they may overwrite each other's."""
+    return torch.cuda.graph_pool_handle()
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:
+    """Samples a call in a steady state: as many calls back to back as take `at_least_ms`.
+
+    A single call would be charged the wait for its first kernel, which a training step hides
+    behind the work before it. The number of calls is chosen from a few calls made now.
+    """
+    for _ in range(3):
+        call()
+    once = min(call_sampler([call], device)() for _ in range(3))
+    count = max(1, min(20, round(at_least_ms / max(once, 1e-3))))
+    return call_sampler([call] * count, device)
+
+
+def issue_microseconds(call: Call, device: torch.device, *, samples: int = 20) -> float:
+    """Median time that the calling thread takes to issue `call`, in microseconds.
+
+    The GPU's time must be the shorter one: give it a tensor too small to matter.
+    """
+    calls = 20
+    times = []
+    for sample in range(samples + WARMUP_ROUNDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if sample >= WARMUP_ROUNDS:
+            times.append((time.perf_counter() - start) * 1e6 / calls)
+    return statistics.median(times)

@@ -1,0 +1,219 @@
+"""Each benchmark on tiny shapes: its rows are complete, and a wrong result ends it."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8.bench import block, cast, cast_check, linear, matmul
+from float8.bench.block import StackSize, StackStep, bench_block
+from float8.bench.memory import peak_bytes, saved_bytes
+from float8.bench.profile import kind_of, profile_block
+from float8.bench.shapes import Shape
+from float8.bench.variants import Variant, make_variants
+from float8.measure import WrongResultError
+
+CPU = torch.device("cpu")
+SHAPE = Shape(32, 64, 48)
+SHAPES = {"given": (SHAPE,)}
+TINY = StackSize("tiny", 1, 32)
+# Where these run: on the CPU always, and on a GPU where there is one.
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def flat(groups) -> list[dict]:
+    return list(itertools.chain.from_iterable(groups))
+
+
+@on_devices
+def test_matmul(device: str) -> None:
+    rows = flat(matmul.bench_matmul(SHAPES, torch.device(device), 2))
+    assert [row["variant"] for row in rows] == ["bf16", "float8", "float8 fast accum"]
+    for row in rows:
+        assert (row["set"], row["M"], row["K"], row["N"]) == ("given", *SHAPE)
+        assert row["tflops"] == pytest.approx(2 * 32 * 64 * 48 / row["ms"] / 1e9)
+        assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"])
+        assert row["sqnr_db"] > 40
+
+
+def test_a_wrong_matmul_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, **options) -> Tensor:
+        product = (a.float() * scale_a) @ (b.float() * scale_b).t()
+        if options["use_fast_accum"]:
+            product[:, 0] = 0
+        return product.bfloat16()
+
+    monkeypatch.setattr(matmul, "scaled_mm", wrong)
+    with pytest.raises(WrongResultError, match="matmul 32,64,48 float8 fast accum: SQNR"):
+        flat(matmul.bench_matmul(SHAPES, CPU, 1))
+
+
+@on_devices
+def test_cast(device: str) -> None:
+    assert cast.check_awkward(torch.device(device)) > 100
+    rows = flat(cast.bench_cast(SHAPES, torch.device(device), 2))
+    tensors = [(32, 48), (32, 64), (48, 64)]
+    assert list(dict.fromkeys((row["R"], row["C"]) for row in rows)) == tensors
+    for row in rows:
+        if row["case"] == "copy":
+            assert row["of_copy"] == pytest.approx(1.0)
+            assert row["gb_per_s"] == pytest.approx(4 * row["R"] * row["C"] / row["us"] / 1e3)
+
+
+def test_a_cast_that_differs_in_one_bit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(*arguments, **options):
+        row, col = cast_reference(*arguments, **options)
+        if row is not None:
+            row.view(torch.uint8)[-1, -1] ^= 1
+        return row, col
+
+    cast_reference = cast_check.cast_reference
+    monkeypatch.setattr(cast_check.kernels, "cast", off)
+    with pytest.raises(WrongResultError, match="not bitwise equal to its twin; nothing was timed"):
+        flat(cast.bench_cast(SHAPES, CPU, 1))
+    with pytest.raises(WrongResultError, match="not bitwise equal to its twin"):
+        cast.check_awkward(CPU)
+
+
+@on_devices
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_linear(device: str, mode: str) -> None:
+    place = torch.device(device)
+    shapes = {"two": (SHAPE, Shape(64, 32, 32))}
+    variants = make_variants(["tensorwise", "delayed"], [mode], [])
+    rows = flat(linear.bench_linear(shapes, variants, place, 2))
+    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise", "delayed"] * 3
+    assert {row["mode"] for row in rows} == {mode}
+    first, sums = rows[:3], rows[6:]
+    assert [row["M"] for row in sums] == ["sum"] * 3
+    for one, other, total in zip(first, rows[3:6], sums, strict=True):
+        assert total["ms"] == one["ms"] + other["ms"]
+        assert total["speedup"] == pytest.approx(sums[0]["ms"] / total["ms"])
+        assert one["floor_ms"] > 0
+    assert [row["saved_mib"] * 2**20 for row in first[:1]] == [2 * 32 * 64]  # the input
+    for row in first[1:]:  # its float8 copy, and scales
+        assert 32 * 64 <= row["saved_mib"] * 2**20 <= 32 * 64 + 64
+        assert 17 < row["sqnr_db"] < 40
+        assert row["cast_mb"] > 0
+        assert (row["peak_mib"] is None) == (device == "cpu")
+    if mode == "eager":
+        host = linear.host_microseconds(variants, place)
+        assert host.keys() == {"bf16", "tensorwise", "delayed"}
+        assert min(host.values()) > 0
+
+
+class CountCasts(TorchDispatchMode):
+    casts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.casts += func.namespace == "float8"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_no_call_that_is_timed_finds_its_casts_done(recipe: str) -> None:
+    (variant,) = make_variants([recipe], ["eager"], [])[1:]
+    weight, x = torch.randn(48, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    layer = linear.LayerStep(variant, SHAPE, weight, x)
+    grad = torch.randn(32, 48).bfloat16()
+    stack = StackStep(variant, TINY, CPU)
+    for step in (lambda: layer(grad), stack):
+        counts = []
+        for _ in range(3):
+            with CountCasts() as count:
+                step()
+            counts.append(count.casts)
+        assert counts[0] > 0
+        assert counts == counts[:1] * 3
+
+
+class Doubled(nn.Module):
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return 2 * self.wrapped(*arguments)
+
+
+def test_a_wrong_layer_is_not_timed() -> None:
+    variants = [*make_variants([], ["eager"], []), Variant("wrong", "eager", Doubled)]
+    with pytest.raises(WrongResultError, match="linear 32,64,48 wrong, eager: output"):
+        flat(linear.bench_linear(SHAPES, variants, CPU, 1))
+
+
+@on_devices
+def test_block(device: str) -> None:
+    variants = make_variants(["tensorwise", "delayed"], ["eager"], [])
+    groups = list(bench_block(TINY, variants, torch.device(device), 2))
+    assert groups[:-1] == [[]] * len(variants)
+    rows = groups[-1]
+    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise", "delayed"]
+    assert [row["sqnr_db"] == float("inf") for row in rows] == [True, False, False]
+    for row in rows:
+        assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"])
+
+
+def test_a_block_with_one_wrong_gradient_is_not_timed() -> None:
+    def convert(stack: nn.Module) -> nn.Module:
+        stack.layers[0].feed_forward.up.weight.register_hook(lambda grad: 0.5 * grad)
+        return stack
+
+    variants = [*make_variants([], ["eager"], []), Variant("wrong", "eager", convert)]
+    message = "block wrong, eager: gradient of layers.0.feed_forward.up.weight: SQNR"
+    with pytest.raises(WrongResultError, match=message):
+        list(bench_block(TINY, variants, CPU, 1))
+    assert block.preset("tiny").model.n_layers != TINY.blocks  # it ran the blocks asked for
+
+
+@on_devices
+def test_profile(device: str, tmp_path: Path) -> None:
+    variant = make_variants(["tensorwise"], ["eager"], [])[-1]
+    rows = profile_block(TINY, variant, torch.device(device), tmp_path / "traces")
+    for which in ("forward", "backward"):
+        shares = [row["share"] for row in rows if row["pass"] == which]
+        assert sum(shares) == pytest.approx(1.0)
+        assert json.loads((tmp_path / "traces" / f"{which}.json").read_text())["traceEvents"]
+    gemms = [row["calls"] for row in rows if row["kind"] == "GEMM"]
+    assert gemms[0] >= 7
+    assert gemms[1] >= 14
+    assert {row["kind"] for row in rows} >= {"GEMM", "cast/amax", "other"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("nvjet_qqtst_128x256_128x6_2x1_v_bz_coopB_TNT", "GEMM"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel>", "GEMM"),
+        ("aten::mm", "GEMM"),
+        ("aten::_scaled_mm", "GEMM"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
+        ("_cast_kernel", "cast/amax"),
+        ("_amax_flat_kernel", "cast/amax"),
+        ("triton_red_fused__to_copy_abs_amax_mul_3", "cast/amax"),
+        ("float8::cast", "cast/amax"),
+        ("triton_poi_fused_mul_silu_1", "other"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_saved_bytes_count_each_storage_once() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(4, 8)
+
+    def forward() -> Tensor:
+        return (x @ weight).exp() + (x @ weight)
+
+    # x (twice the same) and the result of exp; the weight needs no saving for x has no gradient.
+    assert saved_bytes(forward, [weight]) == 4 * (4 * 8 + 4 * 8)
+    assert saved_bytes(forward, [weight, x]) == 4 * (4 * 8)
+    assert peak_bytes(forward, CPU) is None

@@ -1,0 +1,59 @@
+"""Shapes by name and one by one; the device that is asked for."""
+
+import pytest
+import torch
+
+from float8.bench.devices import bench_device, input_sets
+from float8.bench.shapes import SHAPE_SETS, Shape, parse_shape, select_shapes
+
+
+def test_a_shape_is_three_numbers() -> None:
+    assert parse_shape("64, 32,16") == Shape(M=64, K=32, N=16)
+    assert str(parse_shape("64,32,16")) == "64,32,16"
+
+
+@pytest.mark.parametrize("text", ["", "64", "64,64", "64,64,64,64", "a,64,64", "0,64,64", "8,8,8"])
+def test_other_shapes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected M,K,N"):
+        parse_shape(text)
+
+
+def test_sets_and_given_shapes_add_up() -> None:
+    selected = select_shapes(["square", "llama3-8b"], ["64,64,64"])
+    assert list(selected) == ["square", "llama3-8b", "given"]
+    assert selected["square"][0] == (512, 512, 512)
+    assert selected["square"][-1] == (16384, 16384, 16384)
+    assert selected["llama3-8b"][2] == (8192, 4096, 28672)
+    assert selected["given"] == ((64, 64, 64),)
+
+
+def test_all_sets_can_be_given() -> None:
+    for members in SHAPE_SETS.values():
+        for shape in members:
+            assert parse_shape(str(shape)) == shape
+
+
+def test_there_must_be_a_shape() -> None:
+    with pytest.raises(ValueError, match="no shapes: give --shapes"):
+        select_shapes([], [])
+    with pytest.raises(ValueError, match="got 'round', expected one of llama3-8b"):
+        select_shapes(["round"], [])
+
+
+def test_without_a_gpu_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"no CUDA GPU here: .* --device cpu"):
+        bench_device("cuda")
+    with pytest.raises(ValueError, match="expected cuda, cuda:N or cpu"):
+        bench_device("meta")
+    assert bench_device("cpu").type == "cpu"
+
+
+@pytest.mark.gpu
+def test_input_sets_outgrow_the_cache() -> None:
+    device = bench_device("cuda")
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    assert input_sets(1 << 24, device) * (1 << 24) >= 4 * cache
+    assert input_sets(1 << 40, device) == 2
+    with pytest.raises(ValueError, match="got 'cuda:99', but there are"):
+        bench_device("cuda:99")

@@ -1,0 +1,141 @@
+"""Which layers are converted without a filter: those that float8 makes no slower."""
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    all_linears,
+    conversion_report,
+    convert_to_float8_training,
+)
+from float8.convert import filters
+from float8.cost import KNOWN
+from float8.plan import Judge, Verdict
+
+# Not the names that tests/conftest.py replaces.
+KNOWN_CEILINGS = filters.known_ceilings
+
+
+def model(device: str = "meta") -> nn.Module:
+    with torch.device(device):
+        return nn.ModuleDict({"large": nn.Linear(8192, 8192), "small": nn.Linear(512, 512)})
+
+
+def is_float8(module: nn.Module) -> list[str]:
+    return [name for name, layer in module.named_modules() if isinstance(layer, Float8Linear)]
+
+
+@pytest.fixture
+def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = (KNOWN["h100"], "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(filters, "known_ceilings", lambda device: here)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_slower_layers_stay_and_the_report_says_why() -> None:
+    converted = convert_to_float8_training(model())
+    assert is_float8(converted) == ["large"]
+    (skipped,) = conversion_report(converted).skipped
+    assert skipped.fqn == "small"
+    assert skipped.skip_reason is not None
+    assert skipped.skip_reason.startswith("estimated 0.")
+    assert skipped.skip_reason.endswith("x of bf16 at 8192 tokens on NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_fewer_tokens_leave_more_layers() -> None:
+    assert is_float8(convert_to_float8_training(model(), tokens_per_step=16)) == []
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_a_given_filter_decides_alone() -> None:
+    converted = convert_to_float8_training(model(), module_filter_fn=all_linears)
+    assert is_float8(converted) == ["large", "small"]
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_emulation_is_not_about_speed() -> None:
+    config = Float8LinearConfig(emulate=True)
+    assert is_float8(convert_to_float8_training(model(), config=config)) == ["large", "small"]
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_a_layer_that_cannot_be_converted_says_so_and_not_how_slow_it_is() -> None:
+    with torch.device("meta"):
+        small = nn.Sequential(nn.Linear(64, 64, dtype=torch.float64))
+    (skipped,) = conversion_report(convert_to_float8_training(small)).skipped
+    assert skipped.skip_reason is not None
+    assert "float64" in skipped.skip_reason
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_on_a_machine_without_gpu_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "known_ceilings", KNOWN_CEILINGS)
+    assert is_float8(convert_to_float8_training(model())) == ["large", "small"]
+
+
+def test_auto_filter_measures_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measurer(tokens: int, config: Float8LinearConfig, device: torch.device) -> Judge:
+        def judge(in_features: int, out_features: int) -> Verdict:
+            measured.append((tokens, in_features, out_features, device))
+            return Verdict(1.0, 1.25, "measured", tokens, "a GPU")
+
+        return judge
+
+    gpu = torch.device("cuda", 3)
+    monkeypatch.setattr(filters, "current_gpu", lambda: gpu)
+    monkeypatch.setattr(filters, "measurer", measurer)
+    converted = convert_to_float8_training(model(), auto_filter=True, tokens_per_step=100)
+    assert is_float8(converted) == []
+    assert measured == [(100, 8192, 8192, gpu), (100, 512, 512, gpu)]
+    reasons = {layer.skip_reason for layer in conversion_report(converted).skipped}
+    assert reasons == {"measured 0.80x of bf16 at 100 tokens on a GPU"}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_filter_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="measuring layers needs a CUDA GPU"):
+        convert_to_float8_training(model(), auto_filter=True)
+
+
+def test_auto_filter_and_a_filter_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="a given filter decides alone"):
+        convert_to_float8_training(model(), auto_filter=True, module_filter_fn=all_linears)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)]
+)
+def test_tokens_per_step_is_checked(tokens: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="tokens_per_step: got"):
+        convert_to_float8_training(model(), tokens_per_step=tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_measured_on_a_gpu() -> None:
+    state = torch.cuda.get_rng_state()
+    converted = convert_to_float8_training(model("cuda"), auto_filter=True)
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    assert "large" in is_float8(converted)
+    for layer in conversion_report(converted).skipped:
+        assert layer.skip_reason is not None
+        assert layer.skip_reason.startswith("measured 0.")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_estimated_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "known_ceilings", KNOWN_CEILINGS)
+    known = KNOWN_CEILINGS(torch.device("cuda", 0))
+    converted = convert_to_float8_training(model(device))
+    assert is_float8(converted) == (["large", "small"] if known is None else ["large"])

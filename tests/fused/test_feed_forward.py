@@ -1,0 +1,275 @@
+"""The fused SwiGLU feed-forward: values, gradients, what it saves, when it is fused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from float8 import (
+    Float8LinearConfig,
+    all_linears,
+    convert_to_float8_training,
+    swiglu_feed_forward,
+    sync_float8_amax_and_scale_history,
+    why_not_fused,
+)
+from sqnr import sqnr
+from support.configs import DELAYED, DISABLED, DYNAMIC, RECIPES, delayed, mixed, tensorwise
+from support.devices import DTYPES, on_devices
+from support.models import forward_backward, fp8_state, seeded
+from support.spies import OpCounter, saved_tensors
+
+SHAPES = [((32,), 64, 96), ((3, 11), 40, 50), ((5,), 64, 16)]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden: int, *, fused: bool, norm: bool, bias: bool = False):
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=1e-5) if norm else None
+        self.gate = nn.Linear(dim, hidden, bias=bias)
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.fused = fused
+        if norm:
+            nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return self.gate, self.up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return swiglu_feed_forward(x, *self.layers, norm=self.norm)
+        x = x if self.norm is None else self.norm(x)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def three(
+    dim: int, hidden: int, config: Float8LinearConfig, device: str, dtype: torch.dtype, norm: bool
+) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """The model in high precision, in float8 layer by layer, and fused; equal weights."""
+    torch.manual_seed(0)
+    plain = FeedForward(dim, hidden, fused=False, norm=norm).to(device, dtype)
+    apart = copy.deepcopy(plain)
+    convert_to_float8_training(apart, config=config, module_filter_fn=all_linears)
+    fused = copy.deepcopy(apart)
+    fused.fused = True
+    assert why_not_fused(*fused.layers) is None
+    return plain, apart, fused
+
+
+@on_devices
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("leading", "dim", "hidden"), SHAPES)
+def test_as_accurate_as_layer_by_layer(
+    device: str, leading: tuple[int, ...], dim: int, hidden: int, dtype, recipe: str, norm: bool
+) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    plain, apart, fused = three(dim, hidden, config, device, dtype, norm)
+    reference = copy.deepcopy(plain).double()
+    for step in range(3):
+        x = seeded(step, *leading, dim, device=device).to(dtype)
+        g = seeded(step + 9, *leading, dim, device=device).to(dtype)
+        exact = forward_backward(reference, x.double(), g.double())
+        wanted, got = forward_backward(apart, x, g), forward_backward(fused, x, g)
+        assert got.keys() == wanted.keys()
+        for name, value in got.items():
+            assert value.dtype == wanted[name].dtype
+            assert value.shape == wanted[name].shape
+            # Float8 noise around the same value: no worse than apart, up to luck on few numbers.
+            assert sqnr(exact[name], value) > sqnr(exact[name], wanted[name]) - 2.5, name
+            assert sqnr(exact[name], value) > 12, name
+        for model in (apart, fused):
+            sync_float8_amax_and_scale_history(model)
+        for name, buffer in fp8_state(fused).items():
+            theirs = dict(fp8_state(apart))[name]
+            assert torch.allclose(buffer, theirs, rtol=0.05), name  # the same, roundings apart
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float32_equals_layer_by_layer(device: str, recipe: str) -> None:
+    """Where x's dtype rounds nothing, the operands are the same but for the last bits of silu."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    _, apart, fused = three(64, 96, config, device, torch.float32, norm=False)
+    for step in range(2):
+        x, g = (seeded(step + i, 32, 64, device=device) for i in (0, 9))
+        wanted, got = forward_backward(apart, x, g), forward_backward(fused, x, g)
+        for name in wanted:
+            assert sqnr(wanted[name], got[name]) > 45, name
+        sync_float8_amax_and_scale_history(apart)
+        sync_float8_amax_and_scale_history(fused)
+
+
+@on_devices
+def test_saves_no_product_and_casts_once(device: str) -> None:
+    M, dim, hidden = 32, 64, 96
+    _, apart, fused = three(dim, hidden, tensorwise(), device, torch.bfloat16, norm=False)
+    x = seeded(0, M, dim, dtype=torch.bfloat16, device=device).requires_grad_()
+
+    def saved_bytes(model: nn.Module) -> int:
+        with saved_tensors() as saved:
+            model(x)
+        parameters = {p.data_ptr() for p in model.parameters()}
+        kept = {s.data_ptr(): s.nbytes for s in saved if s.data_ptr() not in parameters}
+        return sum(kept.values())
+
+    # x in float8, gate and up as they are, five scales.
+    assert saved_bytes(fused) == M * dim + 2 * (2 * M * hidden) + 5 * 4
+    assert saved_bytes(fused) < 0.7 * saved_bytes(apart)
+    with OpCounter() as counter:
+        fused(x).sum().backward()
+    assert counter.ops["float8.cast_dynamic"] == 1 + 3 + 1  # x, three weights, grad_output
+    assert counter.ops["float8.swiglu_cast"] == counter.ops["float8.swiglu_backward_cast"] == 1
+    assert counter.gemms == 9
+
+
+@on_devices
+@pytest.mark.parametrize("frozen", ["gate", "up", "down", "norm", "all"])
+def test_frozen_parameters(device: str, frozen: str) -> None:
+    _, apart, fused = three(32, 48, tensorwise(), device, torch.float32, norm=True)
+    for model in (apart, fused):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen != "all" and not name.startswith(frozen))
+    x, g = seeded(0, 16, 32, device=device), seeded(1, 16, 32, device=device)
+    wanted, got = forward_backward(apart, x, g), forward_backward(fused, x, g)
+    assert got.keys() == wanted.keys()
+    assert len(got) < 6
+    for name in got:
+        assert sqnr(wanted[name], got[name]) > 30, name
+
+
+@on_devices
+def test_without_gradients_and_on_nothing(device: str) -> None:
+    _, apart, fused = three(32, 48, delayed(), device, torch.float32, norm=True)
+    x = seeded(0, 16, 32, device=device)
+    with torch.no_grad():
+        assert sqnr(apart(x), fused(x)) > 30
+        assert fused(x[:0]).shape == (0, 32)
+    assert all(bool((buffer == 0).all()) for buffer in fp8_state(fused).values())
+
+
+@on_devices
+def test_autocast(device: str) -> None:
+    _, apart, fused = three(32, 48, tensorwise(), device, torch.float32, norm=True)
+    x = seeded(0, 16, 32, device=device).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        wanted, got = apart(x), fused(x)
+    assert got.dtype == wanted.dtype == torch.bfloat16
+    assert sqnr(wanted, got) > 20
+    got.sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert fused.gate.weight.grad.dtype == torch.float32
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+def test_compiled_in_one_graph(device: str, recipe: str, norm: bool) -> None:
+    torch._dynamo.reset()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    plain, _, fused = three(64, 96, config, device, torch.bfloat16, norm)
+    eager = copy.deepcopy(fused)
+    compiled = torch.compile(fused, fullgraph=True)
+    for step in range(3):
+        x, g = (seeded(step + i, 32, 64, dtype=torch.bfloat16, device=device) for i in (0, 9))
+        exact = forward_backward(plain, x, g)
+        wanted, got = forward_backward(eager, x, g), forward_backward(compiled, x, g)
+        for name, value in got.items():
+            name = name.removeprefix("_orig_mod.")
+            assert sqnr(exact[name], value) > sqnr(exact[name], wanted[name]) - 2.5, name
+        sync_float8_amax_and_scale_history(eager)
+        sync_float8_amax_and_scale_history(fused)
+        for name, buffer in fp8_state(fused).items():
+            assert torch.allclose(buffer, dict(fp8_state(eager))[name], rtol=0.05), name
+
+
+@on_devices
+@pytest.mark.parametrize("operand", ["x", "grad", "gate", "down"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_non_finite_shows(device: str, recipe: str, operand: str) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    _, _, fused = three(32, 48, config, device, torch.float32, norm=True)
+    x, g = seeded(0, 16, 32, device=device), seeded(1, 16, 32, device=device)
+    forward_backward(fused, x, g)
+    sync_float8_amax_and_scale_history(fused)
+    bad = {"x": x, "grad": g, "gate": fused.gate.weight.data, "down": fused.down.weight.data}
+    bad[operand][3, 5] = float("inf")
+    results = forward_backward(fused, x, g)
+    assert not results["input"].isfinite().all()
+    assert operand == "grad" or not results["output"].isfinite().all()
+
+
+@on_devices
+def test_activation_checkpointing_changes_nothing(device: str) -> None:
+    _, _, fused = three(32, 48, delayed(), device, torch.float32, norm=True)
+    other = copy.deepcopy(fused)
+    x, g = seeded(0, 16, 32, device=device), seeded(1, 16, 32, device=device)
+    wanted = forward_backward(fused, x, g)
+    y = x.clone().requires_grad_()
+    torch.utils.checkpoint.checkpoint(other, y, use_reentrant=False).backward(g)
+    assert torch.equal(y.grad, wanted["input"])
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter.grad, wanted[name])
+    for name, buffer in fp8_state(other).items():
+        assert torch.equal(buffer, dict(fp8_state(fused))[name])
+
+
+def test_why_not_fused_and_that_it_computes_all_the_same() -> None:
+    def reason(model: FeedForward) -> str:
+        why = why_not_fused(*model.layers)
+        assert why is not None
+        with OpCounter() as counter:
+            model(seeded(0, 16, 32))
+        assert counter.ops["float8.swiglu_cast"] == 0
+        return why
+
+    def model(config: Float8LinearConfig | None, **more) -> FeedForward:
+        ffn = FeedForward(32, 48, fused=True, norm=False, **more)
+        return ffn if config is None else convert_to_float8_training(ffn, config=config)
+
+    assert "is a Linear" in reason(model(None))
+    assert "bias" in reason(model(tensorwise(), bias=True))
+    hooked = model(tensorwise())
+    called = []
+    hooked.up.register_forward_hook(lambda *_: called.append(1))
+    assert "hooks" in reason(hooked)
+    assert called
+    differing = model(None)
+    convert_to_float8_training(differing.gate, config=tensorwise())
+    differing.gate = convert_to_float8_training(differing.gate, config=tensorwise())
+    differing.up = convert_to_float8_training(differing.up, config=delayed())
+    differing.down = convert_to_float8_training(differing.down, config=tensorwise())
+    assert "different configurations" in reason(differing)
+    assert "pad_inner_dim" in reason(model(tensorwise(pad_inner_dim=False)))
+    high_precision_grad_weight = mixed(
+        DYNAMIC,
+        DYNAMIC,
+        DYNAMIC,
+        cast_config_input_for_grad_weight=DISABLED,
+        cast_config_grad_output_for_grad_weight=DISABLED,
+    )
+    assert "high precision" in reason(model(high_precision_grad_weight))
+    twice = mixed(DYNAMIC, DYNAMIC, DYNAMIC, cast_config_weight_for_grad_input=DELAYED)
+    assert "differently" in reason(model(twice))
+
+
+def test_a_missing_sync_raises() -> None:
+    _, _, fused = three(32, 48, delayed(), "cpu", torch.float32, norm=False)
+    optimizer = torch.optim.SGD(fused.parameters(), lr=0.1)
+    fused(seeded(0, 16, 32)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="not synced"):
+        fused(seeded(1, 16, 32))
+
+
+def test_wrong_input() -> None:
+    _, _, fused = three(32, 48, tensorwise(), "cpu", torch.float32, norm=False)
+    with pytest.raises(ValueError, match=r"got input of shape \(16, 31\)"):
+        fused(seeded(0, 16, 31))
+    with pytest.raises(TypeError, match=r"torch\.bfloat16 and weight of dtype torch\.float32"):
+        fused(seeded(0, 16, 32, dtype=torch.bfloat16))

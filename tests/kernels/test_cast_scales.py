@@ -1,0 +1,166 @@
+"""Casts that choose their scale: the kernels against their twins, bit for bit."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.kernels._cast_launch import HISTORY, MEASURED, Options, launch_cast
+from float8.kernels._tiles import tile_launch
+from float8.kernels.amax import MAX_PARTS
+from float8.kernels.cast import (
+    cast_delayed_reference,
+    cast_delayed_triton,
+    cast_dynamic_reference,
+    cast_dynamic_triton,
+)
+from float8.scaling import amax_to_scale
+from kernels.float8_codes import FORMATS, HIGH_PRECISION, same_bytes
+
+FLAGS = [(True, True, True), (True, False, False), (False, True, False)]
+SHAPES = [(1, 1), (17, 33), (64, 48)]
+
+formats = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
+high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
+power_of_2 = pytest.mark.parametrize("power_of_2", [False, True])
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert torch.equal(got[0].cpu().nan_to_num(-1.0), want[0].cpu().nan_to_num(-1.0))
+    assert len(got) == len(want)
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        assert same_bytes(mine.cpu(), theirs.cpu())
+
+
+@formats
+@high_precision
+@power_of_2
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dynamic(
+    shape: tuple[int, int],
+    power_of_2: bool,
+    source: torch.dtype,
+    dtype: torch.dtype,
+    triton_device: torch.device,
+) -> None:
+    x = (torch.randn(shape) * 7).to(source).to(triton_device)
+    for y in (x, x.t()):
+        for flags in FLAGS:
+            got = cast_dynamic_triton(y, dtype, *flags, power_of_2)
+            assert_same(got, cast_dynamic_reference(y, dtype, *flags, power_of_2))
+
+
+@formats
+@power_of_2
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 2.0**-101, 1 / 3, 447.0, 3.3e38, math.inf, math.nan])
+def test_dynamic_scale_of_special_amaxes(
+    amax: float, power_of_2: bool, dtype: torch.dtype, triton_device: torch.device
+) -> None:
+    x = torch.zeros(20, 30, device=triton_device)
+    x[3, 4] = -amax
+    got = cast_dynamic_triton(x, dtype, True, True, False, power_of_2)
+    assert_same(got, cast_dynamic_reference(x, dtype, True, True, False, power_of_2))
+
+
+@formats
+@high_precision
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 0.03125, 2.0])
+def test_delayed(
+    scale: float,
+    record: bool,
+    source: torch.dtype,
+    dtype: torch.dtype,
+    triton_device: torch.device,
+) -> None:
+    known = torch.tensor(scale, device=triton_device)
+    mine, theirs = (torch.tensor(2.5, device=triton_device) for _ in range(2))
+    for seed, factor in enumerate((0.1, 5.0, 1.0)):  # below, above, and below the recorded amax
+        torch.manual_seed(seed)
+        x = (torch.randn(40, 33) * factor).to(source).to(triton_device)
+        for y, flags in ((x, FLAGS[0]), (x.t(), FLAGS[1]), (x[:, 1:], FLAGS[2])):
+            before = mine._version
+            got = cast_delayed_triton(y, known, mine, dtype, *flags, False, record)
+            want = cast_delayed_reference(y, known, theirs, dtype, *flags, False, record)
+            assert_same(got, want)
+            assert mine.item() == theirs.item()
+            assert (mine._version > before) == record
+    assert (mine.item() > 2.5) == record
+    assert known.item() == scale
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_delayed_keeps_what_is_not_finite(
+    scale: float, bad: float, triton_device: torch.device
+) -> None:
+    known = torch.tensor(scale, device=triton_device)
+    mine, theirs = (torch.zeros((), device=triton_device) for _ in range(2))
+    x = torch.ones(40, 50, device=triton_device)
+    x[7, 9] = bad
+    for y in (x, torch.ones_like(x)):
+        got = cast_delayed_triton(y, known, mine, FORMATS[0], True, True, False, False, True)
+        want = cast_delayed_reference(y, known, theirs, FORMATS[0], True, True, False, False, True)
+        assert_same(got, want)
+        assert not math.isfinite(mine.item())
+    assert torch.equal(mine.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("parts", [1, 3, 64, MAX_PARTS])
+@pytest.mark.parametrize("source", [MEASURED, HISTORY])
+def test_any_number_of_parts_is_joined(
+    source: int, parts: int, triton_device: torch.device
+) -> None:
+    x = torch.randn(40, 50, device=triton_device)
+    amaxes = torch.rand(parts, device=triton_device)
+    unknown, used = (torch.zeros((), device=triton_device) for _ in range(2))
+    for last in (False, True):
+        amaxes[-1 if last else 0] = 9.0
+        options = Options(FORMATS[0], True, True, False, source, parts)
+        config = tile_launch(40, 50, 16, 16, 1)
+        launch_cast(x, options, scale=unknown, parts=amaxes, scale_out=used, config=config)
+        assert torch.equal(used, amax_to_scale(amaxes.max(), FORMATS[0], False))
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("shape", [(8192, 4096), (4096, 14336), (1000, 4097)], ids=str)
+def test_gpu_matches_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    flags = (True, True, False, False)
+    assert_same(cast_dynamic_triton(x, dtype, *flags), cast_dynamic_reference(x, dtype, *flags))
+    for scale in (0.0, 0.01):
+        known = torch.tensor(scale, device="cuda")
+        mine, theirs = (torch.zeros((), device="cuda") for _ in range(2))
+        assert_same(
+            cast_delayed_triton(x, known, mine, dtype, *flags, True),
+            cast_delayed_reference(x, known, theirs, dtype, *flags, True),
+        )
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    x = torch.randn(256, 512, dtype=torch.bfloat16, device="cuda")
+    known, amax = (torch.zeros((), device="cuda") for _ in range(2))
+
+    def both() -> list[Tensor]:
+        options = (FORMATS[0], True, True, False, False)
+        return cast_dynamic_triton(x, *options) + cast_delayed_triton(
+            x, known, amax, *options, True
+        )
+
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for factor in (1.0, 3.0):
+        x.mul_(factor)
+        amax.zero_()
+        graph.replay()
+        fresh = both()
+        for part in (slice(0, 3), slice(3, 6)):
+            assert_same(captured[part], fresh[part])
+        assert amax.item() == x.abs().max().item()

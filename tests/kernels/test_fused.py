@@ -1,0 +1,134 @@
+"""Kernels that compute and cast in one: against their twins, which differ in exp's last bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.kernels.rms_norm import rms_norm_cast_reference, rms_norm_cast_triton
+from float8.kernels.swiglu import swiglu_cast_reference, swiglu_cast_triton
+from float8.kernels.swiglu_backward import (
+    swiglu_backward_cast_reference,
+    swiglu_backward_cast_triton,
+)
+from kernels.float8_codes import FORMATS
+
+E4M3, E5M2 = FORMATS
+SHAPES = [(37, 50), (64, 128)]
+
+source = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+known = pytest.mark.parametrize("scale", [None, 0.0, 0.01], ids=["dynamic", "unknown", "known"])
+
+
+def inputs(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).to(dtype).to(device) for _ in range(3)]
+
+
+def state(scale: float | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    if scale is None:
+        return None, None
+    return torch.tensor(scale, device=device), torch.zeros((), device=device)
+
+
+def assert_close(got: Tensor | None, want: Tensor | None) -> None:
+    if got is None or want is None:
+        assert got is want
+        return
+    got, want = got.cpu(), want.cpu()
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    if got.dtype.itemsize > 1:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0, equal_nan=True)
+        return
+    # A product that lies on a rounding boundary may fall to either side: one code apart.
+    codes, other = got.view(torch.uint8).int(), want.view(torch.uint8).int()
+    assert (codes - other).abs().max() <= 1
+    assert (codes != other).float().mean() < 0.005
+
+
+@source
+@known
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_swiglu(shape, scale: float | None, dtype: torch.dtype, triton_device) -> None:
+    gate, up, _ = inputs(shape, dtype, triton_device)
+    mine, theirs = state(scale, triton_device), state(scale, triton_device)
+    got = swiglu_cast_triton(gate, up, E4M3, *mine, False, True)
+    want = swiglu_cast_reference(gate, up, E4M3, *theirs, False, True)
+    for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
+        assert_close(*pair)
+
+
+@source
+@known
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_swiglu_backward(shape, scale: float | None, dtype: torch.dtype, triton_device) -> None:
+    product_scale = torch.tensor(0.02, device=triton_device)
+    args = (*inputs(shape, dtype, triton_device), product_scale, E4M3, E5M2)
+    mine = state(scale, triton_device) + state(scale, triton_device)
+    theirs = state(scale, triton_device) + state(scale, triton_device)
+    got = swiglu_backward_cast_triton(*args, *mine, False, True)
+    want = swiglu_backward_cast_reference(*args, *theirs, False, True)
+    for pair in zip((*got, *mine), (*want, *theirs), strict=True):
+        assert_close(*pair)
+
+
+@source
+@known
+@pytest.mark.parametrize("col", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(shape, col: bool, scale: float | None, dtype, triton_device) -> None:
+    x = inputs(shape, dtype, triton_device)[0] * 3
+    for weight_dtype in {torch.float32, dtype}:
+        weight = torch.rand(shape[1], device=triton_device).to(weight_dtype)
+        mine, theirs = state(scale, triton_device), state(scale, triton_device)
+        got = rms_norm_cast_triton(x, weight, 1e-5, E4M3, col, *mine, False, True)
+        want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, col, *theirs, False, True)
+        for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
+            assert_close(*pair)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_codes_are_nan(bad: float, triton_device: torch.device) -> None:
+    gate, up, grad = inputs((32, 32), torch.float32, triton_device)
+    up[3, 5] = bad
+    scale = torch.tensor(0.02, device=triton_device)
+    amax = torch.zeros((), device=triton_device)
+    _, row = swiglu_cast_triton(gate, up, E4M3, scale, amax, False, True)
+    assert row.float()[3, 5].isnan()
+    product, _, gate_row, *_ = swiglu_backward_cast_triton(
+        grad, gate, up, scale, E4M3, E5M2, scale, amax, scale, amax.clone(), False, False
+    )
+    assert product.float()[5, 3].isnan()
+    assert gate_row.float()[3, 5].isnan()
+
+
+def test_strided_inputs(triton_device: torch.device) -> None:
+    """Halves of one tensor, as a model with a joint gate-and-up projection has them."""
+    joint = torch.randn(40, 96, device=triton_device)
+    gate, up = joint.chunk(2, dim=1)
+    args = (E4M3, None, None, False, False)
+    for pair in zip(
+        swiglu_cast_triton(gate, up, *args),
+        swiglu_cast_triton(gate.contiguous(), up.contiguous(), *args),
+        strict=True,
+    ):
+        assert_close(*pair)
+
+
+def test_wrong_input_says_what_to_do() -> None:
+    x = torch.randn(4, 16)
+    with pytest.raises(ValueError, match=r"up is .*\(4, 8\).*expected the same shape"):
+        swiglu_cast_reference(x, x[:, :8], E4M3, None, None, False, False)
+    with pytest.raises(ValueError, match="only one of scale and amax"):
+        swiglu_cast_reference(x, x, E4M3, torch.ones(()), None, False, False)
+    with pytest.raises(ValueError, match=r"weight is .*\(4,\)"):
+        rms_norm_cast_reference(x, x[0, :4], 1e-5, E4M3, False, None, None, False, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 4096), (512, 14336), (1000, 1050)], ids=str)
+def test_large_on_the_gpu(shape: tuple[int, int]) -> None:
+    device = torch.device("cuda")
+    test_swiglu(shape, None, torch.bfloat16, device)
+    test_swiglu_backward(shape, 0.0, torch.bfloat16, device)
+    test_rms_norm(shape, True, 0.01, torch.bfloat16, device)

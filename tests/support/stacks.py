@@ -1,0 +1,26 @@
+"""Stacks of layers with delayed scaling, and their training steps."""
+
+import torch
+from torch import nn
+
+from float8 import convert_to_float8_training
+from support.configs import delayed
+from support.models import seeded
+
+MISSING = "sync_float8_amax_and_scale_history"
+"""What the error of a missing sync names."""
+
+
+def stack(layers: int, device: str = "cpu", **more) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(16, 16, device=device) for _ in range(layers)))
+    return convert_to_float8_training(model, config=delayed(**more))
+
+
+def train(model: nn.Module, seed: int = 0) -> None:
+    weight = next(model.parameters())
+    x = seeded(seed, 4, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    model(x).sum().backward()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,0 +1,176 @@
+"""The sync of delayed scaling: its values and what it costs."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from float8 import (
+    DelayedScalingConfig,
+    Float8Linear,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from support.devices import on_devices
+from support.models import fp8_state, seeded
+from support.simulation import SimulatedHistory
+from support.spies import OpCounter
+from support.stacks import stack, train
+
+
+@on_devices
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
+def test_twenty_training_steps_agree_with_the_simulation(
+    device: str, scale_fn_name: str, power_of_2: bool
+) -> None:
+    layer = Float8Linear(
+        16,
+        32,
+        bias=False,
+        device=device,
+        config=delayed(
+            delayed_scaling_config=DelayedScalingConfig(4, scale_fn_name),
+            round_scales_to_power_of_2=power_of_2,
+        ),
+    )
+    simulated = {
+        role: SimulatedHistory(4, scale_fn_name, float8_max, power_of_2)
+        for role, float8_max in (("input", 448.0), ("weight", 448.0), ("grad_output", 57344.0))
+    }
+    rng = np.random.default_rng(5)
+    for step in range(20):
+        size = {role: float(np.exp(rng.normal())) for role in simulated}
+        x = size["input"] * seeded(step, 8, 16, device=device)
+        g = size["grad_output"] * seeded(step + 100, 8, 32, device=device)
+        with torch.no_grad():
+            layer.weight.copy_(size["weight"] * seeded(step + 200, 32, 16, device=device))
+        if step in (3, 4, 9):
+            x[0, 0] = math.nan if step == 3 else math.inf
+        if step in (4, 5, 6, 7, 8):
+            g.zero_()  # longer than the history: the scale must stay
+        layer(x).backward(g)
+        sync_float8_amax_and_scale_history(layer)
+        for role, tensor in (("input", x), ("weight", layer.weight), ("grad_output", g)):
+            simulated[role].step(tensor.detach().abs().max().item())
+            history = layer.get_buffer(f"fp8_amax_history_{role}")
+            scale = layer.get_buffer(f"fp8_scale_{role}")
+            assert history.tolist() == simulated[role].history, (role, step)
+            assert scale.item() == simulated[role].scale, (role, step)
+            assert layer.get_buffer(f"fp8_amax_{role}").item() == 0
+
+
+def test_layers_of_different_settings_are_synced_each_by_its_own() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    configs = [
+        delayed(delayed_scaling_config=DelayedScalingConfig(2, "most_recent")),
+        delayed(round_scales_to_power_of_2=True),
+        mixed(DELAYED, DYNAMIC, DYNAMIC),
+        tensorwise(),
+    ]
+    for index, config in enumerate(configs):
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda mod, fqn, i=index: fqn == str(i)
+        )
+    train(model)
+    amaxes = {name: b.item() for name, b in fp8_state(model).items() if b.dim() == 0}
+    sync_float8_amax_and_scale_history(model)
+    assert model[0].fp8_amax_history_weight.shape == (2,)
+    for index, layer in enumerate(model[:3]):
+        scale = amaxes[f"{index}.fp8_amax_input"] / 448
+        expected = 2.0 ** math.ceil(math.log2(scale)) if index == 1 else np.float32(scale)
+        assert layer.fp8_scale_input.item() == expected
+
+
+def test_layers_can_be_named() -> None:
+    model = stack(3)
+    train(model)
+    sync_float8_amax_and_scale_history(model, fp8_layers=[model[0], model[2]])
+    assert [layer.fp8_scale_input.item() > 0 for layer in model] == [True, False, True]
+
+
+@on_devices
+@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
+@pytest.mark.parametrize("between", ["nothing", "no_grad", "zeros"])
+def test_a_sync_of_nothing_changes_nothing(device: str, scale_fn_name: str, between: str) -> None:
+    config = DelayedScalingConfig(3, scale_fn_name)
+    model = stack(2, device, delayed_scaling_config=config)
+    for step in range(2):
+        train(model, step)
+        sync_float8_amax_and_scale_history(model)
+    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+    for _ in range(4):  # more than the history is long
+        if between == "no_grad":
+            with torch.no_grad():
+                model.eval()(seeded(9, 4, 16, device=device))
+        elif between == "zeros":
+            with torch.no_grad():
+                model[0].weight.zero_(), model[0].bias.zero_()
+                model[1].weight.zero_(), model[1].bias.zero_()
+            model(torch.zeros(4, 16, device=device)).backward(torch.zeros(4, 16, device=device))
+        sync_float8_amax_and_scale_history(model)
+        assert all(torch.equal(buffer, before[n]) for n, buffer in fp8_state(model).items())
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "message"),
+    [
+        (None, None, "model: got NoneType, expected an nn.Module"),
+        ([], None, "model: got list, expected an nn.Module"),
+        (nn.ReLU(), 3, "fp8_layers: got int, expected a list of Float8Linear"),
+        (nn.ReLU(), Float8Linear(16, 16), "fp8_layers: got Float8Linear, expected a list"),
+        (nn.ReLU(), [nn.Linear(1, 1)], "fp8_layers: got a Linear in it, expected Float8Linear"),
+        (nn.ReLU(), "0", "fp8_layers: got a str in it, expected Float8Linear only"),
+    ],
+)
+def test_arguments_of_a_wrong_type(model, layers, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        sync_float8_amax_and_scale_history(model, layers)
+
+
+@pytest.mark.parametrize("config", [tensorwise(), None], ids=["dynamic", "unconverted"])
+def test_nothing_to_do_is_fine(config) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    if config is not None:
+        convert_to_float8_training(model, config=config)
+    with OpCounter() as counter:
+        sync_float8_amax_and_scale_history(model)
+    assert not counter.ops
+
+
+# ---------------------------------------------------------------- cost
+
+
+@on_devices
+@pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
+def test_the_number_of_kernels_does_not_grow_with_the_layers(
+    device: str, scale_fn_name: str
+) -> None:
+    ops = []
+    for layers in (2, 20):
+        config = DelayedScalingConfig(scale_fn_name=scale_fn_name)
+        model = stack(layers, device, delayed_scaling_config=config)
+        train(model)
+        sync_float8_amax_and_scale_history(model)  # stacks the state, once
+        train(model)
+        with OpCounter() as counter:
+            sync_float8_amax_and_scale_history(model)
+        ops.append(counter.ops)
+    assert ops[0] == ops[1]
+    assert 0 < ops[0].total() < 25
+
+
+@pytest.mark.gpu
+def test_sync_does_not_wait_for_the_gpu() -> None:
+    model = stack(4, "cuda")
+    train(model)
+    sync_float8_amax_and_scale_history(model)
+    train(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sync_float8_amax_and_scale_history(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

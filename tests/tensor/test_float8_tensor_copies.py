@@ -1,0 +1,189 @@
+"""Copying, casting, comparing a Float8Tensor, and what it has no meaning for."""
+
+import pytest
+import torch
+
+from float8 import Float8Tensor
+from sqnr import same_bits
+from support.devices import DTYPES, E5M2, on_devices
+from support.tensors import float8
+
+# ---------------------------------------------------------------- copies
+
+
+@on_devices
+def test_a_clone_shares_nothing(device: str) -> None:
+    t = float8(0, 4, 8, device=device)
+    before = t.to_original_precision()
+    clone = t.clone()
+    clone.copy_(float8(1, 4, 8, device=device))
+    assert same_bits(t.to_original_precision(), before)
+
+
+@on_devices
+def test_detach_shares_everything(device: str) -> None:
+    t = float8(0, 4, 8, device=device)
+    detached = t.detach()
+    assert not detached.requires_grad
+    assert detached._data.data_ptr() == t._data.data_ptr()
+
+
+@on_devices
+def test_copy_from_a_float8_tensor_takes_data_and_scale(device: str) -> None:
+    target, source = float8(0, 4, 8, device=device), float8(1, 4, 8, device=device)
+    assert target.copy_(source) is target
+    assert same_bits(target._data, source._data)
+    assert same_bits(target._scale, source._scale)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copy_into_a_high_precision_tensor_dequantises(device: str, dtype: torch.dtype) -> None:
+    source = float8(0, 4, 8, device=device)
+    target = torch.zeros(4, 8, dtype=dtype, device=device)
+    assert target.copy_(source) is target
+    assert type(target) is torch.Tensor
+    assert same_bits(target, source.to_original_precision().to(dtype))
+
+
+def test_copy_refuses_what_would_change_the_meaning() -> None:
+    t = float8(0, 4, 8)
+    with pytest.raises(ValueError, match=r"(?s)high-precision source.*from_high_precision"):
+        t.copy_(torch.ones(4, 8))
+    with pytest.raises(ValueError, match=r"of shape \(8, 4\).*of shape \(4, 8\), expected equal"):
+        t.copy_(float8(1, 8, 4))
+    with pytest.raises(ValueError, match=r"float8_e5m2 .*float8_e4m3fn.*expected equal"):
+        t.copy_(float8(1, 4, 8, format=E5M2))
+
+
+def test_copy_into_a_part_of_a_float8_tensor_keeps_the_rest() -> None:
+    """A view shares the scale: writing another one would change the values of all the rest."""
+    whole = float8(0, 8, 8)
+    rest = whole[4:].to_original_precision()
+    part = float8(1, 4, 8)
+    try:
+        whole[:4].copy_(part)
+    except ValueError:
+        return  # refusing is as good
+    assert same_bits(whole[4:].to_original_precision(), rest)
+
+
+# ---------------------------------------------------------------- dtype and device
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_to_another_dtype_dequantises(device: str, dtype: torch.dtype) -> None:
+    t = float8(0, 4, 8, device=device)
+    got = t.to(dtype)
+    assert type(got) is torch.Tensor
+    assert same_bits(got, t.to_original_precision().to(dtype))
+
+
+@on_devices
+def test_to_its_own_dtype_stays_float8(device: str) -> None:
+    t = float8(0, 4, 8, device=device)
+    assert t.to(torch.float32) is t
+    copy = t.to(torch.float32, copy=True)
+    assert isinstance(copy, Float8Tensor)
+    assert copy._data.data_ptr() != t._data.data_ptr()
+
+
+def test_to_the_meta_device() -> None:
+    t = float8(0, 4, 8).to("meta")
+    assert isinstance(t, Float8Tensor)
+    assert t.device.type == t._data.device.type == t._scale.device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_to_a_gpu_and_back(non_blocking: bool) -> None:
+    t = float8(0, 4, 8, dtype=torch.bfloat16)
+    there = t.to("cuda", non_blocking=non_blocking)
+    assert isinstance(there, Float8Tensor)
+    assert there.device.type == there._data.device.type == there._scale.device.type == "cuda"
+    back = there.cpu()
+    assert same_bits(back._data, t._data)
+    assert same_bits(back._scale, t._scale)
+    assert back.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------- new tensors, comparing
+
+
+LIKE = {"zeros": torch.zeros_like, "ones": torch.ones_like, "empty": torch.empty_like}
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIKE)
+def test_a_new_tensor_like_it_is_a_plain_one(device: str, name: str, dtype: torch.dtype) -> None:
+    for t in (whole := float8(0, 6, 8, device=device, dtype=dtype), whole.t(), whole[1:3, ::2]):
+        got, wanted = LIKE[name](t), LIKE[name](t.to_original_precision())
+        assert type(got) is torch.Tensor
+        assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
+        if name != "empty":
+            assert same_bits(got, wanted)
+        if t.is_contiguous() or t.t().is_contiguous():
+            assert got.stride() == t.stride()
+
+
+def test_a_new_tensor_like_it_of_another_dtype_device_and_layout() -> None:
+    t = float8(0, 6, 8).t()
+    assert torch.zeros_like(t, dtype=torch.int64).dtype == torch.int64
+    assert torch.ones_like(t, device="meta").device.type == "meta"
+    assert torch.empty_like(t, memory_format=torch.contiguous_format).is_contiguous()
+    assert torch.zeros_like(t, requires_grad=True).requires_grad
+
+
+def test_adamw_keeps_its_state_of_a_float8_parameter_in_plain_tensors() -> None:
+    parameter = torch.nn.Parameter(float8(0, 6, 8))
+    state = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    assert type(state) is torch.Tensor
+    assert not state.requires_grad
+
+
+@on_devices
+def test_equal_compares_values(device: str) -> None:
+    t = float8(0, 6, 8, device=device)
+    plain = t.to_original_precision()
+    halved = Float8Tensor((t._data.float() / 2).to(t._data.dtype), t._scale * 2, t.dtype)
+    exact = Float8Tensor(torch.ones_like(t._data.float()).to(t._data.dtype), t._scale, t.dtype)
+    doubled = Float8Tensor((exact._data.float() / 2).to(t._data.dtype), t._scale * 2, t.dtype)
+    assert torch.equal(t, t)
+    assert torch.equal(t, t.clone())
+    assert torch.equal(t, plain)
+    assert torch.equal(plain, t)
+    assert torch.equal(exact, doubled)  # held otherwise, the same values
+    assert torch.equal(t, halved) == torch.equal(plain, halved.to_original_precision())
+    assert not torch.equal(t, float8(1, 6, 8, device=device))
+    assert not torch.equal(t, t[:4])
+    assert not torch.equal(t, t.t())
+    assert not torch.equal(t, Float8Tensor(t._data, t._scale * 2, t.dtype))
+    nan = Float8Tensor(t._data, t._scale * torch.nan, t.dtype)
+    assert not torch.equal(nan, nan.clone())
+
+
+# ---------------------------------------------------------------- all the rest
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda t: t + 1,
+        lambda t: t * t,
+        lambda t: t.sum(),
+        lambda t: t.relu(),
+        lambda t: t.add_(1),
+        lambda t: t.zero_(),
+        lambda t: t.abs().max(),
+        lambda t: t == t,
+        lambda t: t[torch.tensor([0, 1])],
+        lambda t: torch.bmm(t.view(1, 4, 8), t.view(1, 8, 4)),
+        lambda t: torch.stack([t, t]),
+        lambda t: t.view(torch.int32),
+    ],
+)
+def test_other_ops_name_the_way_out(op) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"to_original_precision\(\)"):
+        op(float8(0, 4, 8))

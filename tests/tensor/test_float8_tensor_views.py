@@ -1,0 +1,104 @@
+"""Ops that move the values of a Float8Tensor: views, taking apart, joining."""
+
+import pytest
+import torch
+
+from float8 import Float8Tensor
+from sqnr import same_bits
+from support.devices import E5M2, on_devices
+from support.models import seeded
+from support.tensors import float8
+
+VIEWS = {
+    "view": lambda t: t.view(6, 16),
+    "view-minus-one": lambda t: t.view(-1),
+    "reshape": lambda t: t.reshape(3, 4, 8),
+    "reshape-with-copy": lambda t: t.t().reshape(6, 16),
+    "t": lambda t: t.t(),
+    "T": lambda t: t.T,
+    "mT": lambda t: t.mT,
+    "transpose": lambda t: t.transpose(0, 1),
+    "permute": lambda t: t.permute(1, 0),
+    "flatten": lambda t: t.flatten(),
+    "unflatten": lambda t: t.unflatten(1, (2, 4)),
+    "unsqueeze": lambda t: t.unsqueeze(1),
+    "squeeze": lambda t: t.unsqueeze(1).squeeze(1),
+    "expand": lambda t: t[:1].expand(5, 8),
+    "slice": lambda t: t[2:7],
+    "slice-columns": lambda t: t[:, 1:5],
+    "slice-with-step": lambda t: t[::3, ::2],
+    "select": lambda t: t[4],
+    "select-element": lambda t: t[4, 5],
+    "narrow": lambda t: t.narrow(0, 1, 3),
+    "as_strided": lambda t: t.as_strided((3, 4), (8, 2)),
+    "detach": lambda t: t.detach(),
+    "clone": lambda t: t.clone(),
+    "contiguous": lambda t: t.t().contiguous(),
+    "view_as": lambda t: t.view_as(torch.empty(24, 4)),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("name", VIEWS)
+def test_moving_values_around(device: str, name: str) -> None:
+    t = float8(0, 12, 8, device=device, dtype=torch.bfloat16)
+    plain = t.to_original_precision()
+    got, wanted = VIEWS[name](t), VIEWS[name](plain)
+    assert isinstance(got, Float8Tensor)
+    assert (got.shape, got.stride(), got.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    assert got.storage_offset() == wanted.storage_offset()
+    assert got.is_contiguous() == wanted.is_contiguous()
+    assert same_bits(got.to_original_precision(), wanted)
+    assert got._data.stride() == wanted.stride()
+
+
+PIECES = {
+    "split": lambda t: t.split(5),
+    "split-columns": lambda t: t.split(3, dim=1),
+    "split-sizes": lambda t: t.split([2, 4, 6]),
+    "tensor_split": lambda t: t.tensor_split(3),
+    "chunk": lambda t: t.chunk(5),
+    "unbind": lambda t: t.unbind(1),
+    "iter": list,
+}
+
+
+@on_devices
+@pytest.mark.parametrize("name", PIECES)
+def test_taking_apart_and_joining(device: str, name: str) -> None:
+    t = float8(0, 12, 8, device=device)
+    got, wanted = PIECES[name](t), PIECES[name](t.to_original_precision())
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert isinstance(a, Float8Tensor)
+        assert same_bits(a.to_original_precision(), b)
+
+
+@on_devices
+@pytest.mark.parametrize("dim", [0, 1])
+def test_cat_of_pieces_gives_the_whole(device: str, dim: int) -> None:
+    t = float8(0, 12, 8, device=device)
+    whole = torch.cat(t.split(3, dim), dim)
+    assert isinstance(whole, Float8Tensor)
+    assert same_bits(whole._data, t._data)
+    assert same_bits(whole._scale, t._scale)
+
+
+def test_cat_of_equal_scales_held_by_different_tensors() -> None:
+    scale = torch.tensor(0.5)
+    a, b = (Float8Tensor.from_high_precision(seeded(i, 4, 8), scale=scale.clone()) for i in (0, 1))
+    joined = torch.cat([a, b]).to_original_precision()
+    assert same_bits(joined, torch.cat([a.to_original_precision(), b.to_original_precision()]))
+
+
+def test_cat_refuses_what_it_cannot_join() -> None:
+    a = float8(0, 4, 8)
+    with pytest.raises(ValueError, match=r"(?s)different scales.*to_original_precision\(\)"):
+        torch.cat([a, float8(1, 4, 8)])
+    with pytest.raises(ValueError, match=r"(?s)high-precision tensor.*to_original_precision\(\)"):
+        torch.cat([a, torch.ones(4, 8)])
+    with pytest.raises(ValueError, match=r"(?s)high-precision tensor.*to_original_precision\(\)"):
+        torch.cat([torch.ones(4, 8), a])
+    e5m2 = Float8Tensor(torch.zeros(4, 8).to(E5M2), a._scale, torch.float32)
+    with pytest.raises(ValueError, match=r"(?s)got Float8Tensors of .*expected equal"):
+        torch.cat([a, e5m2])

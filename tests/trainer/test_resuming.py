@@ -1,0 +1,110 @@
+"""Stopping a run and going on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from float8.trainer import loop
+from float8.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
+from float8.trainer.config import TrainConfig
+from float8.trainer.data import Corpus
+from float8.trainer.errors import (
+    CheckpointError,
+    ConfigError,
+)
+from float8.trainer.interrupt import StopRequest
+from float8.trainer.metrics import read_metrics
+from float8.trainer.run_folder import find_checkpoint, saved_config
+from float8.trainer.train import train
+from support.listener import Listener
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+@pytest.mark.parametrize("recipe", ["high_precision", "tensorwise", "delayed"])
+def test_resuming_is_exact_to_the_bit(make_config: MakeConfig, tmp_path: Path, recipe: str) -> None:
+    settings = {"recipe": recipe, "steps": 8, "accumulate": 2, "eval_interval": 3}
+    whole = train(make_config(output=str(tmp_path / "whole"), **settings))
+    parts = make_config(output=str(tmp_path / "parts"), **settings)
+    first = train(parts.replace(stop_after=4))
+    assert first.status == "stopped"
+    assert first.checkpoint is not None
+    torch.manual_seed(999)  # Another process would not have the same random state.
+    second = train(saved_config(first.checkpoint), resume=Path(parts.output))
+    assert (second.status, second.summary.steps) == ("finished", 8)
+
+    assert whole.checkpoint is not None
+    assert second.checkpoint is not None
+    expected, got = read_tensors(whole.checkpoint), read_tensors(second.checkpoint)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    assert any(name.startswith("optimizer/") and "exp_avg" in name for name in expected)
+    if recipe == "delayed":
+        assert any("amax_history" in name for name in expected)
+
+    def losses(result: loop.Trainer) -> list[tuple[float, float]]:
+        metrics = read_metrics(result.folder.metrics)
+        return [(r.loss, r.grad_norm) for r in metrics.train]
+
+    assert losses(second) == losses(whole)  # type: ignore[arg-type]
+    assert second.summary.val_loss == whole.summary.val_loss
+
+
+def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(make_config: MakeConfig) -> None:
+    stop = StopRequest()
+
+    def ask(step: int) -> None:
+        stop.requested = step == 3
+
+    listener = Listener(ask)
+    result = train(make_config(), observers=[listener], stop=stop)
+    assert (result.status, result.summary.steps) == ("interrupted", 3)
+    assert listener.events[-3:] == ["checkpoint 3", "interrupted 3", "closed"]
+    assert find_checkpoint(result.folder.path) == result.checkpoint
+
+
+def test_resuming_with_other_settings_or_data_is_refused(
+    make_config: MakeConfig, text_folder: Path
+) -> None:
+    result = train(make_config(stop_after=2))
+    folder = result.folder.path
+    assert result.checkpoint is not None
+    changed = saved_config(result.checkpoint).replace(learning_rate=0.5, recipe="tensorwise")
+    with pytest.raises(ConfigError) as caught:
+        train(changed, resume=folder)
+    assert "recipe was 'high_precision' and is now 'tensorwise'" in str(caught.value)
+    assert "learning_rate was 0.005 and is now 0.5" in str(caught.value)
+    (text_folder / "chapter00.txt").write_text("something else " * 50)
+    with pytest.raises(ConfigError, match="the text of the data has changed"):
+        train(saved_config(result.checkpoint), resume=folder)
+    assert list_checkpoints(result.folder.checkpoints) == [result.checkpoint]
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(make_config: MakeConfig) -> None:
+    result = train(make_config(checkpoint_interval=2, stop_after=4))
+    older, newest = list_checkpoints(result.folder.checkpoints)
+    data_file = next((newest / "data").glob("*.distcp"))
+    with data_file.open("r+b") as file:
+        file.truncate(data_file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"step_00000004 is damaged.*step_00000002"):
+        train(saved_config(older), resume=result.folder.path)
+    done = train(saved_config(older), resume=older)
+    assert done.status == "finished"
+    check_checkpoint(list_checkpoints(result.folder.checkpoints)[-1])
+
+
+def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
+    make_config: MakeConfig, corpus: Corpus
+) -> None:
+    result = train(make_config(stop_after=2))
+    trainer = loop.Trainer(make_config(), corpus, result.folder)
+    assert result.checkpoint is not None
+    tensors = read_tensors(result.checkpoint)
+    del tensors["model/norm.weight"]
+    with pytest.raises(CheckpointError, match=r"does not fit the model: .*norm.weight"):
+        loop.restore_state(tensors, trainer.model, trainer.optimizer, trainer.device)
