@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from float8.kernels._checks import check_high_precision
 from float8.kernels._device import sm_count
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._launch import Launch, is_aligned
-from float8.kernels._scratch import scratch
 from float8.kernels._triton import jit, tl
 
 Dims = tuple[tuple[int, int], ...]
@@ -61,17 +59,7 @@ def amax_triton(x: Tensor) -> Tensor:
     return join(measure(x))
 
 
-class Parts(NamedTuple):
-    """Amaxes of parts of a tensor: its own is their maximum."""
-
-    buffer: Tensor
-    """[at least number] float32; scratch memory, for the next kernel only."""
-
-    number: int
-    """At most `MAX_PARTS`."""
-
-
-def measure(x: Tensor, known_scale: Tensor | None = None) -> Parts:
+def measure(x: Tensor, known_scale: Tensor | None = None) -> Tensor:
     """The amaxes of the parts of ``x`` that the programs of one kernel read.
 
     Their maximum is the amax of ``x``. It is left to the kernel that follows, which needs it
@@ -83,17 +71,20 @@ def measure(x: Tensor, known_scale: Tensor | None = None) -> Parts:
     Args:
         x: float32, bfloat16 or float16, not empty; any shape and strides.
         known_scale: 0-dim float32; where it is not 0 nothing is read and nothing is written.
+
+    Returns:
+        [P] float32, P at most ``MAX_PARTS``.
     """
     dims, config, copy = _plan(x.shape, x.stride(), x.element_size(), x.device)
-    parts = Parts(scratch(config.programs, x.device), config.programs)
-    launch_amax(x.contiguous() if copy else x, parts.buffer, dims, config, known_scale)
-    return parts if parts.number <= MAX_PARTS else Parts(join(parts).reshape(1), 1)
+    parts = torch.empty(config.programs, dtype=torch.float32, device=x.device)
+    launch_amax(x.contiguous() if copy else x, parts, dims, config, known_scale)
+    return parts if len(parts) <= MAX_PARTS else join(parts).reshape(1)
 
 
-def join(parts: Parts) -> Tensor:
+def join(parts: Tensor) -> Tensor:
     """The amax, 0-dim, of what :func:`measure` returns."""
     # As integers: magnitudes compare alike, and NaN lies above Inf.
-    return parts.buffer[: parts.number].view(torch.int32).amax().view(torch.float32)
+    return parts.view(torch.int32).amax().view(torch.float32) if len(parts) > 1 else parts[0]
 
 
 MAX_PARTS = 1024

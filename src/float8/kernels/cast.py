@@ -275,8 +275,8 @@ def cast_dynamic_triton(
         return cast_dynamic_reference(x, dtype, row, col, pad_rows, round_to_power_of_2)
     parts = measure(x)
     scale = torch.empty((), dtype=torch.float32, device=x.device)
-    options = Options(dtype, row, col, pad_rows, MEASURED, parts.number, round_to_power_of_2)
-    return pack(scale, launch_cast(x, options, parts=parts.buffer, scale_out=scale))
+    options = Options(dtype, row, col, pad_rows, MEASURED, len(parts), round_to_power_of_2)
+    return pack(scale, launch_cast(x, options, parts=parts, scale_out=scale))
 
 
 def cast_delayed_triton(
@@ -300,8 +300,8 @@ def cast_delayed_triton(
         )
     parts = measure(x, known_scale=scale)
     used = torch.empty((), dtype=torch.float32, device=x.device)
-    options = Options(dtype, row, col, pad_rows, HISTORY, parts.number, round_to_power_of_2, record)
-    data = launch_cast(x, options, scale=scale, parts=parts.buffer, scale_out=used, amax=amax)
+    options = Options(dtype, row, col, pad_rows, HISTORY, len(parts), round_to_power_of_2, record)
+    data = launch_cast(x, options, scale=scale, parts=parts, scale_out=used, amax=amax)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch's own in-place ops do
     return pack(used, data)

@@ -12,7 +12,6 @@ from float8.kernels._device import has_float8_conversion
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._float8 import to_float32
 from float8.kernels._launch import Launch, is_aligned
-from float8.kernels._scratch import scratch
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
 from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
@@ -126,7 +125,7 @@ def rms_norm_cast_triton(
     used = torch.empty((), dtype=torch.float32, device=x.device)
     aligned = is_aligned(x) and is_aligned(weight)
     launch = _launch(x.shape, (x.dtype, weight.dtype), aligned, x.device, eps)
-    parts = scratch(launch.programs, x.device)
+    parts = torch.empty(launch.programs, dtype=torch.float32, device=x.device)
     launch(x, weight, rstd, parts)
     options = Options(
         dtype,

@@ -12,9 +12,8 @@ from float8.kernels._direct import takes_triton_directly
 from float8.kernels._float8 import to_float32
 from float8.kernels._launch import Launch, is_aligned
 from float8.kernels._producers import swiglu
-from float8.kernels._scratch import scratch
 from float8.kernels._triton import jit, tl
-from float8.kernels.amax import Parts, amax_reference, even_shares, magnitude_bits, store_part
+from float8.kernels.amax import amax_reference, even_shares, magnitude_bits, store_part
 from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
 
 
@@ -112,14 +111,12 @@ def swiglu_cast_triton(
         col=False,
         pad_rows=False,
         source=MEASURED if scale is None else HISTORY,
-        parts=parts.number,
+        parts=len(parts),
         round_to_power_of_2=round_to_power_of_2,
         record=record and scale is not None,
         producer=SWIGLU,
     )
-    row, _ = launch_cast(
-        gate, options, scale=scale, parts=parts.buffer, scale_out=used, amax=amax, y=up
-    )
+    row, _ = launch_cast(gate, options, scale=scale, parts=parts, scale_out=used, amax=amax, y=up)
     assert row is not None
     if options.record:
         assert amax is not None
@@ -127,13 +124,13 @@ def swiglu_cast_triton(
     return [used, row]
 
 
-def _measure(gate: Tensor, up: Tensor, known_scale: Tensor | None) -> Parts:
+def _measure(gate: Tensor, up: Tensor, known_scale: Tensor | None) -> Tensor:
     """The amaxes of the parts of ``silu(gate) * up``; see `amax.measure`."""
     aligned = is_aligned(gate) and is_aligned(up)
     launch = _launch(gate.numel(), gate.dtype, aligned, gate.device, known_scale is not None)
-    parts = scratch(launch.programs, gate.device)
+    parts = torch.empty(launch.programs, dtype=torch.float32, device=gate.device)
     launch(gate, up, parts, parts if known_scale is None else known_scale)
-    return Parts(parts, launch.programs)
+    return parts
 
 
 @functools.lru_cache(maxsize=4096)

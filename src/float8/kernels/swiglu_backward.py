@@ -12,7 +12,6 @@ from float8.kernels._checks import check_same, check_scalar
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._launch import Launch, is_aligned
-from float8.kernels._scratch import scratch
 from float8.kernels._swiglu_backward_kernel import (
     swiglu_backward_amax_kernel,
     swiglu_backward_kernel,
@@ -170,7 +169,7 @@ def swiglu_backward_cast_triton(
         grad.device,
         (product_dtype, dtype, known, round_to_power_of_2, record),
     )
-    parts = scratch(2 * measure.programs, grad.device)
+    parts = torch.empty(2 * measure.programs, dtype=torch.float32, device=grad.device)
     # Any pointer of the same type stands in for one that is absent.
     gate_state, gate_out, up_state, up_out = (parts if x is None else x for x in states)
     measure(grad, gate, up, parts, gate_state, up_state)

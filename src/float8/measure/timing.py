@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -54,14 +52,18 @@ def kernel_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
                 call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_graph_pool()):
+        with torch.cuda.graph(graph):
             results = [call() for call in calls]  # all alive, so none reuses another's memory
-        del results  # the next graph's may
+        del results  # the graph keeps the memory
     return call_sampler([graph.replay], device, per_sample=len(calls))
 
 
 def call_sampler(
-    calls: Sequence[Call], device: torch.device, *, per_sample: int | None = None
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    per_sample: int | None = None,
+    lead_in: Call | None = None,
 ) -> Sampler:
     """Samples calls issued one after the other: the larger of GPU time and time to issue them.
 
@@ -69,6 +71,8 @@ def call_sampler(
         calls: What a sample runs.
         device: Where they run: CUDA events on a GPU, the host's clock elsewhere.
         per_sample: How many units of work a sample is; None: one per call.
+        lead_in: Issued on a GPU before the clock starts, so that the first call finds it at work,
+            as a training step finds it with the step before.
     """
     units = len(calls) if per_sample is None else per_sample
 
@@ -81,6 +85,8 @@ def call_sampler(
     def on_gpu() -> float:
         with torch.cuda.device(device):
             start, end = _event(), _event()
+            if lead_in is not None:
+                lead_in()
             start.record()
             for call in calls:
                 call()
@@ -90,12 +96,6 @@ def call_sampler(
         return milliseconds / units
 
     return on_gpu if device.type == "cuda" else on_host
-
-
-@functools.cache
-def _graph_pool() -> Any:
-    """One pool for all graphs: nobody reads their results, so they may overwrite each other's."""
-    return torch.cuda.graph_pool_handle()
 
 
 def _event() -> torch.cuda.Event:
