@@ -1,49 +1,77 @@
 """Fits the GEMM constants of `src/float8/cost/ceilings.py` to a measured sweep.
 
-    float8 bench matmul --shapes square --shapes llama3-8b -o matmul.json
+    float8 bench matmul --shapes square,llama3-8b,llama2-70b-tp -o matmul.json
     python benchmarks/fit_ceilings.py matmul.json --start h100
 
 Prints the fields to copy and the error of every shape. The least squared logarithms of the errors
-decide, so that a small GEMM counts as much as a large one.
+decide, so that a small GEMM counts as much as a large one. Float8 with and without fast
+accumulation share one rate, fitted to the mean of both.
 """
 
 import argparse
-import itertools
 import json
 import math
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
 
 from float8.cost import KNOWN, Ceilings, gemm_ms
 
-FILLS = range(0, 2001, 50)
-KERNEL_US = [n / 2 for n in range(1, 21)]
+EXPOSED = [n / 20 for n in range(21)]
+KERNEL_US = [n / 4 for n in range(25)]
+RATE_STEP = 10  # TFLOP/s
 # Names in the results, and the fields of `Ceilings`.
-VARIANTS = {"bf16": "bf16", "float8 fast accum": "float8"}
+VARIANTS = {"bf16": "bf16", "float8": "float8", "float8 fast accum": "float8"}
 
-Row = dict[str, Any]
+Shape = tuple[int, int, int]
+Times = dict[Shape, float]
 
 
-def errors(rows: list[Row], kind: str, ceilings: Ceilings) -> list[float]:
+def read(results: Path) -> dict[str, Times]:
+    """Measured milliseconds of each kind of GEMM, by M, K and N."""
+    found: dict[str, dict[Shape, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in json.loads(results.read_text())["rows"]:
+        kind = VARIANTS.get(row["variant"])
+        if kind is not None and row["K"] is not None:
+            found[kind][row["M"], row["K"], row["N"]].append(row["ms"])
+    return {
+        kind: {shape: fmean(ms) for shape, ms in times.items()} for kind, times in found.items()
+    }
+
+
+def errors(times: Times, kind: str, ceilings: Ceilings) -> list[float]:
     """Logarithm of estimated over measured time."""
     float8 = kind == "float8"
-    return [
-        math.log(gemm_ms(row["M"], row["K"], row["N"], ceilings, float8=float8) / row["ms"])
-        for row in rows
-    ]
+    return [math.log(gemm_ms(*shape, ceilings, float8=float8) / ms) for shape, ms in times.items()]
 
 
-def fit(rows: list[Row], kind: str, start: Ceilings) -> tuple[float, Ceilings]:
-    """The best rate and fill of one kind of GEMM for a given time per kernel, and its loss."""
+def fit_rate(times: Times, kind: str, start: Ceilings) -> tuple[float, Ceilings]:
+    """The best rate of one kind of GEMM, all else given, and its loss."""
+    fastest = max(2 * math.prod(shape) / ms / 1e9 for shape, ms in times.items())
     best = (math.inf, start)
-    fastest = max(row["tflops"] for row in rows)
-    rates = [fastest * (1 + step / 50) for step in range(-5, 26)]
-    for rate, fill in itertools.product(rates, FILLS):
-        tried = replace(start, **{f"{kind}_tflops": round(rate, -1), f"{kind}_fill": fill})
-        loss = sum(error**2 for error in errors(rows, kind, tried))
+    for step in range(round(0.8 * fastest / RATE_STEP), round(1.3 * fastest / RATE_STEP)):
+        rate = float(step * RATE_STEP)
+        if kind == "float8":
+            tried = replace(start, float8_tflops=rate)
+        else:
+            tried = replace(start, bf16_tflops=rate)
+        loss = sum(error**2 for error in errors(times, kind, tried))
         best = min(best, (loss, tried), key=lambda found: found[0])
     return best
+
+
+def fit(measured: dict[str, Times], start: Ceilings) -> Ceilings:
+    """The best of all `EXPOSED`, `KERNEL_US` and rates."""
+    best = (math.inf, start)
+    for exposed in EXPOSED:
+        for kernel_us in KERNEL_US:
+            total, tried = 0.0, replace(start, exposed=exposed, kernel_us=kernel_us)
+            for kind, times in measured.items():
+                loss, tried = fit_rate(times, kind, tried)
+                total += loss
+            best = min(best, (total, tried), key=lambda found: found[0])
+    return best[1]
 
 
 def main() -> None:
@@ -51,25 +79,17 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="written by float8 bench matmul")
     parser.add_argument("--start", choices=KNOWN, default="h100", help="other fields come from it")
     args = parser.parse_args()
-    rows = json.loads(args.results.read_text())["rows"]
-    groups = {
-        kind: [row for row in rows if row["variant"] == variant]
-        for variant, kind in VARIANTS.items()
-    }
-    best = (math.inf, KNOWN[args.start])
-    for kernel_us in KERNEL_US:
-        total, ceilings = 0.0, replace(KNOWN[args.start], kernel_us=kernel_us)
-        for kind, members in groups.items():
-            loss, ceilings = fit(members, kind, ceilings)
-            total += loss
-        best = min(best, (total, ceilings), key=lambda found: found[0])
-    _, fitted = best
-    for field in ("bf16_tflops", "float8_tflops", "bf16_fill", "float8_fill", "kernel_us"):
+    measured = read(args.results)
+    fitted = fit(measured, KNOWN[args.start])
+    for field in ("bf16_tflops", "float8_tflops", "exposed", "kernel_us"):
         print(f"    {field}={getattr(fitted, field)},")
-    for kind, members in groups.items():
-        for row, error in zip(members, errors(members, kind, fitted), strict=True):
-            shape = f"{row['M']} x {row['K']} x {row['N']}"
-            print(f"{kind:<7} {shape:<22} {row['ms']:9.4f} ms  error {math.expm1(error):+7.1%}")
+    sizes = []
+    for kind, times in measured.items():
+        for (shape, ms), error in zip(times.items(), errors(times, kind, fitted), strict=True):
+            sizes.append(abs(math.expm1(error)))
+            name = " x ".join(map(str, shape))
+            print(f"{kind:<7} {name:<22} {ms:9.4f} ms  error {math.expm1(error):+7.1%}")
+    print(f"worst {max(sizes):.1%}, median {median(sizes):.1%}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,10 @@
 """The cost model against what was measured, and against sums done by hand."""
 
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
 import pytest
 import torch
 
@@ -15,34 +20,71 @@ from float8.cost import (
 )
 
 H100 = KNOWN["h100"]
-# TFLOP/s of an H100 SXM: (M, K, N), bf16, e4m3 with fast accumulation, without.
-MEASURED = [
-    ((8192, 8192, 8192), 768, 1429, 1424),
-    ((8192, 4096, 14336), 656, 1210, 1190),
-    ((8192, 14336, 4096), 679, 1305, 1278),
-    ((8192, 4096, 4096), 640, 1118, 1136),
-]
-WORST_ERROR = 0.12
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+Shape = tuple[int, int, int]
 
 
-@pytest.mark.parametrize(("shape", "bf16", "fast", "slow"), MEASURED)
-def test_gemm_times_are_near_the_measured_ones(
-    shape: tuple[int, int, int], bf16: float, fast: float, slow: float
-) -> None:
-    M, K, N = shape
-    gflop = 2 * M * K * N / 1e9
-    assert gemm_ms(M, K, N, H100, float8=False) == pytest.approx(gflop / bf16, rel=WORST_ERROR)
-    for rate in (fast, slow):
-        assert gemm_ms(M, K, N, H100, float8=True) == pytest.approx(gflop / rate, rel=WORST_ERROR)
+def measured(name: str, key: str, **wanted: str) -> dict[Shape, dict[str, float]]:
+    """Milliseconds by shape and by the column `key`, of the rows whose columns are as `wanted`."""
+    found: dict[Shape, dict[str, float]] = defaultdict(dict)
+    for row in json.loads((RESULTS / name).read_text())["rows"]:
+        is_a_sum = row["K"] is None
+        if not is_a_sum and all(row[column] == value for column, value in wanted.items()):
+            found[row["M"], row["K"], row["N"]][row[key]] = row["ms"]
+    return found
+
+
+GEMMS = measured("h100-matmul.json", "variant")
+LAYERS = measured("h100-linear-eager.json", "recipe", mode="eager")
+# The smaller ones take the time that the CPU needs to issue them.
+BOUND_BY_THE_GPU = {shape: ms for shape, ms in LAYERS.items() if ms["bf16"] >= 1.4}
+
+
+def gemm_error(shape: Shape, variant: str) -> float:
+    return gemm_ms(*shape, H100, float8=variant != "bf16") / GEMMS[shape][variant] - 1
+
+
+@pytest.mark.parametrize("variant", ["bf16", "float8", "float8 fast accum"])
+@pytest.mark.parametrize("shape", GEMMS)
+def test_every_measured_gemm_is_within_16_percent(shape: Shape, variant: str) -> None:
+    """The worst are squares of 2048 in bf16, estimated at 15.5 % too much, and of 4096, at 13.6."""
+    assert abs(gemm_error(shape, variant)) < 0.16
+
+
+def test_half_of_the_measured_gemms_are_within_5_percent() -> None:
+    errors = [abs(gemm_error(shape, variant)) for shape, ms in GEMMS.items() for variant in ms]
+    assert len(errors) >= 50
+    assert median(errors) < 0.05
+
+
+@pytest.mark.parametrize("shape", BOUND_BY_THE_GPU)
+def test_layers_bound_by_the_gpu_are_near_the_measured_ones(shape: Shape) -> None:
+    """bf16 from -11.7 to +0.4 %, float8 from -6.1 to +0.7 %, speedups from -7.6 to +2.3 %."""
+    ms = BOUND_BY_THE_GPU[shape]
+    for recipe in ("tensorwise", "delayed"):
+        cost = linear_cost(*shape, H100, Float8LinearConfig.from_recipe_name(recipe))
+        assert -0.12 < cost.bf16_ms / ms["bf16"] - 1 < 0.01
+        assert -0.065 < cost.float8_ms / ms[recipe] - 1 < 0.01
+        assert -0.08 < cost.speedup / (ms["bf16"] / ms[recipe]) - 1 < 0.025
+
+
+def test_small_layers_in_eager_mode_take_longer_than_their_gpu_time() -> None:
+    """What the model leaves out: the time to issue kernels."""
+    ms = LAYERS[8192, 1024, 1024]["tensorwise"]
+    assert linear_cost(8192, 1024, 1024, H100).float8_ms < ms / 5
 
 
 def test_four_llama_blocks_are_near_the_measured_ones() -> None:
-    """benchmarks/results/h100-block-llama3-8b.json, compiled: 82.2 ms in bf16, 61.2 tensorwise."""
+    """80.2 ms in bf16 and 61.7 tensorwise; of these, 20.6 were fitted to such blocks."""
+    rows = json.loads((RESULTS / "h100-block-llama3-8b.json").read_text())["rows"]
+    ms = {row["recipe"]: row["ms"] for row in rows if row["mode"] == "compiled"}
     layers = [(4096, 4096)] * 2 + [(4096, 1024)] * 2 + [(4096, 14336)] * 2 + [(14336, 4096)]
     costs = [linear_cost(8192, *layer, H100) for layer in layers]
     rest = rest_ms(8192, 8192, 4, 4096, 14336, H100)
-    assert 4 * sum(c.bf16_ms for c in costs) + rest == pytest.approx(82.2, rel=WORST_ERROR)
-    assert 4 * sum(c.float8_ms for c in costs) + rest == pytest.approx(61.2, rel=WORST_ERROR)
+    assert rest == pytest.approx(16 + 4.5, rel=0.01)
+    assert 4 * sum(c.bf16_ms for c in costs) + rest == pytest.approx(ms["bf16"], rel=0.04)
+    assert 4 * sum(c.float8_ms for c in costs) + rest == pytest.approx(ms["tensorwise"], rel=0.04)
 
 
 def test_bytes_of_all_casts() -> None:
@@ -80,15 +122,18 @@ def test_a_gemm_in_high_precision_is_charged_as_one_and_saves_its_casts() -> Non
 
 def test_large_layers_gain_and_small_ones_lose() -> None:
     assert linear_cost(8192, 8192, 8192, H100).speedup > 1.4
-    assert linear_cost(8192, 512, 512, H100).speedup < 1
+    assert linear_cost(8192, 1024, 1024, H100).speedup < 0.9
+    assert linear_cost(8192, 256, 256, H100).speedup < 0.5
     assert linear_cost(16, 4096, 4096, H100).speedup < 1
 
 
-def test_a_layer_bound_by_memory_takes_the_time_of_its_bytes() -> None:
-    M, K, N = 128, 8192, 132 * 256
-    moved = 2 * (M * K + K * N + M * N)
-    expected = moved / 3.02e9 + H100.kernel_us / 1e3
-    assert gemm_ms(M, K, N, H100, float8=False) == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize(("float8", "tflops", "item"), [(False, 750, 2), (True, 1380, 1)])
+def test_a_gemm_by_hand(float8: bool, tflops: float, item: int) -> None:
+    M, K, N = 256, 512, 1024
+    operations_us = 2 * M * K * N / (tflops * 1e6)
+    memory_us = (item * (M * K + K * N) + 2 * M * N) / 3.02e6
+    expected = (operations_us + 0.3 * memory_us + 3.5) / 1e3
+    assert gemm_ms(M, K, N, H100, float8=float8) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

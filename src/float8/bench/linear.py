@@ -25,8 +25,8 @@ _FLOAT8_AT_LEAST = 17.0
 _CHECKED = 256
 _FLOOR = "floor"
 _SUM = "sum"
-# A layer so small that only the time to issue it counts.
-_TINY = Shape(16, 256, 256)
+# Layers so small that only the time to issue them counts.
+_TOKENS, _WIDTH, _CHAIN = 32, 512, 24
 
 
 class Layer(nn.Module):
@@ -213,15 +213,33 @@ def _sums(name: str, summed: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict[str, float]:
-    """Time of the calling thread to issue one forward and backward in eager mode, by recipe."""
+    """Time of the calling thread to issue one forward and backward in eager mode, by recipe.
+
+    Of a chain of layers, divided by their number: a single one would be charged the start of
+    `backward()`, which is the same for a whole model.
+    """
     result = {}
     for variant in variants:
         if variant.mode != EAGER:
             continue
-        weight = torch.randn(_TINY.N, _TINY.K, device=device, dtype=torch.bfloat16)
-        x, grad = (
-            torch.randn(_TINY.M, n, device=device, dtype=torch.bfloat16) for n in (_TINY.K, _TINY.N)
-        )
-        step = LayerStep(variant, _TINY, weight, x)
-        result[variant.recipe] = issue_microseconds(_caller(step, grad), device)
+        make = {"device": device, "dtype": torch.bfloat16}
+        linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]  # type: ignore[arg-type]
+        chain = variant.convert(nn.Sequential(*linears))
+        x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
+        issue = issue_microseconds(_chain_caller(chain, variant, x, grad), device)
+        result[variant.recipe] = issue / _CHAIN
     return result
+
+
+def _chain_caller(
+    chain: nn.Module, variant: Variant, x: Tensor, grad: Tensor
+) -> Callable[[], object]:
+    parameters = list(chain.parameters())
+
+    def call() -> object:
+        leaf = x.detach().requires_grad_()
+        with variant.around():
+            output: Tensor = chain(leaf)
+        return torch.autograd.grad(output, (leaf, *parameters), grad)
+
+    return call

@@ -1,7 +1,8 @@
-"""What a device can do at best: the constants of the cost model, one entry per device.
+"""The constants of the cost model, one entry per device.
 
-The rates are fitted to measured GEMMs by `benchmarks/fit_ceilings.py`, which reads what
-`float8 bench matmul --shapes square --shapes llama3-8b -o FILE.json` wrote and prints the entry.
+All but the bandwidth are fitted to measured GEMMs by `benchmarks/fit_ceilings.py`, which reads what
+`float8 bench matmul -o FILE.json` wrote and prints the fields. Those of the H100 are fitted to
+`benchmarks/results/h100-matmul.json`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ import torch
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The limits of one kind of device.
+    """What one kind of device can do.
 
     Attributes:
         name: What it is called in tables and on the command line.
         pattern: Regular expression that the name of the device, as CUDA reports it, contains.
         copy_tb_per_s: Bandwidth of a device copy, bytes read and written, in TB/s.
-        bf16_tflops: Rate of a bf16 GEMM without the losses below.
+        bf16_tflops: Rate of a bf16 GEMM without the two losses below, in TFLOP/s. One for all
+            sizes: large GEMMs are slower, for the power limit, and some medium ones faster.
         float8_tflops: The same of a float8 GEMM.
-        processors: Streaming multiprocessors: as many output tiles are at work at a time.
-        tile: Rows and columns of one output tile.
-        bf16_fill: Length of K that filling and draining a tile's pipeline is worth, in bf16.
-        float8_fill: The same in float8.
+        exposed: Share of the time to read operands and write the result at `copy_tb_per_s` that a
+            GEMM does not hide behind its computation.
         kernel_us: Fixed time of one kernel, in microseconds.
     """
 
@@ -35,10 +35,7 @@ class Ceilings:
     copy_tb_per_s: float
     bf16_tflops: float
     float8_tflops: float
-    processors: int
-    tile: tuple[int, int]
-    bf16_fill: int
-    float8_fill: int
+    exposed: float
     kernel_us: float
 
 
@@ -46,13 +43,10 @@ _H100 = Ceilings(
     name="h100",
     pattern=r"H100.*HBM3|H100 SXM",
     copy_tb_per_s=3.02,
-    bf16_tflops=770.0,
-    float8_tflops=1520.0,
-    processors=132,
-    tile=(128, 256),
-    bf16_fill=300,
-    float8_fill=800,
-    kernel_us=4.0,
+    bf16_tflops=750.0,
+    float8_tflops=1380.0,
+    exposed=0.3,
+    kernel_us=3.5,
 )
 
 KNOWN: dict[str, Ceilings] = {

@@ -10,6 +10,7 @@ from float8.formats import FLOAT8_MAX
 from float8.kernels._cast_kernel import _cast_kernel
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._memory import empty
 from float8.kernels._tiles import TileLaunch, fitting
 from float8.kernels.layout import ceil16
 
@@ -93,9 +94,9 @@ def launch_cast(
     dtype, device = options.dtype, x.device
     row = col = None
     if plan.row_shape is not None:
-        row = torch.empty(plan.row_shape, dtype=dtype, device=device)
+        row = empty(plan.row_shape, dtype, device)
     if plan.col_shape is not None:
-        col = torch.empty(plan.col_shape, dtype=dtype, device=device)
+        col = empty(plan.col_shape, dtype, device)
     if plan.launch is not None:
         # Any pointer of the same type stands in for one that is absent.
         along, across = (col, row) if plan.swapped else (row, col)
@@ -126,7 +127,7 @@ def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
     """
     # 128 x 128 writes whole 128-byte lines in both layouts.
     both = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
-    return fitting(R, C, sms, both if across else ((32, 256, 4), (16, 128, 2)))
+    return fitting(R, C, sms, both if across else ((16, 256, 4), (16, 128, 2)))
 
 
 def reads_along_rows(strides: tuple[int, ...]) -> bool:

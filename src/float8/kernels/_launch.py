@@ -41,18 +41,14 @@ class Launch:
         device = self.device
         if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                self._launch(tensors)
-        else:
-            self._launch(tensors)
-
-    def _launch(self, tensors: tuple[Tensor | None, ...]) -> None:
-        if self._run is not None:
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+                self(*tensors)
+        elif self._run is not None:
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
             self._run(*tensors, *self.rest, stream=stream)
-            return
-        compiled = self.kernel[(self.programs,)](*tensors, *self.rest, num_warps=self.num_warps)
-        if compiled is not None:  # None in Triton's interpreter
-            self._run = compiled[(self.programs, 1, 1)]
+        else:
+            compiled = self.kernel[(self.programs,)](*tensors, *self.rest, num_warps=self.num_warps)
+            if compiled is not None:  # None in Triton's interpreter
+                self._run = compiled[(self.programs, 1, 1)]
 
 
 def is_aligned(x: Tensor) -> bool:

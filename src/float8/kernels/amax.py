@@ -12,6 +12,7 @@ from float8.kernels._checks import check_high_precision
 from float8.kernels._device import sm_count
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._memory import empty
 from float8.kernels._triton import jit, tl
 
 Dims = tuple[tuple[int, int], ...]
@@ -76,18 +77,18 @@ def measure(x: Tensor, known_scale: Tensor | None = None) -> Tensor:
         [P] float32, P at most ``MAX_PARTS``.
     """
     dims, config, copy = _plan(x.shape, x.stride(), x.element_size(), x.device)
-    parts = torch.empty(config.programs, dtype=torch.float32, device=x.device)
+    parts = empty((config.programs,), torch.float32, x.device)
     launch_amax(x.contiguous() if copy else x, parts, dims, config, known_scale)
-    return parts if len(parts) <= MAX_PARTS else join(parts).reshape(1)
+    return parts if parts.numel() <= MAX_PARTS else join(parts).reshape(1)
 
 
 def join(parts: Tensor) -> Tensor:
     """The amax, 0-dim, of what :func:`measure` returns."""
     # As integers: magnitudes compare alike, and NaN lies above Inf.
-    return parts.view(torch.int32).amax().view(torch.float32) if len(parts) > 1 else parts[0]
+    return parts.view(torch.int32).amax().view(torch.float32) if parts.numel() > 1 else parts[0]
 
 
-MAX_PARTS = 1024
+MAX_PARTS = 2048
 """A kernel that joins parts reads all of them in each of its programs: few enough for that."""
 
 
@@ -122,9 +123,10 @@ def collapse(shape: Sequence[int], strides: Sequence[int]) -> Dims:
 def launch_config(dims: Dims, itemsize: int, sms: int) -> AmaxLaunch:
     """Launch configuration for the elements that ``dims`` reach, on ``sms`` multiprocessors."""
     if is_flat(dims):
-        # 16 KiB at a time: 64 bytes in flight per thread and step.
-        block, steps, rounds, programs = even_shares(dims[0][0], 16384 // itemsize, sms)
-        return AmaxLaunch(1, block, steps, rounds, num_warps=8, programs=programs)
+        # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
+        shares = even_shares(dims[0][0], 16384 // itemsize, sms, steps=2, programs_per_sm=8)
+        block, steps, rounds, programs = shares
+        return AmaxLaunch(1, block, steps, rounds, num_warps=16, programs=programs)
     (n_r, _), (n_c, _) = _two(dims)
     block_c = min(max(_next_power_of_2(n_c), 16), 256)
     block_r = min(max(_next_power_of_2(n_r), 1), 8192 // block_c)
@@ -132,15 +134,18 @@ def launch_config(dims: Dims, itemsize: int, sms: int) -> AmaxLaunch:
     return AmaxLaunch(block_r, block_c, 1, 1, num_warps=8, programs=programs)
 
 
-def even_shares(n: int, block: int, sms: int) -> tuple[int, int, int, int]:
-    """Share ``n`` elements among programs that all run at once, four on each multiprocessor.
+def even_shares(
+    n: int, block: int, sms: int, *, steps: int = 4, programs_per_sm: int = 4
+) -> tuple[int, int, int, int]:
+    """Share ``n`` elements among as many programs as run at once, or few times as many.
 
     Returns:
         (block, steps, rounds, programs): each program reads ``steps * rounds`` blocks.
     """
     blocks = -(-n // block)
-    steps = 4 if blocks >= 8 * sms else 1
-    rounds = -(-blocks // (steps * 4 * sms))
+    if blocks < 8 * sms:
+        steps = 1
+    rounds = -(-blocks // (steps * programs_per_sm * sms))
     return block, steps, rounds, -(-blocks // (steps * rounds))
 
 

@@ -13,6 +13,7 @@ from float8.formats import FLOAT8_MAX
 from float8.kernels._cast_launch import HISTORY, MEASURED, Options, launch_cast
 from float8.kernels._checks import check_cast, check_scalar
 from float8.kernels._direct import takes_triton_directly
+from float8.kernels._memory import empty
 from float8.kernels.amax import amax_reference, measure
 from float8.kernels.layout import ceil16
 from float8.scaling import amax_to_scale
@@ -274,8 +275,8 @@ def cast_dynamic_triton(
     if x.numel() == 0:
         return cast_dynamic_reference(x, dtype, row, col, pad_rows, round_to_power_of_2)
     parts = measure(x)
-    scale = torch.empty((), dtype=torch.float32, device=x.device)
-    options = Options(dtype, row, col, pad_rows, MEASURED, len(parts), round_to_power_of_2)
+    scale = empty((), torch.float32, x.device)
+    options = Options(dtype, row, col, pad_rows, MEASURED, parts.numel(), round_to_power_of_2)
     return pack(scale, launch_cast(x, options, parts=parts, scale_out=scale))
 
 
@@ -299,8 +300,10 @@ def cast_delayed_triton(
             x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
         )
     parts = measure(x, known_scale=scale)
-    used = torch.empty((), dtype=torch.float32, device=x.device)
-    options = Options(dtype, row, col, pad_rows, HISTORY, len(parts), round_to_power_of_2, record)
+    used = empty((), torch.float32, x.device)
+    options = Options(
+        dtype, row, col, pad_rows, HISTORY, parts.numel(), round_to_power_of_2, record
+    )
     data = launch_cast(x, options, scale=scale, parts=parts, scale_out=used, amax=amax)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch's own in-place ops do

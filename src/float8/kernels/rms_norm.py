@@ -12,6 +12,7 @@ from float8.kernels._device import has_float8_conversion
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._float8 import to_float32
 from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._memory import empty
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
 from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
@@ -121,11 +122,11 @@ def rms_norm_cast_triton(
     """Triton kernels; see :func:`rms_norm_cast`."""
     check_rms_norm(x, weight, scale, amax)
     x, weight = x.contiguous(), weight.contiguous()
-    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    used = torch.empty((), dtype=torch.float32, device=x.device)
+    rstd = empty((x.shape[0],), torch.float32, x.device)
+    used = empty((), torch.float32, x.device)
     aligned = is_aligned(x) and is_aligned(weight)
     launch = _launch(x.shape, (x.dtype, weight.dtype), aligned, x.device, eps)
-    parts = torch.empty(launch.programs, dtype=torch.float32, device=x.device)
+    parts = empty((launch.programs,), torch.float32, x.device)
     launch(x, weight, rstd, parts)
     options = Options(
         dtype,

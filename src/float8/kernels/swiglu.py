@@ -11,6 +11,7 @@ from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._float8 import to_float32
 from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._memory import empty
 from float8.kernels._producers import swiglu
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import amax_reference, even_shares, magnitude_bits, store_part
@@ -104,14 +105,14 @@ def swiglu_cast_triton(
     check_swiglu(gate, up, scale, amax)
     gate, up = gate.contiguous(), up.contiguous()
     parts = _measure(gate, up, scale)
-    used = torch.empty((), dtype=torch.float32, device=gate.device)
+    used = empty((), torch.float32, gate.device)
     options = Options(
         dtype,
         row=True,
         col=False,
         pad_rows=False,
         source=MEASURED if scale is None else HISTORY,
-        parts=len(parts),
+        parts=parts.numel(),
         round_to_power_of_2=round_to_power_of_2,
         record=record and scale is not None,
         producer=SWIGLU,
@@ -128,7 +129,7 @@ def _measure(gate: Tensor, up: Tensor, known_scale: Tensor | None) -> Tensor:
     """The amaxes of the parts of ``silu(gate) * up``; see `amax.measure`."""
     aligned = is_aligned(gate) and is_aligned(up)
     launch = _launch(gate.numel(), gate.dtype, aligned, gate.device, known_scale is not None)
-    parts = torch.empty(launch.programs, dtype=torch.float32, device=gate.device)
+    parts = empty((launch.programs,), torch.float32, gate.device)
     launch(gate, up, parts, parts if known_scale is None else known_scale)
     return parts
 
