@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8 import (
+    Float8Linear,
     Float8LinearConfig,
     all_linears,
     convert_to_float8_training,
@@ -256,6 +257,75 @@ def test_why_not_fused_and_that_it_computes_all_the_same() -> None:
     assert "high precision" in reason(model(high_precision_grad_weight))
     twice = mixed(DYNAMIC, DYNAMIC, DYNAMIC, cast_config_weight_for_grad_input=DELAYED)
     assert "differently" in reason(model(twice))
+
+
+@on_devices
+def test_layers_with_a_forward_or_weights_of_their_own_are_called(device: str) -> None:
+    _, _, fused = three(32, 48, tensorwise(), device, torch.float32, norm=False)
+    x = seeded(0, 16, 32, device=device)
+    up = fused.up
+    up.forward = lambda x: Float8Linear.forward(up, x) + 1000
+    assert "forward" in why_not_fused(*fused.layers)
+    assert fused(x).abs().mean() > 100
+    del up.forward
+    torch.nn.utils.parametrizations.spectral_norm(fused.up)
+    assert "Parametrized" in why_not_fused(*fused.layers)
+    other = copy.deepcopy(fused)
+    other.fused = False
+    assert torch.equal(fused(x), other(x))
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_default_eps_of_the_norm(device: str, dtype: torch.dtype) -> None:
+    _, apart, fused = three(64, 96, tensorwise(), device, dtype, norm=True)
+    for model in (apart, fused):
+        model.norm.eps = None
+    x = 1e-3 * seeded(0, 32, 64, device=device).to(dtype)
+    assert sqnr(apart(x), fused(x)) > 20
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["layer-norm", "subclass", "patched", "wide"])
+def test_norms_that_are_not_rms_norms_are_called(device: str, kind: str) -> None:
+    class PlusOne(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+    _, apart, fused = three(32, 48, tensorwise(), device, torch.float32, norm=True)
+    for model in (apart, fused):
+        if kind == "layer-norm":
+            model.norm = nn.LayerNorm(32, device=device)
+        elif kind == "subclass":
+            model.norm = PlusOne(32, device=device)
+        elif kind == "patched":
+            model.norm.forward = lambda x: 3 * x
+        else:
+            model.norm = nn.RMSNorm((16, 32), device=device)
+    x = seeded(0, 16, 32, device=device)
+    assert sqnr(apart(x), fused(x)) > 40
+
+
+@on_devices
+def test_float16_autocast_normalises_before_it_casts(device: str) -> None:
+    _, apart, fused = three(32, 48, tensorwise(), device, torch.float32, norm=True)
+    x = seeded(0, 16, 32, device=device)
+    x[3, 4] = 1e5  # no float16
+    with torch.autocast(device, torch.float16):
+        wanted, got = apart(x), fused(x)
+    assert got.isfinite().all()
+    assert sqnr(wanted, got) > 40
+
+
+@on_devices
+def test_a_layer_used_elsewhere_too_keeps_its_own_amax(device: str) -> None:
+    _, apart, fused = three(32, 48, delayed(), device, torch.float32, norm=False)
+    x = seeded(0, 16, 32, device=device)
+    for model in (apart, fused):
+        model.gate(1000 * x)
+        model(x)
+    for name, buffer in fp8_state(fused).items():
+        assert torch.allclose(buffer, dict(fp8_state(apart))[name], rtol=0.05), name
 
 
 def test_a_missing_sync_raises() -> None:

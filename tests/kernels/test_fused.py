@@ -115,6 +115,24 @@ def test_strided_inputs(triton_device: torch.device) -> None:
         assert_close(*pair)
 
 
+@pytest.mark.gpu
+def test_one_launch_serves_aligned_and_unaligned_tensors() -> None:
+    """A view at an odd offset after an aligned tensor of the same shape, and the reverse."""
+    device = torch.device("cuda")
+    flat = torch.rand(2 * 48 * 96 + 3, device=device).bfloat16()
+    for offset in (0, 1, 0, 3):
+        gate, up = (flat[o : o + 48 * 96].view(48, 96) for o in (0, offset))
+        weight = flat[offset : offset + 96]
+        args = (E4M3, None, None, False, False)
+        pairs = list(zip(swiglu_cast_triton(gate, up, *args),
+                         swiglu_cast_reference(gate, up, *args), strict=True))  # fmt: skip
+        norm = (1e-5, E4M3, True, None, None, False, False)
+        pairs += zip(rms_norm_cast_triton(gate, weight, *norm),
+                     rms_norm_cast_reference(gate, weight, *norm), strict=True)  # fmt: skip
+        for pair in pairs:
+            assert_close(*pair)
+
+
 def test_wrong_input_says_what_to_do() -> None:
     x = torch.randn(4, 16)
     with pytest.raises(ValueError, match=r"up is .*\(4, 8\).*expected the same shape"):

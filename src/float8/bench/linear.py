@@ -223,7 +223,7 @@ def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict
         if variant.mode != EAGER:
             continue
         make = {"device": device, "dtype": torch.bfloat16}
-        linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]  # type: ignore[arg-type]
+        linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]
         chain = variant.convert(nn.Sequential(*linears))
         x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
         issue = issue_microseconds(_chain_caller(chain, variant, x, grad), device)

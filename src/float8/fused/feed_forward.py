@@ -15,7 +15,14 @@ from torch.autograd.function import once_differentiable
 from float8 import kernels
 from float8.cast import Operand, quantize
 from float8.fused import layers as fused
-from float8.fused.layers import FusedLayer, are_fused, fused_layer, record_same_input
+from float8.fused.layers import (
+    FusedLayer,
+    are_fused,
+    compute_dtype,
+    fused_layer,
+    record_input,
+    with_fresh_amax,
+)
 from float8.fused.norm import fused_norm, input_operand, rms_norm_backward
 
 
@@ -34,8 +41,9 @@ def swiglu_feed_forward(
         gate: layer K -> H.
         up: layer K -> H.
         down: layer H -> N.
-        norm: an RMSNorm of x, that is a module with `weight` [K] and `eps`, as `nn.RMSNorm`; fused
-            too in eager mode, K at most 32768 (a compiler fuses it by itself).
+        norm: an `nn.RMSNorm` of x, or a module with `weight` [K], `eps` and `is_rms_norm = True`;
+            fused too in eager mode where x has the compute dtype (a compiler fuses it by itself).
+            Any other module is called.
 
     Returns:
         [..., N], dtype of the (autocast) input.
@@ -46,11 +54,11 @@ def swiglu_feed_forward(
         RuntimeError: as `Float8Linear.forward`.
     """
     layers = (gate, up, down)
-    fused_with = None
+    fusable, fused_with = x.numel() > 0 and are_fused(layers), None
     if norm is not None:
-        fused_with = fused_norm(norm, x) if are_fused(layers) else None
+        fused_with = fused_norm(norm, x, compute_dtype(layers[0], x)) if fusable else None
         x = norm(x) if fused_with is None else x
-    if not are_fused(layers) or x.numel() == 0:
+    if not fusable or not are_fused(layers):
         return down(F.silu(gate(x)) * up(x))  # type: ignore[no-any-return]
     norm_weight, eps = (None, 0.0) if fused_with is None else fused_with
     source, weights = x, tuple(layer.weight for layer in layers)
@@ -100,9 +108,9 @@ class _FeedForward(torch.autograd.Function):
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
         col = call.need_grad_weights[0] or call.need_grad_weights[1]
-        x8, rstd = input_operand(x, call.source[0], norm_weight, call.eps, gate, col, record)
-        if record:
-            record_same_input((gate, up))
+        first, amax = with_fresh_amax(gate) if record else (gate, None)
+        x8, rstd = input_operand(x, call.source[0], norm_weight, call.eps, first, col, record)
+        record_input((gate, up), amax)
         hidden = w_gate.shape[0]
         w8 = fused.weight_operand(w_gate, gate, record)
         gate_out, gate_scale = fused.output(x8, w8, plan, hidden, dtype), w8.scale

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from float8.cast import Operand, cast_operand, quantize
 from float8.linear import Float8Linear
@@ -16,7 +17,7 @@ PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks wait for a call of `module`, which a fused function does not make."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    return any(getattr(module, hooks) for hooks in _HOOKS) or _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 class FusedLayer(NamedTuple):
@@ -28,10 +29,16 @@ class FusedLayer(NamedTuple):
 
 def why_not_fused(*layers: nn.Module) -> str | None:
     """Say why fused functions compute with these layers one by one, or return None."""
+    if not layers:
+        return "there are no layers"
     config: Any = getattr(layers[0], "config", None)
+    dtype: Any = None
     for layer in layers:
-        if not isinstance(layer, Float8Linear):
+        # Exactly: a subclass (a parametrized layer, too) may compute something else.
+        if not isinstance(layer, Float8Linear) or type(layer) is not Float8Linear:
             return f"one layer is a {type(layer).__name__}, not a Float8Linear"
+        if "forward" in layer.__dict__:
+            return "one layer has a `forward` of its own"
         if layer.config != config:
             return "the layers have different configurations"
         bias: Tensor | None = layer.bias
@@ -41,6 +48,9 @@ def why_not_fused(*layers: nn.Module) -> str | None:
             return "one layer has hooks"
         if type(layer.weight) not in PLAIN:
             return f"one weight is a {type(layer.weight).__name__}"
+        if dtype not in (None, layer.weight.dtype):
+            return "the weights have different dtypes"
+        dtype = layer.weight.dtype
         plan = layer.plan
         if not all(gemm.float8 for gemm in (plan.output, plan.grad_input, plan.grad_weight)):
             return "one GEMM runs in high precision"
@@ -54,6 +64,15 @@ def why_not_fused(*layers: nn.Module) -> str | None:
 def are_fused(layers: tuple[nn.Module, ...]) -> TypeGuard[tuple[Float8Linear, ...]]:
     """Whether fused functions take these layers together."""
     return why_not_fused(*layers) is None
+
+
+def compute_dtype(layer: nn.Module, x: Tensor) -> torch.dtype:
+    """The dtype that a layer computes in: autocast's, or that of its weight."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
+        return torch.get_autocast_dtype(device)
+    weight: Any = layer.weight
+    return weight.dtype  # type: ignore[no-any-return]
 
 
 def fused_layer(layer: Float8Linear) -> FusedLayer:
@@ -91,9 +110,19 @@ def grad_weight(
     return trim(product, weight.shape[1])[: weight.shape[0]]
 
 
-def record_same_input(layers: tuple[FusedLayer, ...]) -> None:
-    """Let the layers after the first know of the amax of the input that all of them share."""
-    first = layers[0].scales.input
-    for layer in layers[1:]:
-        if first is not None and layer.scales.input is not None:
-            layer.scales.input.amax.clamp_(min=first.amax)
+def with_fresh_amax(layer: FusedLayer) -> tuple[FusedLayer, Tensor | None]:
+    """`layer` recording its input's amax apart, and where: to be given to `record_input`."""
+    state = layer.scales.input
+    if state is None:
+        return layer, None
+    amax = torch.zeros_like(state.amax)
+    scales = layer.scales._replace(input=state._replace(amax=amax))
+    return layer._replace(scales=scales), amax
+
+
+def record_input(layers: tuple[FusedLayer, ...], amax: Tensor | None) -> None:
+    """Raise the input amaxes of all layers to that of the input they share."""
+    for layer in layers:
+        state = layer.scales.input
+        if amax is not None and state is not None:
+            state.amax.copy_(torch.maximum(state.amax, amax))

@@ -20,13 +20,24 @@ class Norm(NamedTuple):
     eps: float
 
 
-def fused_norm(module: nn.Module, x: Tensor) -> Norm | None:
-    """What a fused function needs of `module`, or None where it must be called by itself."""
-    weight: Any = module.weight
-    eps: Any = module.eps
-    if torch.compiler.is_compiling() or has_hooks(module) or type(weight) not in PLAIN:
+def fused_norm(module: nn.Module, x: Tensor, compute_dtype: torch.dtype) -> Norm | None:
+    """What a fused function needs of `module`, or None where it must be called by itself.
+
+    Fused are `nn.RMSNorm`, and modules that say with an attribute `is_rms_norm = True` that they
+    compute `x * rsqrt(mean(x ** 2) + eps) * weight` in float32: others that have a weight and an
+    eps may compute something else.
+    """
+    if torch.compiler.is_compiling() or has_hooks(module) or "forward" in module.__dict__:
         return None
-    return Norm(weight, torch.finfo(x.dtype).eps if eps is None else eps)
+    if type(module) is not nn.RMSNorm and not getattr(module, "is_rms_norm", False):
+        return None
+    weight: Any = module.weight
+    if type(weight) not in PLAIN or weight.dim() != 1 or weight.shape[0] > kernels.WIDEST_NORM:
+        return None
+    if x.dtype != compute_dtype:  # autocast: the norm takes x as it is
+        return None
+    eps: Any = module.eps  # None means float32's, in which torch computes
+    return Norm(weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
 
 def input_operand(

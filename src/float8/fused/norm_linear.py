@@ -9,7 +9,14 @@ from torch.autograd.function import once_differentiable
 
 from float8.cast import quantize
 from float8.fused import layers as fused
-from float8.fused.layers import FusedLayer, are_fused, fused_layer, record_same_input
+from float8.fused.layers import (
+    FusedLayer,
+    are_fused,
+    compute_dtype,
+    fused_layer,
+    record_input,
+    with_fresh_amax,
+)
 from float8.fused.norm import fused_norm, input_operand, rms_norm_backward
 
 
@@ -22,7 +29,8 @@ def rms_norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Module]) -> 
 
     Args:
         x: [..., K] float32, bfloat16 or float16; K at most 32768.
-        norm: an RMSNorm, that is a module with `weight` [K] and `eps`, as `nn.RMSNorm`.
+        norm: an `nn.RMSNorm`, or a module with `weight` [K], `eps` and `is_rms_norm = True`; any
+            other module is called.
         layers: layers K -> N_i.
 
     Returns:
@@ -34,7 +42,9 @@ def rms_norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Module]) -> 
         RuntimeError: as `Float8Linear.forward`.
     """
     layers = tuple(layers)
-    fused_with = fused_norm(norm, x) if are_fused(layers) and x.numel() else None
+    fused_with = None
+    if x.numel() and are_fused(layers):
+        fused_with = fused_norm(norm, x, compute_dtype(layers[0], x))
     if fused_with is None or not are_fused(layers):
         x = norm(x)
         return tuple(layer(x) for layer in layers)
@@ -75,21 +85,22 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         first, record = call.layers[0], call.record
         col = any(call.need_grad_weights)
+        first, amax = with_fresh_amax(first) if record else (first, None)
         x8, rstd = input_operand(x, x, norm_weight, call.eps, first, col, record)
-        if record:
-            record_same_input(call.layers)
+        record_input(call.layers, amax)
         outputs, scales = [], []
         for layer, weight in zip(call.layers, weights, strict=True):
             w8 = fused.weight_operand(weight, layer, record)
             outputs.append(fused.output(x8, w8, layer.plan, weight.shape[0], x.dtype))
             scales.append(w8.scale)
+        ctx.set_materialize_grads(False)  # an output without use has no gradient, not a zero one
         ctx.save_for_backward(x, norm_weight, rstd, x8.col, x8.scale, *weights, *scales)
         ctx.call = call
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         x, norm_weight, rstd, x_col, x_scale, *rest = ctx.saved_tensors
         weights, scales = rest[: len(rest) // 2], rest[len(rest) // 2 :]
@@ -98,6 +109,9 @@ class _NormLinear(torch.autograd.Function):
         for layer, weight, scale, need, grad in zip(
             call.layers, weights, scales, call.need_grad_weights, grad_outputs, strict=True
         ):
+            if grad is None:
+                grad_weights.append(None)
+                continue
             plan, state = layer.plan, layer.scales.grad_output
             g8 = quantize(grad, plan.grad_output, state, row=True, col=need, record=call.record)
             if call.need_grad_x:

@@ -7,12 +7,13 @@ from float8.kernels import ops  # noqa: F401  registers the ops
 from float8.kernels.amax import amax
 from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic
 from float8.kernels.layout import ceil16
-from float8.kernels.rms_norm import rms_norm_cast
+from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast
 from float8.kernels.swiglu import swiglu_cast
 from float8.kernels.swiglu_backward import swiglu_backward_cast
 from float8.kernels.transpose import transpose_bytes
 
 __all__ = [
+    "WIDEST_NORM",
     "Cast",
     "amax",
     "cast",

@@ -9,7 +9,7 @@ from torch import Tensor
 from float8.formats import FLOAT8_MAX
 from float8.kernels._cast_kernel import _cast_kernel
 from float8.kernels._device import has_float8_conversion, sm_count
-from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
 from float8.kernels._tiles import TileLaunch, fitting
 from float8.kernels.layout import ceil16
@@ -90,7 +90,7 @@ def launch_cast(
     Returns:
         ``(row_data, col_data)``, None where not asked for.
     """
-    plan = _plan(x.shape, x.stride(), x.dtype, is_aligned(x), x.device, options, config)
+    plan = _plan(x.shape, x.stride(), x.dtype, x.device, options, config)
     dtype, device = options.dtype, x.device
     row = col = None
     if plan.row_shape is not None:
@@ -140,7 +140,6 @@ def _plan(
     shape: tuple[int, int],
     strides: tuple[int, int],
     x_dtype: torch.dtype,
-    aligned: bool,
     device: torch.device,
     options: Options,
     config: TileLaunch | None,
@@ -176,5 +175,13 @@ def _plan(
         config.group,
     )
     integers = (R, C, stride_r, stride_c, options.parts)
-    launch = Launch(_cast_kernel, config.programs, device, integers, constants, config.num_warps)
+    launch = Launch(
+        _cast_kernel,
+        config.programs,
+        device,
+        integers,
+        constants,
+        config.num_warps,
+        inputs=4 if options.producer != PLAIN else 1,  # x, y, rstd and weight
+    )
     return CastLaunch(launch, row_shape, col_shape, swapped)

@@ -16,8 +16,9 @@ class Launch:
     """A Triton kernel with all its arguments but the tensors.
 
     The kernel takes its parameters in this order: tensors, integers, constants. Who keeps a
-    `Launch` must use it for tensors of one set of dtypes, and of one alignment to 16 bytes unless
-    the kernel does not specialise on it.
+    `Launch` must use it for tensors of one set of dtypes. Triton specialises kernels on whether
+    data starts at a multiple of 16 bytes; the first `inputs` tensors may be views that do not, all
+    others are new allocations, which do, or the kernel does not specialise on them.
     """
 
     def __init__(
@@ -28,13 +29,16 @@ class Launch:
         integers: tuple[int, ...],
         constants: tuple[object, ...],
         num_warps: int,
+        *,
+        inputs: int = 1,
     ) -> None:
         self.kernel = kernel
         self.programs = programs
         self.device = device
         self.rest = (*integers, *constants)
         self.num_warps = num_warps
-        self._run: Callable[..., object] | None = None
+        self.inputs = inputs
+        self._compiled: dict[tuple[bool, ...], Callable[..., object]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the device of the tensors, which need not be the current one."""
@@ -42,15 +46,12 @@ class Launch:
         if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(*tensors)
-        elif self._run is not None:
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            self._run(*tensors, *self.rest, stream=stream)
-        else:
-            compiled = self.kernel[(self.programs,)](*tensors, *self.rest, num_warps=self.num_warps)
-            if compiled is not None:  # None in Triton's interpreter
-                self._run = compiled[(self.programs, 1, 1)]
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Whether the data starts at a multiple of 16 bytes, on which Triton specialises kernels."""
-    return x.data_ptr() % 16 == 0
+            return
+        aligned = tuple([x is None or x.data_ptr() % 16 == 0 for x in tensors[: self.inputs]])
+        run = self._compiled.get(aligned)
+        if run is not None:
+            run(*tensors, *self.rest, stream=torch._C._cuda_getCurrentRawStream(device.index))
+            return
+        compiled = self.kernel[(self.programs,)](*tensors, *self.rest, num_warps=self.num_warps)
+        if compiled is not None:  # None in Triton's interpreter
+            self._compiled[aligned] = compiled[(self.programs, 1, 1)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from float8.kernels._checks import check_high_precision
 from float8.kernels._device import sm_count
 from float8.kernels._direct import takes_triton_directly
-from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
 from float8.kernels._triton import jit, tl
 
@@ -178,7 +178,7 @@ def launch_amax(
     x: Tensor, parts: Tensor, dims: Dims, config: AmaxLaunch, known_scale: Tensor | None = None
 ) -> None:
     """Run the kernel under one launch configuration, into ``parts`` [programs]."""
-    launch = _launch(dims, x.dtype, is_aligned(x), x.device, known_scale is not None, config)
+    launch = _launch(dims, x.dtype, x.device, known_scale is not None, config)
     launch(x, parts, parts if known_scale is None else known_scale)
 
 
@@ -186,7 +186,6 @@ def launch_amax(
 def _launch(
     dims: Dims,
     dtype: torch.dtype,
-    aligned: bool,
     device: torch.device,
     only_if_unknown: bool,
     config: AmaxLaunch,

@@ -55,7 +55,7 @@ def cast(
         ValueError: ``x`` is not 2-D, ``scale`` has not one element or is on another device, or
             neither layout is asked for.
     """
-    if takes_triton_directly(x):
+    if takes_triton_directly(x, scale):
         return cast_triton(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
     out = torch.ops.float8.cast.default(x, scale, dtype, row, col, pad_rows)
     return unpack(out, row, col)
@@ -136,7 +136,7 @@ def cast_delayed(
         TypeError: as :func:`cast`.
         ValueError: as :func:`cast`.
     """
-    if takes_triton_directly(x):
+    if takes_triton_directly(x, scale, amax):
         out = cast_delayed_triton(
             x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
         )
@@ -241,6 +241,7 @@ def choose_scale_reference(
     if record:
         assert amax is not None
         amax.copy_(torch.maximum(amax, own))
+    scale = scale.reshape(())
     return torch.where(scale == 0.0, from_data, scale)
 
 

@@ -11,13 +11,13 @@ from float8.kernels._checks import check_high_precision, check_scalar, describe
 from float8.kernels._device import has_float8_conversion
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._float8 import to_float32
-from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
 from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
 
-WIDEST = 32768
+WIDEST_NORM = 32768
 """Each program holds a whole row; wider ones would not fit into registers."""
 
 
@@ -45,7 +45,7 @@ def rms_norm_cast(
     """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
 
     Args:
-        x: [R, C] float32, bfloat16 or float16, C at most `WIDEST`.
+        x: [R, C] float32, bfloat16 or float16, C at most `WIDEST_NORM`.
         weight: [C] float32, bfloat16 or float16.
         eps: added to the mean square.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -61,7 +61,7 @@ def rms_norm_cast(
         ValueError: the shapes or devices do not fit together.
     """
     args = (x, weight, eps, dtype, col, scale, amax, round_to_power_of_2, record)
-    if takes_triton_directly(x):
+    if takes_triton_directly(x, weight, scale, amax):
         out = rms_norm_cast_triton(*args)
     else:
         out = torch.ops.float8.rms_norm_cast.default(*args)
@@ -71,8 +71,11 @@ def rms_norm_cast(
 def check_rms_norm(x: Tensor, weight: Tensor, scale: Tensor | None, amax: Tensor | None) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what :func:`rms_norm_cast` cannot take."""
     check_high_precision("rms_norm_cast", x)
-    if x.dim() != 2 or not 0 < x.shape[1] <= WIDEST:
-        raise ValueError(f"rms_norm_cast: x is {describe(x)}; expected [R, C], C <= {WIDEST}")
+    if x.dim() != 2 or x.numel() == 0 or x.shape[1] > WIDEST_NORM:
+        raise ValueError(
+            f"rms_norm_cast: x is {describe(x)}; expected [R, C], not empty, "
+            f"C at most {WIDEST_NORM}"
+        )
     check_high_precision("rms_norm_cast", weight)
     if weight.shape != x.shape[1:] or weight.device != x.device:
         raise ValueError(
@@ -124,8 +127,7 @@ def rms_norm_cast_triton(
     x, weight = x.contiguous(), weight.contiguous()
     rstd = empty((x.shape[0],), torch.float32, x.device)
     used = empty((), torch.float32, x.device)
-    aligned = is_aligned(x) and is_aligned(weight)
-    launch = _launch(x.shape, (x.dtype, weight.dtype), aligned, x.device, eps)
+    launch = _launch(x.shape, (x.dtype, weight.dtype), x.device, eps)
     parts = empty((launch.programs,), torch.float32, x.device)
     launch(x, weight, rstd, parts)
     options = Options(
@@ -160,7 +162,6 @@ def rms_norm_cast_triton(
 def _launch(
     shape: tuple[int, int],
     dtypes: tuple[torch.dtype, torch.dtype],
-    aligned: bool,
     device: torch.device,
     eps: float,
 ) -> Launch:
@@ -174,6 +175,7 @@ def _launch(
         (R, C),
         (eps, rows, block, has_float8_conversion(device)),
         num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+        inputs=2,
     )
 
 

@@ -10,7 +10,7 @@ from float8.kernels._checks import check_same, check_scalar
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._float8 import to_float32
-from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
 from float8.kernels._producers import swiglu
 from float8.kernels._triton import jit, tl
@@ -50,7 +50,7 @@ def swiglu_cast(
         ValueError: the shapes, strides or devices do not fit together.
     """
     args = (gate, up, dtype, scale, amax, round_to_power_of_2, record)
-    if takes_triton_directly(gate) and takes_triton_directly(up):
+    if takes_triton_directly(gate, up, scale, amax):
         out = swiglu_cast_triton(*args)
     else:
         out = torch.ops.float8.swiglu_cast.default(*args)
@@ -127,20 +127,17 @@ def swiglu_cast_triton(
 
 def _measure(gate: Tensor, up: Tensor, known_scale: Tensor | None) -> Tensor:
     """The amaxes of the parts of ``silu(gate) * up``; see `amax.measure`."""
-    aligned = is_aligned(gate) and is_aligned(up)
-    launch = _launch(gate.numel(), gate.dtype, aligned, gate.device, known_scale is not None)
+    launch = _launch(gate.numel(), gate.dtype, gate.device, known_scale is not None)
     parts = empty((launch.programs,), torch.float32, gate.device)
     launch(gate, up, parts, parts if known_scale is None else known_scale)
     return parts
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(
-    n: int, dtype: torch.dtype, aligned: bool, device: torch.device, only_if_unknown: bool
-) -> Launch:
+def _launch(n: int, dtype: torch.dtype, device: torch.device, only_if_unknown: bool) -> Launch:
     block, steps, rounds, programs = even_shares(n, 4096, sm_count(device))
     constants = (block, steps, rounds, only_if_unknown, has_float8_conversion(device))
-    return Launch(_swiglu_amax_kernel, programs, device, (n,), constants, num_warps=8)
+    return Launch(_swiglu_amax_kernel, programs, device, (n,), constants, num_warps=8, inputs=2)
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr"])

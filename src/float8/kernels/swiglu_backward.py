@@ -11,7 +11,7 @@ from float8.kernels._cast_launch import HISTORY, MEASURED
 from float8.kernels._checks import check_same, check_scalar
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._direct import takes_triton_directly
-from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
 from float8.kernels._swiglu_backward_kernel import (
     swiglu_backward_amax_kernel,
@@ -79,7 +79,8 @@ def swiglu_backward_cast(
         *(grad, gate, up, product_scale, product_dtype, dtype),
         *(gate_scale, gate_amax, up_scale, up_amax, round_to_power_of_2, record),
     )
-    if all(map(takes_triton_directly, (grad, gate, up))):
+    tensors = (grad, gate, up, product_scale, gate_scale, gate_amax, up_scale, up_amax)
+    if takes_triton_directly(*tensors):
         out = swiglu_backward_cast_triton(*args)
     else:
         out = torch.ops.float8.swiglu_backward_cast.default(*args)
@@ -166,7 +167,6 @@ def swiglu_backward_cast_triton(
     measure, cast = _launches(
         grad.shape,
         grad.dtype,
-        all(map(is_aligned, (grad, gate, up))),
         grad.device,
         (product_dtype, dtype, known, round_to_power_of_2, record),
     )
@@ -201,7 +201,6 @@ def allocate_gradients(
 def _launches(
     shape: tuple[int, int],
     x_dtype: torch.dtype,
-    aligned: bool,
     device: torch.device,
     options: tuple[torch.dtype, torch.dtype, bool, bool, bool],
 ) -> tuple[Launch, Launch]:
@@ -215,6 +214,7 @@ def _launches(
         (R * C,),
         (block, steps, rounds, known, hardware),
         num_warps=8,
+        inputs=3,
     )
     # To keep the amaxes takes registers, which large tiles have not: 489 us instead of 642 on an
     # H100 at [8192, 14336]. Without, 701 us (with the amaxes before) instead of 712.
@@ -240,5 +240,6 @@ def _launches(
             config.group,
         ),
         config.num_warps,
+        inputs=3,
     )
     return measure, cast

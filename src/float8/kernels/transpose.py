@@ -9,7 +9,7 @@ from float8.formats import FLOAT8_MAX
 from float8.kernels._checks import describe
 from float8.kernels._device import sm_count
 from float8.kernels._direct import takes_triton_directly
-from float8.kernels._launch import Launch, is_aligned
+from float8.kernels._launch import Launch
 from float8.kernels._tiles import TileLaunch, fitting, load, pack_words, store, tile_of_program
 from float8.kernels._triton import jit, tl
 
@@ -80,9 +80,7 @@ def launch_transpose(data: Tensor, config: TileLaunch) -> Tensor:
     R, C = data.shape
     out = data.new_empty((C, R))
     if data.numel():
-        launch = _launch(
-            data.shape, data.stride(), data.dtype, is_aligned(data), data.device, config
-        )
+        launch = _launch(data.shape, data.stride(), data.dtype, data.device, config)
         launch(data, out)
     return out
 
@@ -92,7 +90,6 @@ def _launch(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,
-    aligned: bool,
     device: torch.device,
     config: TileLaunch,
 ) -> Launch:

@@ -1,6 +1,7 @@
 """The `nn.Linear` that a `Float8Linear` is made of: which ones can be, and what they hand over."""
 
 import copy
+import weakref
 from typing import Any
 
 from torch import nn
@@ -56,6 +57,10 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
         if "_hooks" in name:
             new.__dict__[name] = old.__dict__[name]
             old.__dict__[name] = copied
+    pre_hooks: dict[int, Any] = new._load_state_dict_pre_hooks
+    for hook in pre_hooks.values():
+        if getattr(hook, "with_module", False):  # it holds a weak reference to its module
+            hook.module = weakref.ref(new)
 
 
 def _problem(

@@ -22,6 +22,8 @@ class RMSNorm(nn.Module):
     under autocast.
     """
 
+    is_rms_norm = True  # may be fused with the layers that read it
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
