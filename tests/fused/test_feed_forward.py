@@ -314,7 +314,7 @@ def test_float16_autocast_normalises_before_it_casts(device: str) -> None:
     with torch.autocast(device, torch.float16):
         wanted, got = apart(x), fused(x)
     assert got.isfinite().all()
-    assert sqnr(wanted, got) > 40
+    assert sqnr(wanted, got) > 30  # the product is not rounded to float16
 
 
 @on_devices
