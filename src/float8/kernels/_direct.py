@@ -14,13 +14,14 @@ def takes_triton_directly(*tensors: Tensor | None) -> bool:
     Not under a compiler, a dispatch mode (fake tensors, tracing, counting) or a transform of
     torch.func, and not for tensor subclasses: these must see the op.
     """
+    # A compiler must not see what follows, so this comes first.
+    if not HAS_TRITON or torch.compiler.is_compiling():
+        return False
     for x in tensors:
         # A lazily negated view (of a conjugate's imaginary part) is not what its memory says.
         if x is not None and not (x.is_cuda and type(x) in _PLAIN and not x.is_neg()):
             return False
     return (
-        HAS_TRITON
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
+        torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
