@@ -2,10 +2,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from float8.trainer.interrupt import stop_on_signals
+
+
+@pytest.fixture(autouse=True)
+def usual_ctrl_c() -> Iterator[None]:
+    """Python's own handler: a process started in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
