@@ -11,8 +11,8 @@ README = Path(__file__).parent.parent / "README.md"
 SAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_readme_has_three_samples() -> None:
-    assert len(SAMPLES) == 3
+def test_readme_has_its_samples() -> None:
+    assert len(SAMPLES) == 4
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLES)))

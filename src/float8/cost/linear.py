@@ -1,7 +1,7 @@
 """What one linear layer costs, forward and backward, in bf16 and in float8.
 
 GPU time alone. In eager mode the CPU needs about 0.4 ms to issue forward and backward of one
-float8 layer (0.6 ms on the host of `benchmarks/results/h100-linear-eager.json`): layers whose
+float8 layer (`benchmarks/results/h100-linear-eager.json`): layers whose
 kernels take less than that gain only compiled, or among larger layers that keep the GPU busy
 meanwhile.
 """
