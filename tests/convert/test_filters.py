@@ -123,8 +123,9 @@ def test_tokens_per_step_is_checked(tokens: object, error: type[Exception]) -> N
 
 @pytest.mark.gpu
 def test_measured_on_a_gpu() -> None:
+    fresh = model("cuda")
     state = torch.cuda.get_rng_state()
-    converted = convert_to_float8_training(model("cuda"), auto_filter=True)
+    converted = convert_to_float8_training(fresh, auto_filter=True)
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert "large" in is_float8(converted)
     for layer in conversion_report(converted).skipped:

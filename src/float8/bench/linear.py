@@ -26,7 +26,7 @@ _CHECKED = 256
 _FLOOR = "floor"
 _SUM = "sum"
 # Layers so small that only the time to issue them counts.
-_TOKENS, _WIDTH, _CHAIN = 32, 512, 24
+_TOKENS, _WIDTH, _CHAIN = 32, 256, 16
 
 
 class Layer(nn.Module):
@@ -226,7 +226,7 @@ def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict
         linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]
         chain = variant.convert(nn.Sequential(*linears))
         x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
-        issue = issue_microseconds(_chain_caller(chain, variant, x, grad), device)
+        issue = issue_microseconds(_chain_caller(chain, variant, x, grad), device, calls=3)
         result[variant.recipe] = issue / _CHAIN
     return result
 

@@ -116,12 +116,19 @@ def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0
     return call_sampler([call] * count, device)
 
 
-def issue_microseconds(call: Call, device: torch.device, *, samples: int = 20) -> float:
+def issue_microseconds(
+    call: Call, device: torch.device, *, calls: int = 20, samples: int = 15
+) -> float:
     """Median time that the calling thread takes to issue `call`, in microseconds.
 
     The GPU's time must be the shorter one: give it a tensor too small to matter.
+
+    Args:
+        call: What is issued.
+        device: Where it runs.
+        calls: How often it is issued in one sample.
+        samples: How many samples are taken.
     """
-    calls = 20
     times = []
     for sample in range(samples + WARMUP_ROUNDS):
         if device.type == "cuda":
