@@ -60,7 +60,8 @@ def block_table(results: Results, path: Path) -> str:
     """A row per recipe, compiled and eager."""
     size = results["settings"]
     title = (
-        f"{size['blocks']} blocks of {size['model']}, {size['batch']} x {size['seq_len']} tokens, "
+        f"{size['blocks']} block{'' if size['blocks'] == 1 else 's'} of {size['model']}, "
+        f"{size['batch']} x {size['seq_len']} tokens, "
         "forward + backward"
     )
     lines = header([title, "compiled ms", "speedup", "peak GiB", "eager ms", "speedup"])
