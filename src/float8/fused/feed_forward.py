@@ -17,8 +17,8 @@ from float8.cast import Operand, quantize
 from float8.fused import layers as fused
 from float8.fused.layers import (
     FusedLayer,
-    are_fused,
     compute_dtype,
+    fusable,
     fused_layer,
     record_input,
     with_fresh_amax,
@@ -53,12 +53,13 @@ def swiglu_feed_forward(
         ValueError: as `Float8Linear.forward`.
         RuntimeError: as `Float8Linear.forward`.
     """
-    layers = (gate, up, down)
-    fusable, fused_with = x.numel() > 0 and are_fused(layers), None
+    layers = fusable((gate, up, down)) if x.numel() else None
+    fused_with = None
     if norm is not None:
-        fused_with = fused_norm(norm, x, compute_dtype(layers[0], x)) if fusable else None
+        if layers is not None:
+            fused_with = fused_norm(norm, x, compute_dtype(layers[0], x))
         x = norm(x) if fused_with is None else x
-    if not fusable or not are_fused(layers):
+    if layers is None:
         return down(F.silu(gate(x)) * up(x))  # type: ignore[no-any-return]
     norm_weight, eps = (None, 0.0) if fused_with is None else fused_with
     source, weights = x, tuple(layer.weight for layer in layers)

@@ -1,6 +1,6 @@
 """Which layers a fused function may take, and what it needs of each."""
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,11 @@ def why_not_fused(*layers: nn.Module) -> str | None:
     return None
 
 
-def are_fused(layers: tuple[nn.Module, ...]) -> TypeGuard[tuple[Float8Linear, ...]]:
-    """Whether fused functions take these layers together."""
-    return why_not_fused(*layers) is None
+def fusable(layers: tuple[nn.Module, ...]) -> tuple[Float8Linear, ...] | None:
+    """The layers, if fused functions take them together."""
+    if why_not_fused(*layers) is not None:
+        return None
+    return tuple(layer for layer in layers if isinstance(layer, Float8Linear))  # all of them
 
 
 def compute_dtype(layer: nn.Module, x: Tensor) -> torch.dtype:

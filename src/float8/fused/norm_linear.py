@@ -11,8 +11,8 @@ from float8.cast import quantize
 from float8.fused import layers as fused
 from float8.fused.layers import (
     FusedLayer,
-    are_fused,
     compute_dtype,
+    fusable,
     fused_layer,
     record_input,
     with_fresh_amax,
@@ -28,7 +28,7 @@ def rms_norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Module]) -> 
     computed one by one, so a model can call it whether it is converted or not.
 
     Args:
-        x: [..., K] float32, bfloat16 or float16; K at most 32768.
+        x: [..., K] float32, bfloat16 or float16.
         norm: an `nn.RMSNorm`, or a module with `weight` [K], `eps` and `is_rms_norm = True`; any
             other module is called.
         layers: layers K -> N_i.
@@ -41,23 +41,22 @@ def rms_norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Module]) -> 
         ValueError: as `Float8Linear.forward`.
         RuntimeError: as `Float8Linear.forward`.
     """
-    layers = tuple(layers)
-    fused_with = None
-    if x.numel() and are_fused(layers):
-        fused_with = fused_norm(norm, x, compute_dtype(layers[0], x))
-    if fused_with is None or not are_fused(layers):
+    linears, fused_with = fusable(tuple(layers)) if x.numel() else None, None
+    if linears is not None:
+        fused_with = fused_norm(norm, x, compute_dtype(linears[0], x))
+    if linears is None or fused_with is None:
         x = norm(x)
         return tuple(layer(x) for layer in layers)
-    weights = tuple(layer.weight for layer in layers)
-    x = layers[0].check_input(x, weights[0].dtype)
-    for layer in layers[1:]:
+    weights = tuple(layer.weight for layer in linears)
+    x = linears[0].check_input(x, weights[0].dtype)
+    for layer in linears[1:]:
         layer.check_synced()
     grad = torch.is_grad_enabled()
     outputs = _NormLinear.apply(  # type: ignore[no-untyped-call]
         x.reshape(-1, x.shape[-1]),
         fused_with.weight,
         _Call(
-            tuple(map(fused_layer, layers)),
+            tuple(map(fused_layer, linears)),
             fused_with.eps,
             grad,
             grad and (x.requires_grad or fused_with.weight.requires_grad),

@@ -70,14 +70,6 @@ def _cast_plain(
     return _as_op(cast_reference)(x.detach(), scale.detach(), dtype, row, col, pad_rows)
 
 
-def _cast_dynamic_plain(x: Tensor, *options: Any) -> list[Tensor]:
-    return cast_dynamic_reference(x.detach(), *options)
-
-
-def _cast_delayed_plain(x: Tensor, scale: Tensor, amax: Tensor, *options: Any) -> list[Tensor]:
-    return cast_delayed_reference(x.detach(), scale.detach(), amax, *options)
-
-
 def _without_autograd(plain: ListFunction) -> ListFunction:
     def op(*args: Any) -> Any:
         with torch.no_grad():
@@ -265,14 +257,14 @@ _register(
 _register(
     "cast_dynamic(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
     "bool round_to_power_of_2) -> Tensor[]",
-    plain=_cast_dynamic_plain,
+    plain=_without_autograd(cast_dynamic_reference),
     triton=cast_dynamic_triton,
     fake=_cast_dynamic_fake,
 )
 _register(
     "cast_delayed(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType dtype, bool row, bool col, "
     "bool pad_rows, bool round_to_power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
-    plain=_scale_row_col(_cast_delayed_plain),
+    plain=_without_autograd(_scale_row_col(cast_delayed_reference)),
     triton=_scale_row_col(cast_delayed_triton),
     fake=_scale_row_col(_cast_delayed_fake),
 )
