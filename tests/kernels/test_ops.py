@@ -38,13 +38,50 @@ class TestOpcheck:
         scale = torch.tensor(0.1, device=device)
         torch.library.opcheck(torch.ops.float8.cast.default, (x, scale, dtype, *flags))
 
+    @pytest.mark.parametrize("name", ["cast_dynamic", "cast_delayed"])
+    def test_casts_that_choose_their_scale(self, device: str, name: str) -> None:
+        x, scale, amax = self.tensors(device)
+        args = (E4M3, True, False, False, False)
+        if name == "cast_delayed":
+            args = (scale, amax, *args, True)
+        torch.library.opcheck(getattr(torch.ops.float8, name).default, (x, *args))
+
+    @pytest.mark.parametrize("known", [False, True])
+    def test_fused(self, device: str, known: bool) -> None:
+        x, scale, amax = self.tensors(device)
+        state = (scale, amax) if known else (None, None)
+        other = (scale.clone(), amax.clone()) if known else (None, None)
+        ops, flags = torch.ops.float8, (False, known)
+        torch.library.opcheck(ops.swiglu_cast.default, (x, x + 1, E4M3, *state, *flags))
+        norm = (x, x[0].clone(), 1e-5, E4M3, True, *state, *flags)
+        torch.library.opcheck(ops.rms_norm_cast.default, norm)
+        backward = (x, x + 1, x - 1, torch.ones_like(scale), E4M3, FORMATS[1], *state, *other)
+        torch.library.opcheck(ops.swiglu_backward_cast.default, (*backward, *flags))
+
+    @staticmethod
+    def tensors(device: str) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.randn(17, 33, device=device)
+        return x, torch.tensor(0.1, device=device), torch.tensor(0.0, device=device)
+
     def test_transpose(self, device: str) -> None:
         # uint8, because opcheck itself cannot compare float8.
         data = torch.randint(0, 256, (17, 33), dtype=torch.uint8, device=device)
         torch.library.opcheck(torch.ops.float8.transpose.default, (data,))
 
 
-@pytest.mark.parametrize("name", ["amax", "cast", "transpose"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "amax",
+        "cast",
+        "cast_delayed",
+        "cast_dynamic",
+        "rms_norm_cast",
+        "swiglu_backward_cast",
+        "swiglu_cast",
+        "transpose",
+    ],
+)
 def test_ops_are_compliant_with_the_compiler(name: str) -> None:
     assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.float8, name).default.tags
 
