@@ -74,7 +74,7 @@ def swiglu_feed_forward(
         *weights,
         _Call(
             (source,),
-            tuple(map(fused_layer, layers)),
+            tuple(map(fused_layer, layers, weights)),
             eps,
             grad,
             grad and (x.requires_grad or need_grad_norm),
@@ -112,11 +112,8 @@ class _FeedForward(torch.autograd.Function):
         first, amax = with_fresh_amax(gate) if record else (gate, None)
         x8, rstd = input_operand(x, call.source[0], norm_weight, call.eps, first, col, record)
         record_input((gate, up), amax)
-        hidden = w_gate.shape[0]
-        w8 = fused.weight_operand(w_gate, gate, record)
-        gate_out, gate_scale = fused.output(x8, w8, plan, hidden, dtype), w8.scale
-        w8 = fused.weight_operand(w_up, up, record)
-        up_out, up_scale = fused.output(x8, w8, plan, hidden, dtype), w8.scale
+        gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
+        up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
         state = down.scales.input
         product = kernels.swiglu_cast(
             gate_out,
@@ -127,9 +124,8 @@ class _FeedForward(torch.autograd.Function):
             round_to_power_of_2=plan.input.round_to_power_of_2,
             record=record,
         )
-        w8 = fused.weight_operand(w_down, down, record)
         product8 = Operand(product.row, None, product.scale)
-        y = fused.output(product8, w8, plan, w_down.shape[0], dtype)
+        y, down_scale = fused.output(product8, w_down, down, dtype, record)
 
         ctx.save_for_backward(
             x if norm_weight is not None else None,
@@ -140,12 +136,12 @@ class _FeedForward(torch.autograd.Function):
             gate_out,
             up_out,
             product.scale,
-            w_gate,
+            fused.kept_weight(w_gate, gate),
             gate_scale,
-            w_up,
+            fused.kept_weight(w_up, up),
             up_scale,
-            w_down,
-            w8.scale,
+            fused.kept_weight(w_down, down),
+            down_scale,
         )
         ctx.call = call
         return y
@@ -170,7 +166,7 @@ class _FeedForward(torch.autograd.Function):
             col=need_down,
             record=record,
         )
-        grad_product = fused.grad_input(g8, w_down, down_scale, plan, dtype)
+        grad_product = fused.grad_input(g8, w_down, down_scale, down, dtype)
         gate_state, up_state = gate.scales.grad_output, up.scales.grad_output
         gradients = kernels.swiglu_backward_cast(
             grad_product,
@@ -189,18 +185,18 @@ class _FeedForward(torch.autograd.Function):
         del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
         if need_down:
-            grad_down = fused.grad_weight(g8, gradients.product, product_scale, plan, w_down)
+            grad_down = fused.grad_weight(g8, gradients.product, product_scale, down)
         del g8
         gate8 = Operand(gradients.gate.row, gradients.gate.col, gradients.gate.scale)
         up8 = Operand(gradients.up.row, gradients.up.col, gradients.up.scale)
         del gradients
         if call.need_grad_x:
-            grad_x = fused.grad_input(gate8, w_gate, gate_scale, plan, dtype)
-            grad_x = grad_x + fused.grad_input(up8, w_up, up_scale, plan, dtype)
+            grad_x = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
+            grad_x = grad_x + fused.grad_input(up8, w_up, up_scale, up, dtype)
         if need_gate:
-            grad_gate = fused.grad_weight(gate8, x_col, x_scale, plan, w_gate)
+            grad_gate = fused.grad_weight(gate8, x_col, x_scale, gate)
         if need_up:
-            grad_up = fused.grad_weight(up8, x_col, x_scale, plan, w_up)
+            grad_up = fused.grad_weight(up8, x_col, x_scale, up)
         if grad_x is not None and norm_weight is not None:
             grad_x, grad_norm = rms_norm_backward(grad_x, x, norm_weight, rstd)
         return grad_x, grad_norm, grad_gate, grad_up, grad_down, None

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from float8.cast import Operand, cast_operand, quantize
+from float8.cast import Operand
 from float8.linear import Float8Linear
 from float8.linear.function import DelayedScales, float8_mm, transposed, trim
 from float8.linear.plan import LinearPlan
+from float8.linear.weight import saved_weight, transposed_weight, weight_operand
+from float8.tensor import Float8Tensor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
@@ -25,6 +27,12 @@ class FusedLayer(NamedTuple):
 
     plan: LinearPlan
     scales: DelayedScales
+    ready: Operand | None
+    """The weight in float8, if it is that already."""
+
+    in_features: int
+    out_features: int
+    weight_dtype: torch.dtype
 
 
 def why_not_fused(*layers: nn.Module) -> str | None:
@@ -46,7 +54,7 @@ def why_not_fused(*layers: nn.Module) -> str | None:
             return "one layer has a bias"
         if has_hooks(layer):
             return "one layer has hooks"
-        if type(layer.weight) not in PLAIN:
+        if type(layer.weight) not in (*PLAIN, Float8Tensor):
             return f"one weight is a {type(layer.weight).__name__}"
         if dtype not in (None, layer.weight.dtype):
             return "the weights have different dtypes"
@@ -77,39 +85,46 @@ def compute_dtype(layer: nn.Module, x: Tensor) -> torch.dtype:
     return weight.dtype  # type: ignore[no-any-return]
 
 
-def fused_layer(layer: Float8Linear) -> FusedLayer:
+def fused_layer(layer: Float8Linear, weight: Tensor) -> FusedLayer:
     """What a fused function needs of `layer` besides its weight."""
-    return FusedLayer(layer.plan, layer.delayed_scales())
-
-
-def weight_operand(weight: Tensor, layer: FusedLayer, record: bool) -> Operand:
-    """Row data of a weight, for the output GEMM."""
-    plan, state = layer.plan.weight, layer.scales.weight
-    return quantize(weight, plan, state, row=True, pad_rows=True, record=record)
+    return FusedLayer(
+        layer.plan,
+        layer.delayed_scales(),
+        layer.ready_weight(weight),
+        layer.in_features,
+        layer.out_features,
+        weight.dtype,
+    )
 
 
 def output(
-    x: Operand, w: Operand, plan: LinearPlan, out_features: int, dtype: torch.dtype
-) -> Tensor:
-    """`x @ w.T` [M, out_features]."""
-    return trim(float8_mm(x, w, plan.output, dtype), out_features)
+    x: Operand, weight: Tensor, layer: FusedLayer, dtype: torch.dtype, record: bool
+) -> tuple[Tensor, Tensor]:
+    """`x @ weight.T` [M, out_features], and the weight's scale."""
+    plan = layer.plan
+    w = weight_operand(weight, layer.ready, plan.weight, layer.scales.weight, record)
+    return trim(float8_mm(x, w, plan.output, dtype), layer.out_features), w.scale
+
+
+def kept_weight(weight: Tensor, layer: FusedLayer) -> Tensor:
+    """What is saved of a weight for `grad_input`."""
+    return saved_weight(weight, layer.ready)
 
 
 def grad_input(
-    g: Operand, weight: Tensor, scale: Tensor, plan: LinearPlan, dtype: torch.dtype
+    g: Operand, kept: Tensor, scale: Tensor, layer: FusedLayer, dtype: torch.dtype
 ) -> Tensor:
-    """`g @ weight` [M, K]; the weight is cast again, straight to the layout needed."""
-    w = cast_operand(weight, scale, plan.weight.dtype, col=True)
-    return trim(float8_mm(g, transposed(w), plan.grad_input, dtype), weight.shape[1])
+    """`g @ weight` [M, in_features]."""
+    is_transposed = layer.ready is not None and layer.ready.col is not None
+    w = transposed_weight(kept, scale, layer.plan.weight, is_transposed)
+    return trim(float8_mm(g, w, layer.plan.grad_input, dtype), layer.in_features)
 
 
-def grad_weight(
-    g: Operand, x_col: Tensor, x_scale: Tensor, plan: LinearPlan, weight: Tensor
-) -> Tensor:
-    """`g.T @ x`, shape and dtype of `weight`."""
+def grad_weight(g: Operand, x_col: Tensor, x_scale: Tensor, layer: FusedLayer) -> Tensor:
+    """`g.T @ x` [out_features, in_features], dtype of the weight."""
     x = Operand(row=x_col, col=None, scale=x_scale)
-    product = float8_mm(transposed(g), x, plan.grad_weight, weight.dtype)
-    return trim(product, weight.shape[1])[: weight.shape[0]]
+    product = float8_mm(transposed(g), x, layer.plan.grad_weight, layer.weight_dtype)
+    return trim(product, layer.in_features)[: layer.out_features]
 
 
 def with_fresh_amax(layer: FusedLayer) -> tuple[FusedLayer, Tensor | None]:

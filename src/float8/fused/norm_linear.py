@@ -56,7 +56,7 @@ def rms_norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Module]) -> 
         x.reshape(-1, x.shape[-1]),
         fused_with.weight,
         _Call(
-            tuple(map(fused_layer, linears)),
+            tuple(map(fused_layer, linears, weights)),
             fused_with.eps,
             grad,
             grad and (x.requires_grad or fused_with.weight.requires_grad),
@@ -89,11 +89,12 @@ class _NormLinear(torch.autograd.Function):
         record_input(call.layers, amax)
         outputs, scales = [], []
         for layer, weight in zip(call.layers, weights, strict=True):
-            w8 = fused.weight_operand(weight, layer, record)
-            outputs.append(fused.output(x8, w8, layer.plan, weight.shape[0], x.dtype))
-            scales.append(w8.scale)
+            y, scale = fused.output(x8, weight, layer, x.dtype, record)
+            outputs.append(y)
+            scales.append(scale)
         ctx.set_materialize_grads(False)  # an output without use has no gradient, not a zero one
-        ctx.save_for_backward(x, norm_weight, rstd, x8.col, x8.scale, *weights, *scales)
+        kept = map(fused.kept_weight, weights, call.layers)
+        ctx.save_for_backward(x, norm_weight, rstd, x8.col, x8.scale, *kept, *scales)
         ctx.call = call
         return tuple(outputs)
 
@@ -114,11 +115,9 @@ class _NormLinear(torch.autograd.Function):
             plan, state = layer.plan, layer.scales.grad_output
             g8 = quantize(grad, plan.grad_output, state, row=True, col=need, record=call.record)
             if call.need_grad_x:
-                part = fused.grad_input(g8, weight, scale, plan, grad.dtype)
+                part = fused.grad_input(g8, weight, scale, layer, grad.dtype)
                 grad_x = part if grad_x is None else grad_x.add_(part)
-            grad_weights.append(
-                fused.grad_weight(g8, x_col, x_scale, plan, weight) if need else None
-            )
+            grad_weights.append(fused.grad_weight(g8, x_col, x_scale, layer) if need else None)
         if grad_x is not None:
             grad_x, grad_norm = rms_norm_backward(grad_x, x, norm_weight, rstd)
         return grad_x, grad_norm, None, *grad_weights

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.cast import Operand
 from float8.config import CastSite, Float8LinearConfig
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear import overdue, state
 from float8.linear.function import DelayedScales, Float8LinearFunction
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
+from float8.linear.weight import float8_operand
 from float8.scaling import DelayedScale
 
 
@@ -107,6 +109,7 @@ class Float8Linear(nn.Linear):
             output = Float8LinearFunction.apply(  # type: ignore[no-untyped-call]
                 rows,
                 weight,
+                self.ready_weight(weight),
                 (source,),
                 self.plan,
                 self.delayed_scales(),
@@ -140,6 +143,10 @@ class Float8Linear(nn.Linear):
                 f"[..., {self.in_features}]"
             )
         return input
+
+    def ready_weight(self, weight: Tensor) -> Operand | None:
+        """The operand of `weight`, this layer's, if it is in float8 already."""
+        return float8_operand(weight)
 
     def check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing."""

@@ -1,8 +1,7 @@
 """The autograd function of a float8 linear layer: three named GEMMs and their casts.
 
 What is saved for backward is float8: the transposed copy of the input, made in the same read as
-its row data. Of the weight only the parameter itself and its scale are kept; backward casts it
-again, straight to the transposed layout.
+its row data. Of the weight only what exists anyway is kept, see `float8.linear.weight`.
 """
 
 from typing import Any, NamedTuple
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from float8.cast import Operand, cast_operand, quantize
+from float8.cast import Operand, quantize
 from float8.gemm import scaled_mm
 from float8.linear.plan import GemmPlan, LinearPlan
 from float8.linear.shared import keep_operand, last_operand
+from float8.linear.weight import saved_weight, transposed_weight, weight_operand
 from float8.scaling import DelayedScale
 
 
@@ -76,6 +76,7 @@ class Float8LinearFunction(torch.autograd.Function):
         ctx: Any,
         input: Tensor,
         weight: Tensor,
+        ready: Operand | None,
         source: tuple[Tensor],
         plan: LinearPlan,
         scales: DelayedScales,
@@ -89,6 +90,7 @@ class Float8LinearFunction(torch.autograd.Function):
             ctx: autograd context.
             input: [M, K], the compute dtype.
             weight: [N, K], the compute dtype, or float32 under autocast.
+            ready: the weight in float8, if it is that already.
             source: the tensor that the caller gave, of which `input` is a view or a cast: what
                 layers with the same input have in common. In a tuple, out of autograd's sight.
             plan: which casts and GEMMs run how.
@@ -108,7 +110,7 @@ class Float8LinearFunction(torch.autograd.Function):
         if plan.output.float8:
             col = float8_grad_weight and plan.share_input
             x = quantize_input(input, source[0], plan, scales, record, col)
-            w = quantize(weight, plan.weight, scales.weight, row=True, pad_rows=True, record=record)
+            w = weight_operand(weight, ready, plan.weight, scales.weight, record)
             output = float8_mm(x, w, plan.output, input.dtype)
             output = trim(output, weight.shape[0])
             saved_input, input_scale, weight_scale = x.col, x.scale, w.scale
@@ -122,9 +124,10 @@ class Float8LinearFunction(torch.autograd.Function):
         elif need_grad_weight and not plan.grad_weight.float8:
             saved_input = input
 
-        ctx.save_for_backward(
-            saved_input, input_scale, weight if need_grad_input else None, weight_scale
-        )
+        ready = ready if plan.share_weight else None
+        kept = saved_weight(weight, ready) if need_grad_input else None
+        ctx.save_for_backward(saved_input, input_scale, kept, weight_scale)
+        ctx.weight_is_transposed = ready is not None and ready.col is not None
         ctx.plan, ctx.scales, ctx.record = plan, scales, record
         ctx.need_grad_input, ctx.need_grad_weight = need_grad_input, need_grad_weight
         ctx.in_features, ctx.weight_dtype = weight.shape[1], weight.dtype
@@ -150,10 +153,10 @@ class Float8LinearFunction(torch.autograd.Function):
         if ctx.need_grad_input and plan.grad_input.float8:
             site, state = plan.weight_for_grad_input, scales.weight_for_grad_input
             if plan.share_weight:
-                w = cast_operand(weight, weight_scale, site.dtype, col=True)
+                w = transposed_weight(weight, weight_scale, site, ctx.weight_is_transposed)
             else:
-                w = quantize(weight, site, state, col=True, record=record)
-            grad_input = float8_mm(g, transposed(w), plan.grad_input, grad_output.dtype)
+                w = transposed(quantize(weight, site, state, col=True, record=record))
+            grad_input = float8_mm(g, w, plan.grad_input, grad_output.dtype)
             grad_input = trim(grad_input, ctx.in_features)
         elif ctx.need_grad_input:
             grad_input = grad_output @ weight.to(grad_output.dtype)
@@ -170,4 +173,4 @@ class Float8LinearFunction(torch.autograd.Function):
         elif ctx.need_grad_weight:
             grad_weight = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
-        return grad_input, grad_weight, None, None, None, None, None, None
+        return grad_input, grad_weight, None, None, None, None, None, None, None

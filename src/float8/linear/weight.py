@@ -1,0 +1,70 @@
+"""The weight of a layer as a GEMM operand: cast in this call, or in float8 already.
+
+Backward needs it transposed. It is made from what forward saved: the high-precision weight, cast
+again straight to that layout; or float8 data that somebody keeps anyway (a gathered weight, a
+cached one), of which the transposed copy is an exact transpose of bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from float8.cast import CastPlan, Operand, cast_operand, quantize
+from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
+from float8.kernels import transpose_bytes
+from float8.scaling import DelayedScale
+from float8.tensor import Float8Tensor
+
+
+def float8_operand(weight: Tensor) -> Operand | None:
+    """The operand of a weight that is in float8 already, else None; no bytes are copied."""
+    if not isinstance(weight, Float8Tensor):
+        return None
+    return Operand(weight._data, None, weight._scale)
+
+
+def weight_operand(
+    weight: Tensor,
+    ready: Operand | None,
+    plan: CastPlan,
+    state: DelayedScale | None,
+    record: bool,
+) -> Operand:
+    """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
+    if ready is None:
+        return quantize(weight, plan, state, row=True, pad_rows=True, record=record)
+    assert ready.row is not None
+    return ready._replace(row=_padded(ready.row))
+
+
+def saved_weight(weight: Tensor, ready: Operand | None) -> Tensor:
+    """What forward saves for `transposed_weight`: nothing that it would have to make."""
+    if ready is None:
+        return weight
+    saved = ready.row if ready.col is None else ready.col
+    assert saved is not None
+    return saved
+
+
+def transposed_weight(saved: Tensor, scale: Tensor, plan: CastPlan, is_transposed: bool) -> Operand:
+    """The operand of the transposed weight [K, N], for the GEMM grad_input.
+
+    Args:
+        saved: by `saved_weight`.
+        scale: of the operand that forward used.
+        plan: of the weight's cast.
+        is_transposed: whether `saved` is column data.
+    """
+    if is_transposed:
+        return Operand(saved, None, scale)
+    if saved.dtype in FLOAT8_MAX:
+        return Operand(transpose_bytes(_padded(saved)), None, scale)
+    return Operand(cast_operand(saved, scale, plan.dtype, col=True).col, None, scale)
+
+
+def _padded(data: Tensor) -> Tensor:
+    """Row data padded with zeros to what GEMMs take."""
+    rows, columns = -data.shape[0] % GEMM_ALIGNMENT, -data.shape[1] % GEMM_ALIGNMENT
+    if not rows and not columns:
+        return data
+    bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, columns, 0, rows))
+    return bytes_.view(data.dtype)
