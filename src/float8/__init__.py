@@ -21,7 +21,12 @@ from float8.convert import (
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
-from float8.fused import rms_norm_linear, swiglu_feed_forward, why_not_fused
+from float8.fused import (
+    linear_keeping_input,
+    rms_norm_linear,
+    swiglu_feed_forward,
+    why_not_fused,
+)
 from float8.linear import Float8Linear
 from float8.plan import plan_conversion
 from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
@@ -45,6 +50,7 @@ __all__ = [
     "conversion_report",
     "convert_to_float8_training",
     "high_precision_state_dict",
+    "linear_keeping_input",
     "linear_requires_sync",
     "plan_conversion",
     "rms_norm_linear",

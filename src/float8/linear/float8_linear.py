@@ -81,11 +81,14 @@ class Float8Linear(nn.Linear):
 
     # ---------------------------------------------------------------- forward
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, keep_input: bool = False) -> Tensor:
         """`input @ weight.T + bias`.
 
         Args:
             input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
+            keep_input: save `input` for backward, and cast it again there, instead of a float8
+                copy. Less memory where somebody else saves it anyway, as attention does its
+                output; else more.
 
         Returns:
             [..., N], dtype of the (autocast) input.
@@ -116,6 +119,7 @@ class Float8Linear(nn.Linear):
                 grad,
                 grad and input.requires_grad,
                 need_grad_weight,
+                keep_input and self.plan.share_input,
             )
         output = output.reshape(*input.shape[:-1], self.out_features)
         return output if bias is None else output + bias.to(output.dtype)
