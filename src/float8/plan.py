@@ -116,7 +116,6 @@ def estimator(
     tokens: int, config: Float8LinearConfig, ceilings: Ceilings, device_name: str
 ) -> Judge:
     """A judge that runs nothing: from the stored ceilings of a device."""
-
     table = kernel_table(ceilings)
 
     def judge(in_features: int, out_features: int) -> Verdict:

@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from float8.bench.shapes import OUTPUT
+
 _TITLE_WIDTH = 7.0  # inches that the longest title takes
 
 
@@ -17,8 +19,8 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     """Draw one field per shape and variant, blue above 1 and red below, with its number.
 
     Args:
-        rows: Each with `M`, `K`, `N`, `speedup`, and `variant` or `recipe` and `mode`; perhaps
-            `gemm`. Rows of sums over shapes are left out.
+        rows: Each with `M`, `K`, `N`, `speedup`, `variant` or `recipe` and `mode`, and perhaps
+            `gemm`; rows of sums over shapes are left out.
         title: What was measured on what.
         path: Image to write; the format is that of its suffix.
     """
@@ -47,7 +49,9 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
 
 
 def _shape(row: dict[str, Any]) -> str:
-    return "\n".join(str(row[key]) for key in ("M", "K", "N", "gemm") if key in row)
+    shape = f"{row['M']}\n{row['K']}\n{row['N']}"
+    gemm = row.get("gemm", OUTPUT)
+    return shape if gemm == OUTPUT else f"{shape}\n{gemm}"
 
 
 def _variant(row: dict[str, Any]) -> str:

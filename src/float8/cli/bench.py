@@ -88,8 +88,8 @@ def matmul_command(
 ) -> None:
     """One GEMM per shape: bf16, float8 without and with fast accumulation.
 
-    On a GPU, fast accumulation has two kernels; `benchmarks/fit_gemm_choice.py` makes of their times
-    the table that `scaled_mm` chooses by.
+    On a GPU, fast accumulation has two kernels; `benchmarks/fit_gemm_choice.py` makes of their
+    times the table that layers choose by.
     """
     selected = select_shapes(_split(shapes), mkn or [])
     settings = {"shapes": selected, "gradients": gradients}
