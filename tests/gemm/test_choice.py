@@ -85,7 +85,7 @@ def on_the_meta_device(tokens: int = 8192) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_devices_that_were_not_measured_are_tensorwise() -> None:
     assert choice.table_of(torch.device("cpu")) is None
-    assert kernel_for(*on_the_meta_device(), torch.bfloat16, True) is TENSORWISE
+    assert kernel_for(*on_the_meta_device(), torch.bfloat16) is TENSORWISE
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,7 @@ def test_a_tensor_is_judged_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> N
     asked = []
     monkeypatch.setattr(choice, "table_of", lambda device: asked.append(device) or TABLE)
     for _ in range(3):
-        assert kernel_for(*on_the_meta_device(), torch.bfloat16, True) is ROWWISE
-        assert kernel_for(*on_the_meta_device(), torch.bfloat16, False) is TENSORWISE
-        assert kernel_for(*on_the_meta_device(), torch.float32, True) is TENSORWISE
-        assert kernel_for(*on_the_meta_device(1), torch.bfloat16, True) is TENSORWISE
+        assert kernel_for(*on_the_meta_device(), torch.bfloat16) is ROWWISE
+        assert kernel_for(*on_the_meta_device(), torch.float32) is TENSORWISE
+        assert kernel_for(*on_the_meta_device(1), torch.bfloat16) is TENSORWISE
     assert asked == [torch.device("meta")] * 2

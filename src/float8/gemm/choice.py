@@ -84,13 +84,13 @@ def choose_kernel(
     return GemmKernel.ROWWISE if worth else GemmKernel.TENSORWISE
 
 
-def kernel_for(a: Tensor, b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> GemmKernel:
-    """The kernel for `a` [M, K] and `b` [N, K] on their device.
+def kernel_for(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> GemmKernel:
+    """The kernel for `a` [M, K] and `b` [N, K] on their device, with fast accumulation.
 
     `TENSORWISE` where a compiler does not know a dim as a number: asking for it would compile the
     model anew for each.
     """
-    if not (use_fast_accum and out_dtype == torch.bfloat16):
+    if out_dtype != torch.bfloat16:
         return GemmKernel.TENSORWISE
     M, K = a.shape
     N = b.shape[0]

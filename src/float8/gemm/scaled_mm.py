@@ -43,8 +43,8 @@ def scaled_mm(
     """
     if emulate:
         return _emulated_mm(a, scale_a, b, scale_b, out_dtype)
-    if kernel is None:
-        kernel = kernel_for(a, b, out_dtype, use_fast_accum)
+    if kernel is None and use_fast_accum:  # without, there is but one
+        kernel = kernel_for(a, b, out_dtype)
     if kernel is GemmKernel.ROWWISE:
         scale_a = scale_a.expand(a.shape[0], 1).contiguous()
         scale_b = scale_b.expand(1, b.shape[0]).contiguous()
