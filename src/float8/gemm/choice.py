@@ -35,8 +35,8 @@ class GemmKernel(enum.Enum):
     """The kernel for one scale per operand."""
 
     ROWWISE = "rowwise"
-    """The kernel for a scale per row, given one scale many times. Fast accumulation and a bf16
-    result only, second operand in e4m3."""
+    """The kernel for a scale per row, given one scale many times: for fast accumulation, M > 1, a
+    bf16 result and a second operand in e4m3."""
 
 
 def choose_kernel(

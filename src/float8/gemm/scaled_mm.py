@@ -32,8 +32,8 @@ def scaled_mm(
         use_fast_accum: add with fewer bits where the device offers it.
         emulate: multiply the dequantised values in float32; any device, K and N.
         kernel: what runs it; None: the one that was measured to be faster, see
-            `float8.gemm.choice`. `ROWWISE` takes fast accumulation, a bfloat16 result and `b` in
-            e4m3 only.
+            `float8.gemm.choice`. `ROWWISE` needs M > 1, a bfloat16 result and `b` in e4m3; on
+            GPUs torch raises where they are not.
 
     Returns:
         [M, N] of dtype `out_dtype`.
