@@ -1,9 +1,9 @@
 """Which of two kernels runs a float8 GEMM with per-tensor scales.
 
-With fast accumulation torch has two whose results differ only in the order of sums: that of
-cuBLASLt, which takes the two scales as they are, and the CUTLASS one for a scale per row, which is
-faster for many shapes, but wants the scales repeated in vectors. Without fast accumulation the
-rowwise one was never the faster.
+With fast accumulation torch has two, equally accurate: that of cuBLASLt, which takes the two
+scales as they are, and the CUTLASS one for a scale per row, which is faster for many shapes, but
+wants the scales repeated in vectors. Without fast accumulation the rowwise one gained 2 % at most
+and lost up to 21 %: there is no choice.
 """
 
 from __future__ import annotations

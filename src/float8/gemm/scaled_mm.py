@@ -43,7 +43,7 @@ def scaled_mm(
     """
     if emulate:
         return _emulated_mm(a, scale_a, b, scale_b, out_dtype)
-    if kernel is None and use_fast_accum:  # without, there is but one
+    if kernel is None and use_fast_accum:  # without it, no choice
         kernel = kernel_for(a, b, out_dtype)
     if kernel is GemmKernel.ROWWISE:
         scale_a = scale_a.expand(a.shape[0], 1).contiguous()
