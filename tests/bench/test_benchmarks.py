@@ -32,12 +32,27 @@ def flat(groups) -> list[dict]:
 @on_devices
 def test_matmul(device: str) -> None:
     rows = flat(matmul.bench_matmul(SHAPES, torch.device(device), 2))
-    assert [row["variant"] for row in rows] == ["bf16", "float8", "float8 fast accum"]
+    rowwise = ["float8 fast accum, rowwise kernel"] if device == "cuda" else []
+    variants = ["bf16", "float8", "float8 fast accum", *rowwise]
+    assert [row["variant"] for row in rows] == variants
     for row in rows:
-        assert (row["set"], row["M"], row["K"], row["N"]) == ("given", *SHAPE)
+        assert (row["set"], row["gemm"]) == ("given", "output")
+        assert (row["M"], row["K"], row["N"]) == SHAPE
         assert row["tflops"] == pytest.approx(2 * 32 * 64 * 48 / row["ms"] / 1e9)
         assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"])
         assert row["sqnr_db"] > 40
+
+
+@on_devices
+def test_matmul_of_gradients(device: str) -> None:
+    rows = flat(matmul.bench_matmul(SHAPES, torch.device(device), 1, gradients=True))
+    found = [(r["gemm"], r["M"], r["K"], r["N"], r["format_a"]) for r in rows if r["format_a"]]
+    assert list(dict.fromkeys(found)) == [
+        ("output", 32, 64, 48, "e4m3"),
+        ("grad_input", 32, 48, 64, "e5m2"),
+        ("grad_weight", 48, 32, 64, "e5m2"),
+    ]
+    assert min(row["sqnr_db"] for row in rows) > 40
 
 
 def test_a_wrong_matmul_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +63,7 @@ def test_a_wrong_matmul_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return product.bfloat16()
 
     monkeypatch.setattr(matmul, "scaled_mm", wrong)
-    with pytest.raises(WrongResultError, match="matmul 32,64,48 float8 fast accum: SQNR"):
+    with pytest.raises(WrongResultError, match="matmul output 32,64,48 float8 fast accum: SQNR"):
         flat(matmul.bench_matmul(SHAPES, CPU, 1))
 
 
@@ -100,6 +115,7 @@ def test_linear(device: str, mode: str) -> None:
         assert 17 < row["sqnr_db"] < 40
         assert row["cast_mb"] > 0
         assert (row["peak_mib"] is None) == (device == "cpu")
+        assert row["output_kernel"] == "tensorwise"  # too small for the other
     if mode == "eager":
         host = linear.host_microseconds(variants, place)
         assert host.keys() == {"bf16", "tensorwise", "delayed"}

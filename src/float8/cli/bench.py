@@ -77,17 +77,25 @@ def _modes(mode: str) -> tuple[str, ...]:
 def matmul_command(
     shapes: ShapeSets = None,
     mkn: Mkn = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Also the GEMMs of both gradients.")
+    ] = False,
     device: Device = "cuda",
     rounds: Rounds = 20,
     output: Output = None,
     plot: Plot = None,
     debug: Debug = False,
 ) -> None:
-    """One GEMM per shape: bf16, float8 without and with fast accumulation."""
+    """One GEMM per shape: bf16, float8 without and with fast accumulation.
+
+    On a GPU, fast accumulation has two kernels; `benchmarks/fit_gemm_choice.py` makes of their
+    times the table that layers choose by.
+    """
     selected = select_shapes(_split(shapes), mkn or [])
-    bench = Bench.start("matmul", device, output, shapes=selected, rounds=rounds)
-    groups = bench_matmul(selected, bench.device, rounds)
-    rows = bench.collect(groups, _count(selected))
+    settings = {"shapes": selected, "gradients": gradients}
+    bench = Bench.start("matmul", device, output, rounds=rounds, **settings)
+    groups = bench_matmul(selected, bench.device, rounds, gradients=gradients)
+    rows = bench.collect(groups, _count(selected) * (3 if gradients else 1))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", tables.MATMUL, rows, plot)
 
 
