@@ -25,6 +25,8 @@ NO_FAST, FAST, ROWWISE = "float8", "float8 fast accum", "float8 fast accum, roww
 # 53; fast accumulation drops bits at every step along K.
 _AT_LEAST = {BF16: 45.0, NO_FAST: 35.0, FAST: 20.0, ROWWISE: 20.0}
 _CHECKED_ROWS = 256
+# Long enough for the clocks to drop to what the GPU's power allows, as they do in training.
+_SAMPLE_MS = 60.0
 
 
 class Scaled(NamedTuple):
@@ -78,7 +80,11 @@ def _rows(name: str, gemm: str, shape: Shape, device: torch.device, rounds: int)
     what = f"matmul {gemm} {shape}"
     quality = {variant: _check(what, variant, pairs[0]) for variant, pairs in sets.items()}
     samplers = {
-        variant: kernel_sampler([functools.partial(_product, variant, *p) for p in pairs], device)
+        variant: kernel_sampler(
+            [functools.partial(_product, variant, *p) for p in pairs],
+            device,
+            at_least_ms=_SAMPLE_MS,
+        )
         for variant, pairs in sets.items()
     }
     times = take_turns(samplers, rounds)
