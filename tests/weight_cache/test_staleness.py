@@ -209,7 +209,9 @@ def test_a_change_between_microbatches(config, how: str, change: str) -> None:
     results = both_ways(config, how, lambda model, n: act(model) if n == 2 else None)
     assert_equal(results)
     if change != "sync":
-        assert not same_bits(results[0]["output 2"], both_ways(config, how, unchanged)[0]["output 2"])
+        assert not same_bits(
+            results[0]["output 2"], both_ways(config, how, unchanged)[0]["output 2"]
+        )
 
 
 def unchanged(model: nn.Module, microbatch: int) -> None:
@@ -352,9 +354,7 @@ def test_entered_again_it_takes_the_same_memory_and_new_values(config) -> None:
     for _ in range(2):
         with caching:
             operands = [layer.cached_weight for layer in layers_of(model)]
-            seen.append(
-                [[t.data_ptr() for t in operand if t is not None] for operand in operands]
-            )
+            seen.append([[t.data_ptr() for t in operand if t is not None] for operand in operands])
             rows = [operand.row.float() * operand.scale for operand in operands]
         for layer, row in zip(layers_of(model), rows, strict=True):
             torch.testing.assert_close(row, layer.weight.detach(), rtol=0.07, atol=1e-3)
