@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import optimizer
 
 import float8
 from float8 import (
@@ -93,38 +94,34 @@ def assert_equal(results: list[dict[str, Tensor]]) -> None:
 # ---------------------------------------------------------------- optimizer steps
 
 
+class Stepper:
+    """Steps an optimizer of its own for each model, before all microbatches but the first."""
+
+    def __init__(self, optimizer: str) -> None:
+        self._make = OPTIMIZERS[optimizer]
+        self._optimizers: dict[nn.Module, torch.optim.Optimizer] = {}
+
+    def __call__(self, model: nn.Module, microbatch: int) -> None:
+        if model not in self._optimizers:
+            self._optimizers[model] = self._make(list(model.parameters()))
+            attach_to_optimizer(model, self._optimizers[model])
+        if microbatch:
+            self._optimizers[model].step()
+            for layer in layers_of(model):  # cached again at once, where it was
+                assert (layer.weight_cache is None) == (layer.cached_weight is None)
+
+
 @on_devices
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @BOTH
 def test_an_optimizer_step_inside(device: str, config, optimizer: str) -> None:
-    steppers = {}
-
-    def step(model: nn.Module, microbatch: int) -> None:
-        if id(model) not in steppers:
-            steppers[id(model)] = OPTIMIZERS[optimizer](list(model.parameters()))
-            attach_to_optimizer(model, steppers[id(model)])
-        if microbatch:
-            steppers[id(model)].step()
-
-    assert_equal(both_ways(config, "eager", step, device))
+    assert_equal(both_ways(config, "eager", Stepper(optimizer), device))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW, fused", "through .data"])
 @BOTH
 def test_an_optimizer_step_inside_compiled(config, optimizer: str) -> None:
-    test_an_optimizer_step_inside.__wrapped__ if False else None
-    steppers = {}
-
-    def step(model: nn.Module, microbatch: int) -> None:
-        if id(model) not in steppers:
-            steppers[id(model)] = OPTIMIZERS[optimizer](list(model.parameters()))
-            attach_to_optimizer(model, steppers[id(model)])
-        if microbatch:
-            steppers[id(model)].step()
-            if any(layer.weight_cache for layer in layers_of(model)):  # cached, and anew
-                assert all(layer.cached_weight is not None for layer in layers_of(model))
-
-    assert_equal(both_ways(config, "compiled", step))
+    assert_equal(both_ways(config, "compiled", Stepper(optimizer)))
 
 
 def test_other_models_steps_cast_nothing() -> None:
@@ -139,8 +136,6 @@ def test_other_models_steps_cast_nothing() -> None:
 
 
 def test_hooks_of_optimizers_are_there_only_while_a_context_is_open() -> None:
-    from torch.optim import optimizer
-
     hooks = (
         optimizer._global_optimizer_pre_hooks,
         optimizer._global_optimizer_post_hooks,
@@ -260,27 +255,31 @@ def test_a_write_by_hand_under_compiled_code_raises(then: str) -> None:
     torch._dynamo.reset()
     model = model_of()
     call = COMPILE["compiled"](model)
-    context = cached_weights(model)
-    context.__enter__()
-    accumulate(model, call, 0, SHAPE)
-    by_hand(model)
-    message = r"cached_weights: the weight of layer 'w1' was written by hand inside"
-    with pytest.raises(RuntimeError, match=message):
-        if then == "exit":
-            context.__exit__(None, None, None)
-        else:
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-    if then != "exit":
-        with pytest.raises(RuntimeError, match=message):
-            context.__exit__(None, None, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def use() -> None:
+        with cached_weights(model):
+            accumulate(model, call, 0, SHAPE)
+            by_hand(model)
+            if then == "optimizer step":
+                optimizer.step()
+                pytest.fail("stepped with gradients of other weights")
+
+    with pytest.raises(RuntimeError, match="the weight of layer 'w1' was written by hand inside"):
+        use()
     assert_closed(model)
 
 
 def test_another_error_is_not_hidden() -> None:
     model = model_of()
-    with pytest.raises(KeyError, match="mine"), cached_weights(model):
-        by_hand(model)
-        raise KeyError("mine")
+
+    def use() -> None:
+        with cached_weights(model):
+            by_hand(model)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        use()
     assert_closed(model)
 
 
@@ -411,7 +410,7 @@ def test_copies_and_checkpoints_carry_nothing(config) -> None:
 def test_models_without_layers_to_cache() -> None:
     with cached_weights(nn.Linear(4, 4)):
         pass
-    with pytest.raises(TypeError, match="model: got int, expected an nn.Module"):
+    with pytest.raises(TypeError, match=r"model: got int, expected an nn\.Module"):
         cached_weights(3)  # type: ignore[arg-type]
 
 
@@ -422,10 +421,12 @@ class Sharded(torch.Tensor):
 def test_weights_that_are_no_plain_tensors_are_named() -> None:
     model = model_of()
     model.w1.weight = nn.Parameter(model.w1.weight.detach().as_subclass(Sharded))
+    caching = cached_weights(model)
     with pytest.warns(UserWarning, match=r"1 layer\(s\) cast .*: w1 \(Sharded\)"):
-        with cached_weights(model):
-            assert model.w1.cached_weight is None
-            assert model.w2.cached_weight is not None
+        caching.__enter__()
+    assert model.w1.cached_weight is None
+    assert model.w2.cached_weight is not None
+    caching.__exit__(None, None, None)
 
 
 def test_float8_weights_are_served_as_they_are(recwarn: pytest.WarningsRecorder) -> None:
