@@ -36,8 +36,8 @@ def cached_weights(model: nn.Module) -> "CachedWeights":
     `load_state_dict`, `.to()`, `reset_parameters()`, a sync of delayed scaling, for a new Parameter
     in its place, and in eager mode after a write by hand (`weight.mul_(2)` under `no_grad`). For a
     layer that only compiled code runs, a write by hand raises a `RuntimeError` at the next
-    optimizer step or on exit. Only writes that hide from autograd's version counter
-    (`weight.data.mul_(2)`, a raw pointer) go unnoticed: make them outside.
+    optimizer step or on exit; one that both run counts as eager. Only writes that hide from the
+    tensor's version counter (`weight.data.mul_(2)`, a raw pointer) go unnoticed: make them outside.
 
     Run the backward inside too: under eager activation checkpointing it must be, elsewhere it may
     come later. Layers that cast the weight differently for its two GEMMs, or not at all, cast as
