@@ -31,6 +31,7 @@ from float8.linear import Float8Linear
 from float8.plan import plan_conversion
 from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
+from float8.weight_cache import cached_weights
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "ScalingType",
     "all_linears",
     "attach_to_optimizer",
+    "cached_weights",
     "conversion_report",
     "convert_to_float8_training",
     "high_precision_state_dict",

@@ -22,6 +22,9 @@ class Operand(NamedTuple):
     scale: Tensor
     """0-dim float32 decode scale."""
 
+    amax: Tensor | None = None
+    """0-dim float32: what delayed scaling still has to record of it at each use, if anything."""
+
 
 class CastPlan(NamedTuple):
     """How one tensor is cast: what its `CastConfig` comes down to."""

@@ -78,6 +78,16 @@ def test_block(capsys: pytest.CaptureFixture[str]) -> None:
     assert results["settings"]["blocks"] == 1
 
 
+def test_block_of_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "tiny", "--blocks", "1", "--seq-len", "32", "--mode", "eager"]
+    words += ["--recipe", "tensorwise", "--microbatches", "2"]
+    assert main(["bench", "block", *words, "-o", "x.json", *CPU]) == 0
+    out = capsys.readouterr().out
+    assert "forward + backward of 2 microbatches" in out
+    assert re.search(r"tensorwise, cached weights +eager +[\d.]+", out)
+    assert json.loads(Path("x.json").read_text())["settings"]["microbatches"] == 2
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_profile(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "tiny", "--seq-len", "32", "--mode", "eager", "--recipe", recipe]

@@ -54,6 +54,9 @@ Model = Annotated[str, typer.Option(help=f"Shape of the blocks: {', '.join(PRESE
 Blocks = Annotated[int, typer.Option(min=1, help="How many blocks.")]
 SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences.")]
+Microbatches = Annotated[
+    int, typer.Option(min=1, help="Forwards and backwards per step, gradients accumulated.")
+]
 
 RECIPES = ("tensorwise", "delayed")
 
@@ -164,6 +167,7 @@ def block_command(
     blocks: Blocks = 4,
     seq_len: SeqLen = 8192,
     batch: Batch = 1,
+    microbatches: Microbatches = 1,
     recipe: Recipes = None,
     mode: Mode = "both",
     peers: Peers = None,
@@ -175,19 +179,22 @@ def block_command(
     """A stack of Llama blocks forward and backward, with the sync of delayed scaling.
 
     Every gradient of every variant is checked against bf16's first. Memory is the peak of a step
-    over the resting state.
+    over the resting state. With several microbatches, each recipe runs once more with
+    `float8.cached_weights` around them.
     """
-    size = StackSize(model, blocks, seq_len, batch)
+    size = StackSize(model, blocks, seq_len, batch, microbatches)
     recipes = _split(recipe) or list(RECIPES)
     others = _split(peers)
     modes = _modes(mode)
     settings = {**dataclasses.asdict(size), "recipes": recipes, "modes": modes}
     settings |= {"peers": others, "rounds": rounds}
     bench = Bench.start("block", device, output, **settings)
-    variants = make_variants(recipes, modes, bench.find_peers(others))
+    variants = make_variants(recipes, modes, bench.find_peers(others), cached=microbatches > 1)
     groups = bench_block(size, variants, bench.device, rounds)
     rows = bench.collect(groups, len(variants) + 1)
     title = f"{blocks} {model} block(s), {batch} x {seq_len} tokens, forward + backward"
+    if microbatches > 1:
+        title += f" of {microbatches} microbatches"
     bench.finish(title, tables.BLOCK, rows)
 
 

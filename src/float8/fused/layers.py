@@ -8,13 +8,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from float8.cast import Operand, columns
 from float8.linear import Float8Linear
+from float8.linear.cached import PLAIN
 from float8.linear.function import DelayedScales, float8_mm, transposed, trim
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import saved_weight, transposed_weight, weight_operand
 from float8.tensor import Float8Tensor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.cast import Operand
-from float8.fused.layers import PLAIN, FusedLayer, has_hooks
+from float8.fused.layers import FusedLayer, has_hooks
+from float8.linear.cached import PLAIN
 from float8.linear.function import quantize_input
 
 

@@ -30,6 +30,8 @@ def weight_operand(
     """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
     if ready is None:
         return quantize(weight, plan, state, row=True, pad_rows=True, record=record)
+    if record and state is not None and ready.amax is not None:
+        state.amax.copy_(torch.maximum(state.amax, ready.amax))
     assert ready.row is not None
     return ready._replace(row=padded(ready.row))
 
