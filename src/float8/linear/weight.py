@@ -5,6 +5,7 @@ again straight to that layout; or float8 data that somebody keeps anyway (a gath
 cached one), of which the transposed copy is an exact transpose of bytes.
 """
 
+import torch
 from torch import Tensor
 
 from float8.cast import CastPlan, Operand, cast_operand, columns, padded, quantize
