@@ -7,10 +7,43 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from float8 import cached_weights, sync_float8_amax_and_scale_history
-from support.models import fp8_state, seeded
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    all_linears,
+    cached_weights,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from support.models import FeedForward, fp8_state, seeded
 
 MICROBATCHES = 3
+SHAPE = (8, 32)
+
+
+def model_of(config: Float8LinearConfig | None = None, device: str = "cpu") -> nn.Module:
+    """Three float8 layers, the same at every call; takes inputs of `SHAPE`."""
+    torch.manual_seed(0)
+    model = FeedForward(32, 48).to(device)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+
+def layers_of(model: nn.Module) -> list[Float8Linear]:
+    return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+
+
+def assert_closed(model: nn.Module) -> None:
+    """Nothing is cached."""
+    for layer in layers_of(model):
+        assert layer.cached_weight is None
+        assert layer.weight_cache is None
+
+
+@torch.no_grad()
+def by_hand(model: nn.Module) -> None:
+    """Write the weights of all float8 layers in place."""
+    for layer in layers_of(model):
+        layer.weight.mul_(3)
 
 
 def accumulate(
