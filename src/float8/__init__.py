@@ -21,6 +21,7 @@ from float8.convert import (
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
+from float8.distributed import precompute_float8_dynamic_scale_for_fsdp
 from float8.fused import rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear
 from float8.plan import plan_conversion
@@ -47,6 +48,7 @@ __all__ = [
     "high_precision_state_dict",
     "linear_requires_sync",
     "plan_conversion",
+    "precompute_float8_dynamic_scale_for_fsdp",
     "rms_norm_linear",
     "swap_linear_with_float8_linear",
     "swiglu_feed_forward",
