@@ -25,6 +25,7 @@ TIMEOUT = 100.0
 
 PRELOAD = [
     "pytest",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

@@ -67,9 +67,15 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
+def part(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, cloned; no communication."""
+    x = x.detach()
+    return (x.to_local() if isinstance(x, DTensor) else x).clone()
+
+
 @dataclass
 class Run:
-    """What a training brought forth on this rank: losses, and all gradients in full."""
+    """What a training brought forth on this rank: losses and all gradients."""
 
     losses: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
@@ -102,6 +108,7 @@ def train(
     *,
     dtype: torch.dtype = torch.float32,
     attach: bool = True,
+    full: bool = False,
     microbatches: int = 1,
     forward: Callable[[Tensor], Tensor] | None = None,
     before_backward: Callable[[bool], None] = lambda last: None,
@@ -109,23 +116,24 @@ def train(
 ) -> Run:
     """AdamW on batches of this rank's own.
 
-    `before_backward(last)` is called before each microbatch.
+    `before_backward(last)` is called before each microbatch. Gradients are this rank's shards, or
+    whole if `full`.
     """
-    run = Run()
+    run, take = Run(), whole if full else part
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
     if attach:
         attach_to_optimizer(model, optimizer)
     for step in range(steps):
-        for part in range(microbatches):
-            before_backward(part == microbatches - 1)
-            x = batch(step + 100 * part, dist.get_rank(), dtype)
+        for microbatch in range(microbatches):
+            before_backward(microbatch == microbatches - 1)
+            x = batch(step + 100 * microbatch, dist.get_rank(), dtype)
             loss = ((forward or model)(x) - x.roll(1, -1)).float().square().mean()
             loss.backward()
         if not attach:
             sync_float8_amax_and_scale_history(model)
         run.losses.append(loss.detach())
         run.grads.append(
-            {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            {n: take(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         )
         optimizer.step()
         optimizer.zero_grad()
@@ -159,8 +167,8 @@ def train_alone(model: nn.Module, steps: int = 10, *, dtype: torch.dtype = torch
 class Traffic:
     """Collectives of this rank while it is watched."""
 
-    gathered: int = 0
-    """Bytes that this rank gave into all-gathers."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes that this rank gave into each all-gather."""
 
     gather_dtypes: set[torch.dtype] = field(default_factory=set)
     all_reduces: int = 0
@@ -175,7 +183,7 @@ def traffic() -> Iterator[Traffic]:
 
     def gather(name: str) -> Callable[..., Any]:
         def counted(output_tensor: Tensor, input_tensor: Tensor, **more: Any) -> Any:
-            seen.gathered += input_tensor.nbytes
+            seen.sizes.append(input_tensor.nbytes)
             seen.gather_dtypes.add(input_tensor.dtype)
             return originals[name](output_tensor, input_tensor, **more)
 
