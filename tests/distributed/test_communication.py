@@ -27,7 +27,9 @@ def weights(model: nn.Module) -> list[nn.Parameter]:
 def bytes_are_halved() -> None:
     gathered, dtypes = [], []
     for all_gather in (False, True):
-        model = shard(convert(nn.Sequential(nn.Linear(64, 64, bias=False)), "tensorwise", all_gather))
+        model = shard(
+            convert(nn.Sequential(nn.Linear(64, 64, bias=False)), "tensorwise", all_gather)
+        )
         with traffic() as seen:
             model(torch.ones(4, 64)).sum().backward()
         gathered.append(sum(seen.sizes))

@@ -1,23 +1,29 @@
 """What people do with FSDP2 besides plain steps, with float8 all-gather as without."""
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from float8 import (
+    precompute_float8_dynamic_scale_for_fsdp,
+    swiglu_feed_forward,
+    sync_float8_amax_and_scale_history,
+    why_not_fused,
+)
+from float8.tensor import Float8GatherWeight
 from support.configs import RECIPES
 from support.ranks import Ranks
 from support.sharded import (
-    DIM,
     Run,
     batch,
     convert,
+    cpu_mesh,
     model_of,
     part,
     shard,
@@ -25,11 +31,6 @@ from support.sharded import (
     train,
     whole,
 )
-
-from float8 import precompute_float8_dynamic_scale_for_fsdp, swiglu_feed_forward
-from float8.tensor import Float8GatherWeight
-
-Trainer = Callable[[str, bool], Run]
 
 
 def accumulating(recipe: str, all_gather: bool) -> Run:
@@ -61,13 +62,11 @@ def checkpointed(recipe: str, all_gather: bool) -> Run:
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
-    for block in model:
-        block.unshard  # noqa: B018  each block is sharded by itself
     return train(model, 3, forward=forward)
 
 
 def evaluated(recipe: str, all_gather: bool) -> Run:
-    """Evaluation between steps, in which the last block's weights stay gathered."""
+    """Evaluation before training, after which all weights stay gathered."""
     model = shard(convert(model_of(), recipe, all_gather), reshard_after_forward=False)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
@@ -80,25 +79,18 @@ def from_meta(recipe: str, all_gather: bool) -> Run:
         model = model_of(42)
     model = shard(convert(model, recipe, all_gather))
     model.to_empty(device="cpu")
-    for seed, parameter in enumerate(model.parameters()):
-        torch.manual_seed(seed)
-        nn.init.constant_(parameter, 0.01 * (seed + 1))
-    run = train(model, 3)
-    for parameter in model.parameters():
-        assert not parameter.is_meta
-    return run
+    values = model_of(42).state_dict()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = values[name].chunk(2)[dist.get_rank()]
+            parameter.to_local().copy_(rows)
+    return train(model, 3)
 
 
 def tied(recipe: str, all_gather: bool) -> Run:
     model = model_of()
     model[1].ffn.w1.weight = model[0].ffn.w1.weight
-    model = convert(model, recipe, all_gather)
-    assert model[1].ffn.w1.weight is model[0].ffn.w1.weight
-    from torch.distributed.fsdp import fully_shard
-
-    from support.sharded import cpu_mesh
-
-    model = fully_shard(model, mesh=cpu_mesh())
+    model = fully_shard(convert(model, recipe, all_gather), mesh=cpu_mesh())
     assert model[1].ffn.w1.weight is model[0].ffn.w1.weight
     return train(model, 3)
 
@@ -119,35 +111,42 @@ def for_loop_optimizer(recipe: str, all_gather: bool) -> Run:
 def fused_functions(recipe: str, all_gather: bool) -> Run:
     model = shard(convert(model_of(), recipe, all_gather))
 
-    def fuse(ffn: nn.Module, args: Any, output: Any = None) -> Any:
-        return swiglu_feed_forward(args[0], ffn.w1, ffn.w3, ffn.w2)
+    def feed_forward(ffn: nn.Module, x: Tensor) -> Tensor:
+        assert why_not_fused(ffn.w1, ffn.w3, ffn.w2) is None
+        return swiglu_feed_forward(x, ffn.w1, ffn.w3, ffn.w2)
 
     for block in model:
-        block.ffn.forward = functools.partial(
-            lambda ffn, x: swiglu_feed_forward(x, ffn.w1, ffn.w3, ffn.w2), block.ffn
-        )
+        block.ffn.forward = functools.partial(feed_forward, block.ffn)
     return train(model, 3)
 
 
 def clipped(recipe: str, all_gather: bool) -> Run:
+    """Everything by hand: another optimizer, clipping, sync and precomputing."""
     model, run = shard(convert(model_of(42), recipe, all_gather)), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
-        loss = model(batch(step, torch.distributed.get_rank(), torch.float32)).square().mean()
+        loss = model(batch(step, dist.get_rank(), torch.float32)).square().mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         run.losses.append(loss.detach())
         run.grads.append({n: part(p.grad) for n, p in model.named_parameters()})
-        with contextlib.suppress(StopIteration):
-            optimizer.step()
+        sync_float8_amax_and_scale_history(model)
+        optimizer.step()
         optimizer.zero_grad()
         precompute_float8_dynamic_scale_for_fsdp(model)
     return run
 
 
-USES: dict[str, Trainer] = {
-    f.__name__: f
-    for f in (
+def sharded_by_columns(recipe: str, all_gather: bool) -> Run:
+    def along(parameter: nn.Parameter) -> torch.distributed.tensor.Shard:
+        return torch.distributed.tensor.Shard(parameter.dim() - 1)
+
+    return train(shard(convert(model_of(), recipe, all_gather), shard_placement_fn=along), 3)
+
+
+USES: dict[str, Callable[[str, bool], Run]] = {
+    use.__name__: use
+    for use in (
         accumulating,
         frozen,
         checkpointed,
@@ -159,6 +158,7 @@ USES: dict[str, Trainer] = {
         for_loop_optimizer,
         fused_functions,
         clipped,
+        sharded_by_columns,
     )
 }
 
@@ -173,15 +173,44 @@ def test_use_is_as_with_a_cast_after_the_gather(two: Ranks, recipe: str, use: st
     two.run(same, use, recipe)
 
 
-def smaller_mesh() -> None:
-    """`reshard_after_forward=int`, neither 1 nor all ranks: torch has no way to do it."""
-    model = shard(convert(model_of(), "tensorwise"), reshard_after_forward=2)
-    with pytest.raises(Exception):
-        train(model, 1)
+class Bytes(Tensor):
+    """The smallest weight with hooks that gathers bytes: what torch itself allows."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Bytes":
+        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        plain = torch.utils._pytree.tree_map_only(Bytes, lambda x: x.inner, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        return torch.utils._pytree.tree_map_only(Tensor, Bytes, out)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
+        return (self.inner.to(torch.uint8),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+        return None if out is not None else (outputs[0].to(param_dtype), ())
 
 
-def test_resharding_to_a_smaller_mesh_raises(four: Ranks) -> None:
-    four.run(smaller_mesh)
+def smaller_mesh(which: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    if which == "float8":
+        model = convert(model, "tensorwise")
+    else:
+        for layer in model:
+            layer.weight = nn.Parameter(Bytes(layer.weight.detach()))
+    model = shard(model, reshard_after_forward=2)
+    y = model(torch.ones(4, 16))
+    with pytest.raises(NotImplementedError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["float8", "torch alone"])
+def test_torch_forbids_resharding_gathered_bytes_to_a_smaller_mesh(four: Ranks, which: str) -> None:
+    four.run(smaller_mesh, which)
 
 
 def states() -> None:
@@ -193,15 +222,11 @@ def states() -> None:
         plain = model_of(42)
         plain.load_state_dict({n: whole(v) for n, v in sharded.items()})
         again = shard(convert(model_of(42), recipe))
-        again.load_state_dict(sharded, strict=recipe == "tensorwise")
-        for a, b, c in zip(
-            model.parameters(), plain.parameters(), again.parameters(), strict=True
-        ):
+        again.load_state_dict(sharded)
+        for a, b, c in zip(model.parameters(), plain.parameters(), again.parameters(), strict=True):
             assert torch.equal(whole(a), b)
             assert torch.equal(whole(c), b)
-        local = again[0].ffn.w1.weight.to_local()
-        assert isinstance(local, Float8GatherWeight)
-        assert DIM == local.shape[1]
+        assert isinstance(again[0].ffn.w1.weight.to_local(), Float8GatherWeight)
 
 
 def test_state_dicts_hold_plain_weights(two: Ranks) -> None:
