@@ -32,7 +32,7 @@ def test_results_by_rank(two: Ranks) -> None:
 
 def test_the_first_error_is_shown_and_the_next_run_works() -> None:
     ranks = Ranks(2)
-    with pytest.raises(RankError, match="rank 1 of 2(.|\n)*rank 1 has had enough"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*rank 1 has had enough"):
         ranks.run(raise_on_rank_1)
     assert ranks.run(total) == [3.0, 3.0]
     with pytest.raises(TimeoutError, match=r"ranks \[0\] did not return"):
