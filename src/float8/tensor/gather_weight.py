@@ -5,6 +5,7 @@ of its cast and, where somebody computed it ahead for all weights together, its 
 """
 
 import copy
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -135,6 +136,15 @@ class Float8GatherWeight(torch.Tensor):
             inner["_inner"], context["plan"], _Shared(known)
         )
         return result
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
+        x, plan = self._inner, self._plan
+        described = (
+            (x.dtype, x.device, tuple(x.shape), x.stride(), self.requires_grad),
+            (plan.dtype, plan.delayed, plan.round_to_power_of_2, self.precomputed is None),
+        )
+        return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plan = (self._plan.dtype, self._plan.delayed, self._plan.round_to_power_of_2)
