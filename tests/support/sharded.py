@@ -127,7 +127,8 @@ def train(
         for microbatch in range(microbatches):
             before_backward(microbatch == microbatches - 1)
             x = batch(step + 100 * microbatch, dist.get_rank(), dtype)
-            loss = ((forward or model)(x) - x.roll(1, -1)).float().square().mean()
+            y = model(x) if forward is None else forward(x)
+            loss = (y - x.roll(1, -1)).float().square().mean()
             loss.backward()
         if not attach:
             sync_float8_amax_and_scale_history(model)
