@@ -1,6 +1,7 @@
 """Ranks that serve all tests of a session."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -8,6 +9,13 @@ import torch.distributed as dist
 from support.ranks import Ranks
 
 collect_ignore = [] if dist.is_available() else ["."]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:  # one worker of xdist for all: one set of ranks
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -210,8 +211,11 @@ def test_moves_and_meta() -> None:
     model(seeded(0, 16, 32, dtype=torch.bfloat16)).sum().backward()
 
 
-def test_conversion_keeps_what_hung_on_the_parameter() -> None:
+@pytest.mark.parametrize("swappable", [True, False])
+def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     model = FeedForward(32, 48)
+    before = model.w1.weight
+    reference = None if swappable else weakref.ref(before)
     model.w1.weight.group = "decay"
     model.w1.weight.grad = torch.ones(48, 32)
     model.w2.weight.requires_grad_(False)
@@ -222,9 +226,26 @@ def test_conversion_keeps_what_hung_on_the_parameter() -> None:
         module_filter_fn=all_linears,
     )
     weight = model.w1.weight
+    assert (weight is before) == swappable
+    assert isinstance(weight, Float8GatherWeight)
+    assert isinstance(weight, nn.Parameter)
+    assert reference is None or reference() is before
     assert (weight.group, weight.grad.sum()) == ("decay", 48 * 32)
     assert not model.w2.weight.requires_grad
     assert weight.high_precision.data_ptr() == memory
+
+
+def test_an_optimizer_made_before_the_conversion_trains_its_weights() -> None:
+    model = FeedForward(32, 48)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.w3.weight = model.w1.weight
+    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert model.w3.weight is model.w1.weight
+    before = high_precision(model.w1.weight).clone()
+    model(seeded(0, 16, 32)).square().mean().backward()
+    optimizer.step()
+    assert (high_precision(model.w1.weight) != before).all()
 
 
 def test_a_weight_that_something_else_uses_stays_plain() -> None:

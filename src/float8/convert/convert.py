@@ -28,8 +28,8 @@ def convert_to_float8_training(
     Parameters stay the same objects, so tied weights, optimizers that exist already and
     `requires_grad=False` keep working; forward hooks and the training mode stay too. Layers
     reached by several names stay shared. Subclasses of `nn.Linear` are left alone, as are layers
-    already converted with this `config`. With `enable_fsdp_float8_all_gather`, weights become new
-    Parameters over the same memory: convert, then `fully_shard`, then make the optimizer.
+    already converted with this `config`. With `enable_fsdp_float8_all_gather`, weights become
+    Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
     `conversion_report(module)` says what was converted and what was not.
 
     Without a `module_filter_fn`, layers that float8 would make slower stay in high precision: on a

@@ -1,5 +1,6 @@
 """Which weights of a model are gathered in float8."""
 
+import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
@@ -20,9 +21,12 @@ def check_gatherable(linear: nn.Linear, fqn: str) -> None:
 def enable_float8_all_gather(module: nn.Module) -> None:
     """Make the weights of converted layers whose configuration asks for it gather in float8.
 
-    The Parameters are replaced by Parameters of a subclass over the same memory; tied ones stay
-    tied. A weight that something else than `Float8Linear` uses too, such as an embedding, stays
-    plain: what is gathered in float8 cannot be looked up in.
+    The Parameters become Parameters of a subclass over the same memory. They stay the same objects,
+    for optimizers and ties, unless torch cannot swap them (a weak reference to one exists, or a
+    graph that used it); then they are replaced, tied ones alike.
+
+    A weight that something else than `Float8Linear` uses too, such as an embedding, stays plain:
+    what is gathered in float8 cannot be looked up in.
     """
     users = _users(module)
     replaced: dict[Tensor, nn.Parameter] = {}
@@ -35,7 +39,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         if weight not in replaced:
             if not all(_gathers_alike(user, name, layer.config) for user, name in users[weight]):
                 continue
-            replaced[weight] = _gathered(weight, layer)
+            replaced[weight] = _converted(weight, layer)
         layer._parameters["weight"] = replaced[weight]
 
 
@@ -52,11 +56,15 @@ def _gathers_alike(user: nn.Module, name: str, config: Float8LinearConfig) -> bo
     return isinstance(user, Float8Linear) and name == "weight" and user.config == config
 
 
-def _gathered(weight: nn.Parameter, layer: Float8Linear) -> nn.Parameter:
+def _converted(weight: nn.Parameter, layer: Float8Linear) -> nn.Parameter:
     cast = layer.plan.weight
     plan = GatherPlan(cast.dtype, cast.delayed, cast.round_to_power_of_2)
-    wrapped = FSDPFloat8Weight(weight.detach(), plan)
+    wrapped = FSDPFloat8Weight(weight.data, plan)  # `.data`: no view that refers to the weight
     new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
     new.grad = weight.grad
     new.__dict__.update(weight.__dict__)  # what users and optimizers wrote on it
-    return new
+    try:
+        torch.utils.swap_tensors(weight, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # nothing has changed then
+        return new
+    return weight

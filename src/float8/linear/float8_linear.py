@@ -51,7 +51,8 @@ class Float8Linear(nn.Linear):
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "Float8Linear":
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
-        Parameters are the same objects. What is registered or removed later, in `mod` or in the
+        Parameters are the same objects (`enable_fsdp_float8_all_gather` takes effect in
+        `convert_to_float8_training`). What is registered or removed later, in `mod` or in the
         new layer, does not show in the other; so the handle of a hook of `mod` removes it there.
 
         Args:
