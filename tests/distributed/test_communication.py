@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from float8.distributed import all_reduce_amax
@@ -104,6 +105,30 @@ def sync_is_one_all_reduce() -> None:
 
 def test_a_sync_is_one_all_reduce(four: Ranks) -> None:
     four.run(sync_is_one_all_reduce)
+
+
+def stages() -> None:
+    """Two stages of a pipeline with different layers, each sharded over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    stage, rank = mesh.get_local_rank("stage"), mesh.get_local_rank("shard")
+    model = shard(convert(model_of(blocks=1 + stage), "delayed"), mesh["shard"])
+    step(model)
+    amax = model[0].ffn.w1.fp8_amax_input.clone()
+    parts = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(parts, amax, group=mesh.get_group("shard"))
+    sync_float8_amax_and_scale_history(model)
+    assert torch.equal(model[0].ffn.w1.fp8_amax_history_input[0], torch.stack(parts).max())
+    assert torch.equal(parts[rank], amax)
+    other = shard(convert(model_of(blocks=1), "delayed"), cpu_mesh())
+    both = nn.ModuleList([model, other])
+    with pytest.raises(ValueError, match=r"got layers on 2 different meshes.*`group=`"):
+        sync_float8_amax_and_scale_history(both)
+    with pytest.raises(TypeError, match="group: got int, expected a ProcessGroup"):
+        sync_float8_amax_and_scale_history(model, group=3)
+
+
+def test_a_sync_is_among_the_ranks_of_the_mesh(four: Ranks) -> None:
+    four.run(stages)
 
 
 def write_whole(model: nn.Module, how: str) -> None:

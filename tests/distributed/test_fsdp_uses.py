@@ -137,6 +137,27 @@ def clipped(recipe: str, all_gather: bool) -> Run:
     return run
 
 
+def autocast(recipe: str, all_gather: bool) -> Run:
+    model = shard(convert(model_of(42), recipe, all_gather))
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    return train(model, 3, forward=forward)
+
+
+def without_rows(recipe: str, all_gather: bool) -> Run:
+    """One rank's batch is empty."""
+    model = shard(convert(model_of(42), recipe, all_gather))
+
+    def forward(x: Tensor) -> Tensor:
+        y = model(x[: 0 if dist.get_rank() else None])
+        return nn.functional.pad(y, (0, 0, 0, x.shape[0] - y.shape[0]))
+
+    return train(model, 3, forward=forward)
+
+
 def sharded_by_columns(recipe: str, all_gather: bool) -> Run:
     def along(parameter: nn.Parameter) -> torch.distributed.tensor.Shard:
         return torch.distributed.tensor.Shard(parameter.dim() - 1)
@@ -159,6 +180,8 @@ USES: dict[str, Callable[[str, bool], Run]] = {
         fused_functions,
         clipped,
         sharded_by_columns,
+        autocast,
+        without_rows,
     )
 }
 

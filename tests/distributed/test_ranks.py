@@ -1,5 +1,6 @@
 """The launcher: a rank that fails or hangs fails the test, and the next one starts afresh."""
 
+import os
 import time
 
 import pytest
@@ -26,6 +27,12 @@ def hang_on_rank_0() -> None:
         time.sleep(60)
 
 
+def die_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(1)
+    dist.all_reduce(torch.ones(1))
+
+
 def test_results_by_rank(two: Ranks) -> None:
     assert two.run(total) == [3.0, 3.0]
 
@@ -35,6 +42,8 @@ def test_the_first_error_is_shown_and_the_next_run_works() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*rank 1 has had enough"):
         ranks.run(raise_on_rank_1)
     assert ranks.run(total) == [3.0, 3.0]
+    with pytest.raises(RankError, match="rank 1 died|Connection closed by peer"):
+        ranks.run(die_on_rank_1)
     with pytest.raises(TimeoutError, match=r"ranks \[0\] did not return"):
         ranks.run(hang_on_rank_0, timeout=2)
     ranks.stop()

@@ -48,11 +48,14 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
             all there are.
 
     Raises:
+        TypeError: `group` is no process group.
         ValueError: the weights are on different meshes.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ()
     if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         return (group,)
     meshes = {mesh for w in weights if (mesh := getattr(w, "device_mesh", None)) is not None}
     if len(meshes) > 1:
