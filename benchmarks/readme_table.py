@@ -64,6 +64,9 @@ def block_table(results: Results, path: Path) -> str:
         f"{size['batch']} x {size['seq_len']} tokens, "
         "forward + backward"
     )
+    microbatches = size.get("microbatches", 1)  # files written before there were several lack it
+    if microbatches > 1:
+        title += f" of {microbatches} microbatches"
     lines = header([title, "compiled ms", "speedup", "peak GiB", "eager ms", "speedup"])
     for recipe, modes in by_recipe(results["rows"]).items():
         compiled, eager = modes.get("compiled", {}), modes.get("eager", {})

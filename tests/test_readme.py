@@ -13,7 +13,7 @@ SAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTA
 
 
 def test_readme_has_its_samples() -> None:
-    assert len(SAMPLES) == 4
+    assert len(SAMPLES) == 5
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLES)))

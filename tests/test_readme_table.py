@@ -51,6 +51,17 @@ def test_every_benchmark_becomes_a_table(script: ModuleType, tmp_path: Path) -> 
     assert "runs at 0.90 to 0.95 of copy bandwidth. a GPU, torch 2.11 ([results]" in lines[-1]
 
 
+def test_several_microbatches_are_named(script: ModuleType, tmp_path: Path) -> None:
+    environment = {"device": "a GPU", "torch": "2.11", "command": "float8 bench"}
+    size = {"model": "tiny", "blocks": 1, "batch": 1, "seq_len": 64, "microbatches": 4}
+    rows = [{"recipe": "tensorwise, cached weights", "mode": "eager", "ms": 9.0, "speedup": 1.0}]
+    results = {"benchmark": "block", "environment": environment, "settings": size, "rows": rows}
+    (tmp_path / "block.json").write_text(json.dumps(results))
+    lines = script.tables(tmp_path).splitlines()
+    assert "| 1 block of tiny, 1 x 64 tokens, forward + backward of 4 microbatches |" in lines[0]
+    assert "| tensorwise, cached weights |  |  |  | 9.0 | 1.00 |" in lines
+
+
 def test_the_markers_must_be_there(script: ModuleType) -> None:
     with pytest.raises(ValueError, match="README: expected the lines"):
         script.updated("no markers", "table")

@@ -22,11 +22,17 @@ from float8.convert import (
     swap_linear_with_float8_linear,
 )
 from float8.distributed import precompute_float8_dynamic_scale_for_fsdp
-from float8.fused import rms_norm_linear, swiglu_feed_forward, why_not_fused
+from float8.fused import (
+    linear_keeping_input,
+    rms_norm_linear,
+    swiglu_feed_forward,
+    why_not_fused,
+)
 from float8.linear import Float8Linear
 from float8.plan import plan_conversion
 from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
+from float8.weight_cache import cached_weights
 
 __version__ = "0.1.0"
 
@@ -43,9 +49,11 @@ __all__ = [
     "ScalingType",
     "all_linears",
     "attach_to_optimizer",
+    "cached_weights",
     "conversion_report",
     "convert_to_float8_training",
     "high_precision_state_dict",
+    "linear_keeping_input",
     "linear_requires_sync",
     "plan_conversion",
     "precompute_float8_dynamic_scale_for_fsdp",

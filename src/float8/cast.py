@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.formats import GEMM_ALIGNMENT
 from float8.scaling import DelayedScale, amax_to_scale
 
 
@@ -20,6 +21,9 @@ class Operand(NamedTuple):
 
     scale: Tensor
     """0-dim float32 decode scale."""
+
+    amax: Tensor | None = None
+    """0-dim float32: what delayed scaling still has to record of it at each use, if anything."""
 
 
 class CastPlan(NamedTuple):
@@ -104,3 +108,17 @@ def cast_operand(
     """
     row_data, col_data = kernels.cast(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
     return Operand(row_data, col_data, scale)
+
+
+def padded(row: Tensor) -> Tensor:
+    """Row data with both dims padded with zeros to multiples of 16; as it is, if they are."""
+    bottom, right = -row.shape[0] % GEMM_ALIGNMENT, -row.shape[1] % GEMM_ALIGNMENT
+    if not bottom and not right:
+        return row
+    bytes_ = torch.nn.functional.pad(row.view(torch.uint8), (0, right, 0, bottom))
+    return bytes_.view(row.dtype)
+
+
+def columns(row: Tensor) -> Tensor:
+    """Column data of row data: under one scale, the bytes transposed."""
+    return kernels.transpose_bytes(padded(row))

@@ -34,14 +34,15 @@ def test_matmul_prints_a_table_and_writes_what_it_takes_to_repeat_it(
     assert main(["bench", "matmul", *words, *CPU]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert re.search(r"tokens +in +out +variant +ms +TFLOP/s +speedup", out)
+    assert re.search(r"GEMM +M +K +N +variant +ms +TFLOP/s +speedup", out)
     assert re.search(r"32 +64 +32 +float8 fast accum +\d+\.\d{4}", out)
     assert "(host times)" in out
     assert "of ceiling" not in out  # A CPU has none.
     results = json.loads(Path("x.json").read_text())
     assert results["benchmark"] == "matmul"
     assert len(results["rows"]) == 6
-    assert results["settings"] == {"shapes": {"given": [[64, 64, 64], [32, 64, 32]]}, "rounds": 1}
+    shapes = {"given": [[64, 64, 64], [32, 64, 32]]}
+    assert results["settings"] == {"shapes": shapes, "gradients": False, "rounds": 1}
     assert {"device", "torch", "git_commit", "command"} <= results["environment"].keys()
     assert Path("x.png").exists()
 
@@ -77,6 +78,16 @@ def test_block(capsys: pytest.CaptureFixture[str]) -> None:
     assert results["settings"]["blocks"] == 1
 
 
+def test_block_of_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "tiny", "--blocks", "1", "--seq-len", "32", "--mode", "eager"]
+    words += ["--recipe", "tensorwise", "--microbatches", "2"]
+    assert main(["bench", "block", *words, "-o", "x.json", *CPU]) == 0
+    out = capsys.readouterr().out
+    assert "forward + backward of 2 microbatches" in out
+    assert re.search(r"tensorwise, cached weights +eager +[\d.]+", out)
+    assert json.loads(Path("x.json").read_text())["settings"]["microbatches"] == 2
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_profile(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "tiny", "--seq-len", "32", "--mode", "eager", "--recipe", recipe]
@@ -95,7 +106,8 @@ def test_a_wrong_result_is_one_line_and_no_file(
     monkeypatch.setattr(matmul, "scaled_mm", wrong)
     assert main(["bench", "matmul", "--mkn", "32,32,32", "-o", "x.json", *CPU]) == 1
     assert re.match(
-        r"error: matmul 32,32,32 float8: SQNR .* nothing was timed\n$", capsys.readouterr().err
+        r"error: matmul output 32,32,32 float8: SQNR .* nothing was timed\n$",
+        capsys.readouterr().err,
     )
     assert not Path("x.json").exists()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tolerances
+from float8 import cached_weights
 from sqnr import same_bits, sqnr
 from support.configs import delayed, tensorwise
 from support.training import SideBySide, two_layers
@@ -28,3 +29,29 @@ def test_reduce_overhead_replays_graphs_with_the_results_of_eager_mode(config, h
                 assert sqnr(wanted, got) > tolerances.COMPILED, (seed, name)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     assert torch._inductor.cudagraph_trees.get_container(0).tree_manager is not None  # did run
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["entered-again", "made-anew"])
+@pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+def test_cached_weights_are_read_as_they_are_in_each_step(config, again: bool) -> None:
+    torch._dynamo.utils.counters.clear()
+    both = SideBySide(
+        two_layers(config, "cuda"),
+        lambda m: torch.compile(m, mode="reduce-overhead", fullgraph=True),
+    )
+    caching, kept = cached_weights(both.copy), []
+    for seed in range(5):
+        kept.append(torch.empty(2 * 32 * 64, dtype=torch.uint8, device="cuda"))  # moves the next
+        torch.compiler.cudagraph_mark_step_begin()
+        with caching if again else cached_weights(both.copy):
+            results = both.step(seed)
+        for name, (wanted, got) in results.items():
+            if bool((wanted == 0).all()):
+                assert same_bits(got, wanted), (seed, name)
+            else:
+                assert sqnr(wanted, got) > tolerances.COMPILED, (seed, name)
+        for model in (both.model, both.copy):
+            with torch.no_grad():
+                for index, parameter in enumerate(model.parameters()):
+                    parameter.mul_(1.5 if (seed + index) % 2 else -0.8)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.kernels.rms_norm import rms_norm_cast_reference, rms_norm_cast_triton
+from float8.kernels.rms_norm import (
+    rms_norm_cast_reference,
+    rms_norm_cast_triton,
+    rms_norm_recast_reference,
+    rms_norm_recast_triton,
+)
+from float8.kernels.rms_norm_backward import (
+    rms_norm_backward_reference,
+    rms_norm_backward_triton,
+)
 from float8.kernels.swiglu import swiglu_cast_reference, swiglu_cast_triton
 from float8.kernels.swiglu_backward import (
     swiglu_backward_cast_reference,
@@ -85,6 +94,46 @@ def test_rms_norm(shape, col: bool, scale: float | None, dtype, triton_device) -
         want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, col, *theirs, False, True)
         for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
             assert_close(*pair)
+
+
+@source
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_recast(shape, dtype, triton_device) -> None:
+    """Backward makes the column data that forward left out: bitwise those of one cast."""
+    x = inputs(shape, dtype, triton_device)[0] * 3
+    weight = torch.rand(shape[1], device=triton_device).to(dtype)
+    for cast, recast in (
+        (rms_norm_cast_triton, rms_norm_recast_triton),
+        (rms_norm_cast_reference, rms_norm_recast_reference),
+    ):
+        rstd, scale, _, col = cast(x, weight, 1e-5, E4M3, True, None, None, False, False)
+        again = recast(x, weight, rstd, scale, E4M3)
+        assert torch.equal(again.view(torch.uint8), col.view(torch.uint8))
+
+
+@source
+@pytest.mark.parametrize("grads", [1, 2, 3, 5])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_backward(shape, residual: bool, grads: int, dtype, triton_device) -> None:
+    """Against autograd in float64."""
+    x, other, _ = inputs(shape, dtype, triton_device)
+    gradients = [torch.randn_like(x) for _ in range(grads)]
+    weight = torch.rand(shape[1], device=triton_device).to(dtype)
+    rstd = torch.rsqrt(x.float().square().mean(dim=1) + 1e-5)
+    wide_x, wide_weight = (t.double().requires_grad_() for t in (x, weight))
+    y = torch.nn.functional.rms_norm(wide_x, shape[1:], wide_weight, 1e-5)
+    y.backward(sum(gradient.double() for gradient in gradients))
+    assert wide_x.grad is not None
+    want_x = wide_x.grad + other.double() if residual else wide_x.grad
+    # Rounding of the result, and of the sums of up to 300 products in float32.
+    bound = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    for function in (rms_norm_backward_triton, rms_norm_backward_reference):
+        got = function(gradients, x, weight, rstd, other if residual else None)
+        for ours, wide in zip(got, (want_x, wide_weight.grad), strict=True):
+            assert ours.dtype == dtype
+            error = (ours.double() - wide).abs().max() / wide.abs().max()
+            assert error < bound
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

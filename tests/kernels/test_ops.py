@@ -55,6 +55,11 @@ class TestOpcheck:
         torch.library.opcheck(ops.swiglu_cast.default, (x, x + 1, E4M3, *state, *flags))
         norm = (x, x[0].clone(), 1e-5, E4M3, True, *state, *flags)
         torch.library.opcheck(ops.rms_norm_cast.default, norm)
+        rstd = torch.rand(17, device=device)
+        torch.library.opcheck(ops.rms_norm_recast.default, (x, x[0].clone(), rstd, scale, E4M3))
+        residual = x - 1 if known else None
+        backward = ([x + 1, x * 2], x, x[0].clone(), rstd, residual)
+        torch.library.opcheck(ops.rms_norm_backward.default, backward)
         backward = (x, x + 1, x - 1, torch.ones_like(scale), E4M3, FORMATS[1], *state, *other)
         torch.library.opcheck(ops.swiglu_backward_cast.default, (*backward, *flags))
 
@@ -76,7 +81,9 @@ class TestOpcheck:
         "cast",
         "cast_delayed",
         "cast_dynamic",
+        "rms_norm_backward",
         "rms_norm_cast",
+        "rms_norm_recast",
         "swiglu_backward_cast",
         "swiglu_cast",
         "transpose",

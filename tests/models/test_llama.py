@@ -116,8 +116,8 @@ def test_no_position_sees_a_later_one() -> None:
 def test_rotary_scores_depend_on_the_distance_only() -> None:
     cos, sin = rope_table(16, 32, 10_000.0)
     query, key = torch.randn(2, 16)
-    queries = apply_rope(query.expand(1, 1, 32, 16), cos, sin)[0, 0]
-    keys = apply_rope(key.expand(1, 1, 32, 16), cos, sin)[0, 0]
+    queries = apply_rope(query.expand(1, 32, 1, 16), cos, sin)[0, :, 0]
+    keys = apply_rope(key.expand(1, 32, 1, 16), cos, sin)[0, :, 0]
     scores = queries @ keys.T
     for distance in (0, 3, 11):
         diagonal = scores.diagonal(-distance)

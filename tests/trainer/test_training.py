@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from float8 import cached_weights
 from float8.trainer import data, loop
 from float8.trainer.checkpoint import list_checkpoints, read_tensors
 from float8.trainer.config import TrainConfig
 from float8.trainer.data import Corpus
 from float8.trainer.metrics import read_metrics
 from float8.trainer.train import train
+from sqnr import same_bits
 from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]
@@ -28,6 +32,37 @@ def test_accumulated_steps_equal_one_big_batch(make_config: MakeConfig, tmp_path
         assert a.tokens == b.tokens == 8 * 16
         assert a.loss == pytest.approx(b.loss, rel=2e-5)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=2e-4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accumulation_casts_weights_once_and_changes_no_bit(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    dtype: str,
+) -> None:
+    opened = []
+
+    def cached(model: nn.Module) -> AbstractContextManager[None]:
+        opened.append(model)
+        return cached_weights(model)
+
+    runs = []
+    for name, around in (("with", cached), ("without", lambda model: nullcontext())):
+        monkeypatch.setattr(loop, "cached_weights", around)
+        config = make_config(
+            output=str(tmp_path / name), recipe=recipe, dtype=dtype, batch_size=2, accumulate=2
+        )
+        runs.append(train(config))
+    assert len(opened) == 6  # one per step, none in validation
+    states = [read_tensors(run.checkpoint) for run in runs]
+    for name, wanted in states[1].items():
+        assert same_bits(states[0][name], wanted), name
+    monkeypatch.setattr(loop, "cached_weights", cached)
+    train(make_config(output=str(tmp_path / "one"), recipe=recipe, steps=2))
+    assert len(opened) == 6  # without accumulation nothing is gained
 
 
 def test_the_loss_falls_and_is_in_nats_per_byte(make_config: MakeConfig) -> None:

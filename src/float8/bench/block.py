@@ -25,12 +25,13 @@ _WARMUP = 3
 
 @dataclass(frozen=True)
 class StackSize:
-    """How much is run: blocks of a preset model on one batch of tokens."""
+    """How much is run: blocks of a preset model on microbatches of `batch` sequences."""
 
     model: str
     blocks: int
     seq_len: int
     batch: int = 1
+    microbatches: int = 1
 
 
 class Stack(nn.Module):
@@ -55,10 +56,13 @@ class Stack(nn.Module):
 
 
 class StackStep:
-    """Forward and backward of a stack in one variant, on fixed random data."""
+    """Forward and backward of a stack in one variant, on fixed random data.
+
+    A step is as many of them as there are microbatches, with gradients accumulated.
+    """
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
-        self._variant = variant
+        self._variant, self._microbatches = variant, size.microbatches
         stack = _bf16_stack(size, device)
         self.stack = variant.convert(stack)
         for layer in stack.layers:
@@ -83,16 +87,23 @@ class StackStep:
     def backward(self, output: Tensor, x: Tensor) -> dict[str, Tensor]:
         """All gradients by name; and the sync of delayed scaling, as in a training step."""
         torch.autograd.backward(output, self._grad)
+        return self._finish(x)
+
+    def __call__(self) -> dict[str, Tensor]:
+        """One step; returns the sums of all weights' gradients and the last one of the input."""
+        with self._variant.caching(self.stack):
+            for _ in range(self._microbatches):
+                output, x = self.forward()
+                torch.autograd.backward(output, self._grad)
+        return self._finish(x)
+
+    def _finish(self, x: Tensor) -> dict[str, Tensor]:
         if self._variant.ours:
             sync_float8_amax_and_scale_history(self.stack)
         gradients = {"input": self._taken(x)}
         for name, parameter in self.stack.named_parameters():
             gradients[name] = self._taken(parameter)
         return gradients
-
-    def __call__(self) -> dict[str, Tensor]:
-        """One step: forward and backward."""
-        return self.backward(*self.forward())
 
     @staticmethod
     def _taken(tensor: Tensor) -> Tensor:

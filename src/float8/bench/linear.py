@@ -13,7 +13,9 @@ from float8.bench.memory import peak_bytes, saved_bytes
 from float8.bench.shapes import Shape
 from float8.bench.variants import EAGER, HIGH_PRECISION, Variant, many_compilations
 from float8.config import Float8LinearConfig
-from float8.cost import cast_bytes
+from float8.cost import cast_bytes, ceilings_of
+from float8.gemm import kernel_table
+from float8.linear import linear_kernels
 from float8.measure import check, issue_microseconds, steady_sampler, take_turns
 from float8.sync import sync_float8_amax_and_scale_history
 
@@ -127,6 +129,7 @@ def _rows(
                     "N": N,
                     "recipe": variant.recipe,
                     "mode": variant.mode,
+                    "output_kernel": _output_kernel(variant, shape, device),
                     "cast_mb": _cast_mb(variant, shape),
                     "saved_mib": saved_bytes(step.forward, [step.weight]) / 2**20,
                     "peak_mib": _mib(peak_bytes(call, device)),
@@ -153,6 +156,14 @@ def _cast_mb(variant: Variant, shape: Shape) -> float | None:
     if not variant.ours:
         return None
     return cast_bytes(*shape, Float8LinearConfig.from_recipe_name(variant.recipe)) / 1e6
+
+
+def _output_kernel(variant: Variant, shape: Shape, device: torch.device) -> str | None:
+    if not variant.ours:
+        return None
+    config = Float8LinearConfig.from_recipe_name(variant.recipe)
+    chosen = linear_kernels(*shape, config, kernel_table(ceilings_of(device))).output
+    return None if chosen is None else chosen.value
 
 
 def _mib(count: int | None) -> float | None:
@@ -201,7 +212,7 @@ def _sums(name: str, summed: Sequence[Sequence[Row]]) -> list[Row]:
         for key in ("cast_mb", "saved_mib", "ms", "floor_ms"):
             values = [row[key] for row in same]
             total[key] = None if None in values else sum(values)
-        total["peak_mib"] = None
+        total["peak_mib"] = total["output_kernel"] = None
         total["sqnr_db"] = min(row["sqnr_db"] for row in same)
         sums.append(total)
     bf16 = {

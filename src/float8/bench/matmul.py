@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 
 from float8.bench.devices import input_sets
-from float8.bench.shapes import Shape
+from float8.bench.shapes import OUTPUT, Shape, gemm_shapes
 from float8.cost import ceilings_of
-from float8.formats import E4M3, FLOAT8_MAX
-from float8.gemm import scaled_mm
+from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
+from float8.gemm import GemmKernel, scaled_mm
 from float8.measure import check, kernel_sampler, take_turns
 
 Row = dict[str, Any]
 
-BF16, NO_FAST, FAST = "bf16", "float8", "float8 fast accum"
-VARIANTS = (BF16, NO_FAST, FAST)
+BF16 = "bf16"
+NO_FAST, FAST, ROWWISE = "float8", "float8 fast accum", "float8 fast accum, rowwise kernel"
 
 # Lower bounds of the SQNR in dB against float64 on the same operands. A result in bf16 has about
 # 53; fast accumulation drops bits at every step along K.
-_AT_LEAST = {BF16: 45.0, NO_FAST: 35.0, FAST: 20.0}
+_AT_LEAST = {BF16: 45.0, NO_FAST: 35.0, FAST: 20.0, ROWWISE: 20.0}
 _CHECKED_ROWS = 256
+# Long enough for the clocks to drop to what the GPU's power allows, as they do in training.
+_SAMPLE_MS = 60.0
 
 
 class Scaled(NamedTuple):
@@ -34,34 +36,57 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
+Operands = tuple[Tensor, Tensor] | tuple[Scaled, Scaled]
+
+
 def bench_matmul(
-    shapes: Mapping[str, Sequence[Shape]], device: torch.device, rounds: int
+    shapes: Mapping[str, Sequence[Shape]],
+    device: torch.device,
+    rounds: int,
+    *,
+    gradients: bool = False,
 ) -> Iterator[list[Row]]:
-    """Time `[M, K] @ [K, N]`; yields the rows of one shape at a time.
+    """Time `[M, K] @ [K, N]`; yields the rows of one GEMM at a time.
 
     Both operands lie contiguous along K, and the result is bf16. Each shape's operands are several
-    sets that together exceed the L2 cache.
+    sets that together exceed the L2 cache. The rowwise kernel, which only GPUs have, is timed
+    alone: its scale vectors are given.
+
+    Args:
+        shapes: Layers, by the name of their set.
+        device: Where.
+        rounds: Samples per variant.
+        gradients: Time all three GEMMs of each layer; in those of the gradients the first operand
+            is in e5m2.
 
     Raises:
         WrongResultError: A product is wrong; says which.
     """
     for name, members in shapes.items():
-        for shape in members:
-            yield _rows(name, shape, device, rounds)
+        for layer in members:
+            for gemm, shape in gemm_shapes(layer).items():
+                if gradients or gemm == OUTPUT:
+                    yield _rows(name, gemm, shape, device, rounds)
 
 
-def _rows(name: str, shape: Shape, device: torch.device, rounds: int) -> list[Row]:
+def _rows(name: str, gemm: str, shape: Shape, device: torch.device, rounds: int) -> list[Row]:
     M, K, N = shape
-    sets = input_sets(2 * (M * K + N * K), device)
-    operands = [_random(shape, device) for _ in range(sets)]
-    scaled = [(_to_float8(a), _to_float8(b)) for a, b in operands]
-    quality = {variant: _check(variant, shape, operands[0], scaled[0]) for variant in VARIANTS}
-    calls = {
-        BF16: [functools.partial(_bf16, *pair) for pair in operands],
-        NO_FAST: [functools.partial(_float8, *pair, fast=False) for pair in scaled],
-        FAST: [functools.partial(_float8, *pair, fast=True) for pair in scaled],
+    format_a = E4M3 if gemm == OUTPUT else E5M2
+    operands = [_random(shape, device) for _ in range(input_sets(2 * (M * K + N * K), device))]
+    scaled = [(_to_float8(a, format_a), _to_float8(b, E4M3)) for a, b in operands]
+    sets: dict[str, Sequence[Operands]] = {BF16: operands, NO_FAST: scaled, FAST: scaled}
+    if device.type == "cuda":
+        sets[ROWWISE] = [(_with_vector(a, (M, 1)), _with_vector(b, (1, N))) for a, b in scaled]
+    what = f"matmul {gemm} {shape}"
+    quality = {variant: _check(what, variant, pairs[0]) for variant, pairs in sets.items()}
+    samplers = {
+        variant: kernel_sampler(
+            [functools.partial(_product, variant, *p) for p in pairs],
+            device,
+            at_least_ms=_SAMPLE_MS,
+        )
+        for variant, pairs in sets.items()
     }
-    samplers = {variant: kernel_sampler(calls[variant], device) for variant in VARIANTS}
     times = take_turns(samplers, rounds)
     ceilings = ceilings_of(device)
     rows = []
@@ -74,9 +99,11 @@ def _rows(name: str, shape: Shape, device: torch.device, rounds: int) -> list[Ro
         rows.append(
             {
                 "set": name,
+                "gemm": gemm,
                 "M": M,
                 "K": K,
                 "N": N,
+                "format_a": None if variant == BF16 else SHORT_NAME[format_a],
                 "variant": variant,
                 "ms": ms,
                 "tflops": rate,
@@ -94,33 +121,42 @@ def _random(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return a, torch.randn(N, K, device=device, dtype=torch.bfloat16)
 
 
-def _to_float8(x: Tensor) -> Scaled:
+def _to_float8(x: Tensor, dtype: torch.dtype) -> Scaled:
     """Data and decode scale, in plain torch: what is timed here is the GEMM alone."""
-    scale = x.abs().max().float() / FLOAT8_MAX[E4M3]
-    data = (x / scale).clamp(-FLOAT8_MAX[E4M3], FLOAT8_MAX[E4M3]).to(E4M3)
+    scale = x.abs().max().float() / FLOAT8_MAX[dtype]
+    data = (x / scale).clamp(-FLOAT8_MAX[dtype], FLOAT8_MAX[dtype]).to(dtype)
     return Scaled(data, scale)
 
 
-def _bf16(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.t()
+def _with_vector(x: Scaled, shape: tuple[int, int]) -> Scaled:
+    return Scaled(x.data, x.scale.expand(shape).contiguous())
 
 
-def _float8(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
+def _product(variant: str, a: Any, b: Any) -> Tensor:
+    if variant == BF16:
+        product: Tensor = a @ b.t()
+        return product
     return scaled_mm(
-        a.data, a.scale, b.data, b.scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+        a.data,
+        a.scale,
+        b.data,
+        b.scale,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=variant in (FAST, ROWWISE),
+        kernel=GemmKernel.ROWWISE if variant == ROWWISE else GemmKernel.TENSORWISE,
     )
 
 
-def _check(
-    variant: str, shape: Shape, operands: tuple[Tensor, Tensor], scaled: tuple[Scaled, Scaled]
-) -> float:
+def _check(what: str, variant: str, operands: Operands) -> float:
     """Compare rows spread over the whole product with float64 on the same operands."""
-    if variant == BF16:
-        a, b = (operand.double() for operand in operands)
-        product = _bf16(*operands)
-    else:
-        a, b = (operand.data.double() * operand.scale for operand in scaled)
-        product = _float8(*scaled, fast=variant == FAST)
-    rows = torch.arange(0, shape.M, max(1, shape.M // _CHECKED_ROWS), device=product.device)
-    what = f"matmul {shape} {variant}"
-    return check(what, a[rows] @ b.t(), product[rows], _AT_LEAST[variant])
+    product = _product(variant, *operands)
+    a, b = (_values(operand) for operand in operands)
+    step = max(1, a.shape[0] // _CHECKED_ROWS)
+    rows = torch.arange(0, a.shape[0], step, device=product.device)
+    return check(f"{what} {variant}", a[rows] @ b.t(), product[rows], _AT_LEAST[variant])
+
+
+def _values(operand: Tensor | Scaled) -> Tensor:
+    if isinstance(operand, Scaled):
+        return operand.data.double() * operand.scale.reshape(-1)[0]
+    return operand.double()

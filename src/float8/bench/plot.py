@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from float8.bench.shapes import OUTPUT
+
 _TITLE_WIDTH = 7.0  # inches that the longest title takes
 
 
@@ -17,8 +19,8 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     """Draw one field per shape and variant, blue above 1 and red below, with its number.
 
     Args:
-        rows: Each with `M`, `K`, `N`, `speedup`, and `variant` or `recipe` and `mode`; rows of
-            sums over shapes are left out.
+        rows: Each with `M`, `K`, `N`, `speedup`, `variant` or `recipe` and `mode`, and perhaps
+            `gemm`; rows of sums over shapes are left out.
         title: What was measured on what.
         path: Image to write; the format is that of its suffix.
     """
@@ -39,7 +41,7 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
             axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=color, fontsize=9)
     axes.set_xticks(range(len(shapes)), shapes, fontsize=8)
     axes.set_yticks(range(len(variants)), variants, fontsize=9)
-    axes.set_xlabel("tokens\ninput features\noutput features", fontsize=8)
+    axes.set_xlabel("M\nK\nN", fontsize=8)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     figure.suptitle(title, fontsize=10)
@@ -47,7 +49,9 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
 
 
 def _shape(row: dict[str, Any]) -> str:
-    return f"{row['M']}\n{row['K']}\n{row['N']}"
+    shape = f"{row['M']}\n{row['K']}\n{row['N']}"
+    gemm = row.get("gemm", OUTPUT)
+    return shape if gemm == OUTPUT else f"{shape}\n{gemm}"
 
 
 def _variant(row: dict[str, Any]) -> str:

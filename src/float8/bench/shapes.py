@@ -17,6 +17,15 @@ class Shape(NamedTuple):
         return f"{self.M},{self.K},{self.N}"
 
 
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = "output", "grad_input", "grad_weight"
+
+
+def gemm_shapes(layer: Shape) -> dict[str, Shape]:
+    """The three GEMMs of a layer, by name, each as `[M, K] @ [K, N]`."""
+    M, K, N = layer
+    return {OUTPUT: layer, GRAD_INPUT: Shape(M, N, K), GRAD_WEIGHT: Shape(N, M, K)}
+
+
 def _layers(tokens: int, *features: tuple[int, int]) -> tuple[Shape, ...]:
     return tuple(Shape(tokens, K, N) for K, N in features)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from torch import nn
 from float8.bench.peers import find_peer, peer_version
 from float8.config import Float8LinearConfig
 from float8.convert import all_linears, convert_to_float8_training
+from float8.weight_cache import cached_weights
 
 HIGH_PRECISION = "bf16"
 EAGER, COMPILED = "eager", "compiled"
 MODES = {"eager": (EAGER,), "compiled": (COMPILED,), "both": (EAGER, COMPILED)}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Variant:
     """One way to run a model.
 
@@ -30,6 +31,7 @@ class Variant:
         convert: Swaps the linear layers of a model; returns the model.
         around: Makes the context that every forward runs in.
         ours: Whether it is this library.
+        cached: Whether all microbatches of a step share one cast of each weight.
     """
 
     recipe: str
@@ -37,6 +39,7 @@ class Variant:
     convert: Callable[[nn.Module], nn.Module]
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     ours: bool = False
+    cached: bool = False
 
     @property
     def name(self) -> str:
@@ -47,6 +50,10 @@ class Variant:
     def is_reference(self) -> bool:
         """Whether it is high precision, which the others are checked and held against."""
         return self.recipe == HIGH_PRECISION
+
+    def caching(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The context that all microbatches of a step of `model` run in."""
+        return cached_weights(model) if self.cached else contextlib.nullcontext()
 
     def compile(self, module: nn.Module) -> None:
         """Compile `module` in place, if this variant is compiled.
@@ -59,9 +66,15 @@ class Variant:
 
 
 def make_variants(
-    recipes: Sequence[str], modes: Sequence[str], peers: Sequence[str]
+    recipes: Sequence[str], modes: Sequence[str], peers: Sequence[str], *, cached: bool = False
 ) -> list[Variant]:
     """High precision, each recipe and each installed peer's, in every mode that they run in.
+
+    Args:
+        recipes: Of this library; peers take those nearest to them.
+        modes: `eager`, `compiled` or both.
+        peers: Names of other libraries; those not installed are left out.
+        cached: Whether each recipe runs once more, with cached weights.
 
     Raises:
         ValueError: No recipe or no peer has such a name.
@@ -72,7 +85,11 @@ def make_variants(
     for mode in modes:
         variants.append(Variant(HIGH_PRECISION, mode, _unchanged))
         for recipe, config in configs.items():
-            variants.append(Variant(recipe, mode, _converter(config), ours=True))
+            variant = Variant(recipe, mode, _converter(config), ours=True)
+            variants.append(variant)
+            if cached:
+                name = f"{recipe}, cached weights"
+                variants.append(dataclasses.replace(variant, recipe=name, cached=True))
         for name in installed:
             for recipe in recipes:
                 peer = find_peer(name, recipe)

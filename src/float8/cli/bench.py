@@ -54,6 +54,9 @@ Model = Annotated[str, typer.Option(help=f"Shape of the blocks: {', '.join(PRESE
 Blocks = Annotated[int, typer.Option(min=1, help="How many blocks.")]
 SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences.")]
+Microbatches = Annotated[
+    int, typer.Option(min=1, help="Forwards and backwards per step, gradients accumulated.")
+]
 
 RECIPES = ("tensorwise", "delayed")
 
@@ -77,17 +80,25 @@ def _modes(mode: str) -> tuple[str, ...]:
 def matmul_command(
     shapes: ShapeSets = None,
     mkn: Mkn = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Also the GEMMs of both gradients.")
+    ] = False,
     device: Device = "cuda",
     rounds: Rounds = 20,
     output: Output = None,
     plot: Plot = None,
     debug: Debug = False,
 ) -> None:
-    """One GEMM per shape: bf16, float8 without and with fast accumulation."""
+    """One GEMM per shape: bf16, float8 without and with fast accumulation.
+
+    On a GPU, fast accumulation has two kernels; `benchmarks/fit_gemm_choice.py` makes of their
+    times the table that layers choose by.
+    """
     selected = select_shapes(_split(shapes), mkn or [])
-    bench = Bench.start("matmul", device, output, shapes=selected, rounds=rounds)
-    groups = bench_matmul(selected, bench.device, rounds)
-    rows = bench.collect(groups, _count(selected))
+    settings = {"shapes": selected, "gradients": gradients}
+    bench = Bench.start("matmul", device, output, rounds=rounds, **settings)
+    groups = bench_matmul(selected, bench.device, rounds, gradients=gradients)
+    rows = bench.collect(groups, _count(selected) * (3 if gradients else 1))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", tables.MATMUL, rows, plot)
 
 
@@ -156,6 +167,7 @@ def block_command(
     blocks: Blocks = 4,
     seq_len: SeqLen = 8192,
     batch: Batch = 1,
+    microbatches: Microbatches = 1,
     recipe: Recipes = None,
     mode: Mode = "both",
     peers: Peers = None,
@@ -167,19 +179,22 @@ def block_command(
     """A stack of Llama blocks forward and backward, with the sync of delayed scaling.
 
     Every gradient of every variant is checked against bf16's first. Memory is the peak of a step
-    over the resting state.
+    over the resting state. With several microbatches, each recipe runs once more with
+    `float8.cached_weights` around them.
     """
-    size = StackSize(model, blocks, seq_len, batch)
+    size = StackSize(model, blocks, seq_len, batch, microbatches)
     recipes = _split(recipe) or list(RECIPES)
     others = _split(peers)
     modes = _modes(mode)
     settings = {**dataclasses.asdict(size), "recipes": recipes, "modes": modes}
     settings |= {"peers": others, "rounds": rounds}
     bench = Bench.start("block", device, output, **settings)
-    variants = make_variants(recipes, modes, bench.find_peers(others))
+    variants = make_variants(recipes, modes, bench.find_peers(others), cached=microbatches > 1)
     groups = bench_block(size, variants, bench.device, rounds)
     rows = bench.collect(groups, len(variants) + 1)
     title = f"{blocks} {model} block(s), {batch} x {seq_len} tokens, forward + backward"
+    if microbatches > 1:
+        title += f" of {microbatches} microbatches"
     bench.finish(title, tables.BLOCK, rows)
 
 

@@ -23,7 +23,10 @@ class Column(NamedTuple):
 SHAPE = [Column("M", "tokens"), Column("K", "in"), Column("N", "out")]
 
 MATMUL = [
-    *SHAPE,
+    Column("gemm", "GEMM"),
+    Column("M", "M"),
+    Column("K", "K"),
+    Column("N", "N"),
     Column("variant", "variant"),
     Column("ms", "ms", ".4f"),
     Column("tflops", "TFLOP/s", ".1f"),
@@ -41,6 +44,7 @@ LINEAR = [
     Column("cast_mb", "casts MB", ",.0f"),
     Column("saved_mib", "saved MiB", ",.1f"),
     Column("peak_mib", "peak MiB", ",.0f"),
+    Column("output_kernel", "output GEMM"),
     Column("sqnr_db", "SQNR dB", ".1f"),
 ]
 CAST = [
@@ -73,6 +77,7 @@ PLAN = [
     Column("bf16_ms", "bf16 ms", ".3f"),
     Column("float8_ms", "float8 ms", ".3f"),
     Column("speedup", "speedup", ".2f"),
+    Column("output_kernel", "output GEMM"),
     Column("fate", ""),
     Column("all_bf16_ms", "all, bf16", ",.1f"),
     Column("all_planned_ms", "all, as planned", ",.1f"),

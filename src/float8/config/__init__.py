@@ -8,6 +8,7 @@ from float8.config.casting import (
 )
 from float8.config.linear import (
     BASE_SITE,
+    GEMM_OPERANDS,
     CastSite,
     Float8GemmConfig,
     Float8LinearConfig,
@@ -17,6 +18,7 @@ from float8.config.recipes import Float8LinearRecipeName
 
 __all__ = [
     "BASE_SITE",
+    "GEMM_OPERANDS",
     "CastConfig",
     "CastSite",
     "DelayedScalingConfig",

@@ -5,7 +5,7 @@ float8 only, cast in the kernel that computes them; the product is not kept for 
 the kernel that reads gate and up anyway makes it again; x is cast once.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from float8 import kernels
-from float8.cast import Operand, quantize
+from float8.cast import Operand, cast_operand, quantize
 from float8.fused import layers as fused
-from float8.fused.layers import (
-    FusedLayer,
-    compute_dtype,
-    fusable,
-    fused_layer,
-    record_input,
-    with_fresh_amax,
-)
-from float8.fused.norm import fused_norm, input_operand, rms_norm_backward
+from float8.fused.call import Call, take_apart
+from float8.fused.layers import compute_dtype, fusable, record_input, with_columns, with_fresh_amax
+from float8.fused.norm import fused_norm, input_columns, input_operand
 
 
 def swiglu_feed_forward(
-    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, norm: nn.Module | None = None
+    x: Tensor,
+    gate: nn.Module,
+    up: nn.Module,
+    down: nn.Module,
+    *,
+    norm: nn.Module | None = None,
+    residual: bool = False,
 ) -> Tensor:
     """`down(silu(gate(x)) * up(x))`, or with `norm` the same of `norm(x)`.
 
@@ -42,8 +42,9 @@ def swiglu_feed_forward(
         up: layer K -> H.
         down: layer H -> N.
         norm: an `nn.RMSNorm` of x, or a module with `weight` [K], `eps` and `is_rms_norm = True`;
-            fused too in eager mode where x has the compute dtype (a compiler fuses it by itself).
-            Any other module is called.
+            fused too where x has the compute dtype. Any other module is called.
+        residual: add x to the result; with a fused norm, backward then adds the residual
+            connection's gradient in the norm's own kernel.
 
     Returns:
         [..., N], dtype of the (autocast) input.
@@ -54,45 +55,20 @@ def swiglu_feed_forward(
         RuntimeError: as `Float8Linear.forward`.
     """
     layers = fusable((gate, up, down)) if x.numel() else None
-    fused_with = None
+    source, fused_with = x, None
     if norm is not None:
         if layers is not None:
             fused_with = fused_norm(norm, x, compute_dtype(layers[0], x))
         x = norm(x) if fused_with is None else x
     if layers is None:
-        return down(F.silu(gate(x)) * up(x))  # type: ignore[no-any-return]
-    norm_weight, eps = (None, 0.0) if fused_with is None else fused_with
-    source, weights = x, tuple(layer.weight for layer in layers)
-    x = layers[0].check_input(x, weights[0].dtype)
-    for layer in layers[1:]:
-        layer.check_synced()
-    grad = torch.is_grad_enabled()
-    need_grad_norm = norm_weight is not None and norm_weight.requires_grad
-    y = _FeedForward.apply(  # type: ignore[no-untyped-call]
-        x.reshape(-1, x.shape[-1]),
-        norm_weight,
-        *weights,
-        _Call(
-            (source,),
-            tuple(map(fused_layer, layers, weights)),
-            eps,
-            grad,
-            grad and (x.requires_grad or need_grad_norm),
-            tuple(grad and weight.requires_grad for weight in weights),
-        ),
-    )
-    return y.reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]
-
-
-class _Call(NamedTuple):
-    """What the autograd function takes besides tensors that have gradients."""
-
-    source: tuple[Tensor]
-    layers: tuple[FusedLayer, ...]
-    eps: float
-    record: bool
-    need_grad_x: bool
-    need_grad_weights: tuple[bool, ...]
+        y = down(F.silu(gate(x)) * up(x))
+    else:
+        add = residual and fused_with is not None
+        rows, norm_weight, weights, call = take_apart(x, layers, fused_with, add)
+        y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
+        y = y.reshape(*x.shape[:-1], -1)
+        residual = residual and not add
+    return source + y if residual else y  # type: ignore[no-any-return]
 
 
 class _FeedForward(torch.autograd.Function):
@@ -104,7 +80,7 @@ class _FeedForward(torch.autograd.Function):
         w_gate: Tensor,
         w_up: Tensor,
         w_down: Tensor,
-        call: _Call,
+        call: Call,
     ) -> Tensor:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
@@ -126,6 +102,8 @@ class _FeedForward(torch.autograd.Function):
         )
         product8 = Operand(product.row, None, product.scale)
         y, down_scale = fused.output(product8, w_down, down, dtype, record)
+        if call.residual:
+            y = x + y
 
         ctx.save_for_backward(
             x if norm_weight is not None else None,
@@ -149,7 +127,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
         x, norm_weight, rstd, x_col, x_scale, gate_out, up_out, product_scale = saved[:8]
         w_gate, gate_scale, w_up, up_scale, w_down, down_scale = saved[8:]
@@ -158,14 +136,10 @@ class _FeedForward(torch.autograd.Function):
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
         need_gate, need_up, need_down = call.need_grad_weights
 
-        g8 = quantize(
-            grad_output,
-            plan.grad_output,
-            down.scales.grad_output,
-            row=True,
-            col=need_down,
-            record=record,
-        )
+        # A residual connection keeps grad_output alive anyway: its column data can wait.
+        col = need_down and not call.residual
+        state = down.scales.grad_output
+        g8 = quantize(grad_output, plan.grad_output, state, row=True, col=col, record=record)
         grad_product = fused.grad_input(g8, w_down, down_scale, down, dtype)
         gate_state, up_state = gate.scales.grad_output, up.scales.grad_output
         gradients = kernels.swiglu_backward_cast(
@@ -185,18 +159,30 @@ class _FeedForward(torch.autograd.Function):
         del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
         if need_down:
+            if g8.col is None:
+                g8 = cast_operand(grad_output, g8.scale, plan.grad_output.dtype, col=True)
             grad_down = fused.grad_weight(g8, gradients.product, product_scale, down)
         del g8
-        gate8 = Operand(gradients.gate.row, gradients.gate.col, gradients.gate.scale)
-        up8 = Operand(gradients.up.row, gradients.up.col, gradients.up.scale)
+        gate8 = Operand(gradients.gate.row, None, gradients.gate.scale)
+        up8 = Operand(gradients.up.row, None, gradients.up.scale)
         del gradients
+        if need_gate or need_up:
+            x_col = input_columns(x_col, x, norm_weight, rstd, x_scale, gate)
+        of_gate = of_up = None
         if call.need_grad_x:
-            grad_x = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
-            grad_x = grad_x + fused.grad_input(up8, w_up, up_scale, up, dtype)
+            of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
+            of_up = fused.grad_input(up8, w_up, up_scale, up, dtype)
         if need_gate:
-            grad_gate = fused.grad_weight(gate8, x_col, x_scale, gate)
+            grad_gate = fused.grad_weight(with_columns(gate8), x_col, x_scale, gate)
+        del gate8
         if need_up:
-            grad_up = fused.grad_weight(up8, x_col, x_scale, up)
-        if grad_x is not None and norm_weight is not None:
-            grad_x, grad_norm = rms_norm_backward(grad_x, x, norm_weight, rstd)
+            grad_up = fused.grad_weight(with_columns(up8), x_col, x_scale, up)
+        if of_gate is not None and of_up is not None:
+            if norm_weight is None:
+                grad_x = of_gate + of_up
+            else:
+                residual_grad = grad_output if call.residual else None
+                grad_x, grad_norm = kernels.rms_norm_backward(
+                    (of_gate, of_up), x, norm_weight, rstd, residual_grad
+                )
         return grad_x, grad_norm, grad_gate, grad_up, grad_down, None

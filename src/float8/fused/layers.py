@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from float8.cast import Operand
+from float8.cast import Operand, columns
 from float8.linear import Float8Linear
+from float8.linear.cached import PLAIN
 from float8.linear.function import DelayedScales, float8_mm, transposed, trim
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import saved_weight, transposed_weight, weight_operand
 from float8.tensor import Float8GatherWeight, Float8Tensor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -122,6 +122,12 @@ def grad_input(
     is_transposed = layer.ready is not None and layer.ready.col is not None
     w = transposed_weight(kept, scale, layer.plan.weight, is_transposed)
     return trim(float8_mm(g, w, layer.plan.grad_input, dtype), layer.in_features)
+
+
+def with_columns(operand: Operand) -> Operand:
+    """`operand` with column data made of its row data."""
+    assert operand.row is not None
+    return operand._replace(col=columns(operand.row))
 
 
 def grad_weight(g: Operand, x_col: Tensor, x_scale: Tensor, layer: FusedLayer) -> Tensor:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.cast import Operand
-from float8.fused.layers import PLAIN, FusedLayer, has_hooks
+from float8.fused.layers import FusedLayer, has_hooks
+from float8.linear.cached import PLAIN
 from float8.linear.function import quantize_input
 
 
@@ -27,7 +28,7 @@ def fused_norm(module: nn.Module, x: Tensor, compute_dtype: torch.dtype) -> Norm
     compute `x * rsqrt(mean(x ** 2) + eps) * weight` in float32: others that have a weight and an
     eps may compute something else.
     """
-    if torch.compiler.is_compiling() or has_hooks(module) or "forward" in module.__dict__:
+    if has_hooks(module) or "forward" in module.__dict__:
         return None
     if type(module) is not nn.RMSNorm and not getattr(module, "is_rms_norm", False):
         return None
@@ -40,6 +41,16 @@ def fused_norm(module: nn.Module, x: Tensor, compute_dtype: torch.dtype) -> Norm
     return Norm(weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
 
+class Input(NamedTuple):
+    """The input of a fused function: what its GEMMs multiply, and what backward needs of it."""
+
+    operand: Operand
+    """Its column data, if backward needs them and they are kept; a norm's are made again."""
+
+    rstd: Tensor | None
+    """[M] float32, if there is a norm."""
+
+
 def input_operand(
     x: Tensor,
     source: Tensor,
@@ -48,36 +59,35 @@ def input_operand(
     layer: FusedLayer,
     col: bool,
     record: bool,
-) -> tuple[Operand, Tensor | None]:
-    """The operand of the input of `layer`, and the norm's rstd [M] if there is a norm."""
+) -> Input:
+    """The input of `layer`: x [M, K] or its norm."""
     if norm_weight is None:
-        return quantize_input(x, source, layer.plan, layer.scales, record, col), None
+        return Input(quantize_input(x, source, layer.plan, layer.scales, record, col), None)
     plan, state = layer.plan.input, layer.scales.input
     rstd, done = kernels.rms_norm_cast(
         x,
         norm_weight,
         eps,
         plan.dtype,
-        col=col,
+        col=False,
         scale=None if state is None else state.scale,
         amax=None if state is None else state.amax,
         round_to_power_of_2=plan.round_to_power_of_2,
         record=record,
     )
-    return Operand(done.row, done.col, done.scale), rstd
+    return Input(Operand(done.row, None, done.scale), rstd)
 
 
-def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` [M, K] and `weight` [K] from that of `x * rstd * weight`."""
-    if x.is_cuda and grad.dtype == x.dtype == weight.dtype:
-        grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
-            grad, x, weight.shape, rstd[:, None], weight, [True, True]
-        )
-        return grad_x, grad_weight
-    grad32, normed = grad.float(), x.float() * rstd[:, None]
-    weighted = grad32 * weight.float()
-    along = (weighted * normed).mean(dim=1, keepdim=True)
-    grad_x = (weighted - normed * along) * rstd[:, None]
-    return grad_x.to(x.dtype), (grad32 * normed).sum(dim=0).to(weight.dtype)
+def input_columns(
+    col: Tensor | None,
+    x: Tensor | None,
+    norm_weight: Tensor | None,
+    rstd: Tensor | None,
+    scale: Tensor,
+    layer: FusedLayer,
+) -> Tensor:
+    """Column data of the input of `layer`: as kept, or of x's norm once more."""
+    if x is None or norm_weight is None or rstd is None:
+        assert col is not None
+        return col
+    return kernels.rms_norm_recast(x, norm_weight, rstd, scale, layer.plan.input.dtype)

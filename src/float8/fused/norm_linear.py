@@ -1,40 +1,39 @@
 """RMSNorm and the linear layers that read it (q/k/v), in one autograd function."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from float8 import kernels
 from float8.cast import quantize
 from float8.fused import layers as fused
-from float8.fused.layers import (
-    FusedLayer,
-    compute_dtype,
-    fusable,
-    fused_layer,
-    record_input,
-    with_fresh_amax,
-)
-from float8.fused.norm import fused_norm, input_operand, rms_norm_backward
+from float8.fused.call import Call, take_apart
+from float8.fused.layers import compute_dtype, fusable, record_input, with_fresh_amax
+from float8.fused.norm import fused_norm, input_columns, input_operand
 
 
-def rms_norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+def rms_norm_linear(
+    x: Tensor, norm: nn.Module, layers: Sequence[nn.Module], *, residual: bool = False
+) -> tuple[Tensor, ...]:
     """`[layer(norm(x)) for layer in layers]`, the normalised tensor in float8 only.
 
-    Fused in eager mode where the layers are `Float8Linear` of one configuration, without bias or
-    hooks: `why_not_fused(*layers)`. Else, and under a compiler, which fuses the norm by itself,
-    computed one by one, so a model can call it whether it is converted or not.
+    Fused where the layers are `Float8Linear` of one configuration, without bias or hooks:
+    `why_not_fused(*layers)`. Else computed one by one, so a model can call it whether it is
+    converted or not.
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
         norm: an `nn.RMSNorm`, or a module with `weight` [K], `eps` and `is_rms_norm = True`; any
             other module is called.
         layers: layers K -> N_i.
+        residual: also return x, for the residual connection around what follows: backward then
+            adds that connection's gradient in the norm's own kernel.
 
     Returns:
-        One [..., N_i] per layer, dtype of the (autocast) input.
+        One [..., N_i] per layer, dtype of the (autocast) input; then x, if `residual`.
 
     Raises:
         TypeError: as `Float8Linear.forward`.
@@ -45,42 +44,18 @@ def rms_norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Module]) -> 
     if linears is not None:
         fused_with = fused_norm(norm, x, compute_dtype(linears[0], x))
     if linears is None or fused_with is None:
-        x = norm(x)
-        return tuple(layer(x) for layer in layers)
-    weights = tuple(layer.weight for layer in linears)
-    x = linears[0].check_input(x, weights[0].dtype)
-    for layer in linears[1:]:
-        layer.check_synced()
-    grad = torch.is_grad_enabled()
-    outputs = _NormLinear.apply(  # type: ignore[no-untyped-call]
-        x.reshape(-1, x.shape[-1]),
-        fused_with.weight,
-        _Call(
-            tuple(map(fused_layer, linears, weights)),
-            fused_with.eps,
-            grad,
-            grad and (x.requires_grad or fused_with.weight.requires_grad),
-            tuple(grad and weight.requires_grad for weight in weights),
-        ),
-        *weights,
-    )
+        normed = norm(x)
+        outputs = tuple(layer(normed) for layer in layers)
+        return (*outputs, x) if residual else outputs
+    rows, norm_weight, weights, call = take_apart(x, linears, fused_with, residual)
+    outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
     return tuple(y.reshape(*x.shape[:-1], -1) for y in outputs)
-
-
-class _Call(NamedTuple):
-    """What the autograd function takes besides tensors that have gradients."""
-
-    layers: tuple[FusedLayer, ...]
-    eps: float
-    record: bool
-    need_grad_x: bool
-    need_grad_weights: tuple[bool, ...]
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor, call: _Call, *weights: Tensor
+        ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         first, record = call.layers[0], call.record
         col = any(call.need_grad_weights)
@@ -94,20 +69,29 @@ class _NormLinear(torch.autograd.Function):
             scales.append(scale)
         ctx.set_materialize_grads(False)  # an output without use has no gradient, not a zero one
         kept = map(fused.kept_weight, weights, call.layers)
-        ctx.save_for_backward(x, norm_weight, rstd, x8.col, x8.scale, *kept, *scales)
+        ctx.save_for_backward(x, norm_weight, rstd, x8.scale, *kept, *scales)
         ctx.call = call
-        return tuple(outputs)
+        return (*outputs, x.view_as(x)) if call.residual else tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        x, norm_weight, rstd, x_col, x_scale, *rest = ctx.saved_tensors
+        call: Call = ctx.call
+        x, norm_weight, rstd, x_scale, *rest = ctx.saved_tensors
         weights, scales = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        grad_x = grad_norm = None
+        residual_grad = grad_outputs[-1] if call.residual else None
+        x_col = None
+        if any(call.need_grad_weights):
+            x_col = input_columns(None, x, norm_weight, rstd, x_scale, call.layers[0])
+        grads_x: list[Tensor] = []
         grad_weights: list[Tensor | None] = []
         for layer, weight, scale, need, grad in zip(
-            call.layers, weights, scales, call.need_grad_weights, grad_outputs, strict=True
+            call.layers,
+            weights,
+            scales,
+            call.need_grad_weights,
+            grad_outputs[: len(call.layers)],
+            strict=True,
         ):
             if grad is None:
                 grad_weights.append(None)
@@ -115,9 +99,17 @@ class _NormLinear(torch.autograd.Function):
             plan, state = layer.plan, layer.scales.grad_output
             g8 = quantize(grad, plan.grad_output, state, row=True, col=need, record=call.record)
             if call.need_grad_x:
-                part = fused.grad_input(g8, weight, scale, layer, grad.dtype)
-                grad_x = part if grad_x is None else grad_x.add_(part)
-            grad_weights.append(fused.grad_weight(g8, x_col, x_scale, layer) if need else None)
-        if grad_x is not None:
-            grad_x, grad_norm = rms_norm_backward(grad_x, x, norm_weight, rstd)
+                grads_x.append(fused.grad_input(g8, weight, scale, layer, grad.dtype))
+            if need:
+                assert x_col is not None
+                grad_weights.append(fused.grad_weight(g8, x_col, x_scale, layer))
+            else:
+                grad_weights.append(None)
+        grad_x = grad_norm = None
+        if grads_x:
+            grad_x, grad_norm = kernels.rms_norm_backward(
+                grads_x, x, norm_weight, rstd, residual_grad
+            )
+        elif residual_grad is not None and call.need_grad_x:
+            grad_x = residual_grad
         return grad_x, grad_norm, None, *grad_weights

@@ -7,7 +7,8 @@ from float8.kernels import ops  # noqa: F401  registers the ops
 from float8.kernels.amax import amax
 from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic
 from float8.kernels.layout import ceil16
-from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast
+from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast, rms_norm_recast
+from float8.kernels.rms_norm_backward import rms_norm_backward
 from float8.kernels.swiglu import swiglu_cast
 from float8.kernels.swiglu_backward import swiglu_backward_cast
 from float8.kernels.transpose import transpose_bytes
@@ -20,7 +21,9 @@ __all__ = [
     "cast_delayed",
     "cast_dynamic",
     "ceil16",
+    "rms_norm_backward",
     "rms_norm_cast",
+    "rms_norm_recast",
     "swiglu_backward_cast",
     "swiglu_cast",
     "transpose_bytes",

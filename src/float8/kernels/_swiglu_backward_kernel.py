@@ -57,9 +57,7 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     up_ptr,
     product_ptr,  # transposed
     gate_row_ptr,
-    gate_col_ptr,
     up_row_ptr,
-    up_col_ptr,
     product_scale_ptr,
     parts_ptr,
     gate_scale_ptr,
@@ -120,13 +118,11 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     g0, g1 = scaled(g0, in0, inverse, EVEN), scaled(g1, in1, inverse, EVEN)
     g2, g3 = scaled(g2, in2, inverse, EVEN), scaled(g3, in3, inverse, EVEN)
     store_along(gate_row_ptr, g0, g1, g2, g3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
-    store_across(gate_col_ptr, g0, g1, g2, g3, quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN)
 
     inverse = tl.div_rn(1.0, up_scale)
     u0, u1 = scaled(u0, in0, inverse, EVEN), scaled(u1, in1, inverse, EVEN)
     u2, u3 = scaled(u2, in2, inverse, EVEN), scaled(u3, in3, inverse, EVEN)
     store_along(up_row_ptr, u0, u1, u2, u3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
-    store_across(up_col_ptr, u0, u1, u2, u3, quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN)
 
 
 @jit

@@ -14,32 +14,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.kernels._checks import check_cast, check_high_precision, check_scalar
+from float8.kernels._fakes import (
+    amax_fake,
+    cast_delayed_fake,
+    cast_dynamic_fake,
+    cast_fake,
+    rms_norm_backward_fake,
+    rms_norm_cast_fake,
+    rms_norm_recast_fake,
+    swiglu_backward_cast_fake,
+    swiglu_cast_fake,
+    transpose_fake,
+)
 from float8.kernels._triton import HAS_TRITON
 from float8.kernels.amax import amax_reference, amax_triton
 from float8.kernels.cast import (
-    allocate,
     cast_delayed_reference,
     cast_delayed_triton,
     cast_dynamic_reference,
     cast_dynamic_triton,
     cast_reference,
     cast_triton,
-    pack,
 )
 from float8.kernels.rms_norm import (
-    check_rms_norm,
     rms_norm_cast_reference,
     rms_norm_cast_triton,
+    rms_norm_recast_reference,
+    rms_norm_recast_triton,
 )
-from float8.kernels.swiglu import check_swiglu, swiglu_cast_reference, swiglu_cast_triton
+from float8.kernels.rms_norm_backward import (
+    rms_norm_backward_reference,
+    rms_norm_backward_triton,
+)
+from float8.kernels.swiglu import swiglu_cast_reference, swiglu_cast_triton
 from float8.kernels.swiglu_backward import (
-    allocate_gradients,
-    check_swiglu_backward,
     swiglu_backward_cast_reference,
     swiglu_backward_cast_triton,
 )
-from float8.kernels.transpose import check_transpose, transpose_reference, transpose_triton
+from float8.kernels.transpose import transpose_reference, transpose_triton
 
 CastFunction = Callable[..., tuple[Tensor | None, Tensor | None]]
 ListFunction = Callable[..., Any]
@@ -112,97 +124,6 @@ def _transpose_plain(data: Tensor) -> Tensor:
     return transpose_reference(data.detach())
 
 
-def _amax_fake(x: Tensor) -> Tensor:
-    check_high_precision("amax", x)
-    return x.new_empty((), dtype=torch.float32)
-
-
-def _cast_fake(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, row: bool, col: bool, pad_rows: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
-    check_cast(x, dtype, row, col)
-    check_scalar("scale", scale, x)
-    return allocate(x, dtype, row, col, pad_rows)
-
-
-def _cast_dynamic_fake(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, round_to_power_of_2: bool
-) -> list[Tensor]:
-    check_cast(x, dtype, row, col)
-    scale = x.new_empty((), dtype=torch.float32)
-    return pack(scale, allocate(x, dtype, row, col, pad_rows))
-
-
-def _cast_delayed_fake(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    round_to_power_of_2: bool,
-    record: bool,
-) -> list[Tensor]:
-    check_scalar("scale", scale, x)
-    check_scalar("amax", amax, x)
-    return _cast_dynamic_fake(x, dtype, row, col, pad_rows, round_to_power_of_2)
-
-
-def _swiglu_cast_fake(
-    gate: Tensor,
-    up: Tensor,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    round_to_power_of_2: bool,
-    record: bool,
-) -> list[Tensor]:
-    check_swiglu(gate, up, scale, amax)
-    return _cast_dynamic_fake(gate, dtype, True, False, False, round_to_power_of_2)
-
-
-def _swiglu_backward_cast_fake(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    product_scale: Tensor,
-    product_dtype: torch.dtype,
-    dtype: torch.dtype,
-    gate_scale: Tensor | None,
-    gate_amax: Tensor | None,
-    up_scale: Tensor | None,
-    up_amax: Tensor | None,
-    round_to_power_of_2: bool,
-    record: bool,
-) -> list[Tensor]:
-    states = (gate_scale, gate_amax, up_scale, up_amax)
-    check_swiglu_backward(grad, gate, up, product_scale, states)
-    return allocate_gradients(grad, product_dtype, dtype)
-
-
-def _rms_norm_cast_fake(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    col: bool,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    round_to_power_of_2: bool,
-    record: bool,
-) -> list[Tensor]:
-    check_rms_norm(x, weight, scale, amax)
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    return [rstd, *_cast_dynamic_fake(x, dtype, True, col, False, round_to_power_of_2)]
-
-
-def _transpose_fake(data: Tensor) -> Tensor:
-    check_transpose(data)
-    R, C = data.shape
-    return data.new_empty((C, R))
-
-
 @functools.cache
 def _warn_without_triton() -> None:
     warnings.warn(
@@ -246,43 +167,43 @@ _register(
     "amax(Tensor x) -> Tensor",
     plain=_amax_plain,
     triton=amax_triton,
-    fake=_amax_fake,
+    fake=amax_fake,
 )
 _register(
     "cast(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool pad_rows) -> Tensor[]",
     plain=_cast_plain,
     triton=_as_op(cast_triton),
-    fake=_as_op(_cast_fake),
+    fake=_as_op(cast_fake),
 )
 _register(
     "cast_dynamic(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
     "bool round_to_power_of_2) -> Tensor[]",
     plain=_without_autograd(cast_dynamic_reference),
     triton=cast_dynamic_triton,
-    fake=_cast_dynamic_fake,
+    fake=cast_dynamic_fake,
 )
 _register(
     "cast_delayed(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType dtype, bool row, bool col, "
     "bool pad_rows, bool round_to_power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
     plain=_without_autograd(_scale_row_col(cast_delayed_reference)),
     triton=_scale_row_col(cast_delayed_triton),
-    fake=_scale_row_col(_cast_delayed_fake),
+    fake=_scale_row_col(cast_delayed_fake),
 )
 _register(
     "swiglu_cast(Tensor gate, Tensor up, ScalarType dtype, Tensor? scale, Tensor(a!)? amax, "
     "bool round_to_power_of_2, bool record) -> (Tensor, Tensor)",
     plain=_without_autograd(_as_tuple(swiglu_cast_reference)),
     triton=_as_tuple(swiglu_cast_triton),
-    fake=_as_tuple(_swiglu_cast_fake),
+    fake=_as_tuple(swiglu_cast_fake),
 )
 _register(
     "swiglu_backward_cast(Tensor grad, Tensor gate, Tensor up, Tensor product_scale, "
     "ScalarType product_dtype, ScalarType dtype, Tensor? gate_scale, Tensor(a!)? gate_amax, "
     "Tensor? up_scale, Tensor(b!)? up_amax, bool round_to_power_of_2, bool record) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     plain=_without_autograd(_as_tuple(swiglu_backward_cast_reference)),
     triton=_as_tuple(swiglu_backward_cast_triton),
-    fake=_as_tuple(_swiglu_backward_cast_fake),
+    fake=_as_tuple(swiglu_backward_cast_fake),
 )
 _register(
     "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, bool col, "
@@ -290,11 +211,25 @@ _register(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     plain=_without_autograd(_rstd_scale_row_col(rms_norm_cast_reference)),
     triton=_rstd_scale_row_col(rms_norm_cast_triton),
-    fake=_rstd_scale_row_col(_rms_norm_cast_fake),
+    fake=_rstd_scale_row_col(rms_norm_cast_fake),
+)
+_register(
+    "rms_norm_recast(Tensor x, Tensor weight, Tensor rstd, Tensor scale, ScalarType dtype) "
+    "-> Tensor",
+    plain=_without_autograd(rms_norm_recast_reference),
+    triton=rms_norm_recast_triton,
+    fake=rms_norm_recast_fake,
+)
+_register(
+    "rms_norm_backward(Tensor[] grads, Tensor x, Tensor weight, Tensor rstd, "
+    "Tensor? residual_grad) -> (Tensor, Tensor)",
+    plain=_without_autograd(rms_norm_backward_reference),
+    triton=rms_norm_backward_triton,
+    fake=rms_norm_backward_fake,
 )
 _register(
     "transpose(Tensor data) -> Tensor",
     plain=_transpose_plain,
     triton=transpose_triton,
-    fake=_transpose_fake,
+    fake=transpose_fake,
 )

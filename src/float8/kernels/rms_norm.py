@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.kernels._cast_launch import HISTORY, MEASURED, RMS_NORM, Options, launch_cast
+from float8.kernels._cast_launch import GIVEN, HISTORY, MEASURED, RMS_NORM, Options, launch_cast
 from float8.kernels._checks import check_high_precision, check_scalar, describe
 from float8.kernels._device import has_float8_conversion
 from float8.kernels._direct import takes_triton_directly
@@ -66,6 +66,33 @@ def rms_norm_cast(
     else:
         out = torch.ops.float8.rms_norm_cast.default(*args)
     return NormCast(out[0], Cast(out[1], out[2], out[3] if col else None))
+
+
+def rms_norm_recast(
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Column data of what :func:`rms_norm_cast` made row data of, with the same scale.
+
+    For backward, which has x anyway and so need not keep them.
+
+    Args:
+        x: as given to :func:`rms_norm_cast`.
+        weight: likewise.
+        rstd: [R] float32, as returned by it.
+        scale: 0-dim float32, likewise.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        [ceil16(C), ceil16(R)] of ``dtype``.
+
+    Raises:
+        TypeError: as :func:`rms_norm_cast`.
+        ValueError: as :func:`rms_norm_cast`.
+    """
+    if takes_triton_directly(x, weight, rstd, scale):
+        return rms_norm_recast_triton(x, weight, rstd, scale, dtype)
+    out: Tensor = torch.ops.float8.rms_norm_recast.default(x, weight, rstd, scale, dtype)
+    return out
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, scale: Tensor | None, amax: Tensor | None) -> None:
@@ -156,6 +183,39 @@ def rms_norm_cast_triton(
         assert amax is not None
         torch.autograd.graph.increment_version(amax)
     return [rstd, used, *(layout for layout in data if layout is not None)]
+
+
+def rms_norm_recast_reference(
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Plain-torch twin of the kernel; see :func:`rms_norm_recast`."""
+    check_rms_norm(x, weight, None, None)
+    check_scalar("scale", scale, x)
+    normed = x.to(torch.float32) * rstd[:, None] * weight.to(torch.float32)
+    _, col = cast_reference(normed, scale, dtype, row=False, col=True)
+    assert col is not None
+    return col
+
+
+def rms_norm_recast_triton(
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Triton kernel; see :func:`rms_norm_recast`."""
+    check_rms_norm(x, weight, None, None)
+    check_scalar("scale", scale, x)
+    options = Options(
+        dtype,
+        row=False,
+        col=True,
+        pad_rows=False,
+        source=GIVEN,
+        producer=RMS_NORM,
+        weight_dtype=weight.dtype,
+    )
+    x, weight = x.contiguous(), weight.contiguous()
+    _, col = launch_cast(x, options, scale=scale, rstd=rstd, weight=weight)
+    assert col is not None
+    return col
 
 
 @functools.lru_cache(maxsize=4096)

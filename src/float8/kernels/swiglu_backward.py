@@ -30,7 +30,7 @@ class SwigluGradients(NamedTuple):
     """[ceil16(C), ceil16(R)] float8: column data of ``silu(gate) * up``."""
 
     gate: Cast
-    """The gradient of gate: row data [R, ceil16(C)], column data [ceil16(C), ceil16(R)]."""
+    """The gradient of gate: row data [R, ceil16(C)]."""
 
     up: Cast
     """The gradient of up, likewise."""
@@ -51,9 +51,11 @@ def swiglu_backward_cast(
     round_to_power_of_2: bool = False,
     record: bool = False,
 ) -> SwigluGradients:
-    """Cast the gradients of ``gate`` and ``up`` to both layouts, and the product once more.
+    """Cast the gradients of ``gate`` and ``up`` to row data, and the product once more.
 
     The product ``silu(gate) * up`` is needed as column data only now, so forward need not keep it.
+    The gradients' column data are left to `transpose_bytes`, which needs no memory for them before
+    that of ``grad``, ``gate`` and ``up`` is free: this is where a training step needs most.
     One opaque op, ``torch.ops.float8.swiglu_backward_cast``.
 
     Args:
@@ -84,8 +86,8 @@ def swiglu_backward_cast(
         out = swiglu_backward_cast_triton(*args)
     else:
         out = torch.ops.float8.swiglu_backward_cast.default(*args)
-    product, *rest = out
-    return SwigluGradients(product, Cast(*rest[:3]), Cast(*rest[3:]))
+    product, gate_used, gate_row, up_used, up_row = out
+    return SwigluGradients(product, Cast(gate_used, gate_row, None), Cast(up_used, up_row, None))
 
 
 def check_swiglu_backward(
@@ -135,10 +137,9 @@ def swiglu_backward_cast_reference(
     for x, scale, amax in ((grad_gate, *states[:2]), (grad * silu, *states[2:])):
         own = amax_reference(x)
         used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
-        row, col = cast_reference(x, used, dtype, row=True, col=True)
+        row, _ = cast_reference(x, used, dtype, row=True, col=False)
         assert row is not None
-        assert col is not None
-        out += [used, row, col]
+        out += [used, row]
     return out
 
 
@@ -161,7 +162,7 @@ def swiglu_backward_cast_triton(
     check_swiglu_backward(grad, gate, up, product_scale, states)
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     out = allocate_gradients(grad, product_dtype, dtype)
-    product, grad_gate, grad_up = out[0], out[1:4], out[4:7]
+    product, (gate_used, gate_row), (up_used, up_row) = out[0], out[1:3], out[3:5]
     known = gate_scale is not None
     record = record and known
     measure, cast = _launches(
@@ -175,8 +176,8 @@ def swiglu_backward_cast_triton(
     gate_state, gate_out, up_state, up_out = (parts if x is None else x for x in states)
     measure(grad, gate, up, parts, gate_state, up_state)
     cast(
-        *(grad, gate, up, product, *grad_gate[1:], *grad_up[1:], product_scale, parts),
-        *(gate_state, grad_gate[0], gate_out, up_state, grad_up[0], up_out),
+        *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
+        *(gate_state, gate_used, gate_out, up_state, up_used, up_out),
     )
     if record:
         torch.autograd.graph.increment_version([gate_out, up_out])
@@ -193,7 +194,6 @@ def allocate_gradients(
     for _ in range(2):
         out.append(grad.new_empty((), dtype=torch.float32))
         out.append(grad.new_empty(row, dtype=dtype))
-        out.append(grad.new_empty(col, dtype=dtype))
     return out
 
 

@@ -10,6 +10,7 @@ from float8.cast import Operand
 from float8.config import CastSite, Float8LinearConfig
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear import overdue, state
+from float8.linear.cached import WeightCache, current_operand
 from float8.linear.function import DelayedScales, Float8LinearFunction
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
@@ -29,6 +30,9 @@ class Float8Linear(nn.Linear):
     config: Float8LinearConfig
     plan: LinearPlan
     sync_overdue: bool
+    cached_weight: Operand | None = None
+    """The weight in float8 inside `float8.cached_weights`."""
+    weight_cache: WeightCache | None = None
     _synced_versions: list[int] | None
     _weight_scale_known: bool
 
@@ -79,16 +83,20 @@ class Float8Linear(nn.Linear):
         self.config = config
         self.plan = plan_linear(config)
         self.sync_overdue = False
+        self.cached_weight = self.weight_cache = None
         state.register_buffers(self, config, self.weight.device)
         self._watch()
 
     # ---------------------------------------------------------------- forward
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, keep_input: bool = False) -> Tensor:
         """`input @ weight.T + bias`.
 
         Args:
             input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
+            keep_input: save `input` for backward, and cast it again there, instead of a float8
+                copy. Less memory where somebody else saves it anyway, as attention does its
+                output; else more.
 
         Returns:
             [..., N], dtype of the (autocast) input.
@@ -119,6 +127,7 @@ class Float8Linear(nn.Linear):
                 grad,
                 grad and input.requires_grad,
                 need_grad_weight,
+                keep_input and self.plan.share_input,
             )
         output = output.reshape(*input.shape[:-1], self.out_features)
         return output if bias is None else output + bias.to(output.dtype)
@@ -149,7 +158,15 @@ class Float8Linear(nn.Linear):
 
     def ready_weight(self, weight: Tensor) -> Operand | None:
         """The operand of `weight`, this layer's, if it is in float8 already."""
-        return float8_operand(weight)
+        if torch.compiler.is_compiling():
+            cached = self.cached_weight
+        else:
+            cached = None if self.weight_cache is None else current_operand(self, weight)
+        return float8_operand(weight) if cached is None else cached
+
+    def weight_state(self) -> DelayedScale | None:
+        """The delayed-scaling state of the weight's cast, if it has one."""
+        return self.delayed_scales().weight
 
     def check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing."""
@@ -205,6 +222,7 @@ class Float8Linear(nn.Linear):
 
     def mark_synced(self) -> None:
         """Note that all amaxes recorded so far are in the history."""
+        self.cached_weight = None  # its scale was the last one
         self.sync_overdue = False
         self._synced_versions = self._amax_versions()
 
@@ -225,11 +243,25 @@ class Float8Linear(nn.Linear):
         if self._delayed and self.config.enable_pre_and_post_forward:
             overdue.watch(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cached_weight": None, "weight_cache": None}
+
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]
         self._watch()  # a copy is a layer of its own
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """`nn.Module`'s, which assigning a Parameter calls, too."""
+        super().register_parameter(name, param)
+        self.cached_weight = None
+
+    def _replicate_for_data_parallel(self) -> "Float8Linear":
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.cached_weight = replica.weight_cache = None  # on another device
+        return replica  # type: ignore[no-any-return]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float8Linear":
+        self.cached_weight = None
         before = {name: self._buffers[name] for name in state.buffer_names(self.config)}
         unsynced = self.has_unsynced_amax()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from float8.cast import Operand, quantize
+from float8.cast import Operand, cast_operand, quantize
+from float8.formats import FLOAT8_MAX
 from float8.gemm import scaled_mm
 from float8.linear.plan import GemmPlan, LinearPlan
 from float8.linear.shared import keep_operand, last_operand
@@ -83,6 +84,7 @@ class Float8LinearFunction(torch.autograd.Function):
         record: bool,
         need_grad_input: bool,
         need_grad_weight: bool,
+        keep_input: bool,
     ) -> Tensor:
         """`output`.
 
@@ -98,6 +100,8 @@ class Float8LinearFunction(torch.autograd.Function):
             record: whether amaxes are recorded.
             need_grad_input: whether backward will compute grad_input.
             need_grad_weight: whether backward will compute grad_weight.
+            keep_input: save `input` itself and cast it again in backward: for one that somebody
+                keeps anyway.
 
         Returns:
             [M, N], dtype of `input`.
@@ -108,7 +112,7 @@ class Float8LinearFunction(torch.autograd.Function):
         weight_scale: Tensor | None = None
 
         if plan.output.float8:
-            col = float8_grad_weight and plan.share_input
+            col = float8_grad_weight and plan.share_input and not keep_input
             x = quantize_input(input, source[0], plan, scales, record, col)
             w = weight_operand(weight, ready, plan.weight, scales.weight, record)
             output = float8_mm(x, w, plan.output, input.dtype)
@@ -121,7 +125,7 @@ class Float8LinearFunction(torch.autograd.Function):
             site, state = plan.input_for_grad_weight, scales.input_for_grad_weight
             x = quantize(input, site, state, col=True, record=record)
             saved_input, input_scale = x.col, x.scale
-        elif need_grad_weight and not plan.grad_weight.float8:
+        elif need_grad_weight and (keep_input or not plan.grad_weight.float8):
             saved_input = input
 
         ready = ready if plan.share_weight else None
@@ -167,10 +171,13 @@ class Float8LinearFunction(torch.autograd.Function):
                 site = plan.grad_output_for_grad_weight
                 state = scales.grad_output_for_grad_weight
                 g = quantize(grad_output, site, state, col=True, record=record)
+            if saved_input.dtype not in FLOAT8_MAX:
+                dtype = plan.input.dtype
+                saved_input = cast_operand(saved_input, input_scale, dtype, col=True).col
             x = Operand(row=saved_input, col=None, scale=input_scale)
             grad_weight = float8_mm(transposed(g), x, plan.grad_weight, ctx.weight_dtype)
             grad_weight = trim(grad_weight, ctx.in_features)[: grad_output.shape[1]]
         elif ctx.need_grad_weight:
             grad_weight = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
-        return grad_input, grad_weight, None, None, None, None, None, None, None
+        return grad_input, grad_weight, *[None] * 8

@@ -8,9 +8,8 @@ cached one), of which the transposed copy is an exact transpose of bytes.
 import torch
 from torch import Tensor
 
-from float8.cast import CastPlan, Operand, cast_operand, quantize
-from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
-from float8.kernels import transpose_bytes
+from float8.cast import CastPlan, Operand, cast_operand, columns, padded, quantize
+from float8.formats import FLOAT8_MAX
 from float8.scaling import DelayedScale
 from float8.tensor import Float8Tensor
 
@@ -32,8 +31,10 @@ def weight_operand(
     """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
     if ready is None:
         return quantize(weight, plan, state, row=True, pad_rows=True, record=record)
+    if record and state is not None and ready.amax is not None:
+        state.amax.copy_(torch.maximum(state.amax, ready.amax))
     assert ready.row is not None
-    return ready._replace(row=_padded(ready.row))
+    return ready._replace(row=padded(ready.row))
 
 
 def saved_weight(weight: Tensor, ready: Operand | None) -> Tensor:
@@ -57,14 +58,5 @@ def transposed_weight(saved: Tensor, scale: Tensor, plan: CastPlan, is_transpose
     if is_transposed:
         return Operand(saved, None, scale)
     if saved.dtype in FLOAT8_MAX:
-        return Operand(transpose_bytes(_padded(saved)), None, scale)
+        return Operand(columns(saved), None, scale)
     return Operand(cast_operand(saved, scale, plan.dtype, col=True).col, None, scale)
-
-
-def _padded(data: Tensor) -> Tensor:
-    """Row data padded with zeros to what GEMMs take."""
-    rows, columns = -data.shape[0] % GEMM_ALIGNMENT, -data.shape[1] % GEMM_ALIGNMENT
-    if not rows and not columns:
-        return data
-    bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, columns, 0, rows))
-    return bytes_.view(data.dtype)

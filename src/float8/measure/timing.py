@@ -31,7 +31,9 @@ def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def kernel_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
+def kernel_sampler(
+    calls: Sequence[Call], device: torch.device, *, at_least_ms: float = 0.0
+) -> Sampler:
     """Samples what the GPU needs for `calls`, without the time to issue them.
 
     On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts.
@@ -40,6 +42,8 @@ def kernel_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
         calls: The same work on different data. Together larger than the L2 cache, so that no call
             finds its input there.
         device: Where they run.
+        at_least_ms: How long a sample takes on a GPU. Long ones show what holds in training, where
+            a GPU is at its limit of power and its clocks drop by a quarter.
     """
     if device.type != "cuda":
         return call_sampler(calls, device)
@@ -55,7 +59,9 @@ def kernel_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
         with torch.cuda.graph(graph):
             results = [call() for call in calls]  # all alive, so none reuses another's memory
         del results  # the graph keeps the memory
-    return call_sampler([graph.replay], device, per_sample=len(calls))
+        once = call_sampler([graph.replay], device)()
+    replays = max(1, round(at_least_ms / once))
+    return call_sampler([graph.replay] * replays, device, per_sample=len(calls) * replays)
 
 
 def call_sampler(

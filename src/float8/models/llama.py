@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from float8.fused import rms_norm_linear, swiglu_feed_forward
+from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward
 from float8.models.presets import ModelConfig
 
 
@@ -57,20 +57,24 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + head_dim / 2) of every head by its position's angles.
 
     Args:
-        x: [batch, heads, seq, head_dim].
+        x: [batch, seq, heads, head_dim].
         cos: [seq, head_dim / 2] float32.
         sin: [seq, head_dim / 2] float32.
 
     Returns:
         The rotated heads, same shape and dtype as x.
     """
+    cos, sin = cos[:, None], sin[:, None]
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; key/value heads shared by query heads."""
+    """Causal self-attention with rotary positions, added to its input.
+
+    Key and value heads are shared by query heads.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -82,19 +86,25 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within norm(x [batch, seq, dim]); cos and sin are [seq, head_dim / 2] float32."""
+        """X plus what attention makes of norm(x [batch, seq, dim]).
+
+        cos and sin are [seq, head_dim / 2] float32.
+        """
         batch, seq, _ = x.shape
         heads = (batch, seq, -1, self.head_dim)
-        query, key, value = rms_norm_linear(x, norm, (self.query, self.key, self.value))
-        query = apply_rope(query.view(heads).transpose(1, 2), cos, sin)
-        key = apply_rope(key.view(heads).transpose(1, 2), cos, sin)
+        layers = (self.query, self.key, self.value)
+        query, key, value, x = rms_norm_linear(x, norm, layers, residual=True)
+        # Transposed as views only: attention reads and writes these strides as they are.
+        query = apply_rope(query.view(heads), cos, sin).transpose(1, 2)
+        key = apply_rope(key.view(heads), cos, sin).transpose(1, 2)
         value = value.view(heads).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
+        mixed = mixed.transpose(1, 2).reshape(batch, seq, -1)
+        return x + linear_keeping_input(mixed, self.out)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU, added to its input: x + down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,8 +113,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Transform norm(x [batch, seq, dim]); same shape out."""
-        return swiglu_feed_forward(x, self.gate, self.up, self.down, norm=norm)
+        """X plus the SwiGLU of norm(x [batch, seq, dim]); same shape out."""
+        return swiglu_feed_forward(x, self.gate, self.up, self.down, norm=norm, residual=True)
 
 
 class Block(nn.Module):
@@ -119,8 +129,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Add attention and feed-forward to x [batch, seq, dim]."""
-        x = x + self.attention(x, self.attention_norm, cos, sin)
-        return x + self.feed_forward(x, self.feed_forward_norm)  # type: ignore[no-any-return]
+        x = self.attention(x, self.attention_norm, cos, sin)
+        return self.feed_forward(x, self.feed_forward_norm)  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):

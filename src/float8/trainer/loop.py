@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8 import attach_to_optimizer
+from float8 import attach_to_optimizer, cached_weights
 from float8.trainer import data, optim
 from float8.trainer.build import autocast, build_model
 from float8.trainer.checkpoint import read_state, read_tensors, save_checkpoint
@@ -96,17 +96,19 @@ class Trainer:
         self.timer.start()
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
         loss = torch.zeros((), device=self.device)
-        for index in range((step - 1) * config.accumulate, step * config.accumulate):
-            batch = data.train_batch(
-                self.corpus.train,
-                seed=config.seed,
-                first=index * config.batch_size,
-                batch_size=config.batch_size,
-                seq_len=config.seq_len,
-            )
-            part = self._loss(batch) / config.accumulate
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += part.detach()
+        several = config.accumulate > 1
+        with cached_weights(self.model) if several else contextlib.nullcontext():
+            for index in range((step - 1) * config.accumulate, step * config.accumulate):
+                batch = data.train_batch(
+                    self.corpus.train,
+                    seed=config.seed,
+                    first=index * config.batch_size,
+                    batch_size=config.batch_size,
+                    seq_len=config.seq_len,
+                )
+                part = self._loss(batch) / config.accumulate
+                part.backward()  # type: ignore[no-untyped-call]
+                loss += part.detach()
         limit = config.grad_clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.step()

@@ -1,10 +1,11 @@
 """The scaled GEMM and its emulation, against float64 on the same operands."""
 
+import importlib
+
 import pytest
 import torch
 
 import tolerances
-from float8 import gemm
 from float8.gemm import scaled_mm
 from sqnr import sqnr
 from support.devices import DTYPES, E4M3, E5M2, on_devices
@@ -69,7 +70,8 @@ def test_emulation_takes_any_dims(device: str) -> None:
 
 
 def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "lacks_float8_gemm", lambda device: "an old GPU")
+    module = importlib.import_module("float8.gemm.scaled_mm")
+    monkeypatch.setattr(module, "lacks_float8_gemm", lambda device: "an old GPU")
     a = torch.empty(16, 16, dtype=E4M3, device="meta")
     one = torch.empty((), device="meta")
     with pytest.raises(RuntimeError, match=r"an old GPU; set emulate=True"):

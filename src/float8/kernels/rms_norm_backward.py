@@ -1,0 +1,181 @@
+"""The backward of RMSNorm, with the sum of the gradients that come together there."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from float8.kernels._checks import check_high_precision, check_same, describe
+from float8.kernels._device import has_float8_conversion, sm_count
+from float8.kernels._direct import takes_triton_directly
+from float8.kernels._float8 import to_float32
+from float8.kernels._launch import Launch
+from float8.kernels._memory import empty
+from float8.kernels._triton import jit, tl
+from float8.kernels.rms_norm import WIDEST_NORM
+
+_MOST_GRADS = 3  # that one launch sums up
+
+
+def rms_norm_backward(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    residual_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight of ``x * rstd * weight``; see `rms_norm_cast`.
+
+    Several layers read a norm, and a residual connection goes around it: their gradients are
+    summed in float32 in the same kernel. One opaque op, ``torch.ops.float8.rms_norm_backward``.
+
+    Args:
+        grads: one or more gradients of the product, each as ``x``.
+        x: [R, C] float32, bfloat16 or float16, C at most `WIDEST_NORM`.
+        weight: [C] float32, bfloat16 or float16.
+        rstd: [R] float32.
+        residual_grad: as ``x``, a gradient of x itself that is added; None: none.
+
+    Returns:
+        The gradient of x, as ``x``; the gradient of weight, as ``weight``.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: the shapes or devices do not fit together, or there is no gradient.
+    """
+    if takes_triton_directly(x, weight, rstd, residual_grad, *grads):
+        return rms_norm_backward_triton(list(grads), x, weight, rstd, residual_grad)
+    out: tuple[Tensor, Tensor] = torch.ops.float8.rms_norm_backward.default(
+        list(grads), x, weight, rstd, residual_grad
+    )
+    return out
+
+
+def check_rms_norm_backward(
+    grads: Sequence[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual_grad: Tensor | None
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what :func:`rms_norm_backward` cannot take."""
+    if not grads:
+        raise ValueError("rms_norm_backward: got no gradient, expected one or more")
+    for grad in grads:
+        check_same("rms_norm_backward", x=x, grad=grad)
+    if residual_grad is not None:
+        check_same("rms_norm_backward", x=x, residual_grad=residual_grad)
+    check_high_precision("rms_norm_backward", weight)
+    R, C = x.shape
+    if weight.shape != (C,) or rstd.shape != (R,) or C > WIDEST_NORM:
+        raise ValueError(
+            f"rms_norm_backward: x is {describe(x)}, weight {describe(weight)}, rstd "
+            f"{describe(rstd)}; expected [R, C], [C] and [R], C at most {WIDEST_NORM}"
+        )
+
+
+def rms_norm_backward_reference(
+    grads: Sequence[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual_grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Plain-torch twin of the kernel; see :func:`rms_norm_backward`."""
+    check_rms_norm_backward(grads, x, weight, rstd, residual_grad)
+    grad = grads[0].to(torch.float32)
+    for other in grads[1:]:
+        grad = grad + other.to(torch.float32)
+    normed = x.to(torch.float32) * rstd[:, None]
+    weighted = grad * weight.to(torch.float32)
+    along = (weighted * normed).mean(dim=1, keepdim=True)
+    grad_x = (weighted - normed * along) * rstd[:, None]
+    if residual_grad is not None:
+        grad_x = grad_x + residual_grad.to(torch.float32)
+    return grad_x.to(x.dtype), (grad * normed).sum(dim=0).to(weight.dtype)
+
+
+def rms_norm_backward_triton(
+    grads: Sequence[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual_grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Triton kernel; see :func:`rms_norm_backward`."""
+    check_rms_norm_backward(grads, x, weight, rstd, residual_grad)
+    if len(grads) > _MOST_GRADS:
+        rest = torch.stack(tuple(grads[_MOST_GRADS - 1 :])).sum(dim=0)
+        grads = [*grads[: _MOST_GRADS - 1], rest]
+    tensors = [grad.contiguous() for grad in grads]
+    x, weight = x.contiguous(), weight.contiguous()
+    launch = _launch(
+        x.shape,
+        (x.dtype, weight.dtype),
+        x.device,
+        len(grads),
+        residual_grad is not None,
+    )
+    R, C = x.shape
+    grad_x = empty((R, C), x.dtype, x.device)
+    parts = empty((launch.programs, C), torch.float32, x.device)
+    # Any pointer of the same type stands in for one that is absent.
+    residual = x if residual_grad is None else residual_grad.contiguous()
+    tensors += [x] * (_MOST_GRADS - len(tensors))
+    launch(*tensors, x, residual, weight, rstd, grad_x, parts)
+    return grad_x, parts.sum(dim=0).to(weight.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    shape: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    grads: int,
+    residual: bool,
+) -> Launch:
+    R, C = shape
+    # Two programs for each multiprocessor: each leaves a row of partial sums behind.
+    rows = -(-R // (2 * sm_count(device)))
+    block = max(1 << (C - 1).bit_length(), 16)
+    return Launch(
+        _rms_norm_backward_kernel,
+        -(-R // rows),
+        device,
+        (R, C),
+        (grads, residual, rows, block, has_float8_conversion(device)),
+        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+        inputs=7,
+    )
+
+
+@jit
+def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
+    g0_ptr,  # [R, C], all but the next two and the last
+    g1_ptr,
+    g2_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,  # [C]
+    rstd_ptr,  # [R]
+    grad_x_ptr,
+    parts_ptr,  # [programs, C]
+    R,
+    C,
+    GRADS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    c = tl.arange(0, BLOCK)
+    weight = to_float32(tl.load(weight_ptr + c, mask=c < C, other=0.0), HARDWARE)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(ROWS):
+        r = tl.program_id(0).to(tl.int64) * ROWS + row
+        inside = (c < C) & (r < R)
+        at = r * C + c
+        grad = to_float32(tl.load(g0_ptr + at, mask=inside, other=0.0), HARDWARE)
+        if GRADS > 1:
+            grad += to_float32(tl.load(g1_ptr + at, mask=inside, other=0.0), HARDWARE)
+        if GRADS > 2:
+            grad += to_float32(tl.load(g2_ptr + at, mask=inside, other=0.0), HARDWARE)
+        rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
+        normed = to_float32(tl.load(x_ptr + at, mask=inside, other=0.0), HARDWARE) * rstd
+        weighted = grad * weight
+        along = tl.sum(weighted * normed) / C
+        grad_x = (weighted - normed * along) * rstd
+        if RESIDUAL:
+            grad_x += to_float32(tl.load(residual_ptr + at, mask=inside, other=0.0), HARDWARE)
+        total += grad * normed
+        tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+    tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * C + c, total, mask=c < C)
