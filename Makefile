@@ -47,7 +47,7 @@ demo: $(VENV)/cli.done
 	$(BIN)/float8 compare tensorwise delayed --output runs/demo --overwrite
 
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check .

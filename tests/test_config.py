@@ -223,9 +223,31 @@ def test_differences_name_the_fields() -> None:
     )
 
 
-def test_float8_all_gather_says_that_it_is_not_supported() -> None:
-    with pytest.raises(ValueError, match=r"(?s)got True, expected False.*with False, FSDP"):
-        Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+@pytest.mark.parametrize("gemm", ["output", "grad_input"])
+def test_float8_all_gather_needs_the_gemms_of_the_weight_in_float8(gemm: str) -> None:
+    roles = {"output": ("input", "weight"), "grad_input": ("grad_output", "weight_for_grad_input")}
+    fields = {f"cast_config_{role}": DISABLED for role in roles[gemm]}
+    if gemm == "output":  # else their second uses follow suit
+        for role in SECOND_USES:
+            fields[f"cast_config_{role}"] = DYNAMIC
+    else:
+        fields["cast_config_grad_output_for_grad_weight"] = DYNAMIC
+    Float8LinearConfig(**fields)
+    with pytest.raises(ValueError, match=rf"got True with the GEMM '{gemm}'.*set it to False"):
+        Float8LinearConfig(**fields, enable_fsdp_float8_all_gather=True)
+
+
+def test_float8_all_gather_needs_one_cast_of_the_weight() -> None:
+    for other in (DELAYED, CastConfig(target_dtype=E5M2)):
+        fields = {
+            "cast_config_weight_for_grad_input": other,
+            "cast_config_grad_output": CastConfig(target_dtype=E4M3),
+        }
+        Float8LinearConfig(**fields)
+        with pytest.raises(ValueError, match="got True with cast_config_weight_for_grad_input"):
+            Float8LinearConfig(**fields, enable_fsdp_float8_all_gather=True)
+    same = CastConfig(target_dtype=E4M3)
+    Float8LinearConfig(cast_config_weight_for_grad_input=same, enable_fsdp_float8_all_gather=True)
 
 
 def test_axiswise_scaling_says_that_it_is_not_supported() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+# Samples in a fence of `py` need several ranks: tests/distributed runs them.
 README = Path(__file__).parent.parent / "README.md"
 SAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 

@@ -21,6 +21,7 @@ from float8.convert import (
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
+from float8.distributed import precompute_float8_dynamic_scale_for_fsdp
 from float8.fused import (
     linear_keeping_input,
     rms_norm_linear,
@@ -55,6 +56,7 @@ __all__ = [
     "linear_keeping_input",
     "linear_requires_sync",
     "plan_conversion",
+    "precompute_float8_dynamic_scale_for_fsdp",
     "rms_norm_linear",
     "swap_linear_with_float8_linear",
     "swiglu_feed_forward",

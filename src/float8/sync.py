@@ -1,14 +1,21 @@
-"""What delayed scaling does once per optimizer step."""
+"""What scaling does once per optimizer step, on one device or on many."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from float8.convert.arguments import require_module
+from float8.arguments import require_module
+from float8.distributed import (
+    all_reduce_amax,
+    has_precomputable_scales,
+    precompute_float8_dynamic_scale_for_fsdp,
+    sync_groups,
+)
 from float8.linear import Float8Linear, StackedState, is_current, stack_state
 from float8.scaling import update_history_and_scale
 
@@ -18,7 +25,10 @@ _stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.We
 @torch.inference_mode(False)  # what it creates is written again outside of inference mode
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
-    model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None
+    model: nn.Module,
+    fp8_layers: Sequence[Float8Linear] | None = None,
+    *,
+    group: Any = None,
 ) -> None:
     """Turn the amaxes of this step into the scales of the next, for all layers at once.
 
@@ -27,12 +37,20 @@ def sync_float8_amax_and_scale_history(
     needs nothing special, and a call where nothing was recorded changes nothing. Does nothing for
     a model without delayed scaling.
 
+    Once `torch.distributed` is initialised, amaxes are those of all ranks, through one all-reduce
+    for everything: each rank must call it.
+
     Args:
         model: the converted model, compiled or not.
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
+        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the
+            ranks of the mesh that the weights are on (FSDP2, tensor parallel), else all. Stages
+            of a pipeline that are not sharded, and models that each rank trains by itself, need
+            a group of their own.
 
     Raises:
         TypeError: an argument has the wrong type.
+        ValueError: layers are on different meshes and no `group` is given.
     """
     require_module(model, "model")
     if fp8_layers is None:
@@ -48,9 +66,10 @@ def sync_float8_amax_and_scale_history(
         stacks = [stack_state(group) for group in groups.values()]
         _stacks[model] = stacks
 
-    for stacked, (first, *_) in zip(stacks, groups.values(), strict=True):
+    amaxes = _reduced([torch.stack(stacked.amaxes) for stacked in stacks], layers, group)
+    for stacked, amax, (first, *_) in zip(stacks, amaxes, groups.values(), strict=True):
         update_history_and_scale(
-            torch.stack(stacked.amaxes),
+            amax,
             stacked.history,
             stacked.scale,
             stacked.float8_max,
@@ -63,10 +82,12 @@ def sync_float8_amax_and_scale_history(
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Run `sync_float8_amax_and_scale_history(model)` at every `optimizer.step()`.
+    """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
 
-    The sync runs right before the step, through the optimizer's own hooks. With several
-    optimizers, attach the model to each. Harmless for a model without delayed scaling.
+    With delayed scaling `sync_float8_amax_and_scale_history(model)` right before the step; with
+    dynamic scaling of weights that FSDP2 gathers in float8
+    `precompute_float8_dynamic_scale_for_fsdp(model)` right after it. Through the optimizer's own
+    hooks. With several optimizers, attach the model to each. Harmless for other models.
 
     Args:
         model: the converted model, compiled or not.
@@ -87,7 +108,41 @@ def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> R
     def before_step(*_: Any) -> None:
         sync_float8_amax_and_scale_history(model)
 
-    return optimizer.register_step_pre_hook(before_step)
+    def after_step(*_: Any) -> None:
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+    before = optimizer.register_step_pre_hook(before_step)
+    if not has_precomputable_scales(model):
+        return before
+    return _Both(before, optimizer.register_step_post_hook(after_step))
+
+
+class _Both(RemovableHandle):
+    """Two handles as one."""
+
+    def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
+        self._handles = first, second
+        super().__init__(OrderedDict())
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _reduced(amaxes: list[Tensor], layers: Sequence[Float8Linear], group: Any) -> list[Tensor]:
+    """`amaxes` over all ranks, with one all-reduce per device."""
+    groups = sync_groups((layer.weight for layer in layers), group)
+    if not groups:
+        return amaxes
+    reduced: list[Tensor | None] = [None] * len(amaxes)
+    for device in {amax.device: None for amax in amaxes}:
+        here = [i for i, amax in enumerate(amaxes) if amax.device == device]
+        together = torch.cat([amaxes[i] for i in here])
+        all_reduce_amax(together, groups)
+        parts = torch.split(together, [len(amaxes[i]) for i in here])
+        for i, part in zip(here, parts, strict=True):
+            reduced[i] = part
+    return [amax for amax in reduced if amax is not None]
 
 
 def _float8_linears(layers: object) -> list[Float8Linear]:

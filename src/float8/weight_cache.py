@@ -13,8 +13,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from float8.arguments import require_module
 from float8.cast import Operand
-from float8.convert.arguments import require_module
 from float8.linear import Float8Linear
 from float8.linear.cached import PLAIN, WeightCache, can_cache, cast_weight, renew
 from float8.tensor import Float8Tensor

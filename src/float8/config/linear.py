@@ -84,8 +84,9 @@ class Float8LinearConfig:
         gemm_config_output: the GEMM `output`.
         gemm_config_grad_input: the GEMM `grad_input`.
         gemm_config_grad_weight: the GEMM `grad_weight`.
-        enable_fsdp_float8_all_gather: gather weights in float8 under FSDP2. Not supported yet:
-            True raises a `ValueError`.
+        enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
+            gather it in float8. Needs one cast of the weight for both of its GEMMs. Without
+            effect on weights that are not sharded.
         pad_inner_dim: pad dims that are not divisible by 16 with zeros inside the cast, which
             changes no result. False: such dims raise a `ValueError`.
         emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
@@ -130,12 +131,8 @@ class Float8LinearConfig:
             if given is not None and given.is_float8 and given.target_dtype is None:
                 dtype = DEFAULT_DTYPE[BASE_SITE.get(site, site)]
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
-        if self.enable_fsdp_float8_all_gather:
-            raise ValueError(
-                "enable_fsdp_float8_all_gather: got True, expected False: float8 all-gather is "
-                "not supported yet; with False, FSDP gathers high-precision weights"
-            )
         self._check_gemms()
+        self._check_all_gather()
         self._check_delayed_only()
 
     def _check_types(self) -> None:
@@ -161,6 +158,24 @@ class Float8LinearConfig:
                     f"{E4M3}: tensor cores have no e5m2 x e5m2; change one target_dtype or set "
                     f"emulate=True"
                 )
+
+    def _check_all_gather(self) -> None:
+        if not self.enable_fsdp_float8_all_gather:
+            return
+        for gemm in ("output", "grad_input"):
+            if not self.runs_in_float8(gemm):
+                raise ValueError(
+                    f"enable_fsdp_float8_all_gather: got True with the GEMM '{gemm}' in high "
+                    f"precision, expected every GEMM of the weight in float8: what is gathered in "
+                    f"float8 exists in no other precision; set it to False, or choose a scaling "
+                    f"type for the operands of that GEMM"
+                )
+        if self.owner(CastSite.WEIGHT_FOR_GRAD_INPUT) is not CastSite.WEIGHT:
+            raise ValueError(
+                "enable_fsdp_float8_all_gather: got True with cast_config_weight_for_grad_input "
+                "other than cast_config_weight, expected one cast for both: the weight is "
+                "gathered once; set it to False, or leave cast_config_weight_for_grad_input out"
+            )
 
     def _check_delayed_only(self) -> None:
         if self.delayed_sites:

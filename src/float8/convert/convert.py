@@ -2,10 +2,15 @@
 
 from torch import nn
 
+from float8.arguments import require_module
 from float8.config import Float8LinearConfig
-from float8.convert.arguments import require_module
 from float8.convert.filters import ModuleFilter, SkipReason, choose_filter
 from float8.convert.report import set_skip_reason
+from float8.distributed import (
+    check_gatherable,
+    enable_float8_all_gather,
+    keep_amaxes_under_ddp,
+)
 from float8.linear import Float8Linear, move_hooks, unsupported
 from float8.plan import DEFAULT_TOKENS
 
@@ -23,8 +28,9 @@ def convert_to_float8_training(
     Parameters stay the same objects, so tied weights, optimizers that exist already and
     `requires_grad=False` keep working; forward hooks and the training mode stay too. Layers
     reached by several names stay shared. Subclasses of `nn.Linear` are left alone, as are layers
-    already converted with this `config`. `conversion_report(module)` says what was converted and
-    what was not.
+    already converted with this `config`. With `enable_fsdp_float8_all_gather`, weights become
+    Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
+    `conversion_report(module)` says what was converted and what was not.
 
     Without a `module_filter_fn`, layers that float8 would make slower stay in high precision: on a
     GPU whose limits are known (H100, H200) by an estimate, elsewhere (as on a CPU) none. Weights
@@ -46,7 +52,8 @@ def convert_to_float8_training(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a layer that the filter lets through was converted before, with another
-            `config`; nothing is changed then. Or `tokens_per_step` is less than 1, or
+            `config`, or is sharded already, although it is to be gathered in float8; nothing is
+            changed then. Or `tokens_per_step` is less than 1, or
             `auto_filter` comes with a `module_filter_fn` or without a GPU.
     """
     require_module(module, "module")
@@ -66,6 +73,8 @@ def convert_to_float8_training(
         reason = _reason_to_skip(linear, fqn, config, skip_reason)
         set_skip_reason(linear, reason)
         if reason is None:
+            if config.enable_fsdp_float8_all_gather:
+                check_gatherable(linear, fqn)
             replacements[linear] = Float8Linear.from_float(linear, config)
 
     for parent in list(module.modules()):
@@ -74,7 +83,10 @@ def convert_to_float8_training(
                 parent._modules[name] = replacements[child]
     for linear, replacement in replacements.items():
         move_hooks(linear, replacement)
-    return replacements.get(module, module)
+    module = replacements.get(module, module)
+    enable_float8_all_gather(module)
+    keep_amaxes_under_ddp(module)
+    return module
 
 
 def swap_linear_with_float8_linear(

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from float8.arguments import require_module
 from float8.config import CastSite
-from float8.convert.arguments import require_module
 from float8.linear import Float8Linear
 
 _SKIP_REASON = "_float8_skip_reason"

@@ -12,7 +12,7 @@ from float8.linear.cached import PLAIN
 from float8.linear.function import DelayedScales, float8_mm, transposed, trim
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import saved_weight, transposed_weight, weight_operand
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8GatherWeight, Float8Tensor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -54,7 +54,7 @@ def why_not_fused(*layers: nn.Module) -> str | None:
             return "one layer has a bias"
         if has_hooks(layer):
             return "one layer has hooks"
-        if type(layer.weight) not in (*PLAIN, Float8Tensor):
+        if not _may_fuse(layer.weight):
             return f"one weight is a {type(layer.weight).__name__}"
         if dtype not in (None, layer.weight.dtype):
             return "the weights have different dtypes"
@@ -67,6 +67,10 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         if not plan.pad:
             return "pad_inner_dim is False"
     return None
+
+
+def _may_fuse(weight: Tensor) -> bool:
+    return type(weight) in (*PLAIN, Float8Tensor) or isinstance(weight, Float8GatherWeight)
 
 
 def fusable(layers: tuple[nn.Module, ...]) -> tuple[Float8Linear, ...] | None:

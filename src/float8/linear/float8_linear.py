@@ -15,13 +15,14 @@ from float8.linear.function import DelayedScales, Float8LinearFunction
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
 from float8.linear.weight import float8_operand
-from float8.scaling import DelayedScale
+from float8.scaling import UNKNOWN_SCALE, DelayedScale
+from float8.tensor import high_precision, with_plan_of
 
 
 class Float8Linear(nn.Linear):
     """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
 
-    The weight [N, K] stays a plain high-precision `Parameter`. Made from an `nn.Linear` by
+    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
     `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
     scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
     """
@@ -33,6 +34,7 @@ class Float8Linear(nn.Linear):
     """The weight in float8 inside `float8.cached_weights`."""
     weight_cache: WeightCache | None = None
     _synced_versions: list[int] | None
+    _weight_scale_known: bool
 
     def __init__(
         self,
@@ -53,7 +55,8 @@ class Float8Linear(nn.Linear):
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "Float8Linear":
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
-        Parameters are the same objects. What is registered or removed later, in `mod` or in the
+        Parameters are the same objects (`enable_fsdp_float8_all_gather` takes effect in
+        `convert_to_float8_training`). What is registered or removed later, in `mod` or in the
         new layer, does not show in the other; so the handle of a hook of `mod` removes it there.
 
         Args:
@@ -203,7 +206,15 @@ class Float8Linear(nn.Linear):
         super().reset_parameters()
         if "config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
             state.reset_buffers(self, self.config)
+            self._weight_scale_known = False
             self.mark_synced()
+
+    def knows_weight_scale(self) -> bool:
+        """Whether delayed scaling has a scale for the weight: looks, on the device, until so."""
+        if not self._weight_scale_known:
+            scale = self.get_buffer(state.scale_name(CastSite.WEIGHT))
+            self._weight_scale_known = scale.item() != UNKNOWN_SCALE
+        return self._weight_scale_known
 
     def has_unsynced_amax(self) -> bool:
         """Whether an amax was recorded since the last sync."""
@@ -228,6 +239,7 @@ class Float8Linear(nn.Linear):
             for site in self.config.delayed_sites
         )
         self._synced_versions = self._amax_versions()
+        self._weight_scale_known = False
         if self._delayed and self.config.enable_pre_and_post_forward:
             overdue.watch(self)
 
@@ -261,9 +273,17 @@ class Float8Linear(nn.Linear):
                 self._buffers[name] = old.to(new.device)
         if any(old is not None and old.is_meta for old in before.values()):
             state.reset_buffers(self, self.config)  # `to_empty()` left them undefined
+        self._weight_scale_known = False
         # New buffers count versions anew.
         self._synced_versions = None if unsynced else self._amax_versions()
         return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars and (weight := destination.get(prefix + "weight")) is not None:
+            destination[prefix + "weight"] = high_precision(weight)
 
     def _load_from_state_dict(
         self,
@@ -276,16 +296,21 @@ class Float8Linear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         missing: list[str] = []
+        old_weight = self._parameters["weight"]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
         )
-        state.repair_buffers(self, self.config, self.weight.device)  # for assign=True
+        # For assign=True, which replaces tensors by others.
+        if (weight := self._parameters["weight"]) is not old_weight and weight is not None:
+            self._parameters["weight"] = with_plan_of(weight, old_weight)
+        state.repair_buffers(self, self.config, self.weight.device)
         ours = {prefix + name for name in state.buffer_names(self.config)}
         if ours.isdisjoint(state_dict):  # a checkpoint of the plain model
             missing = [key for key in missing if key not in ours]
             if any(prefix + name in state_dict for name in self._parameters):
                 state.reset_buffers(self, self.config)  # what they knew was of other weights
         missing_keys.extend(missing)
+        self._weight_scale_known = False
         self.mark_synced()  # writing the buffers was no recording of amaxes
 
 

@@ -40,6 +40,11 @@ def scale_name(site: CastSite) -> str:
     return f"fp8_scale_{site.value}"
 
 
+def amax_names(config: Float8LinearConfig) -> list[str]:
+    """The buffers of a layer of this configuration that differ between ranks until a sync."""
+    return [amax_name(site) for site in config.delayed_sites]
+
+
 def buffer_names(config: Float8LinearConfig) -> list[str]:
     """All delayed-scaling buffers of a layer of this configuration."""
     return [

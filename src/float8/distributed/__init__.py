@@ -1,0 +1,22 @@
+"""Training on several devices: float8 all-gather under FSDP2, and amaxes across ranks.
+
+It stands below `convert`, which gives weights the class that FSDP2 gathers in float8, and `sync`.
+"""
+
+from float8.distributed.collectives import all_reduce_amax, sync_groups
+from float8.distributed.ddp import keep_amaxes_under_ddp
+from float8.distributed.precompute import (
+    has_precomputable_scales,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from float8.distributed.wrap import check_gatherable, enable_float8_all_gather
+
+__all__ = [
+    "all_reduce_amax",
+    "check_gatherable",
+    "enable_float8_all_gather",
+    "has_precomputable_scales",
+    "keep_amaxes_under_ddp",
+    "precompute_float8_dynamic_scale_for_fsdp",
+    "sync_groups",
+]

@@ -1,0 +1,69 @@
+"""Amaxes over ranks, and which ranks."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any
+"""A `ProcessGroup`, which a torch built without distributed does not have."""
+
+
+def all_reduce_amax(amax: Tensor, groups: Sequence[Group]) -> None:
+    """Raise `amax` to the maximum over all ranks of `groups`, one group after the other.
+
+    A NaN on one rank is a NaN on all, which a maximum of floats does not promise: it is one of
+    their bit patterns, whose order is that of the numbers, with NaN above all.
+
+    Args:
+        amax: float32, contiguous, >= 0 or NaN; written.
+        groups: none: nothing is done.
+    """
+    if not groups:
+        return
+    bits = amax.view(torch.int32)
+    bits.bitwise_and_(0x7FFFFFFF)  # a NaN may carry a sign
+    for group in groups:
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+
+
+def sharding_groups(weight: Any) -> tuple[Group, ...]:
+    """The groups over which a DTensor's parts are spread: one per mesh dim that shards it."""
+    mesh = weight.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(weight.placements)
+        if not placement.is_replicate()
+    )
+
+
+def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...]:
+    """The groups over which the amaxes of layers with these weights are reduced.
+
+    Args:
+        weights: of the layers; under FSDP2 and tensor parallel they are DTensors.
+        group: what the user asks for. None: all ranks of the mesh that the weights are on, or
+            all there are.
+
+    Raises:
+        TypeError: `group` is no process group.
+        ValueError: the weights are on different meshes.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
+        return (group,)
+    meshes = {mesh for w in weights if (mesh := getattr(w, "device_mesh", None)) is not None}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"model: got layers on {len(meshes)} different meshes, expected one for all; say "
+            f"which ranks share their amaxes with `group=`"
+        )
+    for mesh in meshes:
+        if mesh.size() < dist.get_world_size():
+            return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    return (dist.group.WORLD,) if dist.get_world_size() > 1 else ()

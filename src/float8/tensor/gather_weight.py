@@ -1,0 +1,287 @@
+"""`Float8GatherWeight`: a weight in high precision that says how it is to be gathered in float8.
+
+To everything but the gather it is the high-precision tensor it holds. What it adds are the plan
+of its cast and, where somebody computed it ahead for all weights together, its scale.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from float8.formats import HIGH_PRECISION_DTYPES
+
+aten = torch.ops.aten
+
+
+@dataclass
+class GatherPlan:
+    """How one weight is cast; one object for all tensors made of it, on any device."""
+
+    dtype: torch.dtype
+    """The float8 format."""
+
+    delayed: bool
+    """Whether the scale comes from the layer's history; else from the weight itself."""
+
+    round_to_power_of_2: bool
+
+    param_dtype: torch.dtype | None = field(default=None, compare=False)
+    """The dtype it is rounded to before the cast, known from its first gather on."""
+
+
+class PrecomputedScale(NamedTuple):
+    """The scale of the whole weight, of which this tensor may be a part."""
+
+    scale: Tensor
+    """0-dim float32 decode scale."""
+
+    param_dtype: torch.dtype
+    """The dtype that the weight was taken to be rounded to."""
+
+
+class _Shared:
+    """What all views of the same memory have in common, so that a write into one tells all."""
+
+    def __init__(self, precomputed: PrecomputedScale | None = None, blank: bool = False) -> None:
+        self.precomputed = precomputed
+        self.blank = blank  # all zeros: any scale covers it
+
+
+class Float8GatherWeight(torch.Tensor):
+    """A high-precision tensor with the plan of the cast in which it is gathered.
+
+    Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
+    of all other ops are plain. Ops that write forget the precomputed scale, whichever view they
+    write through; writes to a plain alias, such as those in a state dict, are not noticed.
+
+    Args:
+        inner: float32, bfloat16 or float16; shared, not copied.
+        plan: how it is cast.
+    """
+
+    _inner: Tensor
+    _plan: GatherPlan
+    _shared: _Shared
+
+    @staticmethod
+    def __new__(
+        cls, inner: Tensor, plan: GatherPlan, shared: _Shared | None = None
+    ) -> "Float8GatherWeight":
+        """See the class."""
+        self: Float8GatherWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=inner.device,
+            layout=inner.layout,
+        )
+        self._inner, self._plan = inner, plan
+        self._shared = _Shared() if shared is None else shared
+        return self
+
+    @property
+    def high_precision(self) -> Tensor:
+        """The plain tensor inside; it shares its memory."""
+        return self._inner
+
+    @property
+    def plan(self) -> GatherPlan:
+        """How it is cast."""
+        return self._plan
+
+    @property
+    def precomputed(self) -> PrecomputedScale | None:
+        """The scale that was set since the values last changed, if any."""
+        return self._shared.precomputed
+
+    def set_precomputed(self, precomputed: PrecomputedScale | None) -> None:
+        """Set the scale of the weight as it is now; it holds until the next write."""
+        self._shared.precomputed = precomputed
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._inner}, plan={self._plan})"
+
+    # What torch.compile, saving and copying need to take the tensor apart and rebuild it.
+
+    @property
+    def _scale(self) -> Tensor:
+        assert self._shared.precomputed is not None
+        return self._shared.precomputed.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        known = self._shared.precomputed
+        names = ["_inner"] if known is None else ["_inner", "_scale"]
+        return names, {
+            "class": type(self),
+            "plan": self._plan,
+            "precomputed_for": None if known is None else known.param_dtype,
+        }
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> "Float8GatherWeight":
+        known = None
+        if "_scale" in inner:
+            known = PrecomputedScale(inner["_scale"], context["precomputed_for"])
+        result: Float8GatherWeight = context["class"](
+            inner["_inner"], context["plan"], _Shared(known)
+        )
+        return result
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
+        x, plan = self._inner, self._plan
+        described = (
+            (x.dtype, x.device, tuple(x.shape), x.stride(), self.requires_grad),
+            (plan.dtype, plan.delayed, plan.round_to_power_of_2, self.precomputed is None),
+        )
+        return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plan = (self._plan.dtype, self._plan.delayed, self._plan.round_to_power_of_2)
+        is_parameter = isinstance(self, nn.Parameter)
+        return _rebuild, (type(self), self._inner, plan, self.requires_grad, is_parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8GatherWeight":
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"{type(self).__name__}: got a result of differentiable ops, expected a leaf for "
+                f"deepcopy; detach it first"
+            )
+        if id(self) not in memo:
+            function, (kind, inner, *rest) = self.__reduce_ex__(None)
+            new = function(kind, copy.deepcopy(inner, memo), *rest)
+            new.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = new
+        result: Float8GatherWeight = memo[id(self)]
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*_plain(args), **_plain(kwargs))
+        if func._schema.is_mutable:
+            return _after_write(func, args, kwargs, result)
+        if not func.is_view and func not in _KEEP:
+            return result
+        source = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Float8GatherWeight))
+        return tree_map_only(Tensor, lambda x: source._like(func, x), result)
+
+    def _like(self, func: Any, result: Tensor) -> Tensor:
+        """`result` of an op on the inner tensor, as a tensor of this kind."""
+        if result is self._inner:
+            return self
+        if result.dtype not in HIGH_PRECISION_DTYPES:
+            return result
+        shared, known = _Shared(blank=func is aten.new_zeros.default), self._shared.precomputed
+        if func.is_view and result.dtype == self.dtype:
+            shared = self._shared
+        elif func in _COPIES and known is not None and result.dtype == self.dtype:
+            shared.precomputed = known._replace(scale=known.scale.to(result.device))
+        return type(self)(result, self._plan, shared)
+
+    # Ops are dispatched below autograd; nothing to do above it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+_COPIES = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    # Under inference mode these come as they are; they may return the tensor itself.
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.contiguous.default,
+    aten.pin_memory.default,
+}
+_KEEP = _COPIES | {aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default}
+"""Ops besides views whose result is of the class too: what sharding and `to_empty` make use of."""
+
+
+def high_precision(x: Tensor) -> Tensor:
+    """`x` without the plan of its gather, sharing its memory; a DTensor stays one."""
+    if isinstance(x, Float8GatherWeight):
+        return x.detach().high_precision  # type: ignore[attr-defined, no-any-return]
+    local = local_tensor(x)
+    if not isinstance(local, Float8GatherWeight):
+        return x
+    return _dtensor_like(x, local.high_precision)
+
+
+def with_plan_of(new: nn.Parameter, old: Tensor | None) -> nn.Parameter:
+    """`new` as a weight that is gathered as `old`, which it replaces; itself if that is plain."""
+    model, values = local_tensor(old), local_tensor(new)
+    if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
+        return new
+    wrapped = type(model)(values.detach(), model.plan)
+    with torch.no_grad():
+        tensor = wrapped if values is new else _dtensor_like(new, wrapped)
+    return nn.Parameter(tensor, requires_grad=new.requires_grad)
+
+
+def local_tensor(x: Any) -> Any:
+    """The shard of a DTensor; anything else as it is."""
+    return getattr(x, "_local_tensor", x)
+
+
+def _dtensor_like(x: Any, local: Tensor) -> Tensor:
+    # By the class of `x`: importing DTensor takes longer than importing all of float8.
+    result: Tensor = type(x).from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+    return result
+
+
+def _plain(args: Any) -> Any:
+    return tree_map_only(Float8GatherWeight, lambda x: x._inner, args)
+
+
+def _after_write(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+    written = list(_written(func, args, kwargs))
+    source = args[1] if func is aten.copy_.default else None
+    for x in written:
+        # FSDP pads a shard by copying it into zeros: values and scale stay what they were.
+        keeps = x._shared.blank and isinstance(source, Float8GatherWeight)
+        x._shared.blank = False
+        x._shared.precomputed = source.precomputed if keeps else None  # type: ignore[union-attr]
+    same = {id(x._inner): x for x in written}
+    return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Float8GatherWeight]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for x in tree_leaves(value):
+            if isinstance(x, Float8GatherWeight):
+                yield x
+
+
+def _rebuild(
+    kind: type[Float8GatherWeight],
+    inner: Tensor,
+    plan: tuple[torch.dtype, bool, bool],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Tensor:
+    tensor = kind(inner, GatherPlan(*plan))
+    if is_parameter:
+        return nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([Float8GatherWeight, _rebuild])

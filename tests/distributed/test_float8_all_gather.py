@@ -1,0 +1,98 @@
+"""FSDP2 with float8 all-gather computes what FSDP2 with a cast after the gather does, bitwise."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from support.configs import RECIPES
+from support.ranks import Ranks
+from support.sharded import convert, cpu_mesh, model_of, shard, train, train_alone
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+DTYPES = [
+    pytest.param(BF16, None, id="bf16"),
+    pytest.param(F32, None, id="fp32"),
+    pytest.param(F32, BF16, id="fp32-masters"),
+]
+
+
+def same_as_cast_after_gather(
+    recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None, alone: bool, attach: bool
+) -> None:
+    runs = []
+    for all_gather in (False, True):
+        model = shard(convert(model_of(dtype=dtype), recipe, all_gather), param_dtype=param_dtype)
+        runs.append(train(model, dtype=dtype, attach=attach, full=alone))
+    runs[0].assert_equal(runs[1])
+    if alone:
+        # The sum of two gradients has no order: bitwise, too.
+        runs[1].assert_equal(train_alone(convert(model_of(dtype=dtype), recipe), dtype=dtype))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("dtype", "param_dtype"), DTYPES)
+def test_two_ranks_equal_one(
+    two: Ranks, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None
+) -> None:
+    two.run(same_as_cast_after_gather, recipe, dtype, param_dtype, param_dtype is None, True)
+
+
+def test_without_precomputed_scales(two: Ranks) -> None:
+    two.run(same_as_cast_after_gather, "tensorwise", F32, BF16, False, False)
+
+
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "uneven": {"hidden": 42},  # 11, 11, 11, 9 rows
+    "one-empty": {"hidden": 3},
+    "two-empty": {"hidden": 5},  # 2, 2, 1, 0 rows; blocks of DIM rows are even
+    "hsdp": {"hidden": 41, "mesh": (2, 2)},
+    "keep": {"reshard_after_forward": False},
+    "as-many-as-ranks": {"reshard_after_forward": 4},
+}
+
+
+def every_sharding(recipe: str) -> None:
+    for name, options in SHARDINGS.items():
+        more = dict(options)
+        model = functools.partial(model_of, more.pop("hidden", 40), F32)
+        more["mesh"] = cpu_mesh(*more.pop("mesh", ()))
+        runs = []
+        for all_gather in (False, True):
+            sharded = shard(convert(model(), recipe, all_gather), param_dtype=BF16, **more)
+            runs.append(train(sharded, 3))
+        try:
+            runs[0].assert_equal(runs[1])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_sharding(four: Ranks, recipe: str) -> None:
+    four.run(every_sharding, recipe)
+
+
+def close_to_alone(recipe: str) -> None:
+    sharded = train(shard(convert(model_of(42), recipe)), full=True)
+    sharded.assert_close(train_alone(convert(model_of(42), recipe)), loss=1e-6, grad=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_four_ranks_equal_one_up_to_the_order_of_sums(four: Ranks, recipe: str) -> None:
+    four.run(close_to_alone, recipe)
+
+
+def power_of_2() -> None:
+    runs = []
+    for all_gather in (False, True):
+        model = convert(
+            model_of(dtype=BF16), "tensorwise", all_gather, round_scales_to_power_of_2=True
+        )
+        runs.append(train(shard(model), 3, dtype=BF16))
+    runs[0].assert_equal(runs[1])
+
+
+def test_scales_of_powers_of_2(two: Ranks) -> None:
+    two.run(power_of_2)

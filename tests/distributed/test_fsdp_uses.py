@@ -1,0 +1,264 @@
+"""What people do with FSDP2 besides plain steps, with float8 all-gather as without."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from float8 import (
+    precompute_float8_dynamic_scale_for_fsdp,
+    swiglu_feed_forward,
+    sync_float8_amax_and_scale_history,
+    why_not_fused,
+)
+from float8.tensor import Float8GatherWeight
+from support.configs import RECIPES
+from support.ranks import Ranks
+from support.sharded import (
+    Run,
+    batch,
+    convert,
+    cpu_mesh,
+    model_of,
+    part,
+    shard,
+    traffic,
+    train,
+    whole,
+)
+
+
+def accumulating(recipe: str, all_gather: bool) -> Run:
+    """Three microbatches per step; weights stay gathered between them, gradients unreduced."""
+    model = shard(convert(model_of(), recipe, all_gather), reshard_after_forward=False)
+
+    def prepare(last: bool) -> None:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+    with traffic() as seen:
+        run = train(model, 3, microbatches=3, before_backward=prepare)
+    assert len(seen.sizes) == 3 * 2  # each block once per step
+    return run
+
+
+def frozen(recipe: str, all_gather: bool) -> Run:
+    model = convert(model_of(42), recipe, all_gather)
+    for layer in (model[0].ffn.w1, model[1].ffn.w2):
+        layer.weight.requires_grad_(False)
+    return train(shard(model), 3)
+
+
+def checkpointed(recipe: str, all_gather: bool) -> Run:
+    model = shard(convert(model_of(), recipe, all_gather))
+
+    def forward(x: Tensor) -> Tensor:
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    return train(model, 3, forward=forward)
+
+
+def evaluated(recipe: str, all_gather: bool) -> Run:
+    """Evaluation before training, after which all weights stay gathered."""
+    model = shard(convert(model_of(), recipe, all_gather), reshard_after_forward=False)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            model(batch(7, 0, torch.float32))
+    return train(model, 2)
+
+
+def from_meta(recipe: str, all_gather: bool) -> Run:
+    with torch.device("meta"):
+        model = model_of(42)
+    model = shard(convert(model, recipe, all_gather))
+    model.to_empty(device="cpu")
+    values = model_of(42).state_dict()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = values[name].chunk(2)[dist.get_rank()]
+            parameter.to_local().copy_(rows)
+    return train(model, 3)
+
+
+def tied(recipe: str, all_gather: bool) -> Run:
+    model = model_of()
+    model[1].ffn.w1.weight = model[0].ffn.w1.weight
+    model = fully_shard(convert(model, recipe, all_gather), mesh=cpu_mesh())
+    assert model[1].ffn.w1.weight is model[0].ffn.w1.weight
+    return train(model, 3)
+
+
+def offloaded(recipe: str, all_gather: bool) -> Run:
+    model = convert(model_of(42), recipe, all_gather)
+    return train(shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)), 3)
+
+
+def fused_optimizer(recipe: str, all_gather: bool) -> Run:
+    return train(shard(convert(model_of(42), recipe, all_gather)), 3, fused=True)
+
+
+def for_loop_optimizer(recipe: str, all_gather: bool) -> Run:
+    return train(shard(convert(model_of(42), recipe, all_gather)), 3, foreach=False)
+
+
+def fused_functions(recipe: str, all_gather: bool) -> Run:
+    model = shard(convert(model_of(), recipe, all_gather))
+
+    def feed_forward(ffn: nn.Module, x: Tensor) -> Tensor:
+        assert why_not_fused(ffn.w1, ffn.w3, ffn.w2) is None
+        return swiglu_feed_forward(x, ffn.w1, ffn.w3, ffn.w2)
+
+    for block in model:
+        block.ffn.forward = functools.partial(feed_forward, block.ffn)
+    return train(model, 3)
+
+
+def clipped(recipe: str, all_gather: bool) -> Run:
+    """Everything by hand: another optimizer, clipping, sync and precomputing."""
+    model, run = shard(convert(model_of(42), recipe, all_gather)), Run()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        loss = model(batch(step, dist.get_rank(), torch.float32)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        run.losses.append(loss.detach())
+        run.grads.append({n: part(p.grad) for n, p in model.named_parameters()})
+        sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    return run
+
+
+def autocast(recipe: str, all_gather: bool) -> Run:
+    model = shard(convert(model_of(42), recipe, all_gather))
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    return train(model, 3, forward=forward)
+
+
+def without_rows(recipe: str, all_gather: bool) -> Run:
+    """One rank's batch is empty."""
+    model = shard(convert(model_of(42), recipe, all_gather))
+
+    def forward(x: Tensor) -> Tensor:
+        y = model(x[: 0 if dist.get_rank() else None])
+        return nn.functional.pad(y, (0, 0, 0, x.shape[0] - y.shape[0]))
+
+    return train(model, 3, forward=forward)
+
+
+def sharded_by_columns(recipe: str, all_gather: bool) -> Run:
+    def along(parameter: nn.Parameter) -> torch.distributed.tensor.Shard:
+        return torch.distributed.tensor.Shard(parameter.dim() - 1)
+
+    return train(shard(convert(model_of(), recipe, all_gather), shard_placement_fn=along), 3)
+
+
+USES: dict[str, Callable[[str, bool], Run]] = {
+    use.__name__: use
+    for use in (
+        accumulating,
+        frozen,
+        checkpointed,
+        evaluated,
+        from_meta,
+        tied,
+        offloaded,
+        fused_optimizer,
+        for_loop_optimizer,
+        fused_functions,
+        clipped,
+        sharded_by_columns,
+        autocast,
+        without_rows,
+    )
+}
+
+
+def same(use: str, recipe: str) -> None:
+    USES[use](recipe, True).assert_equal(USES[use](recipe, False))
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_use_is_as_with_a_cast_after_the_gather(two: Ranks, recipe: str, use: str) -> None:
+    two.run(same, use, recipe)
+
+
+class Bytes(Tensor):
+    """The smallest weight with hooks that gathers bytes: what torch itself allows."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Bytes":
+        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        plain = torch.utils._pytree.tree_map_only(Bytes, lambda x: x.inner, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        return torch.utils._pytree.tree_map_only(Tensor, Bytes, out)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
+        return (self.inner.to(torch.uint8),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+        return None if out is not None else (outputs[0].to(param_dtype), ())
+
+
+def smaller_mesh(which: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    if which == "float8":
+        model = convert(model, "tensorwise")
+    else:
+        for layer in model:
+            layer.weight = nn.Parameter(Bytes(layer.weight.detach()))
+    model = shard(model, reshard_after_forward=2)
+    with pytest.raises(RuntimeError, match="Tensors of floating point dtype can require grad"):
+        model(torch.ones(4, 16))
+
+
+@pytest.mark.parametrize("which", ["float8", "torch alone"])
+def test_torch_forbids_resharding_gathered_bytes_to_a_smaller_mesh(four: Ranks, which: str) -> None:
+    four.run(smaller_mesh, which)
+
+
+def states() -> None:
+    for recipe in RECIPES:
+        model = shard(convert(model_of(42), recipe))
+        train(model, 2)
+        sharded = {n: v for n, v in model.state_dict().items() if "fp8_" not in n}
+        assert all(type(v.to_local()) is Tensor for v in sharded.values())
+        plain = model_of(42)
+        plain.load_state_dict({n: whole(v) for n, v in sharded.items()})
+        again = shard(convert(model_of(42), recipe))
+        again.load_state_dict(sharded)
+        for a, b, c in zip(model.parameters(), plain.parameters(), again.parameters(), strict=True):
+            assert torch.equal(whole(a), b)
+            assert torch.equal(whole(c), b)
+        assert isinstance(again[0].ffn.w1.weight.to_local(), Float8GatherWeight)
+
+
+def test_state_dicts_hold_plain_weights(two: Ranks) -> None:
+    two.run(states)
+
+
+def after_sharding() -> None:
+    with pytest.raises(ValueError, match=r"'0.ffn.w1': got a DTensor(.)*convert the model first"):
+        convert(shard(model_of()), "tensorwise")
+
+
+def test_converting_after_sharding_raises(two: Ranks) -> None:
+    two.run(after_sharding)

@@ -1,0 +1,49 @@
+"""The launcher: a rank that fails or hangs fails the test, and the next one starts afresh."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import RankError, Ranks
+
+
+def total() -> float:
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 has had enough")
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(60)
+
+
+def die_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(1)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_results_by_rank(two: Ranks) -> None:
+    assert two.run(total) == [3.0, 3.0]
+
+
+def test_the_first_error_is_shown_and_the_next_run_works() -> None:
+    ranks = Ranks(2)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*rank 1 has had enough"):
+        ranks.run(raise_on_rank_1)
+    assert ranks.run(total) == [3.0, 3.0]
+    with pytest.raises(RankError, match=r"rank 1 died|Connection closed by peer"):
+        ranks.run(die_on_rank_1)
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] did not return"):
+        ranks.run(hang_on_rank_0, timeout=2)
+    ranks.stop()

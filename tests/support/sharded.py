@@ -1,0 +1,204 @@
+"""Small models under FSDP2 on CPU ranks, and their training; what runs here runs on every rank."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from float8 import (
+    Float8LinearConfig,
+    all_linears,
+    attach_to_optimizer,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from support.configs import delayed, tensorwise
+from support.models import Block, seeded
+
+CONFIGS: dict[str, Callable[..., Float8LinearConfig]] = {
+    "tensorwise": tensorwise,
+    "delayed": delayed,
+}
+DIM = 24
+"""Not divisible by 16: the gathered bytes are padded for the GEMMs."""
+
+
+def model_of(hidden: int = 40, dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Module:
+    """Blocks over `DIM` features; the hidden width decides how the shards come out."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(DIM, hidden) for _ in range(blocks))).to(dtype)
+
+
+def convert(model: nn.Module, recipe: str, all_gather: bool = True, **more: Any) -> nn.Module:
+    config = CONFIGS[recipe](enable_fsdp_float8_all_gather=all_gather, **more)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+
+def cpu_mesh(*shape: int) -> DeviceMesh:
+    """All ranks; of one dim, or (replicas, shards)."""
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    param_dtype: torch.dtype | None = None,
+    **more: Any,
+) -> nn.Module:
+    """Each block, then the whole."""
+    more["mesh"] = cpu_mesh() if mesh is None else mesh
+    more["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype)
+    for block in model.children():
+        fully_shard(block, **more)
+    return fully_shard(model, **more)
+
+
+def whole(x: Tensor) -> Tensor:
+    """A DTensor's full tensor, cloned."""
+    x = x.detach()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+
+
+def part(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, cloned; no communication."""
+    x = x.detach()
+    return (x.to_local() if isinstance(x, DTensor) else x).clone()
+
+
+@dataclass
+class Run:
+    """What a training brought forth on this rank: losses and all gradients."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def assert_equal(self, other: "Run") -> None:
+        assert len(self.losses) == len(other.losses) > 0
+        for step, (mine, theirs) in enumerate(zip(self.grads, other.grads, strict=True)):
+            assert torch.equal(self.losses[step], other.losses[step]), f"loss of step {step}"
+            assert mine.keys() == theirs.keys()
+            for name in mine:
+                assert torch.equal(mine[name], theirs[name]), f"{name} of step {step}"
+
+    def assert_close(self, other: "Run", loss: float, grad: float) -> None:
+        """Relative to the value, or to the norm of the gradient."""
+        for step, (mine, theirs) in enumerate(zip(self.grads, other.grads, strict=True)):
+            a, b = self.losses[step], other.losses[step]
+            assert (a - b).abs() <= loss * b.abs(), f"loss of step {step}: {a} {b}"
+            for name in mine:
+                off = (mine[name] - theirs[name]).norm() / theirs[name].norm()
+                assert off <= grad, f"{name} of step {step}: {off}"
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    return seeded(1000 * step + rank, 16, DIM, dtype=dtype)
+
+
+def train(
+    model: nn.Module,
+    steps: int = 10,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attach: bool = True,
+    full: bool = False,
+    microbatches: int = 1,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    before_backward: Callable[[bool], None] = lambda last: None,
+    **optimizer_options: Any,
+) -> Run:
+    """AdamW on batches of this rank's own.
+
+    `before_backward(last)` is called before each microbatch. Gradients are this rank's shards, or
+    whole if `full`.
+    """
+    run, take = Run(), whole if full else part
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
+    if attach:
+        attach_to_optimizer(model, optimizer)
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            before_backward(microbatch == microbatches - 1)
+            x = batch(step + 100 * microbatch, dist.get_rank(), dtype)
+            y = model(x) if forward is None else forward(x)
+            loss = (y - x.roll(1, -1)).float().square().mean()
+            loss.backward()
+        if not attach:
+            sync_float8_amax_and_scale_history(model)
+        run.losses.append(loss.detach())
+        run.grads.append(
+            {n: take(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def train_alone(model: nn.Module, steps: int = 10, *, dtype: torch.dtype = torch.float32) -> Run:
+    """What all ranks together do, in one process: each rank's batch as a microbatch.
+
+    The losses are those of this rank.
+    """
+    run, world = Run(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    attach_to_optimizer(model, optimizer)
+    for step in range(steps):
+        for rank in range(world):
+            x = batch(step, rank, dtype)
+            loss = (model(x) - x.roll(1, -1)).float().square().mean()
+            loss.backward()
+            if rank == dist.get_rank():
+                run.losses.append(loss.detach())
+        for parameter in model.parameters():
+            parameter.grad.div_(world)
+        run.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+@dataclass
+class Traffic:
+    """Collectives of this rank while it is watched."""
+
+    sizes: list[int] = field(default_factory=list)
+    """Bytes that this rank gave into each all-gather."""
+
+    gather_dtypes: set[torch.dtype] = field(default_factory=set)
+    all_reduces: int = 0
+
+
+@contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Count collectives: those that FSDP2 and float8 call by their names in `dist`."""
+    seen = Traffic()
+    names = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)]
+    originals = {name: getattr(dist, name) for name in (*names, "all_reduce")}
+
+    def gather(name: str) -> Callable[..., Any]:
+        def counted(output_tensor: Tensor, input_tensor: Tensor, **more: Any) -> Any:
+            seen.sizes.append(input_tensor.nbytes)
+            seen.gather_dtypes.add(input_tensor.dtype)
+            return originals[name](output_tensor, input_tensor, **more)
+
+        return counted
+
+    def reduce(*args: Any, **more: Any) -> Any:
+        seen.all_reduces += 1
+        return originals["all_reduce"](*args, **more)
+
+    try:
+        for name in names:
+            setattr(dist, name, gather(name))
+        dist.all_reduce = reduce
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

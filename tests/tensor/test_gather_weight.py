@@ -1,0 +1,259 @@
+"""`Float8GatherWeight`: a high-precision tensor to everyone, that keeps its plan and its scale."""
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from float8 import all_linears, convert_to_float8_training, rms_norm_linear, swiglu_feed_forward
+from float8.tensor import Float8GatherWeight, GatherPlan, PrecomputedScale, high_precision
+from support.configs import RECIPES
+from support.devices import E4M3, on_devices
+from support.models import FeedForward, forward_backward, seeded
+from support.sharded import CONFIGS
+
+PLAN = GatherPlan(E4M3, False, False)
+
+
+def weight(seed: int = 0, scale: float | None = None, **more) -> Float8GatherWeight:
+    x = Float8GatherWeight(seeded(seed, 6, 4, **more), PLAN)
+    if scale is not None:
+        x.set_precomputed(PrecomputedScale(torch.tensor(scale), x.dtype))
+    return x
+
+
+VIEWS = {
+    "split": lambda x: x.split(2)[1],
+    "chunk": lambda x: x.chunk(2)[0],
+    "narrow": lambda x: x.narrow(0, 1, 2),
+    "view": lambda x: x.view(-1),
+    "view_as": lambda x: x.view_as(x),
+    "slice": lambda x: x[1:3],
+    "select": lambda x: x[1],
+    "transpose": lambda x: x.t(),
+    "as_strided": lambda x: x.as_strided((2, 4), (4, 1)),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+}
+COPIES = {
+    "clone": lambda x: x.clone(),
+    "to": lambda x: x.to("cpu", copy=True),
+    "contiguous": lambda x: x.t().contiguous(),
+    "padded": lambda x: padded(x),
+    "unflattened": lambda x: unflattened(x),
+}
+
+
+def padded(x: Tensor) -> Tensor:
+    """As FSDP2 does it."""
+    new = x.new_zeros(8, 4)
+    new.narrow(0, 0, 6).copy_(x)
+    return new
+
+
+def unflattened(x: Float8GatherWeight) -> Tensor:
+    names, context = x.__tensor_flatten__()
+    inner = {name: getattr(x, name) for name in names}
+    return type(x).__tensor_unflatten__(inner, context, x.shape, x.stride())
+
+
+@pytest.mark.parametrize("how", [*VIEWS, *COPIES])
+def test_views_and_copies_keep_plan_and_scale(how: str) -> None:
+    x = weight(scale=0.5)
+    y = (VIEWS | COPIES)[how](x)
+    assert type(y) is Float8GatherWeight
+    assert y.plan is PLAN
+    assert y.precomputed == (0.5, torch.float32)
+    same = (VIEWS | COPIES)[how](x.high_precision) if how != "unflattened" else x.high_precision
+    assert torch.equal(y.high_precision, same)
+
+
+@pytest.mark.parametrize("how", VIEWS)
+def test_a_write_through_any_view_forgets_the_scale_of_all(how: str) -> None:
+    x = weight(scale=0.5)
+    views = {name: view(x) for name, view in VIEWS.items()}
+    views[how].mul_(2)
+    assert x.precomputed is None
+    assert all(view.precomputed is None for view in views.values())
+    assert not torch.equal(x.high_precision, seeded(0, 6, 4))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_write_to_a_copy_does_not(how: str) -> None:
+    x = weight(scale=0.5)
+    COPIES[how](x).mul_(2)
+    assert x.precomputed is not None
+
+
+def test_what_else_writes_forgets_the_scale() -> None:
+    for write in (
+        lambda x: torch._foreach_mul_([x], 2),
+        lambda x: torch.mul(x, 2, out=x),
+        lambda x: x.copy_(weight(1, scale=0.1)),
+        lambda x: nn.init.constant_(x, 1.0),
+        lambda x: x.__setitem__(0, 3.0),
+    ):
+        x = weight(scale=0.5)
+        write(x)
+        assert x.precomputed is None
+        assert not torch.equal(x.high_precision, seeded(0, 6, 4))
+
+
+def test_a_change_of_dtype_keeps_the_plan_but_not_the_scale() -> None:
+    y = weight(scale=0.5).to(torch.bfloat16)
+    assert (type(y), y.dtype, y.precomputed) == (Float8GatherWeight, torch.bfloat16, None)
+
+
+def test_other_ops_give_plain_tensors() -> None:
+    x = weight()
+    for y in (x + 1, x.abs(), x @ x.t(), torch.zeros_like(x), x.sum(), x == x, x.int()):
+        assert type(y) is Tensor
+    assert type(torch.empty_like(x)) is Float8GatherWeight
+    assert type(high_precision(x)) is Tensor
+    assert high_precision(x).data_ptr() == x.high_precision.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_outside_of_torch(how: str) -> None:
+    x = nn.Parameter(weight(), requires_grad=False)
+    if how == "deepcopy":
+        y = copy.deepcopy(x)
+    elif how == "pickle":
+        y = pickle.loads(pickle.dumps(x))
+    else:
+        file = io.BytesIO()
+        torch.save(x, file)
+        y = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert type(y) is Float8GatherWeight
+    assert isinstance(y, nn.Parameter)
+    assert not y.requires_grad
+    assert y.plan == x.plan
+    assert torch.equal(y.high_precision, x.high_precision)
+    assert y.high_precision.data_ptr() != x.high_precision.data_ptr()
+
+
+# ---------------------------------------------------------------- in a model that is not sharded
+
+
+def pair(recipe: str, device: str, model: nn.Module) -> list[nn.Module]:
+    return [
+        convert_to_float8_training(
+            copy.deepcopy(model).to(device),
+            config=CONFIGS[recipe](enable_fsdp_float8_all_gather=all_gather),
+            module_filter_fn=all_linears,
+        )
+        for all_gather in (False, True)
+    ]
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_unsharded_model_computes_as_without(recipe: str, device: str) -> None:
+    models = pair(recipe, device, FeedForward(32, 48))
+    assert isinstance(models[1].w1.weight, Float8GatherWeight)
+    x, g = seeded(0, 16, 32, device=device), seeded(1, 16, 32, device=device)
+    results = [forward_backward(model, x, g) for model in models]
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name]), name
+        assert type(results[1][name]) is Tensor
+    norm = nn.RMSNorm(32, device=device)
+    for model, result in zip(models, results, strict=True):
+        result["ffn"] = swiglu_feed_forward(x, model.w1, model.w3, model.w2)
+        result["q"], _ = rms_norm_linear(x, norm, (model.w1, model.w3))
+    assert torch.equal(results[0]["ffn"], results[1]["ffn"])
+    assert torch.equal(results[0]["q"], results[1]["q"])
+
+
+@pytest.mark.parametrize("optimizer", ["foreach", "fused", "loop"])
+def test_an_unsharded_model_trains_as_without(optimizer: str) -> None:
+    models = pair("tensorwise", "cpu", FeedForward(32, 48))
+    options = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
+    for model in models:
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2, **options[optimizer])
+        for step in range(3):
+            model(seeded(step, 16, 32)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adam.step()
+            adam.zero_grad()
+        for state in adam.state.values():
+            assert all(type(x) is Tensor for x in state.values())
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other.data)
+
+
+def test_state_dicts_of_an_unsharded_model_are_plain_and_load() -> None:
+    plain, model = FeedForward(32, 48), pair("tensorwise", "cpu", FeedForward(32, 48))[1]
+    state = model.state_dict()
+    assert all(type(x) is Tensor for x in state.values())
+    plain.load_state_dict(state)
+    for assign in (False, True):
+        other = pair("tensorwise", "cpu", FeedForward(32, 48))[1]
+        other.load_state_dict(plain.state_dict(), assign=assign)
+        assert isinstance(other.w1.weight, Float8GatherWeight)
+        assert isinstance(other.w1.weight, nn.Parameter)
+        assert torch.equal(other.w1.weight.high_precision, plain.w1.weight)
+
+
+def test_moves_and_meta() -> None:
+    with torch.device("meta"):
+        plain = FeedForward(32, 48)
+    model = pair("delayed", "meta", plain)[1]
+    model.to_empty(device="cpu").to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, Float8GatherWeight), name
+        assert isinstance(parameter, nn.Parameter)
+        assert (parameter.dtype, parameter.device.type) == (torch.bfloat16, "cpu")
+        nn.init.normal_(parameter)
+    model(seeded(0, 16, 32, dtype=torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.parametrize("swappable", [True, False])
+def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
+    model = FeedForward(32, 48)
+    before = model.w1.weight
+    reference = None if swappable else weakref.ref(before)
+    model.w1.weight.group = "decay"
+    model.w1.weight.grad = torch.ones(48, 32)
+    model.w2.weight.requires_grad_(False)
+    memory = model.w1.weight.data_ptr()
+    model = convert_to_float8_training(
+        model,
+        config=CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True),
+        module_filter_fn=all_linears,
+    )
+    weight = model.w1.weight
+    assert (weight is before) == swappable
+    assert isinstance(weight, Float8GatherWeight)
+    assert isinstance(weight, nn.Parameter)
+    assert reference is None or reference() is before
+    assert (weight.group, weight.grad.sum()) == ("decay", 48 * 32)
+    assert not model.w2.weight.requires_grad
+    assert weight.high_precision.data_ptr() == memory
+
+
+def test_an_optimizer_made_before_the_conversion_trains_its_weights() -> None:
+    model = FeedForward(32, 48)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.w3.weight = model.w1.weight
+    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert model.w3.weight is model.w1.weight
+    before = high_precision(model.w1.weight).clone()
+    model(seeded(0, 16, 32)).square().mean().backward()
+    optimizer.step()
+    assert (high_precision(model.w1.weight) != before).all()
+
+
+def test_a_weight_that_something_else_uses_stays_plain() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(48, 32), "head": nn.Linear(32, 48, bias=False)})
+    model.other = nn.Linear(32, 48)
+    model.head.weight = model.embed.weight
+    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert model.head.weight is model.embed.weight
+    assert type(model.head.weight) is nn.Parameter
+    assert isinstance(model.other.weight, Float8GatherWeight)
