@@ -64,7 +64,7 @@ def sync_float8_amax_and_scale_history(
     groups = _by_setting(layers)
     stacks = _stacks.get(model, [])
     if len(stacks) != len(groups) or not all(map(is_current, stacks, groups.values())):
-        stacks = [stack_state(group) for group in groups.values()]
+        stacks = [stack_state(alike) for alike in groups.values()]
         _stacks[model] = stacks
 
     _join_tied(layers)
