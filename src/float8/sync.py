@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
+from float8.config import CastSite
 from float8.distributed import (
     all_reduce_amax,
     has_precomputable_scales,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_groups,
 )
-from float8.linear import Float8Linear, StackedState, is_current, stack_state
+from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
 from float8.scaling import update_history_and_scale
 
 _stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.WeakKeyDictionary()
@@ -63,9 +64,10 @@ def sync_float8_amax_and_scale_history(
     groups = _by_setting(layers)
     stacks = _stacks.get(model, [])
     if len(stacks) != len(groups) or not all(map(is_current, stacks, groups.values())):
-        stacks = [stack_state(group) for group in groups.values()]
+        stacks = [stack_state(alike) for alike in groups.values()]
         _stacks[model] = stacks
 
+    _join_tied(layers)
     amaxes = _reduced([torch.stack(stacked.amaxes) for stacked in stacks], layers, group)
     for stacked, amax, (first, *_) in zip(stacks, amaxes, groups.values(), strict=True):
         update_history_and_scale(
@@ -127,6 +129,20 @@ class _Both(RemovableHandle):
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _join_tied(layers: Sequence[Float8Linear]) -> None:
+    """Give all layers with one weight its amax, which FSDP2's gather records in one of them."""
+    tied: dict[int, list[Tensor]] = {}
+    for layer in layers:
+        if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
+            amax = layer.get_buffer(amax_name(CastSite.WEIGHT))
+            tied.setdefault(id(layer.weight), []).append(amax)
+    for amaxes in tied.values():
+        if len(amaxes) > 1:
+            largest = torch.stack(amaxes).amax()
+            for amax in amaxes:
+                amax.copy_(largest)
 
 
 def _reduced(amaxes: list[Tensor], layers: Sequence[Float8Linear], group: Any) -> list[Tensor]:

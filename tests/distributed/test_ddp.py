@@ -22,10 +22,6 @@ def same_as_alone(recipe: str, all_gather: bool) -> None:
         for name in list(grads):
             grads[name.removeprefix("module.")] = grads.pop(name)
     run.assert_equal(train_alone(alone, 5))
-    states = fp8_state(model), fp8_state(alone)
-    assert states[0].keys() == states[1].keys()
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name]), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

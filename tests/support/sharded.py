@@ -20,7 +20,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from support.configs import delayed, tensorwise
-from support.models import Block, seeded
+from support.models import Block, fp8_state, seeded
 
 CONFIGS: dict[str, Callable[..., Float8LinearConfig]] = {
     "tensorwise": tensorwise,
@@ -79,6 +79,13 @@ class Run:
 
     losses: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Of delayed scaling, after the last step."""
+
+    def keep_state(self, model: nn.Module) -> "Run":
+        state = fp8_state(model).items()
+        self.state = {name.removeprefix("module."): value.clone() for name, value in state}
+        return self
 
     def assert_equal(self, other: "Run") -> None:
         assert len(self.losses) == len(other.losses) > 0
@@ -87,6 +94,9 @@ class Run:
             assert mine.keys() == theirs.keys()
             for name in mine:
                 assert torch.equal(mine[name], theirs[name]), f"{name} of step {step}"
+        assert self.state.keys() == other.state.keys()
+        for name in self.state:
+            assert torch.equal(self.state[name], other.state[name]), name
 
     def assert_close(self, other: "Run", loss: float, grad: float) -> None:
         """Relative to the value, or to the norm of the gradient."""
@@ -138,7 +148,7 @@ def train(
         )
         optimizer.step()
         optimizer.zero_grad()
-    return run
+    return run.keep_state(model)
 
 
 def train_alone(model: nn.Module, steps: int = 10, *, dtype: torch.dtype = torch.float32) -> Run:
@@ -161,7 +171,7 @@ def train_alone(model: nn.Module, steps: int = 10, *, dtype: torch.dtype = torch
         run.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    return run
+    return run.keep_state(model)
 
 
 @dataclass

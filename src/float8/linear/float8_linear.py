@@ -194,7 +194,7 @@ class Float8Linear(nn.Linear):
         for site in CastSite:
             if self.config.owner(site) is site:
                 parts.append(f"{site.value}={self.config.cast_config(site).short_str()}")
-        for switch in ("emulate", "round_scales_to_power_of_2"):
+        for switch in _SWITCHES:
             if getattr(self.config, switch):
                 parts.append(switch)
         return ", ".join(parts)
@@ -315,6 +315,7 @@ class Float8Linear(nn.Linear):
 
 
 _NO_SCALES = DelayedScales()
+_SWITCHES = ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather")
 
 
 def _check_tokens(input: Tensor) -> None:
