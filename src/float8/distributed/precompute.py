@@ -106,6 +106,9 @@ def _amaxes(shards: list[Float8GatherWeight]) -> Tensor:
 
 
 def _set_scales(shards: list[Float8GatherWeight], amax: Tensor, kind: _Kind) -> None:
-    scales = amax_to_scale(amax, kind.dtype, kind.round_to_power_of_2).unbind()
+    # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
+    spaced = amax.new_empty(len(amax), 4)
+    spaced[:, 0] = amax_to_scale(amax, kind.dtype, kind.round_to_power_of_2)
+    scales = spaced[:, 0].unbind()
     for shard, scale in zip(shards, scales, strict=True):
         shard.set_precomputed(PrecomputedScale(scale, kind.param_dtype))

@@ -25,9 +25,10 @@ def scaled_mm(
 
     Args:
         a: [M, K] float8, row-major, K % 16 == 0.
-        scale_a: 0-dim float32 decode scale; for `ROWWISE` also [M, 1].
+        scale_a: 0-dim float32 decode scale, at a multiple of 16 bytes on GPUs; for `ROWWISE` also
+            [M, 1].
         b: [N, K] float8, row-major, N % 16 == 0.
-        scale_b: 0-dim float32 decode scale; for `ROWWISE` also [1, N].
+        scale_b: likewise; for `ROWWISE` also [1, N].
         out_dtype: float32, bfloat16 or float16.
         use_fast_accum: add with fewer bits where the device offers it.
         emulate: multiply the dequantised values in float32; any device, K and N.
