@@ -176,7 +176,9 @@ class Float8LinearFunction(torch.autograd.Function):
                 saved_input = cast_operand(saved_input, input_scale, dtype, col=True).col
             x = Operand(row=saved_input, col=None, scale=input_scale)
             grad_weight = float8_mm(transposed(g), x, plan.grad_weight, ctx.weight_dtype)
-            grad_weight = trim(grad_weight, ctx.in_features)[: grad_output.shape[1]]
+            grad_weight = trim(grad_weight, ctx.in_features)
+            if grad_weight.shape[0] != grad_output.shape[1]:  # padding
+                grad_weight = grad_weight[: grad_output.shape[1]]
         elif ctx.need_grad_weight:
             grad_weight = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
