@@ -40,8 +40,10 @@ def cached_weights(model: nn.Module) -> "CachedWeights":
     tensor's version counter (`weight.data.mul_(2)`, a raw pointer) go unnoticed: make them outside.
 
     Run the backward inside too: under eager activation checkpointing it must be, elsewhere it may
-    come later. Layers that cast the weight differently for its two GEMMs, or not at all, cast as
-    ever. So do layers whose weight is no plain tensor, as under FSDP2; a warning names them.
+    come later, unless the same object is entered again before, which writes into that memory.
+    Compiled code takes the cached operand whatever weight `torch.func.functional_call` gives it.
+    Layers that cast the weight differently for its two GEMMs, or not at all, cast as ever. So do
+    layers whose weight is no plain tensor, as under FSDP2; a warning names them.
 
     The object can be entered again and then takes the memory it had before, which lives as long as
     the object: with CUDA graphs (`mode="reduce-overhead"`), which are recorded anew for inputs at
@@ -166,6 +168,7 @@ class CachedWeights:
                     f"write it outside, or through a torch.optim optimizer or load_state_dict"
                 )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, *_: Any) -> None:
         self._require_unchanged()  # after the step nobody can tell
 

@@ -101,7 +101,7 @@ def test_rms_norm(shape, col: bool, scale: float | None, dtype, triton_device) -
 def test_rms_norm_recast(shape, dtype, triton_device) -> None:
     """Backward makes the column data that forward left out: bitwise those of one cast."""
     x = inputs(shape, dtype, triton_device)[0] * 3
-    weight = torch.rand(shape[1], device=triton_device).to(dtype)
+    weight = torch.rand(shape[1], device=triton_device)
     for cast, recast in (
         (rms_norm_cast_triton, rms_norm_recast_triton),
         (rms_norm_cast_reference, rms_norm_recast_reference),
@@ -119,7 +119,8 @@ def test_rms_norm_backward(shape, residual: bool, grads: int, dtype, triton_devi
     """Against autograd in float64."""
     x, other, _ = inputs(shape, dtype, triton_device)
     gradients = [torch.randn_like(x) for _ in range(grads)]
-    weight = torch.rand(shape[1], device=triton_device).to(dtype)
+    weight = torch.rand(shape[1], device=triton_device)
+    weight = weight.to(dtype) if residual else weight
     rstd = torch.rsqrt(x.float().square().mean(dim=1) + 1e-5)
     wide_x, wide_weight = (t.double().requires_grad_() for t in (x, weight))
     y = torch.nn.functional.rms_norm(wide_x, shape[1:], wide_weight, 1e-5)
@@ -130,8 +131,8 @@ def test_rms_norm_backward(shape, residual: bool, grads: int, dtype, triton_devi
     bound = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     for function in (rms_norm_backward_triton, rms_norm_backward_reference):
         got = function(gradients, x, weight, rstd, other if residual else None)
-        for ours, wide in zip(got, (want_x, wide_weight.grad), strict=True):
-            assert ours.dtype == dtype
+        for ours, wide, like in zip(got, (want_x, wide_weight.grad), (x, weight), strict=True):
+            assert ours.dtype == like.dtype
             error = (ours.double() - wide).abs().max() / wide.abs().max()
             assert error < bound
 

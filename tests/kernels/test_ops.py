@@ -60,6 +60,9 @@ class TestOpcheck:
         residual = x - 1 if known else None
         backward = ([x + 1, x * 2], x, x[0].clone(), rstd, residual)
         torch.library.opcheck(ops.rms_norm_backward.default, backward)
+        square = torch.randn(16, 16, device=device).t()
+        backward = ([square, square], square, x[0, :16].clone(), rstd[:16], None)
+        torch.library.opcheck(ops.rms_norm_backward.default, backward)
         backward = (x, x + 1, x - 1, torch.ones_like(scale), E4M3, FORMATS[1], *state, *other)
         torch.library.opcheck(ops.swiglu_backward_cast.default, (*backward, *flags))
 

@@ -1,4 +1,4 @@
-"""Producers fused with the casts that follow them: RMSNorm and SwiGLU straight to float8.
+"""Producers fused with the casts that follow them, and layers whose input is kept anyway.
 
 Plain functions that a model calls where it would call its layers; nothing is patched.
 """

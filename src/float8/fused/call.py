@@ -11,10 +11,7 @@ from float8.linear import Float8Linear
 
 
 class Call(NamedTuple):
-    """What an autograd function takes besides tensors that have gradients."""
-
-    source: tuple[Tensor]
-    """The tensor that the caller gave, out of autograd's sight."""
+    """What an autograd function takes besides tensors with gradients, and keeps."""
 
     layers: tuple[FusedLayer, ...]
     eps: float
@@ -22,6 +19,10 @@ class Call(NamedTuple):
     record: bool
     need_grad_x: bool
     need_grad_weights: tuple[bool, ...]
+
+    def for_backward(self) -> "Call":
+        """Without what only forward reads: what is on a context lives as long as the graph."""
+        return self._replace(layers=tuple(layer.without_ready() for layer in self.layers))
 
 
 class Arguments(NamedTuple):
@@ -32,6 +33,9 @@ class Arguments(NamedTuple):
 
     norm_weight: Tensor | None
     weights: tuple[Tensor, ...]
+    source: tuple[Tensor]
+    """The tensor that the caller gave, out of autograd's sight; never kept."""
+
     call: Call
 
 
@@ -48,7 +52,6 @@ def take_apart(
     norm_weight, eps = (None, 0.0) if norm is None else norm
     need_grad_norm = norm_weight is not None and norm_weight.requires_grad
     call = Call(
-        (source,),
         tuple(map(fused_layer, layers, weights)),
         eps,
         residual,
@@ -56,4 +59,4 @@ def take_apart(
         grad and (x.requires_grad or need_grad_norm),
         tuple(grad and weight.requires_grad for weight in weights),
     )
-    return Arguments(x.reshape(-1, x.shape[-1]), norm_weight, weights, call)
+    return Arguments(x.reshape(-1, x.shape[-1]), norm_weight, weights, (source,), call)

@@ -18,6 +18,7 @@ from float8.fused import layers as fused
 from float8.fused.call import Call, take_apart
 from float8.fused.layers import compute_dtype, fusable, record_input, with_columns, with_fresh_amax
 from float8.fused.norm import fused_norm, input_columns, input_operand
+from float8.linear import Float8Linear
 
 
 def swiglu_feed_forward(
@@ -55,6 +56,8 @@ def swiglu_feed_forward(
         RuntimeError: as `Float8Linear.forward`.
     """
     layers = fusable((gate, up, down)) if x.numel() else None
+    if layers is not None and not _fit(x, layers, residual):
+        layers = None  # whose own forward says what is wrong
     source, fused_with = x, None
     if norm is not None:
         if layers is not None:
@@ -64,11 +67,23 @@ def swiglu_feed_forward(
         y = down(F.silu(gate(x)) * up(x))
     else:
         add = residual and fused_with is not None
-        rows, norm_weight, weights, call = take_apart(x, layers, fused_with, add)
-        y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
+        rows, norm_weight, weights, given, call = take_apart(x, layers, fused_with, add)
+        y = _FeedForward.apply(  # type: ignore[no-untyped-call]
+            rows, norm_weight, *weights, given, call
+        )
         y = y.reshape(*x.shape[:-1], -1)
         residual = residual and not add
     return source + y if residual else y  # type: ignore[no-any-return]
+
+
+def _fit(x: Tensor, layers: tuple[Float8Linear, ...], residual: bool) -> bool:
+    gate, up, down = layers
+    return (
+        x.dim() > 0
+        and gate.in_features == up.in_features == x.shape[-1]
+        and gate.out_features == up.out_features == down.in_features
+        and (down.out_features == x.shape[-1] or not residual)
+    )
 
 
 class _FeedForward(torch.autograd.Function):
@@ -80,13 +95,14 @@ class _FeedForward(torch.autograd.Function):
         w_gate: Tensor,
         w_up: Tensor,
         w_down: Tensor,
+        source: tuple[Tensor],
         call: Call,
     ) -> Tensor:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
         col = call.need_grad_weights[0] or call.need_grad_weights[1]
         first, amax = with_fresh_amax(gate) if record else (gate, None)
-        x8, rstd = input_operand(x, call.source[0], norm_weight, call.eps, first, col, record)
+        x8, rstd = input_operand(x, source[0], norm_weight, call.eps, first, col, record)
         record_input((gate, up), amax)
         gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
         up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
@@ -121,7 +137,7 @@ class _FeedForward(torch.autograd.Function):
             fused.kept_weight(w_down, down),
             down_scale,
         )
-        ctx.call = call
+        ctx.call = call.for_backward()
         return y
 
     @staticmethod
@@ -185,4 +201,4 @@ class _FeedForward(torch.autograd.Function):
                 grad_x, grad_norm = kernels.rms_norm_backward(
                     (of_gate, of_up), x, norm_weight, rstd, residual_grad
                 )
-        return grad_x, grad_norm, grad_gate, grad_up, grad_down, None
+        return grad_x, grad_norm, grad_gate, grad_up, grad_down, None, None

@@ -30,9 +30,16 @@ class FusedLayer(NamedTuple):
     ready: Operand | None
     """The weight in float8, if it is that already."""
 
+    kept_transposed: bool
+    """Whether what is kept of the weight for backward is its column data."""
+
     in_features: int
     out_features: int
     weight_dtype: torch.dtype
+
+    def without_ready(self) -> "FusedLayer":
+        """Without the operand, which backward takes from what autograd saved."""
+        return self._replace(ready=None)
 
 
 def why_not_fused(*layers: nn.Module) -> str | None:
@@ -41,6 +48,7 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         return "there are no layers"
     config: Any = getattr(layers[0], "config", None)
     dtype: Any = None
+    weights: list[Tensor] = []
     for layer in layers:
         # Exactly: a subclass (a parametrized layer, too) may compute something else.
         if not isinstance(layer, Float8Linear) or type(layer) is not Float8Linear:
@@ -59,6 +67,9 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         if dtype not in (None, layer.weight.dtype):
             return "the weights have different dtypes"
         dtype = layer.weight.dtype
+        if any(layer.weight is weight for weight in weights):  # Dynamo takes no tensor twice
+            return "two layers share a weight"
+        weights.append(layer.weight)
         plan = layer.plan
         if not all(gemm.float8 for gemm in (plan.output, plan.grad_input, plan.grad_weight)):
             return "one GEMM runs in high precision"
@@ -91,10 +102,12 @@ def compute_dtype(layer: nn.Module, x: Tensor) -> torch.dtype:
 
 def fused_layer(layer: Float8Linear, weight: Tensor) -> FusedLayer:
     """What a fused function needs of `layer` besides its weight."""
+    ready = layer.ready_weight(weight)
     return FusedLayer(
         layer.plan,
         layer.delayed_scales(),
-        layer.ready_weight(weight),
+        ready,
+        ready is not None and ready.col is not None,
         layer.in_features,
         layer.out_features,
         weight.dtype,
@@ -119,8 +132,7 @@ def grad_input(
     g: Operand, kept: Tensor, scale: Tensor, layer: FusedLayer, dtype: torch.dtype
 ) -> Tensor:
     """`g @ weight` [M, in_features]."""
-    is_transposed = layer.ready is not None and layer.ready.col is not None
-    w = transposed_weight(kept, scale, layer.plan.weight, is_transposed)
+    w = transposed_weight(kept, scale, layer.plan.weight, layer.kept_transposed)
     return trim(float8_mm(g, w, layer.plan.grad_input, dtype), layer.in_features)
 
 

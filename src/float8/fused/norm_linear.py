@@ -30,7 +30,8 @@ def rms_norm_linear(
             other module is called.
         layers: layers K -> N_i.
         residual: also return x, for the residual connection around what follows: backward then
-            adds that connection's gradient in the norm's own kernel.
+            adds that connection's gradient in the norm's own kernel. It is a view of x: do not
+            write into it in place.
 
     Returns:
         One [..., N_i] per layer, dtype of the (autocast) input; then x, if `residual`.
@@ -41,13 +42,13 @@ def rms_norm_linear(
         RuntimeError: as `Float8Linear.forward`.
     """
     linears, fused_with = fusable(tuple(layers)) if x.numel() else None, None
-    if linears is not None:
+    if linears is not None and all(layer.in_features == x.shape[-1] for layer in linears):
         fused_with = fused_norm(norm, x, compute_dtype(linears[0], x))
     if linears is None or fused_with is None:
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
         return (*outputs, x) if residual else outputs
-    rows, norm_weight, weights, call = take_apart(x, linears, fused_with, residual)
+    rows, norm_weight, weights, _, call = take_apart(x, linears, fused_with, residual)
     outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
     return tuple(y.reshape(*x.shape[:-1], -1) for y in outputs)
 
@@ -58,19 +59,19 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         first, record = call.layers[0], call.record
-        col = any(call.need_grad_weights)
         first, amax = with_fresh_amax(first) if record else (first, None)
-        x8, rstd = input_operand(x, x, norm_weight, call.eps, first, col, record)
+        x8, rstd = input_operand(x, x, norm_weight, call.eps, first, False, record)
         record_input(call.layers, amax)
         outputs, scales = [], []
         for layer, weight in zip(call.layers, weights, strict=True):
             y, scale = fused.output(x8, weight, layer, x.dtype, record)
             outputs.append(y)
             scales.append(scale)
-        ctx.set_materialize_grads(False)  # an output without use has no gradient, not a zero one
+        # In eager mode an output without use has no gradient, not a zero one.
+        ctx.set_materialize_grads(False)
         kept = map(fused.kept_weight, weights, call.layers)
         ctx.save_for_backward(x, norm_weight, rstd, x8.scale, *kept, *scales)
-        ctx.call = call
+        ctx.call = call.for_backward()
         return (*outputs, x.view_as(x)) if call.residual else tuple(outputs)
 
     @staticmethod
@@ -81,7 +82,8 @@ class _NormLinear(torch.autograd.Function):
         weights, scales = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         residual_grad = grad_outputs[-1] if call.residual else None
         x_col = None
-        if any(call.need_grad_weights):
+        used = [grad is not None for grad in grad_outputs[: len(call.layers)]]
+        if any(need and there for need, there in zip(call.need_grad_weights, used, strict=True)):
             x_col = input_columns(None, x, norm_weight, rstd, x_scale, call.layers[0])
         grads_x: list[Tensor] = []
         grad_weights: list[Tensor | None] = []
@@ -93,7 +95,7 @@ class _NormLinear(torch.autograd.Function):
             grad_outputs[: len(call.layers)],
             strict=True,
         ):
-            if grad is None:
+            if grad is None or not (call.need_grad_x or need):
                 grad_weights.append(None)
                 continue
             plan, state = layer.plan, layer.scales.grad_output

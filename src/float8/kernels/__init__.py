@@ -1,4 +1,4 @@
-"""Kernels: amax, the float8 casts and the byte transpose, each with a plain-torch twin.
+"""Kernels: amax, the float8 casts, the byte transpose, the backward of RMSNorm; with plain twins.
 
 Importing registers the ops ``torch.ops.float8.*`` and does nothing else.
 """

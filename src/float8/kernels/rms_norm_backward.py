@@ -85,7 +85,8 @@ def rms_norm_backward_reference(
     grad_x = (weighted - normed * along) * rstd[:, None]
     if residual_grad is not None:
         grad_x = grad_x + residual_grad.to(torch.float32)
-    return grad_x.to(x.dtype), (grad * normed).sum(dim=0).to(weight.dtype)
+    grad_x = grad_x.to(x.dtype).contiguous()
+    return grad_x, (grad * normed).sum(dim=0).to(weight.dtype)
 
 
 def rms_norm_backward_triton(
@@ -94,13 +95,16 @@ def rms_norm_backward_triton(
     """Triton kernel; see :func:`rms_norm_backward`."""
     check_rms_norm_backward(grads, x, weight, rstd, residual_grad)
     if len(grads) > _MOST_GRADS:
-        rest = torch.stack(tuple(grads[_MOST_GRADS - 1 :])).sum(dim=0)
+        first, *others = grads[_MOST_GRADS - 1 :]
+        rest = first.to(torch.float32)
+        for other in others:
+            rest = rest + other
         grads = [*grads[: _MOST_GRADS - 1], rest]
     tensors = [grad.contiguous() for grad in grads]
     x, weight = x.contiguous(), weight.contiguous()
     launch = _launch(
         x.shape,
-        (x.dtype, weight.dtype),
+        (x.dtype, weight.dtype, grads[-1].dtype),
         x.device,
         len(grads),
         residual_grad is not None,
@@ -118,7 +122,7 @@ def rms_norm_backward_triton(
 @functools.lru_cache(maxsize=4096)
 def _launch(
     shape: tuple[int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     grads: int,
     residual: bool,

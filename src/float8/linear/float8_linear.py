@@ -86,7 +86,7 @@ class Float8Linear(StatefulLinear):
             input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
             keep_input: save `input` for backward, and cast it again there, instead of a float8
                 copy. Less memory where somebody else saves it anyway, as attention does its
-                output; else more.
+                output; else more. Without effect on an input that must be copied first.
 
         Returns:
             [..., N], dtype of the (autocast) input.
@@ -118,7 +118,8 @@ class Float8Linear(StatefulLinear):
                 grad,
                 grad and input.requires_grad,
                 need_grad_weight,
-                keep_input and self.plan.share_input,
+                # A copy made for this layer alone is nobody else's.
+                keep_input and self.plan.share_input and input is source and input.is_contiguous(),
             )
         if rows is not input:
             output = output.reshape(*input.shape[:-1], self.out_features)

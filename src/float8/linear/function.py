@@ -1,7 +1,8 @@
 """The autograd function of a float8 linear layer: three named GEMMs and their casts.
 
 What is saved for backward is float8: the transposed copy of the input, made in the same read as
-its row data. Of the weight only what exists anyway is kept, see `float8.linear.weight`.
+its row data; or the input itself where somebody else keeps it. Of the weight only what exists
+anyway is kept, see `float8.linear.weight`.
 """
 
 from typing import Any, NamedTuple
