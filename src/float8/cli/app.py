@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from float8.cli.bench import app as bench_app
+from float8.cli.bench_fsdp import fsdp_command
 from float8.cli.compare import compare_command
 from float8.cli.options import Session
 from float8.cli.plan import plan_command
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)
+bench_app.command("fsdp")(fsdp_command)
 app.add_typer(bench_app, name="bench")
 
 
