@@ -46,7 +46,8 @@ class ShardedStep:
         self.peak_gib: float | None = None
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.stack = variant.variant.convert(bf16_stack(size, device))
-        for layer in self.stack.layers:
+        layers = self.stack.get_submodule("layers").children()
+        for layer in layers:
             variant.variant.compile(layer)
             fully_shard(layer, mesh=mesh)
         fully_shard(self.stack, mesh=mesh)
@@ -85,7 +86,8 @@ class ShardedStep:
         self()
         with CountedTraffic() as counted:
             self()
-        return counted.traffic
+        traffic: Traffic = counted.traffic
+        return traffic
 
     def times(self, rounds: int) -> list[float]:
         """Milliseconds of each of `rounds` steps, of the slowest rank; sets `peak_gib`.
@@ -174,7 +176,7 @@ class Reference:
                     f"fsdp {what}: gradient of {name}: SQNR {quality:.1f} dB, expected at least "
                     f"{_AT_LEAST:.0f} dB; nothing was timed"
                 )
-        return min(found)
+        return float(min(found))
 
     def same_bits(self, gradients: Gradients) -> float:
         """The share of whole gradients that are equal bit by bit; all ranks must call it."""
@@ -185,7 +187,7 @@ class Reference:
         device = next(iter(gradients.values())).device
         flags = torch.tensor(equal, dtype=torch.int32, device=device)
         dist.all_reduce(flags, op=dist.ReduceOp.MIN)
-        return flags.double().mean().item()
+        return float(flags.double().mean())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 """Start and end of something, in one unit of time."""
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_NO_DATA = ("barrier", "monitored_barrier_", "wait_tensor")
+_NO_DATA = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd")
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Traffic:
     all_reduces: int = 0
 
 
-class CountedTraffic(TorchDispatchMode):
+class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is open, collectives of this thread and its backward passes are counted.
 
     At the level of the operators that reach a process group: whoever calls them, by whatever name.
@@ -46,7 +46,7 @@ class CountedTraffic(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = Traffic()
 
     @classmethod
@@ -105,7 +105,8 @@ def exposed_ms(profiled: torch.profiler.profile) -> float:
     """Time in which a GPU ran kernels of NCCL and nothing else, in milliseconds."""
     communication: list[Interval] = []
     work: list[Interval] = []
-    for event in profiled.events() or ():
+    events = profiled.events()  # type: ignore[no-untyped-call]
+    for event in events or ():
         if event.device_type != torch.profiler.DeviceType.CUDA or event.is_user_annotation:
             continue
         lower = event.name.lower()

@@ -8,7 +8,7 @@ import typer
 
 from float8.bench.block import StackSize
 from float8.bench.fsdp import PASSES, bench_fsdp, communication_settings
-from float8.bench.fsdp_variants import Plan, sharded_variants
+from float8.bench.fsdp_variants import PEERS, Plan, sharded_variants
 from float8.bench.ranks import rank_count
 from float8.cli import bench_tables as tables
 from float8.cli.bench import (
@@ -69,6 +69,9 @@ def fsdp_command(
     size = StackSize(model, blocks, seq_len, batch)
     recipes = split_words(recipe) or list(RECIPES)
     others = split_words(peers)
+    for peer in others:
+        if peer not in PEERS:
+            raise ValueError(f"peers: got {peer!r}, expected {', '.join(PEERS)}")
     modes = parse_modes(mode)
     world = rank_count(device, ranks)
     settings = {"model": model, "blocks": blocks, "seq_len": seq_len, "batch": batch}
