@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from float8.bench import fsdp
 from float8.bench.block import Stack, StackSize
+from float8.bench.fsdp_step import Reference, build_and_free
 from float8.bench.fsdp_variants import Plan, sharded_variants
 from float8.bench.ranks import RankFailedError, rank_count, run_ranks
 from float8.cli.main import main
 from float8.measure import WrongResultError
 from support import failing_ranks
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 TINY = StackSize("tiny", 1, 32)
 PLAN = Plan(TINY, ("tensorwise", "delayed"), ("eager", "compiled"), (), 1)
@@ -88,9 +89,34 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
     assert precomputed == [model]
 
 
-def test_ranks_report_in_one_process_group() -> None:
-    reports = list(run_ranks(failing_ranks.add, (10,), 2, "cpu"))
-    assert sorted(reports) == [(0, 21), (1, 21)]
+def test_a_variant_leaves_no_memory_behind(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        for variant in sharded_variants(replace(PLAN, modes=("eager",))):
+            with build_and_free(variant, TINY, torch.device("cpu")) as step:
+                step.first_gradients()
+                step.optimize()
+                weights = [weakref.ref(p) for p in step.stack.parameters()]
+            assert all(weight() is None for weight in weights), variant.name
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_wrong_gradient_ends_it(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        right = {"a": torch.randn(4, 4).bfloat16(), "b": torch.ones(2).bfloat16()}
+        reference = Reference(right)
+        assert reference.check("x", right) == float("inf")
+        assert reference.same_bits(right) == 1
+        off = {"a": right["a"] * 1.125, "b": right["b"]}
+        assert reference.check("x", off) == pytest.approx(18.06, abs=0.1)
+        assert reference.same_bits(off) == 0.5
+        for wrong in (torch.zeros(4, 4), torch.full((4, 4), torch.nan)):
+            with pytest.raises(WrongResultError, match=r"fsdp x: gradient of a: SQNR .* at least"):
+                reference.check("x", {**right, "a": wrong.bfloat16()})
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +124,7 @@ def test_ranks_report_in_one_process_group() -> None:
     [
         ("raises", RankFailedError, "rank 1 of 2: KeyError: 'lost'"),
         ("wrong", WrongResultError, "^all zeros$"),
-        ("dies", RankFailedError, "rank 1 of 2: it died without a word|rank 0 of 2"),
+        ("dies", RankFailedError, "rank 1 of 2: died without a word, exit code 3"),
         ("hangs", RankFailedError, "rank 0 of 2"),
     ],
 )
@@ -107,6 +133,17 @@ def test_a_rank_that_fails_ends_all(how: str, error: type[Exception], message: s
     with pytest.raises(error, match=message):
         list(run_ranks(failing_ranks.fail, (how,), 2, "cpu", timeout=5 if how == "hangs" else None))
     assert time.monotonic() - start < 60
+
+
+def test_the_command_says_which_rank_failed_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(work, args, ranks, device_type):
+        raise RankFailedError(f"rank 1 of {ranks}: OutOfMemoryError: no memory")
+
+    monkeypatch.setattr(fsdp, "run_ranks", run_ranks)
+    assert main(["bench", "fsdp", "--model", "tiny", "--device", "cpu", "--ranks", "3"]) == 1
+    assert capsys.readouterr().err == "error: rank 1 of 3: OutOfMemoryError: no memory\n"
 
 
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

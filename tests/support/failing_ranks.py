@@ -9,12 +9,6 @@ import torch.distributed as dist
 from float8.measure import WrongResultError
 
 
-def add(report, device: torch.device, number: int) -> None:
-    total = torch.tensor(number + dist.get_rank(), device=device)
-    dist.all_reduce(total)
-    report((dist.get_rank(), total.item()))
-
-
 def fail(report, device: torch.device, how: str) -> None:
     """Rank 1 does, while rank 0 waits for it."""
     report(how)

@@ -28,6 +28,9 @@ Report = Callable[[Any], None]
 Work = Callable[..., None]
 """What a rank does, `work(report, device, *args)`: at the top level of a module."""
 
+_LAST_WORDS = 1.0
+"""Seconds that others have to fail too, once a rank has: the first one is shown."""
+
 _REPORT, _DONE, _WRONG, _FAILED = "report", "done", "wrong result", "failed"
 
 
@@ -96,7 +99,7 @@ def run_ranks(
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            yield from _reports(pipes)
+            yield from _reports(processes, pipes)
             for process in processes:
                 process.join(10)
         finally:
@@ -106,29 +109,34 @@ def run_ranks(
                 process.join()
 
 
-def _reports(pipes: list[Connection]) -> Iterator[Any]:
-    open_pipes = list(pipes)
+def _reports(processes: list[Any], pipes: list[Connection]) -> Iterator[Any]:
+    """What comes, until all are done or one has failed and the others had a moment to say so."""
+    open_pipes, failures = list(pipes), list[tuple[float, int, str, str]]()
     while open_pipes:
-        failures: list[tuple[float, int, str, str]] = []
-        for pipe in wait(open_pipes):
+        ready = wait(open_pipes, _LAST_WORDS if failures else None)
+        if not ready:
+            break
+        for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pipes.index(pipe)
             try:
                 kind, when, value = pipe.recv()
             except (EOFError, ConnectionError):
-                failures.append((time.time(), rank, _FAILED, "it died without a word"))
-                continue
+                # That is why others fail, even if they were quicker to say that they do.
+                processes[rank].join(_LAST_WORDS)
+                code = processes[rank].exitcode
+                kind, when, value = _FAILED, 0.0, f"died without a word, exit code {code}"
             if kind == _REPORT:
                 yield value
-            elif kind == _DONE:
-                open_pipes.remove(pipe)
-            else:
+                continue
+            open_pipes.remove(pipe)
+            if kind != _DONE:
                 failures.append((when, rank, kind, value))
-        if failures:
-            _, rank, kind, value = min(failures)
-            if kind == _WRONG:
-                raise WrongResultError(value)
-            raise RankFailedError(f"rank {rank} of {len(pipes)}: {value}")
+    if failures:
+        _, rank, kind, value = min(failures)
+        if kind == _WRONG:
+            raise WrongResultError(value)
+        raise RankFailedError(f"rank {rank} of {len(pipes)}: {value}")
 
 
 def _serve(

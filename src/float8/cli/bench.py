@@ -22,7 +22,7 @@ from float8.cli.options import Debug
 from float8.models.presets import PRESETS
 
 app = typer.Typer(
-    help="Time GEMMs, casts, layers and blocks, each checked before it is timed.",
+    help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
     no_args_is_help=True,
 )
 
