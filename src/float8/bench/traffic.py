@@ -47,6 +47,7 @@ class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True  # they pass through, as all else
         self.traffic = Traffic()
 
     @classmethod
@@ -61,7 +62,7 @@ class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it calls for its local part comes by once more
         result = func(*args, **(kwargs or {}))
-        if func.namespace in _NAMESPACES:
+        if getattr(func, "namespace", None) in _NAMESPACES:
             functional = func.namespace != _NAMESPACES[0]
             name = func._schema.name.partition("::")[2]
             self._count(name, args, result if functional else None)
