@@ -4,7 +4,7 @@
     python benchmarks/readme_table.py --check  # exit 1 if that would change it
 
 A results file is what one `float8 bench ... -o benchmarks/results/NAME.json` wrote; those of
-`block`, `linear` and `cast` are shown. To change a number, measure again.
+`block`, `fsdp`, `linear` and `cast` are shown. To change a number, measure again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def updated(readme: str, performance: str) -> str:
 def tables(folder: Path) -> str:
     """All tables, of the files in `folder` by name."""
     parts = []
-    for name, show in (("block", block_table), ("linear", linear_table), ("cast", cast_line)):
+    shown = {"block": block_table, "fsdp": fsdp_table, "linear": linear_table, "cast": cast_line}
+    for name, show in shown.items():
         for path in sorted(folder.glob("*.json")):
             results = json.loads(path.read_text())
             if results.get("benchmark") == name:
@@ -74,6 +75,26 @@ def block_table(results: Results, path: Path) -> str:
         cells += [number(compiled, "peak_gib", 2)]
         cells += [number(eager, "ms", 1), number(eager, "speedup", 2)]
         lines.append(line([label(recipe, results), *cells]))
+    return "\n".join([*lines, "", source(results, path), ""])
+
+
+def fsdp_table(results: Results, path: Path) -> str:
+    """A row per recipe, mode and gather."""
+    size = results["settings"]
+    title = (
+        f"{size['blocks']} block{'' if size['blocks'] == 1 else 's'} of {size['model']}, FSDP2 on "
+        f"{size['ranks']} ranks, {size['batch']} x {size['seq_len']} tokens each, "
+        "forward + backward + AdamW"
+    )
+    heads = ["gather", "ms", "tokens/s", "speedup", "gathered GB", "exposed ms", "peak GiB"]
+    lines = header([title, *heads])
+    for row in results["rows"]:
+        name = label(row["recipe"], results)
+        cells = [name if row["mode"] == "compiled" else f"{name}, {row['mode']}", row["gather"]]
+        cells += [number(row, "ms", 1), f"{row['tokens_per_s']:,.0f}", number(row, "speedup", 2)]
+        cells += [f"{row['gathered_mb'] / 1e3:.2f}"]
+        cells += [number(row, "exposed_ms", 1), number(row, "peak_gib", 2)]
+        lines.append(line(cells))
     return "\n".join([*lines, "", source(results, path), ""])
 
 

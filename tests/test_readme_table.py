@@ -62,6 +62,23 @@ def test_several_microbatches_are_named(script: ModuleType, tmp_path: Path) -> N
     assert "| tensorwise, cached weights |  |  |  | 9.0 | 1.00 |" in lines
 
 
+def test_sharded_training_is_shown_by_gather(script: ModuleType, tmp_path: Path) -> None:
+    environment = {"device": "a GPU", "torch": "2.11", "command": "float8 bench", "torchao": "1.0"}
+    size = {"model": "tiny", "blocks": 2, "batch": 1, "seq_len": 64, "ranks": 4}
+    base = {"gather": "bf16", "ms": 8.0, "tokens_per_s": 32000.0, "speedup": 1.0}
+    base |= {"gathered_mb": 2400.0, "exposed_ms": 1.25, "peak_gib": 3.0}
+    rows = [
+        {**base, "recipe": "bf16", "mode": "compiled"},
+        {**base, "recipe": "torchao tensorwise", "mode": "eager", "gather": "float8"},
+    ]
+    results = {"benchmark": "fsdp", "environment": environment, "settings": size, "rows": rows}
+    (tmp_path / "fsdp.json").write_text(json.dumps(results))
+    lines = script.tables(tmp_path).splitlines()
+    assert "| 2 blocks of tiny, FSDP2 on 4 ranks, 1 x 64 tokens each, forward" in lines[0]
+    assert "| bf16 | bf16 | 8.0 | 32,000 | 1.00 | 2.40 | 1.2 | 3.00 |" in lines
+    assert lines[3].startswith("| torchao 1.0 tensorwise, eager | float8 | 8.0 |")
+
+
 def test_the_markers_must_be_there(script: ModuleType) -> None:
     with pytest.raises(ValueError, match="README: expected the lines"):
         script.updated("no markers", "table")

@@ -124,6 +124,10 @@ def test_a_wrong_result_is_one_line_and_no_file(
         (["cast", "--mkn", "32,32,32", "-o", "x.txt", *CPU], "output: got 'x.txt'"),
         (["block", "--model", "huge", *CPU], "unknown model 'huge'"),
         (["profile", "--mode", "both", "--device", "cpu"], "mode: got 'both'"),
+        (["fsdp", "--model", "huge", *CPU], "unknown model 'huge'"),
+        (["fsdp", "--recipe", "fp7", *CPU], "recipe: got 'fp7'"),
+        (["fsdp", "--peers", "te", *CPU], "peers: got 'te', expected torchao"),
+        (["fsdp", "--device", "cuda:1"], "device: got 'cuda:1', expected cuda or cpu"),
     ],
 )
 def test_user_errors_are_one_line(
@@ -135,11 +139,19 @@ def test_user_errors_are_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["matmul", "cast", "linear", "block", "profile"])
+def test_fsdp_starts_its_own_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["bench", "fsdp", *CPU]) == 2
+    assert "got RANK in the environment, as under torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["matmul", "cast", "linear", "block", "profile", "fsdp"])
 def test_without_a_gpu_it_says_so(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    shapes = [] if name in ("block", "profile") else ["--mkn", "32,32,32"]
+    shapes = [] if name in ("block", "profile", "fsdp") else ["--mkn", "32,32,32"]
     assert main(["bench", name, *shapes]) == 2
     assert capsys.readouterr().err.startswith("error: no CUDA GPU here: run this on a machine")

@@ -63,7 +63,7 @@ class StackStep:
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
         self._variant, self._microbatches = variant, size.microbatches
-        stack = _bf16_stack(size, device)
+        stack = bf16_stack(size, device)
         self.stack = variant.convert(stack)
         for layer in stack.layers:
             variant.compile(layer)
@@ -161,7 +161,7 @@ def bench_block(
     yield rows
 
 
-def _bf16_stack(size: StackSize, device: torch.device) -> Stack:
+def bf16_stack(size: StackSize, device: torch.device) -> Stack:
     """The same weights at every call, in bf16; the rotary table stays float32."""
     torch.manual_seed(0)
     with torch.device(device):

@@ -69,6 +69,23 @@ def _torchao(recipe: str) -> Peer | None:
     return Peer(f"torchao {recipe}", convert, contextlib.nullcontext, compiles=True)
 
 
+def torchao_float8_gather() -> tuple[Peer, Callable[[nn.Module], None]]:
+    """Installed torchao, tensorwise, with its float8 all-gather.
+
+    Returns:
+        The peer; and what it wants called after each optimizer step.
+    """
+    torchao = importlib.import_module("torchao.float8")
+    config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+    def convert(model: nn.Module) -> nn.Module:
+        converted: nn.Module = torchao.convert_to_float8_training(model, config=config)
+        return converted
+
+    peer = Peer("torchao tensorwise", convert, contextlib.nullcontext, compiles=True)
+    return peer, torchao.precompute_float8_dynamic_scale_for_fsdp
+
+
 def _transformer_engine(recipe: str) -> Peer | None:
     if recipe not in _TE_RECIPES:
         return None

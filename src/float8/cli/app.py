@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch.distributed as dist
 import typer
 
 from float8.cli.bench import app as bench_app
@@ -24,6 +25,10 @@ app.command("train")(train_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)
 app.add_typer(bench_app, name="bench")
+if dist.is_available():  # not in every build of torch
+    from float8.cli.bench_fsdp import fsdp_command
+
+    bench_app.command("fsdp")(fsdp_command)
 
 
 def _show_version(wanted: bool) -> None:

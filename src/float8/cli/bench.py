@@ -22,7 +22,7 @@ from float8.cli.options import Debug
 from float8.models.presets import PRESETS
 
 app = typer.Typer(
-    help="Time GEMMs, casts, layers and blocks, each checked before it is timed.",
+    help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
     no_args_is_help=True,
 )
 
@@ -65,12 +65,13 @@ def _count(shapes: dict[str, tuple[Shape, ...]]) -> int:
     return sum(len(members) for members in shapes.values())
 
 
-def _split(values: list[str] | None) -> list[str]:
+def split_words(values: list[str] | None) -> list[str]:
     """Words of options that may be repeated or hold several words with commas between."""
     return [word for value in values or [] for word in value.split(",") if word]
 
 
-def _modes(mode: str) -> tuple[str, ...]:
+def parse_modes(mode: str) -> tuple[str, ...]:
+    """The modes that an option stands for; a `ValueError` names those there are."""
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
     return MODES[mode]
@@ -94,7 +95,7 @@ def matmul_command(
     On a GPU, fast accumulation has two kernels; `benchmarks/fit_gemm_choice.py` makes of their
     times the table that layers choose by.
     """
-    selected = select_shapes(_split(shapes), mkn or [])
+    selected = select_shapes(split_words(shapes), mkn or [])
     settings = {"shapes": selected, "gradients": gradients}
     bench = Bench.start("matmul", device, output, rounds=rounds, **settings)
     groups = bench_matmul(selected, bench.device, rounds, gradients=gradients)
@@ -120,10 +121,10 @@ def linear_command(
     Each result is checked against bf16's, which is checked against float64. A shape set of several
     layers ends with its sums.
     """
-    selected = select_shapes(_split(shapes), mkn or [])
-    recipes = _split(recipe) or list(RECIPES)
-    others = _split(peers)
-    modes = _modes(mode)
+    selected = select_shapes(split_words(shapes), mkn or [])
+    recipes = split_words(recipe) or list(RECIPES)
+    others = split_words(peers)
+    modes = parse_modes(mode)
     settings = {"shapes": selected, "recipes": recipes, "modes": modes, "peers": others}
     bench = Bench.start("linear", device, output, rounds=rounds, **settings)
     variants = make_variants(recipes, modes, bench.find_peers(others))
@@ -149,7 +150,7 @@ def cast_command(
 
     Every kernel is compared with its plain-torch twin first, bit by bit.
     """
-    selected = select_shapes(_split(shapes), mkn or [])
+    selected = select_shapes(split_words(shapes), mkn or [])
     bench = Bench.start("cast", device, output, shapes=selected, rounds=rounds)
     comparisons = check_awkward(bench.device)
     bench.console.print(f"{comparisons} comparisons with the plain-torch twins: bitwise equal")
@@ -183,9 +184,9 @@ def block_command(
     `float8.cached_weights` around them.
     """
     size = StackSize(model, blocks, seq_len, batch, microbatches)
-    recipes = _split(recipe) or list(RECIPES)
-    others = _split(peers)
-    modes = _modes(mode)
+    recipes = split_words(recipe) or list(RECIPES)
+    others = split_words(peers)
+    modes = parse_modes(mode)
     settings = {**dataclasses.asdict(size), "recipes": recipes, "modes": modes}
     settings |= {"peers": others, "rounds": rounds}
     bench = Bench.start("block", device, output, **settings)

@@ -63,6 +63,21 @@ BLOCK = [
     Column("peak_gib", "peak GiB", ".2f"),
     Column("sqnr_db", "SQNR dB", ".1f"),
 ]
+FSDP = [
+    Column("recipe", "recipe"),
+    Column("mode", "mode"),
+    Column("gather", "gather"),
+    Column("ms", "ms", ",.2f"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("speedup", "speedup", ".2f"),
+    Column("gathered_mb", "gathered MB", ",.1f"),
+    Column("reduce_scattered_mb", "reduce-scattered MB", ",.1f"),
+    Column("all_reduced_kb", "all-reduced kB", ",.2f"),
+    Column("exposed_ms", "exposed comm ms", ",.2f"),
+    Column("peak_gib", "peak GiB", ".2f"),
+    Column("sqnr_db", "SQNR dB", ".1f"),
+    Column("same_bits", "bits of 16-bit gather", ".0%"),
+]
 PROFILE = [
     Column("pass", "pass"),
     Column("kind", "kind"),

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
+from float8.bench.ranks import RankFailedError
 from float8.measure import WrongResultError
 from float8.trainer.errors import OutOfMemoryError, TrainerError, TrainingDivergedError
 
@@ -46,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _cli.run(list(sys.argv[1:] if arguments is None else arguments), session)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except (TrainerError, WrongResultError, ValueError, OSError) as error:
+    except (TrainerError, WrongResultError, RankFailedError, ValueError, OSError) as error:
         if session.debug:
             traceback.print_exc()
-        failed = isinstance(error, (TrainingDivergedError, OutOfMemoryError, WrongResultError))
+        failed = isinstance(
+            error, (TrainingDivergedError, OutOfMemoryError, WrongResultError, RankFailedError)
+        )
         hint = "" if failed or isinstance(error, TrainerError) else " (--debug shows where)"
         return _fail(f"{error}{hint}", 1 if failed else 2)
     return 0

@@ -1,0 +1,133 @@
+"""What one rank sends: collectives counted as they are called, and the time they stand alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Interval = tuple[float, float]
+"""Start and end of something, in one unit of time."""
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_NO_DATA = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd")
+
+
+@dataclass
+class Traffic:
+    """Bytes of the whole tensors that collectives of one rank were about, own part included.
+
+    Attributes:
+        gathered: Results of all-gathers.
+        reduce_scattered: Inputs of reduce-scatters.
+        all_reduced: Tensors of all-reduces.
+        other: Of anything else that was sent or received.
+        all_reduces: How many all-reduces there were.
+    """
+
+    gathered: int = 0
+    reduce_scattered: int = 0
+    all_reduced: int = 0
+    other: int = 0
+    all_reduces: int = 0
+
+
+class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is open, collectives of this thread and its backward passes are counted.
+
+    At the level of the operators that reach a process group: whoever calls them, by whatever name.
+    Compiled code stays compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True  # they pass through, as all else
+        self.traffic = Traffic()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled run as it is; else torch would fall back to eager mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator and count it, if it is a collective."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it calls for its local part comes by once more
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", None) in _NAMESPACES:
+            functional = func.namespace != _NAMESPACES[0]
+            name = func._schema.name.partition("::")[2]
+            self._count(name, args, result if functional else None)
+        return result
+
+    def _count(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """`result` is that of a functional collective; the others write into an argument."""
+        if name in _NO_DATA:
+            return
+        traffic, functional = self.traffic, result is not None
+        if "allgather" in name or "all_gather" in name:
+            traffic.gathered += _bytes([result if functional else args[0]])
+        elif "reduce_scatter" in name:
+            traffic.reduce_scattered += _bytes([args[0 if functional else 1]])
+        elif "allreduce" in name or "all_reduce" in name:
+            traffic.all_reduced += _bytes([args[0]])
+            traffic.all_reduces += 1
+        else:
+            traffic.other += _bytes([args[0]])
+
+
+def exposed(communication: Iterable[Interval], work: Iterable[Interval]) -> float:
+    """How long communication ran while no work did, in the unit of the intervals.
+
+    Intervals may overlap each other and come in any order.
+    """
+    ours, others = _union(communication), _union(work)
+    total = sum(end - start for start, end in ours)
+    covered, first = 0.0, 0
+    for start, end in ours:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        for other_start, other_end in others[first:]:
+            if other_start >= end:
+                break
+            covered += min(end, other_end) - max(start, other_start)
+    return total - covered
+
+
+def exposed_ms(profiled: torch.profiler.profile) -> float:
+    """Time in which a GPU ran kernels of NCCL and nothing else, in milliseconds."""
+    communication: list[Interval] = []
+    work: list[Interval] = []
+    events = profiled.events()  # type: ignore[no-untyped-call]
+    for event in events or ():
+        if event.device_type != torch.profiler.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        lower = event.name.lower()
+        if lower.startswith(("nccl:", "fsdp::")):  # a span around kernels, not one of them
+            continue
+        span = (event.time_range.start, event.time_range.end)
+        (communication if "nccl" in lower else work).append(span)
+    return exposed(communication, work) / 1e3
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, Tensor))
