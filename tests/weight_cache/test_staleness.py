@@ -114,6 +114,22 @@ def test_an_optimizer_step_inside_compiled(config, optimizer: str) -> None:
     assert_equal(both_ways(config, "compiled", Stepper(optimizer)))
 
 
+def test_a_compiled_optimizer_step_inside() -> None:
+    torch._dynamo.reset()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model, backend="aot_eager")
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    with cached_weights(model):
+        run(seeded(0, *SHAPE)).sum().backward()
+        before = [layer.weight.detach().clone() for layer in layers_of(model)]
+        step()
+        for layer, old in zip(layers_of(model), before, strict=True):
+            assert not torch.equal(layer.weight, old)
+            assert layer.weight_cache is not None
+            assert layer.weight_cache.holds(layer.weight)
+
+
 def test_other_models_steps_cast_nothing() -> None:
     model, other = model_of(), model_of()
     accumulate(other, other, 0, SHAPE)
