@@ -29,6 +29,16 @@ def test_ranks_give_the_values_of_the_flattened_input(
     assert all(same_bits(got[name].reshape(flat[name].shape), flat[name]) for name in flat)
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=["2d", "3d"])
+def test_the_output_is_no_view_as_nn_linears(shape: tuple[int, ...]) -> None:
+    """It can be written into in place, and FSDP2 does not warn of it."""
+    x = seeded(0, *shape, K).requires_grad_()
+    assert not nn.Linear(K, N, bias=False)(x)._is_view()
+    y = Float8Linear(K, N, bias=False)(x)
+    assert not y._is_view()
+    y.mul_(2).sum().backward()
+
+
 @on_devices
 @CONFIGS
 @pytest.mark.parametrize("dtype", DTYPES)

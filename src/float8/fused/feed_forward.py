@@ -19,6 +19,7 @@ from float8.fused.call import Call, take_apart
 from float8.fused.layers import compute_dtype, fusable, record_input, with_columns, with_fresh_amax
 from float8.fused.norm import fused_norm, input_columns, input_operand
 from float8.linear import Float8Linear
+from float8.linear.function import with_leading_dims
 
 
 def swiglu_feed_forward(
@@ -71,7 +72,7 @@ def swiglu_feed_forward(
         y = _FeedForward.apply(  # type: ignore[no-untyped-call]
             rows, norm_weight, *weights, given, call
         )
-        y = y.reshape(*x.shape[:-1], -1)
+        y = with_leading_dims(y, x)
         residual = residual and not add
     return source + y if residual else y  # type: ignore[no-any-return]
 

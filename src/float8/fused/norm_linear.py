@@ -13,6 +13,7 @@ from float8.fused import layers as fused
 from float8.fused.call import Call, take_apart
 from float8.fused.layers import compute_dtype, fusable, record_input, with_fresh_amax
 from float8.fused.norm import fused_norm, input_columns, input_operand
+from float8.linear.function import with_leading_dims
 
 
 def rms_norm_linear(
@@ -50,7 +51,8 @@ def rms_norm_linear(
         return (*outputs, x) if residual else outputs
     rows, norm_weight, weights, _, call = take_apart(x, linears, fused_with, residual)
     outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
-    return tuple(y.reshape(*x.shape[:-1], -1) for y in outputs)
+    products = tuple(with_leading_dims(y, x) for y in outputs[: len(linears)])
+    return (*products, outputs[-1].view(x.shape)) if residual else products
 
 
 class _NormLinear(torch.autograd.Function):

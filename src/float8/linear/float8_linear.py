@@ -8,7 +8,7 @@ from float8.config import CastSite, Float8LinearConfig
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear import state
 from float8.linear.cached import current_operand
-from float8.linear.function import DelayedScales, Float8LinearFunction
+from float8.linear.function import DelayedScales, Float8LinearFunction, with_leading_dims
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
 from float8.linear.stateful import StatefulLinear
@@ -100,7 +100,6 @@ class Float8Linear(StatefulLinear):
         source, weight, bias = input, self.weight, self.bias  # once: they may be computed
         input = self.check_input(input, weight.dtype)
         grad = torch.is_grad_enabled()
-        # A reshape that changes nothing is still a node of the graph to issue.
         rows = input if input.dim() == 2 else input.reshape(-1, self.in_features)
         if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
             output = rows @ weight.to(input.dtype).t()
@@ -121,8 +120,7 @@ class Float8Linear(StatefulLinear):
                 # A copy made for this layer alone is nobody else's.
                 keep_input and self.plan.share_input and input is source and input.is_contiguous(),
             )
-        if rows is not input:
-            output = output.reshape(*input.shape[:-1], self.out_features)
+        output = with_leading_dims(output, input)
         return output if bias is None else output + bias.to(output.dtype)
 
     def check_input(self, input: Tensor, weight_dtype: torch.dtype) -> Tensor:

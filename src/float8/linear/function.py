@@ -56,6 +56,17 @@ def trim(x: Tensor, columns: int) -> Tensor:
     return x if x.shape[1] == columns else x[:, :columns].contiguous()
 
 
+def with_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
+    """[M, N] with the leading dims of `like` [..., K]; no view, since nobody else holds `rows`.
+
+    FSDP2 warns of modules that return views, and writing into them in place is restricted.
+    """
+    if like.dim() == 2:
+        return rows  # an op that changes nothing is still a node of the graph to issue
+    shape = (*like.shape[:-1], rows.shape[1])
+    return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
+
+
 def quantize_input(
     input: Tensor, source: Tensor, plan: LinearPlan, scales: DelayedScales, record: bool, col: bool
 ) -> Operand:
