@@ -23,6 +23,7 @@ from float8.scaling import update_history_and_scale
 _stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.WeakKeyDictionary()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.inference_mode(False)  # what it creates is written again outside of inference mode
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
@@ -107,9 +108,11 @@ def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> R
             f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer"
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(*_: Any) -> None:
         sync_float8_amax_and_scale_history(model)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_step(*_: Any) -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
 

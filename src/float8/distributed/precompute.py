@@ -24,6 +24,7 @@ class _Kind(NamedTuple):
     round_to_power_of_2: bool
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.inference_mode(False)
 @torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:

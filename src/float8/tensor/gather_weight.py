@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.formats import HIGH_PRECISION_DTYPES
@@ -104,6 +105,8 @@ class Float8GatherWeight(torch.Tensor):
 
     def set_precomputed(self, precomputed: PrecomputedScale | None) -> None:
         """Set the scale of the weight as it is now; it holds until the next write."""
+        if precomputed is not None and not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_forget_scales))
         self._shared.precomputed = precomputed
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -209,6 +212,20 @@ _COPIES = {
 }
 _KEEP = _COPIES | {aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default}
 """Ops besides views whose result is of the class too: what sharding and `to_empty` make use of."""
+
+
+_hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+
+# A compiled step writes the inner tensor, of which no dispatch tells. Before the step, as hooks of
+# all optimizers run after those of one: behind it, scales may be set anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_scales(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            weight = local_tensor(parameter)
+            if isinstance(weight, Float8GatherWeight):
+                weight.set_precomputed(None)
 
 
 def high_precision(x: Tensor) -> Tensor:
