@@ -136,6 +136,46 @@ def test_copies_outside_of_torch(how: str) -> None:
     assert y.high_precision.data_ptr() != x.high_precision.data_ptr()
 
 
+NEW_DATA = {
+    "plain": lambda x: torch.full_like(x, 3.0),
+    "of its class": lambda x: Float8GatherWeight(torch.full((6, 4), 3.0), PLAN),
+    "Parameter": lambda x: nn.Parameter(torch.full((6, 4), 3.0)),
+    "with other strides": lambda x: torch.full((4, 6), 3.0).t(),
+    "part of a vector": lambda x: torch.full((30,), 3.0)[6:].view(6, 4),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_DATA)
+def test_new_data_is_what_the_weight_then_is(kind: str) -> None:
+    x = nn.Parameter(weight(scale=0.5))
+    view = x.data
+    new = NEW_DATA[kind](x)
+    x.data = new
+    assert x.precomputed is None
+    assert isinstance(x, Float8GatherWeight)
+    assert isinstance(x, nn.Parameter)
+    assert x.requires_grad
+    assert (x.high_precision == 3).all()
+    assert (x.detach() + 1 == 4).all()
+    assert x.stride() == x.high_precision.stride() == (4, 1)
+    assert torch.equal(view.high_precision, seeded(0, 6, 4))
+    x.set_precomputed(PrecomputedScale(torch.tensor(0.5), x.dtype))
+    if isinstance(new, Float8GatherWeight):
+        new.mul_(2)
+        assert x.precomputed is None
+        assert (x.high_precision == 6).all()
+
+
+def test_what_cannot_be_data_is_told() -> None:
+    x = nn.Parameter(weight())
+    with pytest.raises(TypeError, match=r"data: got list, expected a torch.Tensor or Float8G"):
+        x.data = [1.0]
+    for new in (torch.ones(24), torch.ones(6, 4).bfloat16(), torch.ones(6, 4, device="meta")):
+        with pytest.raises(ValueError, match=r"data: got(.)*expected shape \(6, 4\)(.)*FSDP1"):
+            x.data = new
+    assert torch.equal(x.high_precision, seeded(0, 6, 4))
+
+
 # ---------------------------------------------------------------- in a model that is not sharded
 
 
@@ -196,6 +236,14 @@ def test_state_dicts_of_an_unsharded_model_are_plain_and_load() -> None:
         assert isinstance(other.w1.weight, Float8GatherWeight)
         assert isinstance(other.w1.weight, nn.Parameter)
         assert torch.equal(other.w1.weight.high_precision, plain.w1.weight)
+
+
+def test_parameters_as_a_vector() -> None:
+    model = pair("tensorwise", "cpu", FeedForward(32, 48))[1]
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(2 * vector, model.parameters())
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), 2 * vector)
+    assert torch.equal(high_precision(model.w1.weight).flatten(), 2 * vector[: 32 * 48])
 
 
 def test_moves_and_meta() -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.formats import HIGH_PRECISION_DTYPES
 
 aten = torch.ops.aten
+_tensor_data: Any = Tensor.data
 
 
 @dataclass
@@ -108,6 +109,46 @@ class Float8GatherWeight(torch.Tensor):
         if precomputed is not None and not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_forget_scales))
         self._shared.precomputed = precomputed
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor. A tensor that is assigned takes the place of the one inside.
+
+        It must have the same shape, dtype and device; it is shared, or copied if it lies otherwise
+        in its memory. The precomputed scale is forgotten.
+
+        Raises:
+            TypeError: something else than a plain tensor or one of this class is assigned.
+            ValueError: its shape, dtype or device is another.
+        """
+        view: Tensor = _tensor_data.__get__(self)
+        return view
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        values = new._inner if isinstance(new, Float8GatherWeight) else new
+        if type(values) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"data: got {type(new).__name__}, expected a torch.Tensor or {type(self).__name__}"
+            )
+        got, expected = (
+            f"shape {tuple(x.shape)}, {x.dtype} on {x.device}" for x in (values, self._inner)
+        )
+        if got != expected:
+            raise ValueError(
+                f"data: got a tensor with {got}, expected {expected}; to change dtype or device, "
+                f"call .to() on the module or assign it a new Parameter; FSDP1 cannot gather in "
+                f"float8: convert with enable_fsdp_float8_all_gather=False for it"
+            )
+        values, shared = values.detach(), _Shared()
+        if (values.stride(), values.storage_offset()) != (self.stride(), self.storage_offset()):
+            values = torch.empty_strided(
+                self.shape, self.stride(), dtype=self.dtype, device=self.device
+            ).copy_(values)
+        elif isinstance(new, Float8GatherWeight):
+            shared = new._shared
+            shared.precomputed = None
+        self._inner, self._shared = values, shared
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._inner}, plan={self._plan})"
