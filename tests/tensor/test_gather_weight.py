@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -268,11 +269,16 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     model.w1.weight.grad = torch.ones(48, 32)
     model.w2.weight.requires_grad_(False)
     memory = model.w1.weight.data_ptr()
-    model = convert_to_float8_training(
-        model,
-        config=CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True),
-        module_filter_fn=all_linears,
-    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = convert_to_float8_training(
+            model,
+            config=CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True),
+            module_filter_fn=all_linears,
+        )
+    assert [
+        "1 layer(s)" in str(w.message) and "make it after" in str(w.message) for w in warned
+    ] == ([] if swappable else [True])
     weight = model.w1.weight
     assert (weight is before) == swappable
     assert isinstance(weight, Float8GatherWeight)
@@ -281,6 +287,19 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     assert (weight.group, weight.grad.sum()) == ("decay", 48 * 32)
     assert not model.w2.weight.requires_grad
     assert weight.high_precision.data_ptr() == memory
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_weight_with_hooks_is_not_converted(kind: str) -> None:
+    model = FeedForward(32, 48)
+    handle = getattr(model.w2.weight, kind)(lambda x: None)
+    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"'w2': got a weight with gradient hooks(.)*after"):
+        convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert type(model.w1) is nn.Linear
+    handle.remove()
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert isinstance(model.w2.weight, Float8GatherWeight)
 
 
 def test_an_optimizer_made_before_the_conversion_trains_its_weights() -> None:
