@@ -52,7 +52,8 @@ def sync_float8_amax_and_scale_history(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: layers are on different meshes and no `group` is given.
+        ValueError: no `group` is given, and layers are on different meshes, or their weights are
+            gathered at the moment, so that their mesh is not known.
     """
     require_module(model, "model")
     if fp8_layers is None:

@@ -119,6 +119,13 @@ def stages() -> None:
     sync_float8_amax_and_scale_history(model)
     assert torch.equal(model[0].ffn.w1.fp8_amax_history_input[0], torch.stack(parts).max())
     assert torch.equal(parts[rank], amax)
+    for module in (model, *model.children()):
+        module.unshard()
+    with pytest.raises(ValueError, match=r"got weights that are gathered(.)*reshard(.)*`group=`"):
+        sync_float8_amax_and_scale_history(model)
+    sync_float8_amax_and_scale_history(model, group=mesh.get_group("shard"))
+    for module in (model, *model.children()):
+        module.reshard()
     other = shard(convert(model_of(blocks=1), "delayed"), cpu_mesh())
     both = nn.ModuleList([model, other])
     with pytest.raises(ValueError, match=r"got layers on 2 different meshes.*`group=`"):

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from float8.tensor import Float8Tensor
+
 Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
 
@@ -49,7 +51,8 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
 
     Raises:
         TypeError: `group` is no process group.
-        ValueError: the weights are on different meshes.
+        ValueError: the weights are on different meshes, or all gathered at the moment, so that
+            they do not tell their mesh.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ()
@@ -57,6 +60,7 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         return (group,)
+    weights = list(weights)
     meshes = {mesh for w in weights if (mesh := getattr(w, "device_mesh", None)) is not None}
     if len(meshes) > 1:
         raise ValueError(
@@ -66,4 +70,12 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    return (dist.group.WORLD,) if dist.get_world_size() > 1 else ()
+    if dist.get_world_size() == 1:
+        return ()
+    if not meshes and any(isinstance(w, Float8Tensor) for w in weights):
+        raise ValueError(
+            "model: got weights that are gathered at the moment, expected shards, which tell the "
+            "ranks that share amaxes; call reshard() on the modules that keep their weights, or "
+            "say which ranks with `group=`"
+        )
+    return (dist.group.WORLD,)
