@@ -14,6 +14,7 @@ from float8.config import CastSite
 from float8.distributed import (
     all_reduce_amax,
     has_precomputable_scales,
+    mesh_device_type,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_groups,
 )
@@ -151,14 +152,16 @@ def _join_tied(layers: Sequence[Float8Linear]) -> None:
 
 def _reduced(amaxes: list[Tensor], layers: Sequence[Float8Linear], group: Any) -> list[Tensor]:
     """`amaxes` over all ranks, with one all-reduce per device."""
-    groups = sync_groups((layer.weight for layer in layers), group)
+    weights = [layer.weight for layer in layers]
+    groups = sync_groups(weights, group)
     if not groups:
         return amaxes
+    device_type = mesh_device_type(weights)
     reduced: list[Tensor | None] = [None] * len(amaxes)
     for device in {amax.device: None for amax in amaxes}:
         here = [i for i, amax in enumerate(amaxes) if amax.device == device]
         together = torch.cat([amaxes[i] for i in here])
-        all_reduce_amax(together, groups)
+        all_reduce_amax(together, groups, device_type)
         parts = torch.split(together, [len(amaxes[i]) for i in here])
         for i, part in zip(here, parts, strict=True):
             reduced[i] = part

@@ -1,10 +1,12 @@
 """What FSDP2 with float8 all-gather sends: half the bytes, and one all-reduce for all scales."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from float8.distributed import all_reduce_amax
@@ -245,6 +247,33 @@ def nan_on_one_rank(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_nan_on_one_rank_shows_on_all(two: Ranks, recipe: str) -> None:
     two.run(nan_on_one_rank, recipe)
+
+
+class ReducedError(Exception):
+    """On which device."""
+
+
+def reduced_on_the_mesh() -> None:
+    """A mesh of another type of device than the weights and amaxes are on, as with offloading."""
+
+    def reduce(x: torch.Tensor, **_: object) -> None:
+        raise ReducedError(x.device.type)
+
+    models = {recipe: shard(convert(model_of(), recipe)) for recipe in ("tensorwise", "delayed")}
+    for model in models.values():
+        step(model)
+    with (
+        mock.patch.object(DeviceMesh, "device_type", "meta"),
+        mock.patch.object(dist, "all_reduce", reduce),
+    ):
+        with pytest.raises(ReducedError, match="meta"):
+            precompute_float8_dynamic_scale_for_fsdp(models["tensorwise"])
+        with pytest.raises(ReducedError, match="meta"):
+            sync_float8_amax_and_scale_history(models["delayed"])
+
+
+def test_offloaded_amaxes_are_reduced_on_the_device_of_the_mesh(two: Ranks) -> None:
+    two.run(reduced_on_the_mesh)
 
 
 def one_scale_on_all() -> None:

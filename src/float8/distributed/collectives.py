@@ -13,7 +13,7 @@ Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
 
 
-def all_reduce_amax(amax: Tensor, groups: Sequence[Group]) -> None:
+def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | None = None) -> None:
     """Raise `amax` to the maximum over all ranks of `groups`, one group after the other.
 
     A NaN on one rank is a NaN on all, which a maximum of floats does not promise: it is one of
@@ -22,13 +22,24 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group]) -> None:
     Args:
         amax: float32, contiguous, >= 0 or NaN; written.
         groups: none: nothing is done.
+        device_type: where the groups can reduce, on the current device of the type: that of the
+            mesh, where `amax` may be offloaded. None: where `amax` is.
     """
     if not groups:
         return
     bits = amax.view(torch.int32)
     bits.bitwise_and_(0x7FFFFFFF)  # a NaN may carry a sign
+    there = bits if device_type in (None, amax.device.type) else bits.to(device_type)
     for group in groups:
-        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+    if there is not bits:
+        bits.copy_(there)
+
+
+def mesh_device_type(weights: Iterable[Any]) -> str | None:
+    """The type of device of the mesh that the weights are on, which they may be offloaded from."""
+    meshes = (getattr(weight, "device_mesh", None) for weight in weights)
+    return next((mesh.device_type for mesh in meshes if mesh is not None), None)
 
 
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
