@@ -221,7 +221,7 @@ def test_precomputing_while_weights_are_gathered_raises(two: Ranks) -> None:
     two.run(gathered_now)
 
 
-def nan_on_one_rank(recipe: str) -> None:
+def nan_on_one_rank(recipe: str, precompute: bool) -> None:
     for where in ("weight", "input"):
         model = shard(convert(model_of(), recipe))
         train(model, 2)
@@ -233,7 +233,8 @@ def nan_on_one_rank(recipe: str) -> None:
             with torch.no_grad():
                 local = weight.to_local()
                 local[0, 0] = torch.nan if dist.get_rank() == 1 else local[0, 0]
-            precompute_float8_dynamic_scale_for_fsdp(model)
+            if precompute:
+                precompute_float8_dynamic_scale_for_fsdp(model)
         loss = model(x).square().mean()
         loss.backward()
         assert where == "input" or loss.isnan()
@@ -244,9 +245,11 @@ def nan_on_one_rank(recipe: str) -> None:
             assert buffer.isfinite().all(), name  # one bad step does not spoil the next
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_nan_on_one_rank_shows_on_all(two: Ranks, recipe: str) -> None:
-    two.run(nan_on_one_rank, recipe)
+@pytest.mark.parametrize(
+    ("recipe", "precompute"), [("tensorwise", True), ("tensorwise", False), ("delayed", False)]
+)
+def test_nan_on_one_rank_shows_on_all(two: Ranks, recipe: str, precompute: bool) -> None:
+    two.run(nan_on_one_rank, recipe, precompute)
 
 
 class ReducedError(Exception):
