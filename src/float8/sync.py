@@ -14,6 +14,7 @@ from float8.config import CastSite
 from float8.distributed import (
     all_reduce_amax,
     has_precomputable_scales,
+    mesh_device_type,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_groups,
 )
@@ -23,6 +24,7 @@ from float8.scaling import update_history_and_scale
 _stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.WeakKeyDictionary()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.inference_mode(False)  # what it creates is written again outside of inference mode
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
@@ -51,7 +53,8 @@ def sync_float8_amax_and_scale_history(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: layers are on different meshes and no `group` is given.
+        ValueError: no `group` is given, and layers are on different meshes, or their weights are
+            gathered at the moment, so that their mesh is not known.
     """
     require_module(model, "model")
     if fp8_layers is None:
@@ -107,9 +110,11 @@ def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> R
             f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer"
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(*_: Any) -> None:
         sync_float8_amax_and_scale_history(model)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_step(*_: Any) -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
 
@@ -147,14 +152,16 @@ def _join_tied(layers: Sequence[Float8Linear]) -> None:
 
 def _reduced(amaxes: list[Tensor], layers: Sequence[Float8Linear], group: Any) -> list[Tensor]:
     """`amaxes` over all ranks, with one all-reduce per device."""
-    groups = sync_groups((layer.weight for layer in layers), group)
+    weights = [layer.weight for layer in layers]
+    groups = sync_groups(weights, group)
     if not groups:
         return amaxes
+    device_type = mesh_device_type(weights)
     reduced: list[Tensor | None] = [None] * len(amaxes)
     for device in {amax.device: None for amax in amaxes}:
         here = [i for i, amax in enumerate(amaxes) if amax.device == device]
         together = torch.cat([amaxes[i] for i in here])
-        all_reduce_amax(together, groups)
+        all_reduce_amax(together, groups, device_type)
         parts = torch.split(together, [len(amaxes[i]) for i in here])
         for i, part in zip(here, parts, strict=True):
             reduced[i] = part

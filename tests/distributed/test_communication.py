@@ -1,10 +1,12 @@
 """What FSDP2 with float8 all-gather sends: half the bytes, and one all-reduce for all scales."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from float8.distributed import all_reduce_amax
@@ -119,6 +121,13 @@ def stages() -> None:
     sync_float8_amax_and_scale_history(model)
     assert torch.equal(model[0].ffn.w1.fp8_amax_history_input[0], torch.stack(parts).max())
     assert torch.equal(parts[rank], amax)
+    for module in (model, *model.children()):
+        module.unshard()
+    with pytest.raises(ValueError, match=r"got weights that are gathered(.)*reshard(.)*`group=`"):
+        sync_float8_amax_and_scale_history(model)
+    sync_float8_amax_and_scale_history(model, group=mesh.get_group("shard"))
+    for module in (model, *model.children()):
+        module.reshard()
     other = shard(convert(model_of(blocks=1), "delayed"), cpu_mesh())
     both = nn.ModuleList([model, other])
     with pytest.raises(ValueError, match=r"got layers on 2 different meshes.*`group=`"):
@@ -212,7 +221,7 @@ def test_precomputing_while_weights_are_gathered_raises(two: Ranks) -> None:
     two.run(gathered_now)
 
 
-def nan_on_one_rank(recipe: str) -> None:
+def nan_on_one_rank(recipe: str, precompute: bool) -> None:
     for where in ("weight", "input"):
         model = shard(convert(model_of(), recipe))
         train(model, 2)
@@ -224,7 +233,8 @@ def nan_on_one_rank(recipe: str) -> None:
             with torch.no_grad():
                 local = weight.to_local()
                 local[0, 0] = torch.nan if dist.get_rank() == 1 else local[0, 0]
-            precompute_float8_dynamic_scale_for_fsdp(model)
+            if precompute:
+                precompute_float8_dynamic_scale_for_fsdp(model)
         loss = model(x).square().mean()
         loss.backward()
         assert where == "input" or loss.isnan()
@@ -235,9 +245,38 @@ def nan_on_one_rank(recipe: str) -> None:
             assert buffer.isfinite().all(), name  # one bad step does not spoil the next
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_nan_on_one_rank_shows_on_all(two: Ranks, recipe: str) -> None:
-    two.run(nan_on_one_rank, recipe)
+@pytest.mark.parametrize(
+    ("recipe", "precompute"), [("tensorwise", True), ("tensorwise", False), ("delayed", False)]
+)
+def test_nan_on_one_rank_shows_on_all(two: Ranks, recipe: str, precompute: bool) -> None:
+    two.run(nan_on_one_rank, recipe, precompute)
+
+
+class ReducedError(Exception):
+    """On which device."""
+
+
+def reduced_on_the_mesh() -> None:
+    """A mesh of another type of device than the weights and amaxes are on, as with offloading."""
+
+    def reduce(x: torch.Tensor, **_: object) -> None:
+        raise ReducedError(x.device.type)
+
+    models = {recipe: shard(convert(model_of(), recipe)) for recipe in ("tensorwise", "delayed")}
+    for model in models.values():
+        step(model)
+    with (
+        mock.patch.object(DeviceMesh, "device_type", "meta"),
+        mock.patch.object(dist, "all_reduce", reduce),
+    ):
+        with pytest.raises(ReducedError, match="meta"):
+            precompute_float8_dynamic_scale_for_fsdp(models["tensorwise"])
+        with pytest.raises(ReducedError, match="meta"):
+            sync_float8_amax_and_scale_history(models["delayed"])
+
+
+def test_offloaded_amaxes_are_reduced_on_the_device_of_the_mesh(two: Ranks) -> None:
+    two.run(reduced_on_the_mesh)
 
 
 def one_scale_on_all() -> None:

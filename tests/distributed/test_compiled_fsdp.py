@@ -6,13 +6,14 @@ a block between them, and a whole model breaks where the first runs, as it does 
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
 from support.configs import RECIPES
 from support.ranks import Ranks
-from support.sharded import DIM, Run, convert, shard, train
+from support.sharded import DIM, Run, convert, shard, traffic, train
 
 BLOCKS = 2
 WHAT = ["blocks", "blocks with hooks", "whole model"]
@@ -62,3 +63,36 @@ def test_every_cell_has_one_graph_per_block_and_the_bits_of_eager_mode(
     two: Ranks, recipe: str
 ) -> None:
     two.run(cells, recipe)
+
+
+def stepped(recipe: str, compile_step: bool, tell: str) -> list[Tensor]:
+    torch._dynamo.reset()
+    model, losses = shard(small(recipe, True)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if tell == "attach":
+        attach_to_optimizer(model, optimizer)
+
+    def step() -> None:
+        optimizer.step()
+
+    for _ in range(3):
+        with traffic() as seen:
+            loss = model(torch.ones(4, DIM)).square().mean()
+        assert (seen.all_reduces == 0) == (tell == "attach" and len(losses) > 0)
+        loss.backward()
+        losses.append(loss.detach())
+        if tell == "before":  # what the step makes of it is not known then
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        (torch.compile(step, backend="aot_eager") if compile_step else step)()
+        optimizer.zero_grad()
+    return losses
+
+
+def compiled_steps() -> None:
+    for recipe, tell in (("tensorwise", "attach"), ("tensorwise", "before"), ("delayed", "attach")):
+        eager, compiled = (stepped(recipe, compile_step, tell) for compile_step in (False, True))
+        assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True)), (recipe, tell)
+
+
+def test_compiled_optimizer_steps(two: Ranks) -> None:
+    two.run(compiled_steps)

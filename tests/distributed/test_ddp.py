@@ -55,6 +55,18 @@ def fsdp1(recipe: str) -> None:
         assert torch.equal(states[0][name.replace("_fsdp_wrapped_module.", "")], states[1][name])
 
 
+def fsdp1_with_all_gather() -> None:
+    model = convert(model_of(blocks=1), "tensorwise")
+    with pytest.raises(ValueError, match=r"FSDP1(.)*enable_fsdp_float8_all_gather=False"):
+        train(
+            FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), 1
+        )
+
+
+def test_fsdp1_cannot_gather_in_float8_and_says_so(two: Ranks) -> None:
+    two.run(fsdp1_with_all_gather)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fsdp1_on_two_ranks_equals_one(two: Ranks, recipe: str) -> None:
     two.run(fsdp1, recipe)

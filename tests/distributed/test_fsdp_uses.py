@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -253,6 +254,21 @@ def states() -> None:
 
 def test_state_dicts_hold_plain_weights(two: Ranks) -> None:
     two.run(states)
+
+
+def replicated() -> None:
+    """The mesh has two ranks, and each holds everything."""
+    results = []
+    for all_gather in (False, True):
+        model = convert(model_of(), "tensorwise", all_gather)
+        for module in (*model, model):
+            replicate(module, mesh=cpu_mesh())
+        results.append(train(model, 2))
+    results[0].assert_equal(results[1])
+
+
+def test_weights_that_are_not_sharded_at_all(two: Ranks) -> None:
+    two.run(replicated)
 
 
 def after_sharding() -> None:

@@ -48,6 +48,7 @@ class Ranks:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """`function(*args)` on every rank at once; what they return, by rank.
@@ -75,13 +76,17 @@ class Ranks:
         for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _start(self) -> None:
         # A server that has imported everything once and never ran anything: forks of it start at
         # once and inherit no threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        store = Path(tempfile.mkdtemp()) / "store"
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(

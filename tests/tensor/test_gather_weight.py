@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -136,6 +137,46 @@ def test_copies_outside_of_torch(how: str) -> None:
     assert y.high_precision.data_ptr() != x.high_precision.data_ptr()
 
 
+NEW_DATA = {
+    "plain": lambda x: torch.full_like(x, 3.0),
+    "of its class": lambda x: Float8GatherWeight(torch.full((6, 4), 3.0), PLAN),
+    "Parameter": lambda x: nn.Parameter(torch.full((6, 4), 3.0)),
+    "with other strides": lambda x: torch.full((4, 6), 3.0).t(),
+    "part of a vector": lambda x: torch.full((30,), 3.0)[6:].view(6, 4),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_DATA)
+def test_new_data_is_what_the_weight_then_is(kind: str) -> None:
+    x = nn.Parameter(weight(scale=0.5))
+    view = x.data
+    new = NEW_DATA[kind](x)
+    x.data = new
+    assert x.precomputed is None
+    assert isinstance(x, Float8GatherWeight)
+    assert isinstance(x, nn.Parameter)
+    assert x.requires_grad
+    assert (x.high_precision == 3).all()
+    assert (x.detach() + 1 == 4).all()
+    assert x.stride() == x.high_precision.stride() == (4, 1)
+    assert torch.equal(view.high_precision, seeded(0, 6, 4))
+    x.set_precomputed(PrecomputedScale(torch.tensor(0.5), x.dtype))
+    if isinstance(new, Float8GatherWeight):
+        new.mul_(2)
+        assert x.precomputed is None
+        assert (x.high_precision == 6).all()
+
+
+def test_what_cannot_be_data_is_told() -> None:
+    x = nn.Parameter(weight())
+    with pytest.raises(TypeError, match=r"data: got list, expected a torch.Tensor or Float8G"):
+        x.data = [1.0]
+    for new in (torch.ones(24), torch.ones(6, 4).bfloat16(), torch.ones(6, 4, device="meta")):
+        with pytest.raises(ValueError, match=r"data: got(.)*expected shape \(6, 4\)(.)*FSDP1"):
+            x.data = new
+    assert torch.equal(x.high_precision, seeded(0, 6, 4))
+
+
 # ---------------------------------------------------------------- in a model that is not sharded
 
 
@@ -198,6 +239,14 @@ def test_state_dicts_of_an_unsharded_model_are_plain_and_load() -> None:
         assert torch.equal(other.w1.weight.high_precision, plain.w1.weight)
 
 
+def test_parameters_as_a_vector() -> None:
+    model = pair("tensorwise", "cpu", FeedForward(32, 48))[1]
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(2 * vector, model.parameters())
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), 2 * vector)
+    assert torch.equal(high_precision(model.w1.weight).flatten(), 2 * vector[: 32 * 48])
+
+
 def test_moves_and_meta() -> None:
     with torch.device("meta"):
         plain = FeedForward(32, 48)
@@ -220,11 +269,16 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     model.w1.weight.grad = torch.ones(48, 32)
     model.w2.weight.requires_grad_(False)
     memory = model.w1.weight.data_ptr()
-    model = convert_to_float8_training(
-        model,
-        config=CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True),
-        module_filter_fn=all_linears,
-    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = convert_to_float8_training(
+            model,
+            config=CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True),
+            module_filter_fn=all_linears,
+        )
+    assert [
+        "1 layer(s)" in str(w.message) and "make it after" in str(w.message) for w in warned
+    ] == ([] if swappable else [True])
     weight = model.w1.weight
     assert (weight is before) == swappable
     assert isinstance(weight, Float8GatherWeight)
@@ -233,6 +287,19 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     assert (weight.group, weight.grad.sum()) == ("decay", 48 * 32)
     assert not model.w2.weight.requires_grad
     assert weight.high_precision.data_ptr() == memory
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_weight_with_hooks_is_not_converted(kind: str) -> None:
+    model = FeedForward(32, 48)
+    handle = getattr(model.w2.weight, kind)(lambda x: None)
+    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"'w2': got a weight with gradient hooks(.)*after"):
+        convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert type(model.w1) is nn.Linear
+    handle.remove()
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert isinstance(model.w2.weight, Float8GatherWeight)
 
 
 def test_an_optimizer_made_before_the_conversion_trains_its_weights() -> None:

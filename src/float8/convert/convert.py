@@ -52,8 +52,8 @@ def convert_to_float8_training(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a layer that the filter lets through was converted before, with another
-            `config`, or is sharded already, although it is to be gathered in float8; nothing is
-            changed then. Or `tokens_per_step` is less than 1, or
+            `config`, or is to be gathered in float8, although it is sharded already or its weight
+            has gradient hooks; nothing is changed then. Or `tokens_per_step` is less than 1, or
             `auto_filter` comes with a `module_filter_fn` or without a GPU.
     """
     require_module(module, "module")

@@ -3,7 +3,7 @@
 It stands below `convert`, which gives weights the class that FSDP2 gathers in float8, and `sync`.
 """
 
-from float8.distributed.collectives import all_reduce_amax, sync_groups
+from float8.distributed.collectives import all_reduce_amax, mesh_device_type, sync_groups
 from float8.distributed.ddp import keep_amaxes_under_ddp
 from float8.distributed.precompute import (
     has_precomputable_scales,
@@ -17,6 +17,7 @@ __all__ = [
     "enable_float8_all_gather",
     "has_precomputable_scales",
     "keep_amaxes_under_ddp",
+    "mesh_device_type",
     "precompute_float8_dynamic_scale_for_fsdp",
     "sync_groups",
 ]

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from float8.tensor import Float8Tensor
+
 Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
 
 
-def all_reduce_amax(amax: Tensor, groups: Sequence[Group]) -> None:
+def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | None = None) -> None:
     """Raise `amax` to the maximum over all ranks of `groups`, one group after the other.
 
     A NaN on one rank is a NaN on all, which a maximum of floats does not promise: it is one of
@@ -20,13 +22,24 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group]) -> None:
     Args:
         amax: float32, contiguous, >= 0 or NaN; written.
         groups: none: nothing is done.
+        device_type: where the groups can reduce, on the current device of the type: that of the
+            mesh, where `amax` may be offloaded. None: where `amax` is.
     """
     if not groups:
         return
     bits = amax.view(torch.int32)
     bits.bitwise_and_(0x7FFFFFFF)  # a NaN may carry a sign
+    there = bits if device_type in (None, amax.device.type) else bits.to(device_type)
     for group in groups:
-        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+    if there is not bits:
+        bits.copy_(there)
+
+
+def mesh_device_type(weights: Iterable[Any]) -> str | None:
+    """The type of device of the mesh that the weights are on, which they may be offloaded from."""
+    meshes = (getattr(weight, "device_mesh", None) for weight in weights)
+    return next((mesh.device_type for mesh in meshes if mesh is not None), None)
 
 
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
@@ -49,7 +62,8 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
 
     Raises:
         TypeError: `group` is no process group.
-        ValueError: the weights are on different meshes.
+        ValueError: the weights are on different meshes, or all gathered at the moment, so that
+            they do not tell their mesh.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ()
@@ -57,6 +71,7 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         return (group,)
+    weights = list(weights)
     meshes = {mesh for w in weights if (mesh := getattr(w, "device_mesh", None)) is not None}
     if len(meshes) > 1:
         raise ValueError(
@@ -66,4 +81,12 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    return (dist.group.WORLD,) if dist.get_world_size() > 1 else ()
+    if dist.get_world_size() == 1:
+        return ()
+    if not meshes and any(isinstance(w, Float8Tensor) for w in weights):
+        raise ValueError(
+            "model: got weights that are gathered at the moment, expected shards, which tell the "
+            "ranks that share amaxes; call reshard() on the modules that keep their weights, or "
+            "say which ranks with `group=`"
+        )
+    return (dist.group.WORLD,)

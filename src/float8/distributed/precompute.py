@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import require_module
-from float8.distributed.collectives import Group, all_reduce_amax, sharding_groups
+from float8.distributed.collectives import (
+    Group,
+    all_reduce_amax,
+    mesh_device_type,
+    sharding_groups,
+)
 from float8.linear import Float8Linear
 from float8.scaling import amax_to_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, PrecomputedScale, local_tensor
@@ -17,6 +22,7 @@ class _Kind(NamedTuple):
     """What weights must have in common for their scales to be computed together."""
 
     groups: tuple[Group, ...]
+    mesh_device_type: str | None
     device: torch.device
     shard_dtype: torch.dtype
     param_dtype: torch.dtype
@@ -24,6 +30,7 @@ class _Kind(NamedTuple):
     round_to_power_of_2: bool
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.inference_mode(False)
 @torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
@@ -47,20 +54,26 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         shard: Float8GatherWeight = local_tensor(weight)
         plan = shard.plan
         param_dtype = plan.param_dtype or shard.dtype
-        groups = sharding_groups(weight)
         kind = _Kind(
-            groups, shard.device, shard.dtype, param_dtype, plan.dtype, plan.round_to_power_of_2
+            sharding_groups(weight),
+            mesh_device_type([weight]),
+            shard.device,
+            shard.dtype,
+            param_dtype,
+            plan.dtype,
+            plan.round_to_power_of_2,
         )
         kinds.setdefault(kind, []).append(shard)
 
-    together: dict[tuple[tuple[Group, ...], torch.device], list[_Kind]] = {}
+    together: dict[tuple[tuple[Group, ...], str | None, torch.device], list[_Kind]] = {}
     for kind in kinds:
-        together.setdefault((kind.groups, kind.device), []).append(kind)
-    for (groups, _), members in together.items():
+        where = (kind.groups, kind.mesh_device_type, kind.device)
+        together.setdefault(where, []).append(kind)
+    for (groups, device_type, _), members in together.items():
         # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
         amaxes = [_amaxes(kinds[kind]).to(kind.param_dtype).to(torch.float32) for kind in members]
         amax = torch.cat(amaxes)
-        all_reduce_amax(amax, groups)
+        all_reduce_amax(amax, groups, device_type)
         for kind, part in zip(members, torch.split(amax, [len(a) for a in amaxes]), strict=True):
             _set_scales(kinds[kind], part, kind)
 

@@ -62,9 +62,9 @@ class FSDPFloat8Weight(Float8GatherWeight):
                 scale = self._scale_from_all(_amax(shard), group)
             data = self._cast(shard, scale)
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
-        # A shard of another dim than the first is never padded.
+        # A shard of another dim than the first is never padded, nor is one of everything.
         rows = shard.shape[0]
-        if shard.shape[1] == outer_size[1]:
+        if shard.shape[1] == outer_size[1] and rows != outer_size[0]:
             rows = -(-outer_size[0] // group.size())
         return (_padded_bytes(data, rows, shard.shape[1]),), (scale, outer_size)
 
@@ -143,6 +143,7 @@ def _padded_bytes(data: Tensor, rows: int, columns: int) -> Tensor:
         return data.new_zeros((rows, columns), dtype=torch.uint8)
     bytes_ = data.view(torch.uint8)[:, :columns]
     missing = rows - bytes_.shape[0]
+    assert missing >= 0
     return torch.nn.functional.pad(bytes_, (0, 0, 0, missing)) if missing else bytes_.contiguous()
 
 

@@ -1,5 +1,7 @@
 """Which weights of a model are gathered in float8."""
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -10,12 +12,19 @@ from float8.tensor import Float8GatherWeight, GatherPlan
 
 
 def check_gatherable(linear: nn.Linear, fqn: str) -> None:
-    """Raise a `ValueError` if the weight of a layer to be converted is sharded already."""
+    """Raise a `ValueError` if the weight of a layer to be converted is sharded or has hooks."""
     if hasattr(linear.weight, "device_mesh"):
         raise ValueError(
             f"layer {fqn or '(root)'!r}: got a DTensor as weight, expected a plain tensor with "
             f"enable_fsdp_float8_all_gather=True; convert the model first, then call fully_shard"
         )
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(linear.weight, name, None):
+            raise ValueError(
+                f"layer {fqn or '(root)'!r}: got a weight with gradient hooks, which would be "
+                f"lost, expected none with enable_fsdp_float8_all_gather=True; register them on "
+                f"the weight after the conversion"
+            )
 
 
 def enable_float8_all_gather(module: nn.Module) -> None:
@@ -23,24 +32,35 @@ def enable_float8_all_gather(module: nn.Module) -> None:
 
     The Parameters become Parameters of a subclass over the same memory. They stay the same objects,
     for optimizers and ties, unless torch cannot swap them (a weak reference to one exists, or a
-    graph that used it); then they are replaced, tied ones alike.
+    graph that used it); then they are replaced, tied ones alike, with a warning.
 
     A weight that something else than `Float8Linear` uses too, such as an embedding, stays plain:
     what is gathered in float8 cannot be looked up in.
     """
     users = _users(module)
     replaced: dict[Tensor, nn.Parameter] = {}
-    for layer in module.modules():
+    new_objects: list[str] = []
+    for name, layer in module.named_modules():
         if not isinstance(layer, Float8Linear) or not layer.config.enable_fsdp_float8_all_gather:
             continue
         weight = layer._parameters["weight"]
         if weight is None or isinstance(weight, Float8GatherWeight):
             continue
         if weight not in replaced:
-            if not all(_gathers_alike(user, name, layer.config) for user, name in users[weight]):
+            if not all(_gathers_alike(user, own, layer.config) for user, own in users[weight]):
                 continue
             replaced[weight] = _converted(weight, layer)
+            if replaced[weight] is not weight:
+                new_objects.append(name or "(root)")
         layer._parameters["weight"] = replaced[weight]
+    if new_objects:
+        warnings.warn(
+            f"float8: the weights of {len(new_objects)} layer(s) are new Parameters, because "
+            f"something refers to the old ones (a compiled forward, a graph, a weakref): "
+            f"{', '.join(new_objects[:3])}{', ...' if len(new_objects) > 3 else ''}. An optimizer "
+            f"made before the conversion does not train them: make it afterwards",
+            stacklevel=3,
+        )
 
 
 def _users(module: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:

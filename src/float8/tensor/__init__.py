@@ -2,10 +2,9 @@
 
 from float8.tensor import ops  # noqa: F401  registers the op handlers
 from float8.tensor.float8_tensor import Float8Tensor, dequantise
+from float8.tensor.gather_plan import GatherPlan, PrecomputedScale
 from float8.tensor.gather_weight import (
     Float8GatherWeight,
-    GatherPlan,
-    PrecomputedScale,
     high_precision,
     local_tensor,
     with_plan_of,

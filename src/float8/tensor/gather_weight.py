@@ -7,50 +7,18 @@ of its cast and, where somebody computed it ahead for all weights together, its 
 import copy
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.tensor.gather_plan import GatherPlan, PrecomputedScale, SharedScale
 
 aten = torch.ops.aten
-
-
-@dataclass
-class GatherPlan:
-    """How one weight is cast; one object for all tensors made of it, on any device."""
-
-    dtype: torch.dtype
-    """The float8 format."""
-
-    delayed: bool
-    """Whether the scale comes from the layer's history; else from the weight itself."""
-
-    round_to_power_of_2: bool
-
-    param_dtype: torch.dtype | None = field(default=None, compare=False)
-    """The dtype it is rounded to before the cast, known from its first gather on."""
-
-
-class PrecomputedScale(NamedTuple):
-    """The scale of the whole weight, of which this tensor may be a part."""
-
-    scale: Tensor
-    """0-dim float32 decode scale."""
-
-    param_dtype: torch.dtype
-    """The dtype that the weight was taken to be rounded to."""
-
-
-class _Shared:
-    """What all views of the same memory have in common, so that a write into one tells all."""
-
-    def __init__(self, precomputed: PrecomputedScale | None = None, blank: bool = False) -> None:
-        self.precomputed = precomputed
-        self.blank = blank  # all zeros: any scale covers it
+_tensor_data: Any = Tensor.data
 
 
 class Float8GatherWeight(torch.Tensor):
@@ -67,11 +35,11 @@ class Float8GatherWeight(torch.Tensor):
 
     _inner: Tensor
     _plan: GatherPlan
-    _shared: _Shared
+    _shared: SharedScale
 
     @staticmethod
     def __new__(
-        cls, inner: Tensor, plan: GatherPlan, shared: _Shared | None = None
+        cls, inner: Tensor, plan: GatherPlan, shared: SharedScale | None = None
     ) -> "Float8GatherWeight":
         """See the class."""
         self: Float8GatherWeight = torch.Tensor._make_wrapper_subclass(
@@ -84,7 +52,7 @@ class Float8GatherWeight(torch.Tensor):
             layout=inner.layout,
         )
         self._inner, self._plan = inner, plan
-        self._shared = _Shared() if shared is None else shared
+        self._shared = SharedScale() if shared is None else shared
         return self
 
     @property
@@ -104,7 +72,49 @@ class Float8GatherWeight(torch.Tensor):
 
     def set_precomputed(self, precomputed: PrecomputedScale | None) -> None:
         """Set the scale of the weight as it is now; it holds until the next write."""
+        if precomputed is not None and not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_forget_scales))
         self._shared.precomputed = precomputed
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor. A tensor that is assigned takes the place of the one inside.
+
+        It must have the same shape, dtype and device; it is shared, or copied if it lies otherwise
+        in its memory. The precomputed scale is forgotten.
+
+        Raises:
+            TypeError: something else than a plain tensor or one of this class is assigned.
+            ValueError: its shape, dtype or device is another.
+        """
+        view: Tensor = _tensor_data.__get__(self)
+        return view
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        values = new._inner if isinstance(new, Float8GatherWeight) else new
+        if type(values) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"data: got {type(new).__name__}, expected a torch.Tensor or {type(self).__name__}"
+            )
+        got, expected = (
+            f"shape {tuple(x.shape)}, {x.dtype} on {x.device}" for x in (values, self._inner)
+        )
+        if got != expected:
+            raise ValueError(
+                f"data: got a tensor with {got}, expected {expected}; to change dtype or device, "
+                f"call .to() on the module or assign it a new Parameter; FSDP1 cannot gather in "
+                f"float8: convert with enable_fsdp_float8_all_gather=False for it"
+            )
+        values, shared = values.detach(), SharedScale()
+        if (values.stride(), values.storage_offset()) != (self.stride(), self.storage_offset()):
+            values = torch.empty_strided(
+                self.shape, self.stride(), dtype=self.dtype, device=self.device
+            ).copy_(values)
+        elif isinstance(new, Float8GatherWeight):
+            shared = new._shared
+            shared.precomputed = None
+        self._inner, self._shared = values, shared
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._inner}, plan={self._plan})"
@@ -133,7 +143,7 @@ class Float8GatherWeight(torch.Tensor):
         if "_scale" in inner:
             known = PrecomputedScale(inner["_scale"], context["precomputed_for"])
         result: Float8GatherWeight = context["class"](
-            inner["_inner"], context["plan"], _Shared(known)
+            inner["_inner"], context["plan"], SharedScale(known)
         )
         return result
 
@@ -184,7 +194,7 @@ class Float8GatherWeight(torch.Tensor):
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
-        shared, known = _Shared(blank=func is aten.new_zeros.default), self._shared.precomputed
+        shared, known = SharedScale(blank=func is aten.new_zeros.default), self._shared.precomputed
         if func.is_view and result.dtype == self.dtype:
             shared = self._shared
         elif func in _COPIES and known is not None and result.dtype == self.dtype:
@@ -209,6 +219,20 @@ _COPIES = {
 }
 _KEEP = _COPIES | {aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default}
 """Ops besides views whose result is of the class too: what sharding and `to_empty` make use of."""
+
+
+_hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+
+# A compiled step writes the inner tensor, of which no dispatch tells. Before the step, as hooks of
+# all optimizers run after those of one: behind it, scales may be set anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_scales(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            weight = local_tensor(parameter)
+            if isinstance(weight, Float8GatherWeight):
+                weight.set_precomputed(None)
 
 
 def high_precision(x: Tensor) -> Tensor:
