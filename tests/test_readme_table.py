@@ -1,24 +1,17 @@
 """The README's performance tables are those that the results files give."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "benchmarks" / "readme_table.py"
-    spec = importlib.util.spec_from_file_location("readme_table", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("readme_table")
 
 
 def test_the_readme_is_up_to_date(script: ModuleType) -> None:

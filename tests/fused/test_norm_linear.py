@@ -1,14 +1,11 @@
 """RMSNorm fused with the layers that read it."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from float8 import (
     Float8LinearConfig,
-    all_linears,
     convert_to_float8_training,
     rms_norm_linear,
     sync_float8_amax_and_scale_history,
@@ -16,7 +13,7 @@ from float8 import (
 from sqnr import sqnr
 from support.configs import RECIPES, tensorwise
 from support.devices import DTYPES, on_devices
-from support.models import forward_backward, fp8_state, seeded
+from support.models import forward_backward, fp8_state, seeded, three_ways
 from support.spies import OpCounter
 
 
@@ -43,13 +40,7 @@ class Attention(nn.Module):
 def pair(dim: int, recipe: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, ...]:
     torch.manual_seed(0)
     plain = Attention(dim, fused=False).to(device, dtype)
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    apart = convert_to_float8_training(
-        copy.deepcopy(plain), config=config, module_filter_fn=all_linears
-    )
-    fused = copy.deepcopy(apart)
-    fused.fused = True
-    return plain.double(), apart, fused
+    return three_ways(plain, Float8LinearConfig.from_recipe_name(recipe))
 
 
 @on_devices

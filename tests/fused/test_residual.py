@@ -19,7 +19,7 @@ from float8 import (
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.devices import E4M3, E5M2, on_devices
-from support.models import forward_backward, seeded
+from support.models import forward_backward, seeded, three_ways
 from support.spies import OpCounter, saved_tensors
 
 DIM, HIDDEN = 48, 80
@@ -52,13 +52,7 @@ class Block(nn.Module):
 def pair(recipe: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, ...]:
     torch.manual_seed(0)
     plain = Block(fused=False).to(device, dtype)
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    apart = convert_to_float8_training(
-        copy.deepcopy(plain), config=config, module_filter_fn=all_linears
-    )
-    fused = copy.deepcopy(apart)
-    fused.fused = True
-    return plain.double(), apart, fused
+    return three_ways(plain, Float8LinearConfig.from_recipe_name(recipe))
 
 
 @on_devices

@@ -1,6 +1,5 @@
 """The shipped table is what the script makes of the committed results."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -9,20 +8,14 @@ import pytest
 
 from float8.cost import KNOWN
 from float8.gemm import MeasuredGemm, kernel_table
+from support.scripts import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h100-gemm-kernels.json"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "benchmarks" / "fit_gemm_choice.py"
-    spec = importlib.util.spec_from_file_location("fit_gemm_choice", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("fit_gemm_choice")
 
 
 def test_the_table_is_up_to_date(script: ModuleType) -> None:

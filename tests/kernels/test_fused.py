@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from float8.cast import columns
 from float8.kernels.rms_norm import (
     rms_norm_cast_reference,
     rms_norm_cast_triton,
@@ -83,15 +84,14 @@ def test_swiglu_backward(shape, scale: float | None, dtype: torch.dtype, triton_
 
 @source
 @known
-@pytest.mark.parametrize("col", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm(shape, col: bool, scale: float | None, dtype, triton_device) -> None:
+def test_rms_norm(shape, scale: float | None, dtype, triton_device) -> None:
     x = inputs(shape, dtype, triton_device)[0] * 3
     for weight_dtype in {torch.float32, dtype}:
         weight = torch.rand(shape[1], device=triton_device).to(weight_dtype)
         mine, theirs = state(scale, triton_device), state(scale, triton_device)
-        got = rms_norm_cast_triton(x, weight, 1e-5, E4M3, col, *mine, False, True)
-        want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, col, *theirs, False, True)
+        got = rms_norm_cast_triton(x, weight, 1e-5, E4M3, *mine, False, True)
+        want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, *theirs, False, True)
         for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
             assert_close(*pair)
 
@@ -99,16 +99,16 @@ def test_rms_norm(shape, col: bool, scale: float | None, dtype, triton_device) -
 @source
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm_recast(shape, dtype, triton_device) -> None:
-    """Backward makes the column data that forward left out: bitwise those of one cast."""
+    """Backward makes the column data that forward left out: bitwise its row data, transposed."""
     x = inputs(shape, dtype, triton_device)[0] * 3
     weight = torch.rand(shape[1], device=triton_device)
     for cast, recast in (
         (rms_norm_cast_triton, rms_norm_recast_triton),
         (rms_norm_cast_reference, rms_norm_recast_reference),
     ):
-        rstd, scale, _, col = cast(x, weight, 1e-5, E4M3, True, None, None, False, False)
-        again = recast(x, weight, rstd, scale, E4M3)
-        assert torch.equal(again.view(torch.uint8), col.view(torch.uint8))
+        rstd, scale, row = cast(x, weight, 1e-5, E4M3, None, None, False, False)
+        col = recast(x, weight, rstd, scale, E4M3)
+        assert torch.equal(col.view(torch.uint8), columns(row).view(torch.uint8))
 
 
 @source
@@ -176,9 +176,12 @@ def test_one_launch_serves_aligned_and_unaligned_tensors() -> None:
         args = (E4M3, None, None, False, False)
         pairs = list(zip(swiglu_cast_triton(gate, up, *args),
                          swiglu_cast_reference(gate, up, *args), strict=True))  # fmt: skip
-        norm = (1e-5, E4M3, True, None, None, False, False)
+        norm = (1e-5, E4M3, None, None, False, False)
         pairs += zip(rms_norm_cast_triton(gate, weight, *norm),
                      rms_norm_cast_reference(gate, weight, *norm), strict=True)  # fmt: skip
+        rstd, scale, _ = rms_norm_cast_reference(gate, weight, *norm)
+        pairs.append((rms_norm_recast_triton(gate, weight, rstd, scale, E4M3),
+                      rms_norm_recast_reference(gate, weight, rstd, scale, E4M3)))  # fmt: skip
         for pair in pairs:
             assert_close(*pair)
 
@@ -190,7 +193,7 @@ def test_wrong_input_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="only one of scale and amax"):
         swiglu_cast_reference(x, x, E4M3, torch.ones(()), None, False, False)
     with pytest.raises(ValueError, match=r"weight is .*\(4,\)"):
-        rms_norm_cast_reference(x, x[0, :4], 1e-5, E4M3, False, None, None, False, False)
+        rms_norm_cast_reference(x, x[0, :4], 1e-5, E4M3, None, None, False, False)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,11 @@
 """Small models and their training steps."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
+
+from float8 import Float8LinearConfig, all_linears, convert_to_float8_training
 
 
 class FeedForward(nn.Module):
@@ -41,6 +45,18 @@ def forward_backward(model: nn.Module, x: Tensor, grad_output: Tensor) -> dict[s
     output = model(x)
     output.backward(grad_output)
     return {"output": output.detach(), "input": x.grad, **gradients(model)}
+
+
+def three_ways(
+    plain: nn.Module, config: Float8LinearConfig
+) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """A model with an attribute `fused`: in float64; in float8 layer by layer; and fused."""
+    apart = convert_to_float8_training(
+        copy.deepcopy(plain), config=config, module_filter_fn=all_linears
+    )
+    fused = copy.deepcopy(apart)
+    fused.fused = True
+    return plain.double(), apart, fused
 
 
 def fp8_state(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -63,9 +62,7 @@ def _measure_all(report: Report, device: torch.device, plan: Plan) -> None:
     records: dict[str, _Record] = {}
     first = dist.get_rank() == 0
     references: dict[str, Reference] = {}  # last ones by role: at most two are kept
-    with many_compilations(), warnings.catch_warnings():
-        # Of in-place operators on the output of a block, which there are none of here.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    with many_compilations():
         for turn in range(PASSES):
             for variant in variants:
                 with build_and_free(variant, plan.size, device) as step:

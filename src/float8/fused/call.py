@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
     def for_backward(self) -> "Call":
         """Without what only forward reads: what is on a context lives as long as the graph."""
-        return self._replace(layers=tuple(layer.without_ready() for layer in self.layers))
+        return self._replace(layers=tuple(layer._replace(ready=None) for layer in self.layers))
 
 
 class Arguments(NamedTuple):

@@ -37,10 +37,6 @@ class FusedLayer(NamedTuple):
     out_features: int
     weight_dtype: torch.dtype
 
-    def without_ready(self) -> "FusedLayer":
-        """Without the operand, which backward takes from what autograd saved."""
-        return self._replace(ready=None)
-
 
 def why_not_fused(*layers: nn.Module) -> str | None:
     """Say why fused functions compute with these layers one by one, or return None."""

@@ -69,7 +69,6 @@ def input_operand(
         norm_weight,
         eps,
         plan.dtype,
-        col=False,
         scale=None if state is None else state.scale,
         amax=None if state is None else state.amax,
         round_to_power_of_2=plan.round_to_power_of_2,

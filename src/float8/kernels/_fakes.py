@@ -92,7 +92,6 @@ def rms_norm_cast_fake(
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-    col: bool,
     scale: Tensor | None,
     amax: Tensor | None,
     round_to_power_of_2: bool,
@@ -101,7 +100,7 @@ def rms_norm_cast_fake(
     """See `rms_norm_cast`."""
     check_rms_norm(x, weight, scale, amax)
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    return [rstd, *cast_dynamic_fake(x, dtype, True, col, False, round_to_power_of_2)]
+    return [rstd, *cast_dynamic_fake(x, dtype, True, False, False, round_to_power_of_2)]
 
 
 def rms_norm_recast_fake(

@@ -111,15 +111,6 @@ def _scale_row_col(function: ListFunction) -> ListFunction:
     return op
 
 
-def _rstd_scale_row_col(function: ListFunction) -> ListFunction:
-    def op(*args: Any) -> Any:
-        x, col = args[0], args[4]
-        rstd, scale, *data = function(*args)
-        return rstd, scale, data[0], data[1] if col else x.new_empty(0)
-
-    return op
-
-
 def _transpose_plain(data: Tensor) -> Tensor:
     return transpose_reference(data.detach())
 
@@ -206,12 +197,12 @@ _register(
     fake=_as_tuple(swiglu_backward_cast_fake),
 )
 _register(
-    "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, bool col, "
+    "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, "
     "Tensor? scale, Tensor(a!)? amax, bool round_to_power_of_2, bool record) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    plain=_without_autograd(_rstd_scale_row_col(rms_norm_cast_reference)),
-    triton=_rstd_scale_row_col(rms_norm_cast_triton),
-    fake=_rstd_scale_row_col(rms_norm_cast_fake),
+    "-> (Tensor, Tensor, Tensor)",
+    plain=_without_autograd(_as_tuple(rms_norm_cast_reference)),
+    triton=_as_tuple(rms_norm_cast_triton),
+    fake=_as_tuple(rms_norm_cast_fake),
 )
 _register(
     "rms_norm_recast(Tensor x, Tensor weight, Tensor rstd, Tensor scale, ScalarType dtype) "

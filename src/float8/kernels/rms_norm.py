@@ -36,7 +36,6 @@ def rms_norm_cast(
     eps: float,
     dtype: torch.dtype,
     *,
-    col: bool,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     round_to_power_of_2: bool = False,
@@ -44,12 +43,13 @@ def rms_norm_cast(
 ) -> NormCast:
     """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
 
+    To row data only: :func:`rms_norm_recast` makes the column data when backward needs them.
+
     Args:
         x: [R, C] float32, bfloat16 or float16, C at most `WIDEST_NORM`.
         weight: [C] float32, bfloat16 or float16.
         eps: added to the mean square.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        col: whether to return column data besides the row data.
         scale: 0-dim float32, the decode scale from the history, 0 where unknown; None: the scale
             is taken from the amax of the product.
         amax: 0-dim float32, raised in place to the amax of the product; needed with ``scale``.
@@ -60,12 +60,12 @@ def rms_norm_cast(
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together.
     """
-    args = (x, weight, eps, dtype, col, scale, amax, round_to_power_of_2, record)
+    args = (x, weight, eps, dtype, scale, amax, round_to_power_of_2, record)
     if takes_triton_directly(x, weight, scale, amax):
         out = rms_norm_cast_triton(*args)
     else:
         out = torch.ops.float8.rms_norm_cast.default(*args)
-    return NormCast(out[0], Cast(out[1], out[2], out[3] if col else None))
+    return NormCast(out[0], Cast(out[1], out[2], None))
 
 
 def rms_norm_recast(
@@ -121,7 +121,6 @@ def rms_norm_cast_reference(
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-    col: bool,
     scale: Tensor | None,
     amax: Tensor | None,
     round_to_power_of_2: bool,
@@ -134,8 +133,9 @@ def rms_norm_cast_reference(
     normed = x * rstd[:, None] * weight.to(torch.float32)
     own = amax_reference(normed)
     used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
-    data = cast_reference(normed, used, dtype, row=True, col=col)
-    return [rstd, used, *(layout for layout in data if layout is not None)]
+    row, _ = cast_reference(normed, used, dtype, row=True, col=False)
+    assert row is not None
+    return [rstd, used, row]
 
 
 def rms_norm_cast_triton(
@@ -143,7 +143,6 @@ def rms_norm_cast_triton(
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-    col: bool,
     scale: Tensor | None,
     amax: Tensor | None,
     round_to_power_of_2: bool,
@@ -160,7 +159,7 @@ def rms_norm_cast_triton(
     options = Options(
         dtype,
         row=True,
-        col=col,
+        col=False,
         pad_rows=False,
         source=MEASURED if scale is None else HISTORY,
         parts=launch.programs,
@@ -169,7 +168,7 @@ def rms_norm_cast_triton(
         producer=RMS_NORM,
         weight_dtype=weight.dtype,
     )
-    data = launch_cast(
+    row, _ = launch_cast(
         x,
         options,
         scale=scale,
@@ -182,7 +181,8 @@ def rms_norm_cast_triton(
     if options.record:
         assert amax is not None
         torch.autograd.graph.increment_version(amax)
-    return [rstd, used, *(layout for layout in data if layout is not None)]
+    assert row is not None
+    return [rstd, used, row]
 
 
 def rms_norm_recast_reference(
@@ -218,6 +218,12 @@ def rms_norm_recast_triton(
     return col
 
 
+def whole_row(C: int) -> tuple[int, int]:
+    """Block size and warps of a program that holds a row of C elements in registers."""
+    block = max(1 << (C - 1).bit_length(), 16)
+    return block, 4 if block <= 2048 else 8 if block <= 8192 else 16
+
+
 @functools.lru_cache(maxsize=4096)
 def _launch(
     shape: tuple[int, int],
@@ -227,14 +233,14 @@ def _launch(
 ) -> Launch:
     R, C = shape
     rows = -(-R // MAX_PARTS)
-    block = max(1 << (C - 1).bit_length(), 16)
+    block, num_warps = whole_row(C)
     return Launch(
         _rms_norm_kernel,
         -(-R // rows),
         device,
         (R, C),
         (eps, rows, block, has_float8_conversion(device)),
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+        num_warps,
         inputs=2,
     )
 

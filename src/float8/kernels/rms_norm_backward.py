@@ -13,7 +13,7 @@ from float8.kernels._float8 import to_float32
 from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
 from float8.kernels._triton import jit, tl
-from float8.kernels.rms_norm import WIDEST_NORM
+from float8.kernels.rms_norm import WIDEST_NORM, whole_row
 
 _MOST_GRADS = 3  # that one launch sums up
 
@@ -130,14 +130,14 @@ def _launch(
     R, C = shape
     # Two programs for each multiprocessor: each leaves a row of partial sums behind.
     rows = -(-R // (2 * sm_count(device)))
-    block = max(1 << (C - 1).bit_length(), 16)
+    block, num_warps = whole_row(C)
     return Launch(
         _rms_norm_backward_kernel,
         -(-R // rows),
         device,
         (R, C),
         (grads, residual, rows, block, has_float8_conversion(device)),
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+        num_warps,
         inputs=7,
     )
 
