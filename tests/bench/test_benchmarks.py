@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8 import Float8GemmConfig, Float8LinearConfig
 from float8.bench import block, cast, cast_check, linear, matmul
 from float8.bench.block import StackSize, StackStep, bench_block
 from float8.bench.memory import peak_bytes, saved_bytes
 from float8.bench.profile import kind_of, profile_block
 from float8.bench.shapes import Shape
-from float8.bench.variants import Variant, make_variants
+from float8.bench.variants import Variant, make_variants, recipe_config
 from float8.measure import WrongResultError
 from sqnr import sqnr
 
@@ -210,6 +211,21 @@ def test_the_cached_variant_casts_each_weight_once() -> None:
             step()
         casts.append(count.casts)
     assert casts[0] - casts[1] == 7 * (2 * 3 - 1)
+
+
+def test_recipes_with_switches() -> None:
+    config = recipe_config("delayed+emulate+fast_accum")
+    fast = Float8GemmConfig(use_fast_accum=True)
+    assert config == dataclasses.replace(
+        Float8LinearConfig.from_recipe_name("delayed"),
+        emulate=True,
+        gemm_config_grad_input=fast,
+        gemm_config_grad_weight=fast,
+    )
+    variants = make_variants(["tensorwise", "tensorwise+emulate"], ["eager"], [])
+    assert [variant.recipe for variant in variants] == ["bf16", "tensorwise", "tensorwise+emulate"]
+    with pytest.raises(ValueError, match=r"switch 'pad_inner_dim', expected one of .*emulate"):
+        recipe_config("tensorwise+pad_inner_dim")  # on already
 
 
 def test_a_block_with_one_wrong_gradient_is_not_timed() -> None:

@@ -11,9 +11,7 @@ from torch import nn
 
 from float8.bench.block import StackSize
 from float8.bench.peers import torchao_float8_gather
-from float8.bench.variants import Variant, make_variants
-from float8.config import Float8LinearConfig
-from float8.convert import all_linears, convert_to_float8_training
+from float8.bench.variants import Variant, converter, make_variants
 from float8.sync import attach_to_optimizer
 
 PEERS = ("torchao",)
@@ -70,9 +68,9 @@ def sharded_variants(plan: Plan) -> list[ShardedVariant]:
     found = []
     for variant in make_variants(plan.recipes, plan.modes, []):
         found.append(ShardedVariant(variant, BF16, attach_to_optimizer))
-        if not variant.is_reference:
-            converter = _float8_gather(variant.recipe)
-            gathering = Variant(variant.recipe, variant.mode, converter, ours=True)
+        if variant.config is not None:
+            config = dataclasses.replace(variant.config, enable_fsdp_float8_all_gather=True)
+            gathering = Variant(variant.recipe, variant.mode, converter(config), config=config)
             found.append(ShardedVariant(gathering, FLOAT8, attach_to_optimizer))
     if PEERS[0] in plan.peers:
         peer, precompute = torchao_float8_gather()
@@ -84,13 +82,3 @@ def sharded_variants(plan: Plan) -> list[ShardedVariant]:
             variant = Variant(peer.name, mode, peer.convert, peer.around)
             found.append(ShardedVariant(variant, FLOAT8, attach))
     return found
-
-
-def _float8_gather(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-
-    def convert(model: nn.Module) -> nn.Module:
-        return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
-
-    return convert

@@ -12,7 +12,6 @@ from float8.bench.floor import float8_gemms_sampler
 from float8.bench.memory import peak_bytes, saved_bytes
 from float8.bench.shapes import Shape
 from float8.bench.variants import EAGER, HIGH_PRECISION, Variant, many_compilations
-from float8.config import Float8LinearConfig
 from float8.cost import cast_bytes, ceilings_of
 from float8.gemm import kernel_table
 from float8.linear import linear_kernels
@@ -153,16 +152,13 @@ def _caller(step: LayerStep, grad: Tensor) -> Callable[[], object]:
 
 
 def _cast_mb(variant: Variant, shape: Shape) -> float | None:
-    if not variant.ours:
-        return None
-    return cast_bytes(*shape, Float8LinearConfig.from_recipe_name(variant.recipe)) / 1e6
+    return None if variant.config is None else cast_bytes(*shape, variant.config) / 1e6
 
 
 def _output_kernel(variant: Variant, shape: Shape, device: torch.device) -> str | None:
-    if not variant.ours:
+    if variant.config is None:
         return None
-    config = Float8LinearConfig.from_recipe_name(variant.recipe)
-    chosen = linear_kernels(*shape, config, kernel_table(ceilings_of(device))).output
+    chosen = linear_kernels(*shape, variant.config, kernel_table(ceilings_of(device))).output
     return None if chosen is None else chosen.value
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from float8.bench.peers import find_peer, peer_version
-from float8.config import Float8LinearConfig
+from float8.config import Float8GemmConfig, Float8LinearConfig
 from float8.convert import all_linears, convert_to_float8_training
 from float8.weight_cache import cached_weights
 
 HIGH_PRECISION = "bf16"
+_FAST_ACCUM = "fast_accum"
 EAGER, COMPILED = "eager", "compiled"
 MODES = {"eager": (EAGER,), "compiled": (COMPILED,), "both": (EAGER, COMPILED)}
 
@@ -30,7 +31,7 @@ class Variant:
         mode: `eager` or `compiled`.
         convert: Swaps the linear layers of a model; returns the model.
         around: Makes the context that every forward runs in.
-        ours: Whether it is this library.
+        config: How the layers run, if it is this library.
         cached: Whether all microbatches of a step share one cast of each weight.
     """
 
@@ -38,13 +39,18 @@ class Variant:
     mode: str
     convert: Callable[[nn.Module], nn.Module]
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    ours: bool = False
+    config: Float8LinearConfig | None = None
     cached: bool = False
 
     @property
     def name(self) -> str:
         """Recipe and mode."""
         return f"{self.recipe}, {self.mode}"
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this library."""
+        return self.config is not None
 
     @property
     def is_reference(self) -> bool:
@@ -71,27 +77,27 @@ def make_variants(
     """High precision, each recipe and each installed peer's, in every mode that they run in.
 
     Args:
-        recipes: Of this library; peers take those nearest to them.
+        recipes: Of this library, as for `recipe_config`; peers take those nearest to them.
         modes: `eager`, `compiled` or both.
         peers: Names of other libraries; those not installed are left out.
         cached: Whether each recipe runs once more, with cached weights.
 
     Raises:
-        ValueError: No recipe or no peer has such a name.
+        ValueError: No recipe, no switch or no peer has such a name.
     """
-    configs = {recipe: Float8LinearConfig.from_recipe_name(recipe) for recipe in recipes}
+    configs = {recipe: recipe_config(recipe) for recipe in recipes}
     installed = [peer for peer in peers if peer_version(peer) is not None]
     variants = []
     for mode in modes:
         variants.append(Variant(HIGH_PRECISION, mode, _unchanged))
         for recipe, config in configs.items():
-            variant = Variant(recipe, mode, _converter(config), ours=True)
+            variant = Variant(recipe, mode, converter(config), config=config)
             variants.append(variant)
             if cached:
                 name = f"{recipe}, cached weights"
                 variants.append(dataclasses.replace(variant, recipe=name, cached=True))
         for name in installed:
-            for recipe in recipes:
+            for recipe in dict.fromkeys(recipe.split("+")[0] for recipe in recipes):
                 peer = find_peer(name, recipe)
                 if peer is not None and (peer.compiles or mode == EAGER):
                     variants.append(Variant(peer.name, mode, peer.convert, peer.around))
@@ -108,7 +114,37 @@ def _unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
-def _converter(config: Float8LinearConfig) -> Callable[[nn.Module], nn.Module]:
+def recipe_config(recipe: str) -> Float8LinearConfig:
+    """The configuration of a recipe with switches, as in `delayed+fast_accum`.
+
+    Args:
+        recipe: A recipe's name, and after it, each behind a `+`, bool fields of
+            `Float8LinearConfig` that are set, or `fast_accum` for all three GEMMs.
+
+    Raises:
+        ValueError: No recipe or switch has such a name, or they exclude each other.
+    """
+    name, *switches = recipe.split("+")
+    config = Float8LinearConfig.from_recipe_name(name)
+    off = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) is False]
+    fields: dict[str, Any] = {}
+    for switch in switches:
+        if switch == _FAST_ACCUM:
+            fast = Float8GemmConfig(use_fast_accum=True)
+            fields |= {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
+        elif switch in off:
+            fields[switch] = True
+        else:
+            raise ValueError(
+                f"recipe: got {recipe!r} with the switch {switch!r}, expected one of "
+                f"{', '.join([*off, _FAST_ACCUM])}"
+            )
+    return dataclasses.replace(config, **fields)
+
+
+def converter(config: Float8LinearConfig) -> Callable[[nn.Module], nn.Module]:
+    """What converts all linear layers of a model."""
+
     def convert(model: nn.Module) -> nn.Module:
         return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 

@@ -40,9 +40,13 @@ Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write results: .json or .csv.")
 ]
 Plot = Annotated[Path | None, typer.Option(help="Write a heat map of speedups over shapes.")]
+RECIPE_HELP = (
+    "Several: with commas. Switches of Float8LinearConfig behind a +, as in "
+    "tensorwise+round_scales_to_power_of_2; +fast_accum for all GEMMs."
+)
 Recipes = Annotated[
     list[str] | None,
-    typer.Option("--recipe", help="Several: with commas.", show_default="tensorwise,delayed"),
+    typer.Option("--recipe", help=RECIPE_HELP, show_default="tensorwise,delayed"),
 ]
 Mode = Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")]
 Peers = Annotated[
@@ -206,7 +210,7 @@ def profile_command(
     blocks: Blocks = 1,
     seq_len: SeqLen = 8192,
     batch: Batch = 1,
-    recipe: Annotated[str, typer.Option(help="bf16 or a recipe.")] = "tensorwise",
+    recipe: Annotated[str, typer.Option(help="bf16, or a recipe as for `block`.")] = "tensorwise",
     mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
     device: Device = "cuda",
     output: Output = None,

@@ -47,10 +47,12 @@ class Launch:
             with torch.cuda.device(device):
                 self(*tensors)
             return
-        aligned = tuple([x is None or x.data_ptr() % 16 == 0 for x in tensors[: self.inputs]])
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        aligned = tuple([address % 16 == 0 for address in addresses[: self.inputs]])
         run = self._compiled.get(aligned)
         if run is not None:
-            run(*tensors, *self.rest, stream=torch._C._cuda_getCurrentRawStream(device.index))
+            # Triton would ask each tensor, and the driver about each answer.
+            run(*addresses, *self.rest, stream=torch._C._cuda_getCurrentRawStream(device.index))
             return
         compiled = self.kernel[(self.programs,)](*tensors, *self.rest, num_warps=self.num_warps)
         if compiled is not None:  # None in Triton's interpreter
