@@ -15,8 +15,7 @@ from float8.cost import Ceilings
 # By the name of the ceilings.
 _FILES = {
     "h100": "h100.json",
-    # Not measured: the compute of an H100, with faster memory.
-    "h200": "h100.json",
+    "h200": "h200.json",
 }
 
 
