@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from support.devices import GPU
 from support.ranks import Ranks
 
 collect_ignore = [] if dist.is_available() else ["."]
@@ -15,7 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:  # one worker of xdist for all: one set of ranks
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            # GPUs have a worker of their own, which no CPU rank waits for.
+            group = "nccl" if item.get_closest_marker("gpu") else "ranks"
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +36,27 @@ def _four() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.fixture(scope="session")
+def _two_gpus() -> Iterator[Ranks]:
+    yield from _gpus(2)
+
+
+@pytest.fixture(scope="session")
+def _four_gpus() -> Iterator[Ranks]:
+    yield from _gpus(4)
+
+
+def _gpus(count: int) -> Iterator[Ranks]:
+    there = sum(
+        torch.cuda.get_device_capability(n) >= (8, 9) for n in range(torch.cuda.device_count())
+    )
+    if there < count or not dist.is_nccl_available():
+        pytest.skip(f"needs NCCL and {count} GPUs with float8 tensor cores, there are {there}")
+    ranks = Ranks(count, "cuda")
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture
 def two(_two: Ranks) -> Ranks:
     return _two
@@ -40,3 +65,22 @@ def two(_two: Ranks) -> Ranks:
 @pytest.fixture
 def four(_four: Ranks) -> Ranks:
     return _four
+
+
+@pytest.fixture
+def two_gpus(_two_gpus: Ranks) -> Ranks:
+    """Only for tests with the marker `gpu`."""
+    return _two_gpus
+
+
+@pytest.fixture
+def four_gpus(_four_gpus: Ranks) -> Ranks:
+    """Only for tests with the marker `gpu`."""
+    return _four_gpus
+
+
+@pytest.fixture(params=["two", pytest.param("two_gpus", marks=GPU)])
+def either(request: pytest.FixtureRequest) -> Ranks:
+    """Two CPU ranks through Gloo, and two GPUs through NCCL."""
+    ranks: Ranks = request.getfixturevalue(request.param)
+    return ranks

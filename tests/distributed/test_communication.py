@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from float8.distributed import all_reduce_amax
 from support.ranks import Ranks
-from support.sharded import batch, convert, cpu_mesh, model_of, shard, traffic, train, whole
+from support.sharded import batch, convert, here, mesh_of, model_of, shard, traffic, train, whole
 
 BF16 = torch.bfloat16
 
@@ -30,11 +30,10 @@ def weights(model: nn.Module) -> list[nn.Parameter]:
 def bytes_are_halved() -> None:
     gathered, dtypes = [], []
     for all_gather in (False, True):
-        model = shard(
-            convert(nn.Sequential(nn.Linear(64, 64, bias=False)), "tensorwise", all_gather)
-        )
+        layer = nn.Linear(64, 64, bias=False, device=here())
+        model = shard(convert(nn.Sequential(layer), "tensorwise", all_gather))
         with traffic() as seen:
-            model(torch.ones(4, 64)).sum().backward()
+            model(torch.ones(4, 64, device=here())).sum().backward()
         gathered.append(sum(seen.sizes))
         dtypes.append(seen.gather_dtypes)
     model = model_of(dtype=BF16)
@@ -53,8 +52,8 @@ def bytes_are_halved() -> None:
         assert sum(seen.sizes) == 2 * (2 * rest + size * linear) // dist.get_world_size()
 
 
-def test_half_the_bytes_of_16_bit_weights_are_gathered(two: Ranks) -> None:
-    two.run(bytes_are_halved)
+def test_half_the_bytes_of_16_bit_weights_are_gathered(either: Ranks) -> None:
+    either.run(bytes_are_halved)
 
 
 def one_all_reduce() -> None:
@@ -82,12 +81,12 @@ def one_all_reduce() -> None:
     assert seen.all_reduces == 0
 
 
-def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward(two: Ranks) -> None:
-    two.run(one_all_reduce)
+def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward(either: Ranks) -> None:
+    either.run(one_all_reduce)
 
 
 def sync_is_one_all_reduce() -> None:
-    for mesh, all_reduces in ((cpu_mesh(), 1), (cpu_mesh(2, 2), 1)):
+    for mesh, all_reduces in ((mesh_of(), 1), (mesh_of(2, 2), 1)):
         model = shard(convert(model_of(), "delayed"), mesh)
         step(model)
         sync_float8_amax_and_scale_history(model)
@@ -128,7 +127,7 @@ def stages() -> None:
     sync_float8_amax_and_scale_history(model, group=mesh.get_group("shard"))
     for module in (model, *model.children()):
         module.reshard()
-    other = shard(convert(model_of(blocks=1), "delayed"), cpu_mesh())
+    other = shard(convert(model_of(blocks=1), "delayed"), mesh_of())
     both = nn.ModuleList([model, other])
     with pytest.raises(ValueError, match=r"got layers on 2 different meshes.*`group=`"):
         sync_float8_amax_and_scale_history(both)
@@ -248,8 +247,8 @@ def nan_on_one_rank(recipe: str, precompute: bool) -> None:
 @pytest.mark.parametrize(
     ("recipe", "precompute"), [("tensorwise", True), ("tensorwise", False), ("delayed", False)]
 )
-def test_nan_on_one_rank_shows_on_all(two: Ranks, recipe: str, precompute: bool) -> None:
-    two.run(nan_on_one_rank, recipe, precompute)
+def test_nan_on_one_rank_shows_on_all(either: Ranks, recipe: str, precompute: bool) -> None:
+    either.run(nan_on_one_rank, recipe, precompute)
 
 
 class ReducedError(Exception):

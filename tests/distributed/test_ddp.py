@@ -1,16 +1,15 @@
-"""DDP and FSDP1: their ranks scale as one process does that sees all the data."""
+"""DDP: its ranks scale as one process does that sees all the data."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import sync_float8_amax_and_scale_history
 from support.configs import RECIPES
 from support.models import fp8_state
 from support.ranks import Ranks
-from support.sharded import batch, convert, model_of, train, train_alone
+from support.sharded import batch, convert, model_of, small, train, train_alone
 
 
 def same_as_alone(recipe: str, all_gather: bool) -> None:
@@ -26,50 +25,29 @@ def same_as_alone(recipe: str, all_gather: bool) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("all_gather", [False, True])
-def test_ddp_on_two_ranks_equals_one(two: Ranks, recipe: str, all_gather: bool) -> None:
-    two.run(same_as_alone, recipe, all_gather)
+def test_ddp_on_two_ranks_equals_one(either: Ranks, recipe: str, all_gather: bool) -> None:
+    either.run(same_as_alone, recipe, all_gather)
 
 
-def compiled_as_eager() -> None:
-    torch._dynamo.reset()
+def compiled_as_eager(recipe: str) -> None:
     runs = []
-    for backend in ("eager", "aot_eager"):
-        ddp = DistributedDataParallel(convert(model_of(blocks=1), "delayed", all_gather=False))
-        forward = ddp if backend == "eager" else torch.compile(ddp, backend=backend)
+    for what in ("nothing", "blocks", "whole model"):
+        torch._dynamo.reset()
+        model = small(recipe, all_gather=False)
+        if what == "blocks":
+            for block in model:
+                block.compile(backend="aot_eager", fullgraph=True)
+        forward = ddp = DistributedDataParallel(model)
+        if what == "whole model":
+            forward = torch.compile(ddp, backend="aot_eager")
         runs.append(train(ddp, 3, forward=forward))
-    runs[0].assert_equal(runs[1])
-
-
-def test_ddp_compiled_is_as_eager(two: Ranks) -> None:
-    two.run(compiled_as_eager)
-
-
-def fsdp1(recipe: str) -> None:
-    model = convert(model_of(), recipe, all_gather=False)
-    sharded = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    alone = convert(model_of(), recipe, all_gather=False)
-    losses = train(sharded, 4).losses, train_alone(alone, 4).losses
-    assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
-    states = fp8_state(model), fp8_state(alone)
-    for name in states[1]:
-        assert torch.equal(states[0][name.replace("_fsdp_wrapped_module.", "")], states[1][name])
-
-
-def fsdp1_with_all_gather() -> None:
-    model = convert(model_of(blocks=1), "tensorwise")
-    with pytest.raises(ValueError, match=r"FSDP1(.)*enable_fsdp_float8_all_gather=False"):
-        train(
-            FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), 1
-        )
-
-
-def test_fsdp1_cannot_gather_in_float8_and_says_so(two: Ranks) -> None:
-    two.run(fsdp1_with_all_gather)
+    for run in runs[1:]:
+        run.assert_equal(runs[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fsdp1_on_two_ranks_equals_one(two: Ranks, recipe: str) -> None:
-    two.run(fsdp1, recipe)
+def test_ddp_compiled_is_as_eager(either: Ranks, recipe: str) -> None:
+    either.run(compiled_as_eager, recipe)
 
 
 def amaxes_survive(wrapped: str) -> None:

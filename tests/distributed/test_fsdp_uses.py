@@ -24,7 +24,8 @@ from support.sharded import (
     Run,
     batch,
     convert,
-    cpu_mesh,
+    here,
+    mesh_of,
     model_of,
     part,
     shard,
@@ -76,10 +77,8 @@ def evaluated(recipe: str, all_gather: bool) -> Run:
 
 
 def from_meta(recipe: str, all_gather: bool) -> Run:
-    with torch.device("meta"):
-        model = model_of(42)
-    model = shard(convert(model, recipe, all_gather))
-    model.to_empty(device="cpu")
+    model = shard(convert(model_of(42, device="meta"), recipe, all_gather))
+    model.to_empty(device=here())
     values = model_of(42).state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -91,7 +90,7 @@ def from_meta(recipe: str, all_gather: bool) -> Run:
 def tied(recipe: str, all_gather: bool) -> Run:
     model = model_of()
     model[1].ffn.w1.weight = model[0].ffn.w1.weight
-    model = fully_shard(convert(model, recipe, all_gather), mesh=cpu_mesh())
+    model = fully_shard(convert(model, recipe, all_gather), mesh=mesh_of())
     assert model[1].ffn.w1.weight is model[0].ffn.w1.weight
     return train(model, 3)
 
@@ -142,7 +141,7 @@ def autocast(recipe: str, all_gather: bool) -> Run:
     model = shard(convert(model_of(42), recipe, all_gather))
 
     def forward(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(here().type, torch.bfloat16):
             return model(x)
 
     return train(model, 3, forward=forward)
@@ -193,8 +192,8 @@ def same(use: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_use_is_as_with_a_cast_after_the_gather(two: Ranks, recipe: str, use: str) -> None:
-    two.run(same, use, recipe)
+def test_use_is_as_with_a_cast_after_the_gather(either: Ranks, recipe: str, use: str) -> None:
+    either.run(same, use, recipe)
 
 
 class Bytes(Tensor):
@@ -262,7 +261,7 @@ def replicated() -> None:
     for all_gather in (False, True):
         model = convert(model_of(), "tensorwise", all_gather)
         for module in (*model, model):
-            replicate(module, mesh=cpu_mesh())
+            replicate(module, mesh=mesh_of())
         results.append(train(model, 2))
     results[0].assert_equal(results[1])
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import RankError, Ranks
+from support.sharded import here
 
 
 def total() -> float:
-    x = torch.tensor([dist.get_rank() + 1.0])
+    x = torch.tensor([dist.get_rank() + 1.0], device=here())
     dist.all_reduce(x)
     return x.item()
 
@@ -33,8 +34,8 @@ def die_on_rank_1() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_results_by_rank(two: Ranks) -> None:
-    assert two.run(total) == [3.0, 3.0]
+def test_results_by_rank(either: Ranks) -> None:
+    assert either.run(total) == [3.0, 3.0]
 
 
 def test_the_first_error_is_shown_and_the_next_run_works() -> None:
@@ -47,3 +48,13 @@ def test_the_first_error_is_shown_and_the_next_run_works() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0\] did not return"):
         ranks.run(hang_on_rank_0, timeout=2)
     ranks.stop()
+
+
+def test_how_each_rank_ends() -> None:
+    ranks = Ranks(2)
+    assert ranks.endings(total, timeout=60) == ["returned", "returned"]
+    mine, other = ranks.endings(die_on_rank_1, timeout=60)
+    assert "Connection closed by peer" in mine or "Connection reset by peer" in mine
+    assert other == "died"
+    with pytest.raises(TimeoutError, match=r"rank 0 did not end"):
+        ranks.endings(hang_on_rank_0, timeout=2)

@@ -64,7 +64,12 @@ def fp8_state(model: nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in model.named_buffers() if "fp8_" in n}
 
 
-def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+def seeded(
+    seed: int,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Normally distributed values: the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(device, dtype)

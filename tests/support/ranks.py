@@ -1,4 +1,4 @@
-"""Running functions on several ranks: CPU processes that talk through Gloo.
+"""Running functions on several ranks: CPU processes that talk through Gloo, or GPUs through NCCL.
 
 The processes stay alive between tests, so that a test costs no import. A rank that raises, dies or
 hangs ends them all; the error is the first one that any rank met.
@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TIMEOUT = 100.0
-"""Seconds that one function may take, on a machine that does other things too."""
+TIMEOUT = {"cpu": 100.0, "cuda": 300.0}
+"""Seconds that one function may take, on a machine that does other things too; GPUs compile."""
 
 PRELOAD = [
     "pytest",
@@ -42,32 +42,71 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """`size` processes with one process group, `cpu` and Gloo."""
+    """`size` processes with one process group.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        size: how many.
+        device_type: `cpu`, with Gloo; or `cuda`, with NCCL: rank n has GPU n.
+        collective_timeout: seconds that a rank waits for others in one collective. None: so long
+            that the timeout of `run` comes first, which says more.
+    """
+
+    def __init__(
+        self, size: int, device_type: str = "cpu", collective_timeout: float | None = None
+    ) -> None:
+        self.size, self.device_type = size, device_type
+        self._collective_timeout = collective_timeout or 10 * TIMEOUT[device_type]
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None
+    ) -> list[Any]:
         """`function(*args)` on every rank at once; what they return, by rank.
 
         Args:
             function: at the top level of a module; each rank finds it there by name.
             args: picklable.
-            timeout: seconds.
+            timeout: seconds; None: `TIMEOUT`.
         """
-        if not self._processes:
-            self._start()
-        where = (inspect.getfile(function), function.__name__)
-        for pipe in self._pipes:
-            pipe.send((where, args, timeout))
+        timeout = timeout or TIMEOUT[self.device_type]
+        self._send(function, args, timeout)
         try:
             return self._results(time.monotonic() + timeout)
         except BaseException:
             self.stop()  # the others wait for the one that failed
             raise
+
+    def endings(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[str]:
+        """`function(*args)` on every rank; how each ends, by rank, none of them cut short.
+
+        `returned`, `died`, or the traceback of what it raised; all processes are ended then.
+
+        Raises:
+            TimeoutError: some rank hangs.
+        """
+        self._send(function, args, timeout)
+        deadline, endings = time.monotonic() + timeout, []
+        try:
+            for rank, pipe in enumerate(self._pipes):
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"rank {rank} did not end in time; stacks are on stderr")
+                try:
+                    ok, value = pipe.recv()
+                    endings.append("returned" if ok else value)
+                except (EOFError, ConnectionError):
+                    endings.append("died")
+        finally:
+            self.stop()
+        return endings
+
+    def _send(self, function: Callable[..., Any], args: Any, timeout: float) -> None:
+        if not self._processes:
+            self._start()
+        where = (inspect.getfile(function), function.__name__)
+        for pipe in self._pipes:
+            pipe.send((where, args, timeout))
 
     def stop(self) -> None:
         """End the processes; the next `run` starts new ones."""
@@ -81,17 +120,20 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        # A server that has imported everything once and never ran anything: forks of it start at
-        # once and inherit no threads.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        if self.device_type == "cpu":
+            # A server that has imported everything once and never ran anything: forks of it start
+            # at once and inherit no threads.
+            context: Any = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOAD)
+        else:
+            # A fork has no use of CUDA if anything that was imported has looked for a GPU.
+            context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        store = Path(self._folder.name) / "store"
+        store = f"file://{Path(self._folder.name) / 'store'}"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.size, str(store)), daemon=True
-            )
+            place = (rank, self.size, self.device_type, store, self._collective_timeout)
+            process = context.Process(target=_serve, args=(theirs, place), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -116,17 +158,22 @@ class Ranks:
         return [results[pipe] for pipe in self._pipes]
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
+def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
     import torch
     import torch.distributed as dist
 
+    rank, size, device_type, store, timeout = place
+    gpu = torch.device("cuda", rank) if device_type == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
+        "gloo" if gpu is None else "nccl",
+        init_method=store,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=10 * TIMEOUT),  # ours comes first, and says more
+        timeout=timedelta(seconds=timeout),
+        device_id=gpu,
     )
     modules: dict[str, ModuleType] = {}
     while True:

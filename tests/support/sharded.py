@@ -1,4 +1,4 @@
-"""Small models under FSDP2 on CPU ranks, and their training; what runs here runs on every rank."""
+"""Small models under FSDP2, and their training: what runs on every rank, on its device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,10 +30,26 @@ DIM = 24
 """Not divisible by 16: the gathered bytes are padded for the GEMMs."""
 
 
-def model_of(hidden: int = 40, dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Module:
-    """Blocks over `DIM` features; the hidden width decides how the shards come out."""
+def here() -> torch.device:
+    """The device of this rank."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def model_of(
+    hidden: int = 40,
+    dtype: torch.dtype = torch.float32,
+    blocks: int = 2,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Blocks over `DIM` features; the hidden width decides how the shards come out.
+
+    With the same weights on every device; None: that of this rank.
+    """
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(DIM, hidden) for _ in range(blocks))).to(dtype)
+    model = nn.Sequential(*(Block(DIM, hidden) for _ in range(blocks)))
+    return model.to(device or here(), dtype)
 
 
 def convert(model: nn.Module, recipe: str, all_gather: bool = True, **more: Any) -> nn.Module:
@@ -41,10 +57,20 @@ def convert(model: nn.Module, recipe: str, all_gather: bool = True, **more: Any)
     return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 
 
-def cpu_mesh(*shape: int) -> DeviceMesh:
+def small(recipe: str | None, all_gather: bool) -> nn.Module:
+    """Two blocks of one layer, quickly compiled; None: not converted."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(DIM, DIM), nn.SiLU()) for _ in range(2))
+    model = nn.Sequential(*blocks).to(here())
+    return model if recipe is None else convert(model, recipe, all_gather)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
     """All ranks; of one dim, or (replicas, shards)."""
     shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh(
+        here().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
 
 
 def shard(
@@ -54,7 +80,7 @@ def shard(
     **more: Any,
 ) -> nn.Module:
     """Each block, then the whole."""
-    more["mesh"] = cpu_mesh() if mesh is None else mesh
+    more["mesh"] = mesh_of() if mesh is None else mesh
     more["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype)
     for block in model.children():
         fully_shard(block, **more)
@@ -109,7 +135,7 @@ class Run:
 
 
 def batch(step: int, rank: int, dtype: torch.dtype) -> Tensor:
-    return seeded(1000 * step + rank, 16, DIM, dtype=dtype)
+    return seeded(1000 * step + rank, 16, DIM, dtype=dtype, device=here())
 
 
 def train(

@@ -1,0 +1,85 @@
+"""FSDP1 gathers weights in high precision: ranks scale as one process does, compiled or not."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from support.configs import RECIPES
+from support.models import Block, fp8_state
+from support.ranks import Ranks
+from support.sharded import Run, convert, here, model_of, small, train, train_alone
+
+
+def wrap(model: nn.Module) -> nn.Module:
+    """Each block, then the whole."""
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block, nn.Sequential}),
+        use_orig_params=True,
+        device_id=here(),
+    )
+
+
+def same_as_alone(recipe: str) -> None:
+    model = convert(model_of(), recipe, all_gather=False)
+    alone = convert(model_of(), recipe, all_gather=False)
+    losses = train(wrap(model), 4).losses, train_alone(alone, 4).losses
+    assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
+    state = {n.replace("_fsdp_wrapped_module.", ""): v for n, v in fp8_state(model).items()}
+    assert state.keys() == fp8_state(alone).keys()
+    for name, value in fp8_state(alone).items():
+        assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_ranks_equal_one(either: Ranks, recipe: str) -> None:
+    either.run(same_as_alone, recipe)
+
+
+def with_all_gather() -> None:
+    model = convert(model_of(blocks=1), "tensorwise")
+    with pytest.raises(ValueError, match=r"FSDP1(.)*enable_fsdp_float8_all_gather=False"):
+        train(wrap(model), 1)
+
+
+def test_it_cannot_gather_in_float8_and_says_so(two: Ranks) -> None:
+    two.run(with_all_gather)
+
+
+def compiled(recipe: str | None, what: str, steps: int = 4) -> tuple[Run, list[str], int]:
+    """What training brings forth, why graphs broke, and how many were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = small(recipe, all_gather=False)
+    if what == "blocks":
+        for block in model:
+            block.compile(backend=counter, fullgraph=True)
+    forward = sharded = wrap(model)
+    if what == "whole model":
+        forward = torch.compile(sharded, backend=counter)
+    run = train(sharded, steps, forward=forward)
+    return run, sorted(counters["graph_break"]), counter.frame_count
+
+
+def same_as_eager(recipe: str) -> None:
+    eager, *_ = compiled(recipe, "nothing")
+    _, plain_breaks, _ = compiled(None, "whole model", steps=1)
+    for what in ("blocks", "whole model"):
+        run, breaks, graphs = compiled(recipe, what)
+        run.assert_equal(eager)
+        if what == "blocks":
+            assert breaks == []
+            assert graphs == 2  # none compiled again
+        else:  # breaks where FSDP1 gathers, float8 or not
+            assert set(breaks) <= set(plain_breaks)
+            assert graphs >= 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_is_as_eager(either: Ranks, recipe: str) -> None:
+    either.run(same_as_eager, recipe)

@@ -1,0 +1,159 @@
+"""What only GPUs can show: compiled training through NCCL, memory, and ranks that die."""
+
+import gc
+import os
+import resource
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from float8.bench.block import StackSize
+from float8.bench.fsdp_step import build_and_free
+from float8.bench.fsdp_variants import FLOAT8, Plan, sharded_variants
+from float8.bench.variants import many_compilations
+from float8.models.llama import Block, rope_table
+from float8.models.presets import ModelConfig
+from support.configs import RECIPES
+from support.ranks import Ranks
+from support.sharded import DIM, Run, convert, here, model_of, shard, traffic, train
+
+pytestmark = pytest.mark.gpu
+
+BF16, F32 = torch.bfloat16, torch.float32
+COLLECTIVE_TIMEOUT = 20.0
+
+
+class LlamaBlock(nn.Module):
+    """One on [batch, 16, DIM], with all that the reference model fuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = ModelConfig(dim=DIM, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=40)
+        self.block = Block(config)
+        cos, sin = rope_table(config.head_dim, 16, config.rope_theta)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.cos, self.sin)
+
+
+def build(kind: str, dtype: torch.dtype) -> nn.Module:
+    if kind == "feed-forward":
+        return model_of(dtype=dtype)
+    torch.manual_seed(0)
+    return nn.Sequential(LlamaBlock(), LlamaBlock()).to(here(), dtype)
+
+
+def one_sequence(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x[None])[0]
+
+
+def gathers(
+    kind: str, recipe: str, dtype: torch.dtype, param_dtype: torch.dtype | None, compiled: bool
+) -> tuple[Run, Run]:
+    """Ten steps with a cast after the gather, and with float8 all-gather."""
+    runs = []
+    for all_gather in (False, True):
+        torch._dynamo.reset()
+        model = convert(build(kind, dtype), recipe, all_gather)
+        if compiled:
+            for block in model:
+                block.compile(fullgraph=True)
+        sharded = shard(model, param_dtype=param_dtype)
+        forward = partial(one_sequence, sharded)
+        # The backward of cuDNN's attention is not reproducible.
+        with sdpa_kernel(SDPBackend.MATH), traffic() as seen:
+            runs.append(train(sharded, dtype=dtype, forward=forward))
+        assert (torch.uint8 in seen.gather_dtypes) == all_gather
+    return runs[0], runs[1]
+
+
+def same(*cell) -> None:
+    after, before = gathers(*cell)
+    before.assert_equal(after)
+    assert all(loss.isfinite() for loss in before.losses)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "param_dtype", "compiled"),
+    [
+        pytest.param("llama", BF16, None, False, id="llama-bf16-eager"),
+        pytest.param("llama", BF16, None, True, id="llama-bf16-compiled"),
+        pytest.param("llama", F32, BF16, False, id="llama-fp32-masters-eager"),
+        pytest.param("feed-forward", F32, BF16, True, id="feed-forward-fp32-masters-compiled"),
+    ],
+)
+def test_a_float8_gather_has_the_bits_of_a_cast_after_the_gather(
+    two_gpus: Ranks,
+    recipe: str,
+    kind: str,
+    dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    compiled: bool,
+) -> None:
+    two_gpus.run(same, kind, recipe, dtype, param_dtype, compiled)
+
+
+def converted_on_a_cpu(recipe: str) -> None:
+    runs = [train(shard(convert(model_of(device=device), recipe)), 3) for device in ("cpu", here())]
+    runs[0].assert_equal(runs[1])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fsdp2_moves_what_was_converted_on_a_cpu(two_gpus: Ranks, recipe: str) -> None:
+    two_gpus.run(converted_on_a_cpu, recipe)
+
+
+def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
+    """GiB that training steps of four blocks need, by variant: parameters, optimizer and all."""
+    torch._dynamo.reset()
+    gc.collect()  # nothing of earlier tests shall be freed while it counts
+    plan = Plan(StackSize("1b", blocks=4, seq_len=2048, batch=4), recipes, (mode,), (), rounds=2)
+    found = {}
+    with many_compilations():
+        for variant in sharded_variants(plan):
+            if not variant.variant.is_reference and variant.gather != FLOAT8:
+                continue
+            with build_and_free(variant, plan.size, here()) as step:
+                step.times(plan.rounds)
+                found[variant.variant.recipe] = step.peak_gib
+    return found
+
+
+# Inductor plans memory alike for both recipes; one is compiled.
+@pytest.mark.parametrize(
+    ("recipes", "mode"), [(("tensorwise", "delayed"), "eager"), (("tensorwise",), "compiled")]
+)
+def test_float8_needs_no_more_memory_than_bf16(
+    two_gpus: Ranks, recipes: tuple[str, ...], mode: str
+) -> None:
+    for found in two_gpus.run(peaks, recipes, mode):
+        bf16 = found.pop("bf16")
+        assert found.keys() == set(recipes)
+        for recipe, peak in found.items():
+            assert 0.5 < peak <= bf16, (recipe, peak, bf16)
+
+
+def die_in_training() -> None:
+    """Rank 1 does, before its second step, while rank 0 goes on."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # NCCL's watchdog aborts
+    model = shard(convert(model_of(), "tensorwise"))
+    train(model, 1)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    train(model, 1)
+    if here().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_no_rank_hangs_when_another_one_dies(two_gpus: Ranks) -> None:
+    ranks = Ranks(2, "cuda", COLLECTIVE_TIMEOUT)  # not those that serve other tests
+    mine, other = ranks.endings(die_in_training, timeout=150)
+    assert other == "died"
+    assert mine != "returned"  # an error, or the watchdog ended the process
