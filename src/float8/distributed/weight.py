@@ -49,6 +49,7 @@ class FSDPFloat8Weight(Float8GatherWeight):
             with zeros where this one is smaller; and 0-dim float32.
         """
         plan, inner = self.plan, self.high_precision
+        self.shared.take_place(inner)
         plan.param_dtype = mp_policy.param_dtype or inner.dtype
         shard = inner.to(plan.param_dtype)
         group = mesh.get_group()
