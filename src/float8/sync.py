@@ -16,6 +16,7 @@ from float8.distributed import (
     has_precomputable_scales,
     mesh_device_type,
     precompute_float8_dynamic_scale_for_fsdp,
+    shard_amax,
     sync_groups,
 )
 from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
@@ -71,7 +72,9 @@ def sync_float8_amax_and_scale_history(
         _stacks[model] = stacks
 
     _join_tied(layers)
-    amaxes = _reduced([torch.stack(stacked.amaxes) for stacked in stacks], layers, group)
+    amaxes = [torch.stack(stacked.amaxes) for stacked in stacks]
+    if ranks := sync_groups([layer.weight for layer in layers], group):
+        amaxes = _over_ranks(amaxes, list(groups.values()), ranks)
     for stacked, amax, (first, *_) in zip(stacks, amaxes, groups.values(), strict=True):
         update_history_and_scale(
             amax,
@@ -137,7 +140,7 @@ class _Both(RemovableHandle):
 
 
 def _join_tied(layers: Sequence[Float8Linear]) -> None:
-    """Give all layers with one weight its amax, which FSDP2's gather records in one of them."""
+    """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
         if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
@@ -150,22 +153,45 @@ def _join_tied(layers: Sequence[Float8Linear]) -> None:
                 amax.copy_(largest)
 
 
-def _reduced(amaxes: list[Tensor], layers: Sequence[Float8Linear], group: Any) -> list[Tensor]:
-    """`amaxes` over all ranks, with one all-reduce per device."""
-    weights = [layer.weight for layer in layers]
-    groups = sync_groups(weights, group)
-    if not groups:
-        return amaxes
-    device_type = mesh_device_type(weights)
+def _over_ranks(
+    amaxes: list[Tensor], groups: list[list[Float8Linear]], ranks: tuple[Any, ...]
+) -> list[Tensor]:
+    """`amaxes`, one per group of layers, over all ranks, with one all-reduce per device."""
+    layers = [layer for alike in groups for layer in alike]
+    device_type = mesh_device_type([layer.weight for layer in layers])
+    gathers = any(layer.config.enable_fsdp_float8_all_gather for layer in layers)
     reduced: list[Tensor | None] = [None] * len(amaxes)
     for device in {amax.device: None for amax in amaxes}:
         here = [i for i, amax in enumerate(amaxes) if amax.device == device]
         together = torch.cat([amaxes[i] for i in here])
-        all_reduce_amax(together, groups, device_type)
+        if gathers:
+            unused = torch.cat([_of_unused_shards(groups[i], amaxes[i]) for i in here])
+            both = torch.stack([together, unused])
+            all_reduce_amax(both, ranks, device_type)
+            together, unused = both.unbind()
+            together = torch.where(together != 0, torch.maximum(together, unused), together)
+        else:
+            all_reduce_amax(together, ranks, device_type)
         parts = torch.split(together, [len(amaxes[i]) for i in here])
         for i, part in zip(here, parts, strict=True):
             reduced[i] = part
     return [amax for amax in reduced if amax is not None]
+
+
+def _of_unused_shards(layers: list[Float8Linear], amaxes: Tensor) -> Tensor:
+    """[S] float32: the amaxes of shards in layers that this rank did not run; 0 for all others.
+
+    They count where another rank did: it used these shards, of which it does not know the amaxes.
+    """
+    found, row = torch.zeros_like(amaxes), 0
+    for layer in layers:
+        for site in layer.config.delayed_sites:
+            if site is CastSite.WEIGHT and not layer.has_unsynced_amax():
+                amax = shard_amax(layer.weight)
+                if amax is not None:
+                    found[row] = amax
+            row += 1
+    return found
 
 
 def _float8_linears(layers: object) -> list[Float8Linear]:

@@ -4,7 +4,7 @@ Each rank casts its shard under the scale of the whole weight. What travels is a
 as `uint8`: not every backend knows float8.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,24 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import CastSite
 from float8.distributed.collectives import all_reduce_amax
-from float8.linear import Float8Linear, amax_name, scale_name
+from float8.linear import Float8Linear, scale_name
 from float8.scaling import amax_to_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
-_SCALE, _AMAX = scale_name(CastSite.WEIGHT), amax_name(CastSite.WEIGHT)
+_SCALE = scale_name(CastSite.WEIGHT)
+
+
+class GatherMetadata(NamedTuple):
+    """What this rank knows of a gather besides the bytes."""
+
+    scale: Tensor
+    """0-dim float32: of the whole weight, the same on all ranks."""
+
+    amax: Tensor | None
+    """0-dim float32: of this rank's shard, which delayed scaling records where it is used."""
+
+    outer_size: torch.Size
+    """[N, K] of the whole weight."""
 
 
 class FSDPFloat8Weight(Float8GatherWeight):
@@ -34,7 +47,7 @@ class FSDPFloat8Weight(Float8GatherWeight):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: Any,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size]]:
+    ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
         """The bytes to gather and what the other ranks' receivers must know of them.
 
         Args:
@@ -45,16 +58,16 @@ class FSDPFloat8Weight(Float8GatherWeight):
             mp_policy: FSDP2's; its `param_dtype` is what the shard is rounded to first.
 
         Returns:
-            `((bytes,), (scale, outer_size))`: `uint8` of the shape of the largest shard, padded
-            with zeros where this one is smaller; and 0-dim float32.
+            `((bytes,), metadata)`: `uint8` of the shape of the largest shard, padded with zeros
+            where this one is smaller.
         """
         plan, inner = self.plan, self.high_precision
         self.shared.take_place(inner)
         plan.param_dtype = mp_policy.param_dtype or inner.dtype
         shard = inner.to(plan.param_dtype)
-        group = mesh.get_group()
+        group, amax = mesh.get_group(), None
         if plan.delayed:
-            scale, data = self._cast_delayed(shard, module, group)
+            scale, amax, data = self._cast_delayed(shard, module, group)
         else:
             known = self.precomputed
             if known is not None and known.param_dtype == plan.param_dtype:
@@ -67,14 +80,14 @@ class FSDPFloat8Weight(Float8GatherWeight):
         rows = shard.shape[0]
         if shard.shape[1] == outer_size[1] and rows != outer_size[0]:
             rows = -(-outer_size[0] // group.size())
-        return (_padded_bytes(data, rows, shard.shape[1]),), (scale, outer_size)
+        return (_padded_bytes(data, rows, shard.shape[1]),), GatherMetadata(scale, amax, outer_size)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[Tensor, torch.Size],
+        metadata: GatherMetadata,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -85,42 +98,49 @@ class FSDPFloat8Weight(Float8GatherWeight):
             all_gather_outputs: one `uint8`, padding included.
             metadata: by `fsdp_pre_all_gather`.
             param_dtype: the dtype that the weight reports.
-            out: the result of the first call, whose memory was filled anew: takes the new scale.
+            out: the result of the first call, whose memory was filled anew: takes the new scale
+                and amax.
         """
-        scale, outer_size = metadata
-        if scale.is_cuda:  # made on the stream of the gather, read on this one
-            scale.record_stream(torch.cuda.current_stream(scale.device))
-        if out is not None:
-            gathered: Float8Tensor = local_tensor(out)
+        scale, amax, outer_size = metadata
+        for made in (scale, amax):  # on the stream of the gather, read on this one
+            if made is not None and made.is_cuda:
+                made.record_stream(torch.cuda.current_stream(made.device))
+        if out is None:
+            (received,) = all_gather_outputs
+            whole = received.view(-1)[: outer_size.numel()].view(outer_size)
+            gathered = Float8Tensor(whole.view(self.plan.dtype), scale, param_dtype)
+        else:
+            gathered = local_tensor(out)
             gathered._scale = scale
-            return None
-        (received,) = all_gather_outputs
-        whole = received.view(-1)[: outer_size.numel()].view(outer_size)
-        return Float8Tensor(whole.view(self.plan.dtype), scale, param_dtype), ()
+        gathered._amax = amax
+        return (gathered, ()) if out is None else None
 
-    def _cast_delayed(self, shard: Tensor, module: nn.Module, group: Any) -> tuple[Tensor, Tensor]:
-        """The scale from the layer's history, and the bytes; records the amax of this shard.
+    def _cast_delayed(
+        self, shard: Tensor, module: nn.Module, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The scale from the layer's history, the amax of this shard, and the bytes.
 
-        The sync makes it that of the whole weight.
+        The gather does not know what for; each forward in training records the amax. The sync makes
+        it that of the whole weight.
         """
         if not isinstance(module, Float8Linear):
             raise TypeError(
                 f"FSDPFloat8Weight: got it as a weight of a {type(module).__name__}, expected the "
                 f"Float8Linear that has its history; convert the model again"
             )
-        history, recorded = module.get_buffer(_SCALE), module.get_buffer(_AMAX)
+        history = module.get_buffer(_SCALE)
         if not module.knows_weight_scale():
             amax = _amax(shard)
-            recorded.copy_(torch.maximum(recorded, amax))
-            scale = self._scale_from_all(amax, group)
-            return scale, self._cast(shard, scale)
+            scale = self._scale_from_all(amax.clone(), group)
+            return scale, amax, self._cast(shard, scale)
+        amax = torch.zeros_like(history)
         if shard.numel() == 0:
-            return history.clone(), shard
+            return history.clone(), amax, shard
         done = kernels.cast_delayed(
-            shard, history, recorded, self.plan.dtype, row=True, col=False, record=True
+            shard, history, amax, self.plan.dtype, row=True, col=False, record=True
         )
         assert done.row is not None
-        return done.scale, done.row
+        return done.scale, amax, done.row
 
     def _scale_from_all(self, amax: Tensor, group: Any) -> Tensor:
         all_reduce_amax(amax, (group,) if dist.get_world_size(group) > 1 else ())
@@ -132,6 +152,18 @@ class FSDPFloat8Weight(Float8GatherWeight):
         data, _ = kernels.cast(shard, scale, self.plan.dtype, row=True, col=False)
         assert data is not None
         return data
+
+
+def shard_amax(weight: Tensor) -> Tensor | None:
+    """0-dim float32: the amax of this rank's shard as it would be cast; None if it has none.
+
+    Args:
+        weight: of a layer; only DTensors of an `FSDPFloat8Weight` have such a shard.
+    """
+    local = local_tensor(weight)
+    if local is weight or not isinstance(local, FSDPFloat8Weight):
+        return None
+    return _amax(local.high_precision.to(local.plan.param_dtype or local.dtype))
 
 
 def _amax(shard: Tensor) -> Tensor:

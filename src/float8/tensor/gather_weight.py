@@ -18,6 +18,7 @@ from float8.formats import HIGH_PRECISION_DTYPES
 from float8.tensor.dtensor import local_tensor
 from float8.tensor.gather_plan import GatherPlan
 from float8.tensor.gather_scale import PrecomputedScale, SharedScale
+from float8.tensor.inference import as_inference_as
 
 aten = torch.ops.aten
 _tensor_data: Any = Tensor.data
@@ -194,8 +195,8 @@ class Float8GatherWeight(torch.Tensor):
             return func(*_plain(args), **_plain(kwargs))
         source = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Float8GatherWeight))
         # FSDP2 shards and pads in its first forward, which may be an evaluation in inference mode;
-        # the weights must do for training then. Torch itself leaves views of them normal, too.
-        with torch.inference_mode(torch.is_inference_mode_enabled() and source.is_inference()):
+        # the weights must do for training then.
+        with as_inference_as(source):
             result = func(*_plain(args), **_plain(kwargs))
             return tree_map_only(Tensor, lambda x: source._like(func, x), result)
 
