@@ -48,14 +48,18 @@ def sync_float8_amax_and_scale_history(
         model: the converted model, compiled or not.
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
         group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the
-            ranks of the mesh that the weights are on (FSDP2, tensor parallel), else all. Stages
-            of a pipeline that are not sharded, and models that each rank trains by itself, need
-            a group of their own.
+            ranks of the mesh that the weights are on, in all of its dims (FSDP2, HSDP, FSDP2 with
+            tensor parallel), else of the mesh of the model's other parameters, else all. Give a
+            group for stages of a pipeline that are not sharded, for models that each rank trains by
+            itself, and where the mesh is not all there is: with tensor parallel under DDP the
+            weights know the mesh of one replica only. Weights gathered in 16 bits at the moment
+            are plain tensors: if all of the model is, all ranks are taken.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: no `group` is given, and layers are on different meshes, or their weights are
-            gathered at the moment, so that their mesh is not known.
+        ValueError: no `group` is given, and layers (or, if they do not tell, other parameters) are
+            on different meshes, or weights are gathered in float8 at the moment and no parameter
+            tells the mesh.
     """
     require_module(model, "model")
     if fp8_layers is None:
@@ -73,7 +77,7 @@ def sync_float8_amax_and_scale_history(
 
     _join_tied(layers)
     amaxes = [torch.stack(stacked.amaxes) for stacked in stacks]
-    if ranks := sync_groups([layer.weight for layer in layers], group):
+    if ranks := sync_groups([layer.weight for layer in layers], group, model.parameters()):
         amaxes = _over_ranks(amaxes, list(groups.values()), ranks)
     for stacked, amax, (first, *_) in zip(stacks, amaxes, groups.values(), strict=True):
         update_history_and_scale(
