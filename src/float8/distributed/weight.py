@@ -20,21 +20,40 @@ from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 _SCALE = scale_name(CastSite.WEIGHT)
 
 
-class GatherMetadata(NamedTuple):
-    """What this rank knows of a gather besides the bytes."""
+class ShardCast(NamedTuple):
+    """The cast of this rank's shard, which may have no rows."""
+
+    gathered: tuple[Tensor, ...]
+    """What all ranks need of it, rows by rows of the shard: the float8 data [rows, K]."""
 
     scale: Tensor
     """0-dim float32: of the whole weight, the same on all ranks."""
 
     amax: Tensor | None
-    """0-dim float32: of this rank's shard, which delayed scaling records where it is used."""
+    """0-dim float32: of the shard, where delayed scaling records it."""
+
+
+class GatherMetadata(NamedTuple):
+    """What this rank knows of a gather besides what travels."""
+
+    scale: Tensor
+    """As in `ShardCast`."""
+
+    amax: Tensor | None
+    """As in `ShardCast`."""
 
     outer_size: torch.Size
     """[N, K] of the whole weight."""
 
 
 class FSDPFloat8Weight(Float8GatherWeight):
-    """A `Float8GatherWeight` with FSDP2's hooks; while not sharded a plain weight."""
+    """A `Float8GatherWeight` with FSDP2's hooks; while not sharded a plain weight.
+
+    `cast_shard` and `joined` are the seam for finer scales: scales that belong to rows or blocks of
+    the shard are one more tensor in `ShardCast.gathered`, padded and sent like the data, and
+    `joined` gets them from all ranks. Torch takes a second tensor of even shards only: where a
+    shard is padded it wants each tensor in the size of the padded shard.
+    """
 
     # Grad mode is off already, says FSDP2. What is made here outlives an evaluation in inference
     # mode if the weights stay gathered, and must then do for training.
@@ -59,28 +78,21 @@ class FSDPFloat8Weight(Float8GatherWeight):
 
         Returns:
             `((bytes,), metadata)`: `uint8` of the shape of the largest shard, padded with zeros
-            where this one is smaller.
+            where this one is smaller, and what need not travel.
         """
         plan, inner = self.plan, self.high_precision
         self.shared.take_place(inner)
         plan.param_dtype = mp_policy.param_dtype or inner.dtype
         shard = inner.to(plan.param_dtype)
-        group, amax = mesh.get_group(), None
-        if plan.delayed:
-            scale, amax, data = self._cast_delayed(shard, module, group)
-        else:
-            known = self.precomputed
-            if known is not None and known.param_dtype == plan.param_dtype:
-                scale = known.scale
-            else:
-                scale = self._scale_from_all(_amax(shard), group)
-            data = self._cast(shard, scale)
+        group = mesh.get_group()
+        cast = self.cast_shard(shard, module, group)
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
         # A shard of another dim than the first is never padded, nor is one of everything.
         rows = shard.shape[0]
         if shard.shape[1] == outer_size[1] and rows != outer_size[0]:
             rows = -(-outer_size[0] // group.size())
-        return (_padded_bytes(data, rows, shard.shape[1]),), GatherMetadata(scale, amax, outer_size)
+        sent = tuple(_padded_bytes(x, rows) for x in cast.gathered)
+        return sent, GatherMetadata(cast.scale, cast.amax, outer_size)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -95,30 +107,58 @@ class FSDPFloat8Weight(Float8GatherWeight):
         """The gathered weight as a `Float8Tensor` [N, K] over the gathered bytes.
 
         Args:
-            all_gather_outputs: one `uint8`, padding included.
+            all_gather_outputs: `uint8`, padding included: of each tensor that the ranks sent.
             metadata: by `fsdp_pre_all_gather`.
             param_dtype: the dtype that the weight reports.
             out: the result of the first call, whose memory was filled anew: takes the new scale
                 and amax.
         """
-        scale, amax, outer_size = metadata
+        scale, amax, _ = metadata
         for made in (scale, amax):  # on the stream of the gather, read on this one
             if made is not None and made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
         if out is None:
-            (received,) = all_gather_outputs
-            whole = received.view(-1)[: outer_size.numel()].view(outer_size)
-            gathered = Float8Tensor(whole.view(self.plan.dtype), scale, param_dtype)
-        else:
-            gathered = local_tensor(out)
-            gathered._scale = scale
-        gathered._amax = amax
-        return (gathered, ()) if out is None else None
+            return self.joined(all_gather_outputs, metadata, param_dtype), ()
+        gathered: Float8Tensor = local_tensor(out)
+        gathered._scale, gathered._amax = scale, amax
+        return None
 
-    def _cast_delayed(
-        self, shard: Tensor, module: nn.Module, group: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The scale from the layer's history, the amax of this shard, and the bytes.
+    def cast_shard(self, shard: Tensor, module: nn.Module, group: Any) -> ShardCast:
+        """Cast the shard [rows, K], already rounded to what FSDP2 computes in.
+
+        Args:
+            shard: float32, bfloat16 or float16; may have no rows.
+            module: the layer.
+            group: the ranks that hold the shards.
+        """
+        if self.plan.delayed:
+            return self._cast_delayed(shard, module, group)
+        known = self.precomputed
+        if known is not None and known.param_dtype == shard.dtype:
+            scale = known.scale
+        else:
+            scale = self._scale_from_all(_amax(shard), group)
+        return ShardCast((self._cast(shard, scale),), scale, None)
+
+    def joined(
+        self, received: tuple[Tensor, ...], metadata: GatherMetadata, param_dtype: torch.dtype
+    ) -> Tensor:
+        """The whole weight [N, K] over the memory of what all ranks sent.
+
+        Args:
+            received: `uint8`, of each tensor in `ShardCast.gathered`; rows of padding at the end.
+            metadata: this rank's.
+            param_dtype: the dtype that the weight reports.
+        """
+        (data,) = received
+        size = metadata.outer_size
+        whole = data.view(-1)[: size.numel()].view(size).view(self.plan.dtype)
+        gathered = Float8Tensor(whole, metadata.scale, param_dtype)
+        gathered._amax = metadata.amax
+        return gathered
+
+    def _cast_delayed(self, shard: Tensor, module: nn.Module, group: Any) -> ShardCast:
+        """With the scale from the layer's history.
 
         The gather does not know what for; each forward in training records the amax. The sync makes
         it that of the whole weight.
@@ -132,15 +172,15 @@ class FSDPFloat8Weight(Float8GatherWeight):
         if not module.knows_weight_scale():
             amax = _amax(shard)
             scale = self._scale_from_all(amax.clone(), group)
-            return scale, amax, self._cast(shard, scale)
+            return ShardCast((self._cast(shard, scale),), scale, amax)
         amax = torch.zeros_like(history)
         if shard.numel() == 0:
-            return history.clone(), amax, shard
+            return ShardCast((self._cast(shard, history),), history.clone(), amax)
         done = kernels.cast_delayed(
             shard, history, amax, self.plan.dtype, row=True, col=False, record=True
         )
         assert done.row is not None
-        return done.scale, amax, done.row
+        return ShardCast((done.row[:, : shard.shape[1]],), done.scale, amax)
 
     def _scale_from_all(self, amax: Tensor, group: Any) -> Tensor:
         all_reduce_amax(amax, (group,) if dist.get_world_size(group) > 1 else ())
@@ -148,10 +188,10 @@ class FSDPFloat8Weight(Float8GatherWeight):
 
     def _cast(self, shard: Tensor, scale: Tensor) -> Tensor:
         if shard.numel() == 0:
-            return shard
+            return shard.to(self.plan.dtype)
         data, _ = kernels.cast(shard, scale, self.plan.dtype, row=True, col=False)
         assert data is not None
-        return data
+        return data[:, : shard.shape[1]]  # it may have more columns, for GEMMs
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
@@ -170,11 +210,11 @@ def _amax(shard: Tensor) -> Tensor:
     return kernels.amax(shard) if shard.numel() else shard.new_zeros((), dtype=torch.float32)
 
 
-def _padded_bytes(data: Tensor, rows: int, columns: int) -> Tensor:
-    """[rows, columns] `uint8`, contiguous; `data` may have more columns, for GEMMs, and no rows."""
-    if data.numel() == 0:
-        return data.new_zeros((rows, columns), dtype=torch.uint8)
-    bytes_ = data.view(torch.uint8)[:, :columns]
+def _padded_bytes(x: Tensor, rows: int) -> Tensor:
+    """`x` [R, C] as [rows, C * bytes of an element] `uint8`, contiguous; R may be 0."""
+    if x.numel() == 0:
+        return x.new_zeros((rows, x.shape[1] * x.itemsize), dtype=torch.uint8)
+    bytes_ = x.view(torch.uint8)
     missing = rows - bytes_.shape[0]
     assert missing >= 0
     return torch.nn.functional.pad(bytes_, (0, 0, 0, missing)) if missing else bytes_.contiguous()
