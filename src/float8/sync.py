@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,17 +49,17 @@ def sync_float8_amax_and_scale_history(
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
         group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the
             ranks of the mesh that the weights are on, in all of its dims (FSDP2, HSDP, FSDP2 with
-            tensor parallel), else of the mesh of the model's other parameters, else all. Give a
-            group for stages of a pipeline that are not sharded, for models that each rank trains by
-            itself, and where the mesh is not all there is: with tensor parallel under DDP the
-            weights know the mesh of one replica only. Weights gathered in 16 bits at the moment
-            are plain tensors: if all of the model is, all ranks are taken.
+            tensor parallel), else the mesh of other parameters under the same `fully_shard`, else
+            all. Give a group for stages of a pipeline that are not sharded, for models that each
+            rank trains by itself, and where the mesh is not all there is: with tensor parallel
+            under DDP the weights know the mesh of one replica only. Weights gathered in 16 bits at
+            the moment are plain tensors: if all parameters are, all ranks are taken.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: no `group` is given, and layers (or, if they do not tell, other parameters) are
-            on different meshes, or weights are gathered in float8 at the moment and no parameter
-            tells the mesh.
+        ValueError: no `group` is given, and layers (or, if they do not tell, those parameters) are
+            on different meshes, or weights are gathered in float8 at the moment and nothing tells
+            their mesh.
     """
     require_module(model, "model")
     if fp8_layers is None:
@@ -196,6 +196,14 @@ def _of_unused_shards(layers: list[Float8Linear], amaxes: Tensor) -> Tensor:
                     found[row] = amax
             row += 1
     return found
+
+
+def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
+    """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
+    inside = set(layers)
+    for module in model.modules():
+        if hasattr(type(module), "reshard") and not inside.isdisjoint(module.modules()):
+            yield from module.parameters()
 
 
 def _float8_linears(layers: object) -> list[Float8Linear]:

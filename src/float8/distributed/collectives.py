@@ -66,7 +66,7 @@ def sync_groups(
         group: what the user asks for. None: all ranks of the mesh that the weights are on, of
             whatever dims it has (HSDP: replicas and shards, FSDP2 with tensor parallel: both), or
             all there are.
-        others: parameters that tell the mesh where no weight does, as all are gathered.
+        others: what tells the mesh where no weight does, as all are gathered; read only then.
 
     Raises:
         TypeError: `group` is no process group.

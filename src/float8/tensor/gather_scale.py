@@ -33,13 +33,14 @@ class SharedScale:
         self._precomputed = precomputed
         self._aliases: dict[Hashable, Any] = {}
         self._handed_out: list[weakref.ref[Any]] = []
-        self._seen: list[int] = []
+        self._watched: list[Tensor] = []
+        self._seen: list[int] = []  # their versions
         self._copied_from: SharedScale | None = None
 
     @property
     def precomputed(self) -> PrecomputedScale | None:
         """The scale, until the memory is written."""
-        if self._aliases and self._precomputed is not None and self._seen != self._versions():
+        if self._watched and self._precomputed is not None and self._seen != self._versions():
             self._precomputed = None
         return self._precomputed
 
@@ -57,7 +58,7 @@ class SharedScale:
         known = self.precomputed
         if key not in self._aliases:
             self._aliases[key] = make()
-            self.precomputed = known
+            self._watch(known)
         kept = self._aliases[key]
         new = kept.detach()
         if local_tensor(kept) is not kept:
@@ -92,11 +93,11 @@ class SharedScale:
                 dtensor._local_tensor = inner.detach()
         self._aliases.update(kept)
         self._handed_out += map(weakref.ref, handed_out)
+        self._watch(known)
+
+    def _watch(self, known: PrecomputedScale | None) -> None:
+        self._watched = [y for x in self._aliases.values() for y in (x, local_tensor(x))]
         self.precomputed = known
 
     def _versions(self) -> list[int]:
-        return [
-            version
-            for alias in self._aliases.values()
-            for version in (alias._version, local_tensor(alias)._version)
-        ]
+        return [x._version for x in self._watched]
