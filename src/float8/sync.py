@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from float8.distributed import (
     has_precomputable_scales,
     mesh_device_type,
     precompute_float8_dynamic_scale_for_fsdp,
+    shard_amax,
     sync_groups,
 )
 from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
@@ -47,14 +48,18 @@ def sync_float8_amax_and_scale_history(
         model: the converted model, compiled or not.
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
         group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the
-            ranks of the mesh that the weights are on (FSDP2, tensor parallel), else all. Stages
-            of a pipeline that are not sharded, and models that each rank trains by itself, need
-            a group of their own.
+            ranks of the mesh that the weights are on, in all of its dims (FSDP2, HSDP, FSDP2 with
+            tensor parallel), else the mesh of other parameters under the same `fully_shard`, else
+            all. Give a group for stages of a pipeline that are not sharded, for models that each
+            rank trains by itself, and where the mesh is not all there is: with tensor parallel
+            under DDP the weights know the mesh of one replica only. Weights gathered in 16 bits at
+            the moment are plain tensors: if all parameters are, all ranks are taken.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: no `group` is given, and layers are on different meshes, or their weights are
-            gathered at the moment, so that their mesh is not known.
+        ValueError: no `group` is given, and layers (or, if they do not tell, those parameters) are
+            on different meshes, or weights are gathered in float8 at the moment and nothing tells
+            their mesh.
     """
     require_module(model, "model")
     if fp8_layers is None:
@@ -71,7 +76,9 @@ def sync_float8_amax_and_scale_history(
         _stacks[model] = stacks
 
     _join_tied(layers)
-    amaxes = _reduced([torch.stack(stacked.amaxes) for stacked in stacks], layers, group)
+    amaxes = [torch.stack(stacked.amaxes) for stacked in stacks]
+    if ranks := sync_groups([layer.weight for layer in layers], group, model.parameters()):
+        amaxes = _over_ranks(amaxes, list(groups.values()), ranks)
     for stacked, amax, (first, *_) in zip(stacks, amaxes, groups.values(), strict=True):
         update_history_and_scale(
             amax,
@@ -137,7 +144,7 @@ class _Both(RemovableHandle):
 
 
 def _join_tied(layers: Sequence[Float8Linear]) -> None:
-    """Give all layers with one weight its amax, which FSDP2's gather records in one of them."""
+    """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
         if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
@@ -150,22 +157,53 @@ def _join_tied(layers: Sequence[Float8Linear]) -> None:
                 amax.copy_(largest)
 
 
-def _reduced(amaxes: list[Tensor], layers: Sequence[Float8Linear], group: Any) -> list[Tensor]:
-    """`amaxes` over all ranks, with one all-reduce per device."""
-    weights = [layer.weight for layer in layers]
-    groups = sync_groups(weights, group)
-    if not groups:
-        return amaxes
-    device_type = mesh_device_type(weights)
+def _over_ranks(
+    amaxes: list[Tensor], groups: list[list[Float8Linear]], ranks: tuple[Any, ...]
+) -> list[Tensor]:
+    """`amaxes`, one per group of layers, over all ranks, with one all-reduce per device."""
+    layers = [layer for alike in groups for layer in alike]
+    device_type = mesh_device_type([layer.weight for layer in layers])
+    gathers = any(layer.config.enable_fsdp_float8_all_gather for layer in layers)
     reduced: list[Tensor | None] = [None] * len(amaxes)
     for device in {amax.device: None for amax in amaxes}:
         here = [i for i, amax in enumerate(amaxes) if amax.device == device]
         together = torch.cat([amaxes[i] for i in here])
-        all_reduce_amax(together, groups, device_type)
+        if gathers:
+            unused = torch.cat([_of_unused_shards(groups[i], amaxes[i]) for i in here])
+            both = torch.stack([together, unused])
+            all_reduce_amax(both, ranks, device_type)
+            together, unused = both.unbind()
+            together = torch.where(together != 0, torch.maximum(together, unused), together)
+        else:
+            all_reduce_amax(together, ranks, device_type)
         parts = torch.split(together, [len(amaxes[i]) for i in here])
         for i, part in zip(here, parts, strict=True):
             reduced[i] = part
     return [amax for amax in reduced if amax is not None]
+
+
+def _of_unused_shards(layers: list[Float8Linear], amaxes: Tensor) -> Tensor:
+    """[S] float32: the amaxes of shards in layers that this rank did not run; 0 for all others.
+
+    They count where another rank did: it used these shards, of which it does not know the amaxes.
+    """
+    found, row = torch.zeros_like(amaxes), 0
+    for layer in layers:
+        for site in layer.config.delayed_sites:
+            if site is CastSite.WEIGHT and not layer.has_unsynced_amax():
+                amax = shard_amax(layer.weight)
+                if amax is not None:
+                    found[row] = amax
+            row += 1
+    return found
+
+
+def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
+    """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
+    inside = set(layers)
+    for module in model.modules():
+        if hasattr(type(module), "reshard") and not inside.isdisjoint(module.modules()):
+            yield from module.parameters()
 
 
 def _float8_linears(layers: object) -> list[Float8Linear]:

@@ -135,13 +135,35 @@ def stages() -> None:
         sync_float8_amax_and_scale_history(model, group=3)
 
 
+def gathered_stages() -> None:
+    """The same with weights in high precision, gathered at the moment: others tell the mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    stage = mesh.get_local_rank("stage")
+    model = convert(model_of(blocks=1 + stage), "delayed", all_gather=False)
+    model.gain = nn.Parameter(torch.ones(2))
+    shard(model, mesh["shard"])
+    step(model)
+    for block in model:
+        block.unshard()
+    assert not any(hasattr(weight, "device_mesh") for weight in weights(model))
+    parts = [torch.zeros(()) for _ in range(2)]
+    amax = model[0].ffn.w1.fp8_amax_input.clone()
+    dist.all_gather(parts, amax, group=mesh.get_group("shard"))
+    sync_float8_amax_and_scale_history(model)
+    assert torch.equal(model[0].ffn.w1.fp8_amax_history_input[0], torch.stack(parts).max())
+
+
+def test_a_sync_of_gathered_weights_is_among_the_ranks_of_the_mesh(four: Ranks) -> None:
+    four.run(gathered_stages)
+
+
 def test_a_sync_is_among_the_ranks_of_the_mesh(four: Ranks) -> None:
     four.run(stages)
 
 
-def write_whole(model: nn.Module, how: str) -> None:
-    """Change all weights without an optimizer."""
-    linears = weights(model)
+def write_whole(model: nn.Module, early: dict[str, torch.Tensor], how: str) -> None:
+    """Change all weights without an optimizer; `early` is a state dict from before."""
+    linears, state = weights(model), model.state_dict()
     with torch.no_grad():
         match how:
             case "in place":
@@ -161,6 +183,15 @@ def write_whole(model: nn.Module, how: str) -> None:
             case "init":
                 for weight in linears:
                     nn.init.constant_(weight, 3.0)
+            case "state dict":
+                for value in state.values():
+                    value.mul_(3)
+            case "earlier state dict":
+                for value in early.values():
+                    value.detach().mul_(3)
+            case "shards in a state dict":
+                for value in state.values():
+                    value.to_local()[:1].mul_(3)
             case "load":
                 state = {name: 3 * value for name, value in model.state_dict().items()}
                 model.load_state_dict(state)
@@ -169,15 +200,20 @@ def write_whole(model: nn.Module, how: str) -> None:
                 model.load_state_dict(state, assign=True)
 
 
+HOWS = ["in place", "foreach", "data", "a view", "copy", "init", "load", "assign"]
+HOWS += ["state dict", "earlier state dict", "shards in a state dict"]
+
+
 def stale_scales() -> None:
-    for how in ("in place", "foreach", "data", "a view", "copy", "init", "load", "assign"):
+    for how in HOWS:
         results = []
         for precompute in (True, False):
             model = shard(convert(model_of(3, blocks=1), "tensorwise"))  # one rank has no row
+            early = model.state_dict()
             step(model)
             if precompute:
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            write_whole(model, how)
+            write_whole(model, early, how)
             model.zero_grad()
             with traffic() as seen:
                 results.append([step(model), *(whole(p.grad) for p in weights(model))])
@@ -187,6 +223,19 @@ def stale_scales() -> None:
 
 def test_a_stale_precomputed_scale_is_never_used(four: Ranks) -> None:
     four.run(stale_scales)
+
+
+def few_rows() -> None:
+    """Whether an empty shard was written cannot be seen, so its weight is not precomputed."""
+    model = shard(convert(nn.Sequential(nn.Linear(8, 5, bias=False)), "tensorwise"))  # 2, 2, 1, 0
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    with traffic() as seen:
+        model(torch.ones(4, 8))
+    assert seen.all_reduces == 1
+
+
+def test_weights_of_which_a_rank_holds_nothing_are_not_precomputed(four: Ranks) -> None:
+    four.run(few_rows)
 
 
 def before_the_first_forward() -> None:

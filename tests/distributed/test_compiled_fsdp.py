@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
 from sqnr import sqnr
 from support.configs import RECIPES
+from support.models import fp8_state
 from support.ranks import Ranks
 from support.sharded import DIM, Run, here, shard, small, traffic, train
 from tolerances import COMPILED
@@ -74,6 +75,32 @@ def test_every_cell_has_one_graph_per_block_and_the_bits_of_eager_mode(
     either: Ranks, recipe: str
 ) -> None:
     either.run(cells, recipe)
+
+
+def evaluating(all_gather: bool, compile: bool) -> Run:
+    """Evaluations record nothing, and the trained steps between them what they must."""
+    torch._dynamo.reset()
+    model = small("delayed", all_gather)
+    if compile:
+        model[0].compile(backend="aot_eager", fullgraph=True)  # one is enough, and half the time
+    model = shard(model)
+
+    def evaluate(last: bool) -> None:
+        before = {name: value.clone() for name, value in fp8_state(model).items()}
+        with torch.no_grad():
+            model(64 * torch.ones(4, DIM))
+        for name, value in fp8_state(model).items():
+            assert torch.equal(value, before[name]), name
+
+    return train(model, 3, before_backward=evaluate)
+
+
+def evaluations() -> None:
+    evaluating(True, True).assert_equal(evaluating(False, False))
+
+
+def test_compiled_evaluations_record_nothing(two: Ranks) -> None:
+    two.run(evaluations)
 
 
 def stepped(recipe: str, compile_step: bool, tell: str) -> list[Tensor]:

@@ -114,3 +114,25 @@ def save_alone(again: str, path: str, recipe: str, expected: dict[str, Tensor]) 
     assert_same(flat(state), expected)
     dcp.save(state, checkpoint_id=again)
     return again
+
+
+def load_in_place(path: str) -> None:
+    """Into the tensors of a state dict, and nothing more; hidden width 3: one rank has no row."""
+    model, other = (shard(convert(model_of(3), "tensorwise")) for _ in range(2))
+    train(model, 1)
+    state = other.state_dict()
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    x = seeded(5, 16, DIM)
+    for precompute in (False, True):
+        if precompute:
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.mul_(0.5)
+            precompute_float8_dynamic_scale_for_fsdp(other)
+            state = other.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        assert torch.equal(other(x), model(x))
+
+
+def test_loading_in_place_drops_precomputed_scales(four: Ranks, tmp_path: Path) -> None:
+    four.run(load_in_place, str(tmp_path))

@@ -17,8 +17,12 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     why_not_fused,
 )
-from float8.tensor import Float8GatherWeight
+from float8.distributed.weight import FSDPFloat8Weight, ShardCast
+from float8.formats import FLOAT8_MAX
+from float8.tensor import Float8GatherWeight, Float8Tensor, GatherPlan
 from support.configs import RECIPES
+from support.devices import E4M3
+from support.models import fp8_state
 from support.ranks import Ranks
 from support.sharded import (
     Run,
@@ -74,6 +78,28 @@ def evaluated(recipe: str, all_gather: bool) -> Run:
         with mode:
             model(batch(7, 0, torch.float32))
     return train(model, 2)
+
+
+def evaluated_between(recipe: str, all_gather: bool) -> Run:
+    """Each step is followed by an evaluation of other weights, of which no history may learn."""
+    model = shard(convert(model_of(42), recipe, all_gather), reshard_after_forward=False)
+
+    def evaluate(last: bool) -> None:
+        before = {name: value.clone() for name, value in fp8_state(model).items()}
+        for mode, factor in ((torch.no_grad(), 64.0), (torch.inference_mode(), 1 / 64)):
+            with mode:
+                model(batch(7, 0, torch.float32))
+            for module in (*model, model):
+                module.reshard()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+        for name, value in fp8_state(model).items():
+            assert torch.equal(value, before[name]), name
+
+    with torch.no_grad():
+        model(batch(7, 0, torch.float32))  # FSDP2's first forward is not one in inference mode
+    return train(model, 3, before_backward=evaluate)
 
 
 def from_meta(recipe: str, all_gather: bool) -> Run:
@@ -172,6 +198,7 @@ USES: dict[str, Callable[[str, bool], Run]] = {
         frozen,
         checkpointed,
         evaluated,
+        evaluated_between,
         from_meta,
         tied,
         offloaded,
@@ -218,6 +245,36 @@ class Bytes(Tensor):
         return None if out is not None else (outputs[0].to(param_dtype), ())
 
 
+class ScaledByRows(FSDPFloat8Weight):
+    """A scale for each row, sent along with the bytes: what finer scalings will do."""
+
+    def cast_shard(self, shard, module, group):  # type: ignore[no-untyped-def]
+        scales = shard.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX[E4M3]
+        return ShardCast(((shard / scales).to(E4M3), scales), torch.ones(()), None)
+
+    def joined(self, received, metadata, param_dtype):  # type: ignore[no-untyped-def]
+        data, scales = received
+        return (data.view(E4M3).float() * scales.view(torch.float32)).to(param_dtype)
+
+
+def scales_gathered_along() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(24, 16, bias=False), torch.eye(24)
+    weight = layer.weight.detach() * torch.arange(1, 17).unsqueeze(1)
+    expected = torch.stack([Float8Tensor.from_high_precision(row)._data.float() for row in weight])
+    expected *= weight.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX[E4M3]
+    layer.weight = nn.Parameter(ScaledByRows(weight, GatherPlan(E4M3, False, False)))
+    fully_shard(layer, mesh=cpu_mesh())
+    with traffic() as seen:
+        assert torch.equal(layer(x), x @ expected.t())
+    assert seen.sizes == [8 * (24 + 4)]
+    assert seen.all_reduces == 0
+
+
+def test_finer_scales_can_be_gathered_along(two: Ranks) -> None:
+    two.run(scales_gathered_along)
+
+
 def smaller_mesh(which: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     if which == "float8":
@@ -253,6 +310,77 @@ def states() -> None:
 
 def test_state_dicts_hold_plain_weights(two: Ranks) -> None:
     two.run(states)
+
+
+def inference_first(recipe: str | None) -> None:
+    """Torch's own buffers of the gather are inference tensors then: it evaluates, and only that."""
+    models = [model_of(42) for _ in range(2)]
+    models = [shard(m if recipe is None else convert(m, recipe)) for m in models]
+    x, outputs = batch(0, dist.get_rank(), torch.float32), []
+    for model, mode in zip(models, (torch.inference_mode(), torch.no_grad()), strict=True):
+        with mode:
+            outputs += [model(x), model(x)]
+        assert not any(parameter.is_inference() for parameter in model.parameters())
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    with pytest.raises(RuntimeError, match=r"[Ii]nference tensor"):
+        models[0](x).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_a_first_forward_in_inference_mode_does_what_torch_alone_does(
+    two: Ranks, recipe: str | None
+) -> None:
+    two.run(inference_first, recipe)
+
+
+def unused_on_one_rank() -> None:
+    """Another rank uses its shard of the weight, too, and must learn of its amax."""
+    runs = []
+    for all_gather in (False, True):
+        model = shard(convert(model_of(), "delayed", all_gather))
+        with torch.no_grad():
+            weight = model[1].ffn.w1.weight.to_local()
+            weight.mul_(100 if dist.get_rank() else 1)
+        for _ in range(2):
+            for block in model:
+                block.unshard()
+            x = batch(0, dist.get_rank(), torch.float32)
+            for block in list(model)[: 1 if dist.get_rank() else None]:
+                x = block.ffn(x)
+            for block in model:
+                block.reshard()
+            sync_float8_amax_and_scale_history(model)
+        runs.append(fp8_state(model))
+        with traffic() as seen:
+            sync_float8_amax_and_scale_history(model)  # of nothing
+        assert seen.all_reduces == 1
+        assert all(torch.equal(value, runs[-1][name]) for name, value in fp8_state(model).items())
+    assert runs[0]["1.ffn.w1.fp8_scale_weight"] > 10 * runs[0]["1.ffn.w3.fp8_scale_weight"]
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+
+
+def test_a_shard_of_a_rank_that_does_not_run_the_layer_counts(two: Ranks) -> None:
+    two.run(unused_on_one_rank)
+
+
+def early_state_dicts() -> None:
+    for recipe in RECIPES:
+        model = shard(convert(model_of(42), recipe))  # 11, 11, 11, 9 rows
+        early = model.state_dict()
+        train(model, 1)
+        weights = {n: v for n, v in model.state_dict().items() if "ffn" in n and "fp8_" not in n}
+        for name, value in weights.items():
+            assert torch.equal(early[name], value), name
+        with torch.no_grad():
+            early["0.ffn.w1.weight"].zero_()
+            early["1.ffn.w2.weight"].to_local().zero_()
+        for name in ("0.ffn.w1.weight", "1.ffn.w2.weight"):
+            assert (whole(weights[name]) == 0).all(), name
+
+
+def test_a_state_dict_taken_before_the_first_forward_stays_one_of_the_model(four: Ranks) -> None:
+    four.run(early_state_dicts)
 
 
 def replicated() -> None:

@@ -104,6 +104,51 @@ def test_what_else_writes_forgets_the_scale() -> None:
         assert not torch.equal(x.high_precision, seeded(0, 6, 4))
 
 
+@pytest.mark.parametrize("first", ["alias", "scale"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_write_through_a_plain_alias_forgets_the_scale(first: str, mode: type) -> None:
+    x = weight()
+    views = {name: view(x) for name, view in VIEWS.items()}
+    known = PrecomputedScale(torch.tensor(0.5), x.dtype)
+    for name, view in views.items():
+        for write in (lambda alias: alias.mul_(2), lambda alias: alias.detach()[:1].mul_(2)):
+            with mode():
+                alias = high_precision(view) if first == "alias" else None
+                x.set_precomputed(known)
+                alias = high_precision(view) if alias is None else alias
+                assert type(alias) is Tensor
+                assert x.precomputed == known, name  # reading is no writing
+                high_precision(x.detach())
+                assert x.precomputed == known, name
+                write(alias)
+            assert x.precomputed is None, name
+            assert all(v.precomputed is None for v in views.values())
+
+
+def test_a_clone_of_a_plain_alias_is_not_watched() -> None:
+    x = weight(scale=0.5)
+    high_precision(x).clone().mul_(2)
+    assert x.precomputed is not None
+
+
+def test_weights_made_in_inference_mode_have_plain_aliases_too() -> None:
+    with torch.inference_mode():
+        x = weight(scale=0.5)
+        assert torch.equal(high_precision(x), x.high_precision)
+    assert x.precomputed is not None
+
+
+@pytest.mark.parametrize("how", VIEWS)
+def test_views_in_inference_mode_are_as_torch_makes_them(how: str) -> None:
+    plain, x = seeded(0, 6, 4), weight()
+    with torch.inference_mode():
+        expected, view = VIEWS[how](plain), VIEWS[how](x)
+        assert view.is_inference() == expected.is_inference()
+        assert torch.equal(view.high_precision, expected)
+    view.mul_(2)
+    assert torch.equal(view.high_precision, 2 * expected)
+
+
 def test_a_change_of_dtype_keeps_the_plan_but_not_the_scale() -> None:
     y = weight(scale=0.5).to(torch.bfloat16)
     assert (type(y), y.dtype, y.precomputed) == (Float8GatherWeight, torch.bfloat16, None)

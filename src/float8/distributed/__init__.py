@@ -9,6 +9,7 @@ from float8.distributed.precompute import (
     has_precomputable_scales,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from float8.distributed.weight import shard_amax
 from float8.distributed.wrap import check_gatherable, enable_float8_all_gather
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "keep_amaxes_under_ddp",
     "mesh_device_type",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "shard_amax",
     "sync_groups",
 ]

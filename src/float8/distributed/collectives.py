@@ -52,13 +52,21 @@ def sharding_groups(weight: Any) -> tuple[Group, ...]:
     )
 
 
-def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...]:
+def _meshes(tensors: Iterable[Any]) -> set[Any]:
+    return {mesh for x in tensors if (mesh := getattr(x, "device_mesh", None)) is not None}
+
+
+def sync_groups(
+    weights: Iterable[Any], group: Group | None, others: Iterable[Any] = ()
+) -> tuple[Group, ...]:
     """The groups over which the amaxes of layers with these weights are reduced.
 
     Args:
         weights: of the layers; under FSDP2 and tensor parallel they are DTensors.
-        group: what the user asks for. None: all ranks of the mesh that the weights are on, or
+        group: what the user asks for. None: all ranks of the mesh that the weights are on, of
+            whatever dims it has (HSDP: replicas and shards, FSDP2 with tensor parallel: both), or
             all there are.
+        others: what tells the mesh where no weight does, as all are gathered; read only then.
 
     Raises:
         TypeError: `group` is no process group.
@@ -72,7 +80,7 @@ def sync_groups(weights: Iterable[Any], group: Group | None) -> tuple[Group, ...
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         return (group,)
     weights = list(weights)
-    meshes = {mesh for w in weights if (mesh := getattr(w, "device_mesh", None)) is not None}
+    meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:
         raise ValueError(
             f"model: got layers on {len(meshes)} different meshes, expected one for all; say "

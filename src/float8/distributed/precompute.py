@@ -1,7 +1,7 @@
 """The scales of all weights that are gathered in float8, with one all-reduce."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so: one all-reduce then
     serves all weights (one per mesh, should there be several). Without it, each gather does an
-    all-reduce of its own, with the same result. A scale counts until the weight is written again.
+    all-reduce of its own, with the same result; so it remains for weights with so few rows that
+    some ranks hold none. A scale counts until the weight is written again.
     Does nothing for a model without such weights or not sharded. All ranks must call it.
 
     Args:
@@ -104,18 +105,31 @@ def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
                 f"shard; call reshard() on the modules that keep their weights, before "
                 f"optimizer.step()"
             )
-        if weight is not local_tensor(weight) and isinstance(
-            local_tensor(weight), Float8GatherWeight
+        if (
+            weight is not local_tensor(weight)
+            and isinstance(local_tensor(weight), Float8GatherWeight)
+            and _on_all_ranks(weight)
         ):
             yield weight
 
 
+def _on_all_ranks(weight: Any) -> bool:
+    """Whether each rank holds a part. All must agree on whether the weight was written since.
+
+    Loading a checkpoint in place writes nothing where a shard is empty.
+    """
+    for dim, placement in enumerate(weight.placements):
+        if placement.is_shard():
+            size, ranks = weight.shape[placement.dim], weight.device_mesh.size(dim)
+            if -(-size // ranks) * (ranks - 1) >= size > 0 and ranks > 1:
+                return False
+    return True
+
+
 def _amaxes(shards: list[Float8GatherWeight]) -> Tensor:
-    """[S] float32, the amaxes of the local shards; 0 for empty ones."""
-    full = [shard.high_precision for shard in shards if shard.numel()]
-    norms = iter(torch._foreach_norm(full, float("inf")) if full else ())
-    zero = torch.zeros((), dtype=shards[0].dtype, device=shards[0].device)
-    return torch.stack([next(norms) if shard.numel() else zero for shard in shards]).float()
+    """[S] float32, the amaxes of the local shards."""
+    full = [shard.high_precision for shard in shards]
+    return torch.stack(torch._foreach_norm(full, float("inf"))).float()
 
 
 def _set_scales(shards: list[Float8GatherWeight], amax: Tensor, kind: _Kind) -> None:

@@ -18,7 +18,7 @@ def float8_operand(weight: Tensor) -> Operand | None:
     """The operand of a weight that is in float8 already, else None; no bytes are copied."""
     if not isinstance(weight, Float8Tensor):
         return None
-    return Operand(weight._data, None, weight._scale)
+    return Operand(weight._data, None, weight._scale, weight._amax)
 
 
 def weight_operand(

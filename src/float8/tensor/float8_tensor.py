@@ -36,6 +36,8 @@ class Float8Tensor(torch.Tensor):
     _scale: Tensor
     _orig_dtype: torch.dtype
     _granularity: ScalingGranularity
+    _amax: Tensor | None
+    """0-dim float32: what delayed scaling has to record at each use in training, if anything."""
 
     @staticmethod
     def __new__(
@@ -58,6 +60,7 @@ class Float8Tensor(torch.Tensor):
         )
         self._data, self._scale = data, scale
         self._orig_dtype, self._granularity = orig_dtype, granularity
+        self._amax = None
         return self
 
     @staticmethod
@@ -97,7 +100,8 @@ class Float8Tensor(torch.Tensor):
     # What torch.compile, saving and copying need to take the tensor apart and rebuild it.
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return ["_data", "_scale"], {
+        names = ["_data", "_scale"] if self._amax is None else ["_data", "_scale", "_amax"]
+        return names, {
             "orig_dtype": self._orig_dtype,
             "granularity": self._granularity,
         }
@@ -106,9 +110,11 @@ class Float8Tensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
-        return Float8Tensor(
+        new = Float8Tensor(
             inner["_data"], inner["_scale"], context["orig_dtype"], context["granularity"]
         )
+        new._amax = inner.get("_amax")
+        return new
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
@@ -116,7 +122,8 @@ class Float8Tensor(torch.Tensor):
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
             for name, x in (("data", self._data), ("scale", self._scale))
         ]
-        described.append((self._orig_dtype, self._granularity.value, self.requires_grad))
+        known = self._amax is not None
+        described.append((self._orig_dtype, self._granularity.value, self.requires_grad, known))
         return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

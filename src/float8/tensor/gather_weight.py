@@ -15,7 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.tensor.gather_plan import GatherPlan, PrecomputedScale, SharedScale
+from float8.tensor.dtensor import local_tensor
+from float8.tensor.gather_plan import GatherPlan
+from float8.tensor.gather_scale import PrecomputedScale, SharedScale
+from float8.tensor.inference import as_inference_as
 
 aten = torch.ops.aten
 _tensor_data: Any = Tensor.data
@@ -26,7 +29,8 @@ class Float8GatherWeight(torch.Tensor):
 
     Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
     of all other ops are plain. Ops that write forget the precomputed scale, whichever view they
-    write through; writes to a plain alias, such as those in a state dict, are not noticed.
+    write through, or whichever plain alias that `float8.tensor.high_precision` gave, such as those
+    in a state dict.
 
     Args:
         inner: float32, bfloat16 or float16; shared, not copied.
@@ -57,13 +61,18 @@ class Float8GatherWeight(torch.Tensor):
 
     @property
     def high_precision(self) -> Tensor:
-        """The plain tensor inside; it shares its memory."""
+        """The plain tensor inside, to be read; it shares its memory."""
         return self._inner
 
     @property
     def plan(self) -> GatherPlan:
         """How it is cast."""
         return self._plan
+
+    @property
+    def shared(self) -> SharedScale:
+        """What it has in common with all views of its memory."""
+        return self._shared
 
     @property
     def precomputed(self) -> PrecomputedScale | None:
@@ -180,13 +189,16 @@ class Float8GatherWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*_plain(args), **_plain(kwargs))
         if func._schema.is_mutable:
-            return _after_write(func, args, kwargs, result)
+            return _after_write(func, args, kwargs, func(*_plain(args), **_plain(kwargs)))
         if not func.is_view and func not in _KEEP:
-            return result
+            return func(*_plain(args), **_plain(kwargs))
         source = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Float8GatherWeight))
-        return tree_map_only(Tensor, lambda x: source._like(func, x), result)
+        # FSDP2 shards and pads in its first forward, which may be an evaluation in inference mode;
+        # the weights must do for training then.
+        with as_inference_as(source):
+            result = func(*_plain(args), **_plain(kwargs))
+            return tree_map_only(Tensor, lambda x: source._like(func, x), result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
         """`result` of an op on the inner tensor, as a tensor of this kind."""
@@ -235,40 +247,6 @@ def _forget_scales(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
                 weight.set_precomputed(None)
 
 
-def high_precision(x: Tensor) -> Tensor:
-    """`x` without the plan of its gather, sharing its memory; a DTensor stays one."""
-    if isinstance(x, Float8GatherWeight):
-        return x.detach().high_precision  # type: ignore[attr-defined, no-any-return]
-    local = local_tensor(x)
-    if not isinstance(local, Float8GatherWeight):
-        return x
-    return _dtensor_like(x, local.high_precision)
-
-
-def with_plan_of(new: nn.Parameter, old: Tensor | None) -> nn.Parameter:
-    """`new` as a weight that is gathered as `old`, which it replaces; itself if that is plain."""
-    model, values = local_tensor(old), local_tensor(new)
-    if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
-        return new
-    wrapped = type(model)(values.detach(), model.plan)
-    with torch.no_grad():
-        tensor = wrapped if values is new else _dtensor_like(new, wrapped)
-    return nn.Parameter(tensor, requires_grad=new.requires_grad)
-
-
-def local_tensor(x: Any) -> Any:
-    """The shard of a DTensor; anything else as it is."""
-    return getattr(x, "_local_tensor", x)
-
-
-def _dtensor_like(x: Any, local: Tensor) -> Tensor:
-    # By the class of `x`: importing DTensor takes longer than importing all of float8.
-    result: Tensor = type(x).from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
-    return result
-
-
 def _plain(args: Any) -> Any:
     return tree_map_only(Float8GatherWeight, lambda x: x._inner, args)
 
@@ -278,9 +256,10 @@ def _after_write(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> A
     source = args[1] if func is aten.copy_.default else None
     for x in written:
         # FSDP pads a shard by copying it into zeros: values and scale stay what they were.
-        keeps = x._shared.blank and isinstance(source, Float8GatherWeight)
-        x._shared.blank = False
-        x._shared.precomputed = source.precomputed if keeps else None  # type: ignore[union-attr]
+        blank, x._shared.blank = x._shared.blank, False
+        x._shared.precomputed = None
+        if blank and isinstance(source, Float8GatherWeight):
+            x._shared.copied_from(source._shared)
     same = {id(x._inner): x for x in written}
     return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
 

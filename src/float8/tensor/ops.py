@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
 from float8.gemm import scaled_mm
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
+from float8.tensor.inference import as_inference_as
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, dict[str, Any]], Any]
@@ -48,13 +49,17 @@ def _like(x: Float8Tensor, data: Tensor, scale: Tensor | None = None) -> Float8T
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Float8Tensor:
     """Ops that move no values: done on the data; one scale covers all of them."""
     x, *rest = args
-    return _like(x, func(x._data, *rest, **kwargs), x._scale)
+    with as_inference_as(x):
+        new = _like(x, func(x._data, *rest, **kwargs))
+    new._amax = x._amax
+    return new
 
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
 def _split(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Float8Tensor]:
     x, *rest = args
-    return [_like(x, piece) for piece in func(x._data, *rest, **kwargs)]
+    with as_inference_as(x):
+        return [_like(x, piece) for piece in func(x._data, *rest, **kwargs)]
 
 
 @implements(aten.clone.default)
