@@ -264,7 +264,7 @@ def scales_gathered_along() -> None:
     expected = torch.stack([Float8Tensor.from_high_precision(row)._data.float() for row in weight])
     expected *= weight.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX[E4M3]
     layer.weight = nn.Parameter(ScaledByRows(weight, GatherPlan(E4M3, False, False)))
-    fully_shard(layer, mesh=cpu_mesh())
+    fully_shard(layer, mesh=mesh_of())
     with traffic() as seen:
         assert torch.equal(layer(x), x @ expected.t())
     assert seen.sizes == [8 * (24 + 4)]
