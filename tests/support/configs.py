@@ -9,6 +9,7 @@ from float8 import CastConfig, Float8LinearConfig, ScalingType
 
 DYNAMIC = CastConfig(scaling_type=ScalingType.DYNAMIC)
 DELAYED = CastConfig(scaling_type=ScalingType.DELAYED)
+SPECULATIVE = CastConfig(scaling_type=ScalingType.SPECULATIVE)
 DISABLED = CastConfig(scaling_type=ScalingType.DISABLED)
 
 
@@ -28,6 +29,10 @@ def tensorwise(**more: Any) -> Float8LinearConfig:
 
 def delayed(**more: Any) -> Float8LinearConfig:
     return mixed(DELAYED, DELAYED, DELAYED, **more)
+
+
+def speculative(**more: Any) -> Float8LinearConfig:
+    return mixed(SPECULATIVE, SPECULATIVE, SPECULATIVE, **more)
 
 
 MIXES = [

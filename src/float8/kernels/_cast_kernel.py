@@ -51,13 +51,15 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
                 raise_to_part(amax_ptr, parts_ptr)
         if scale != tl.load(scale_ptr):  # also where it is NaN
             tiles = tl.cdiv(tl.cdiv(R, 16) * 16, BLOCK_R) * tl.cdiv(tl.cdiv(C, 16) * 16, BLOCK_C)
-            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            tile = tl.program_id(0)
+            while tile < tiles:  # Triton's interpreter (3.6) takes no range of tensors
                 _cast_tile(
                     tile, x_ptr, y_ptr, rstd_ptr, weight_ptr, along_ptr, across_ptr, scale_out_ptr,
                     scale_ptr, parts_ptr, amax_ptr, R, C, stride_r, stride_c, parts, PRODUCER,
                     ALONG, ACROSS, MANTISSA, FLOAT8_MAX, SOURCE, PARTS, POWER_OF_2, False,
                     HARDWARE, EVEN, BLOCK_R, BLOCK_C, GROUP,
                 )  # fmt: skip
+                tile += tl.num_programs(0)
     else:
         _cast_tile(
             tile_of_program(), x_ptr, y_ptr, rstd_ptr, weight_ptr, along_ptr, across_ptr,

@@ -105,7 +105,8 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
                 raise_to_part(up_amax_ptr, parts_ptr + parts)
         if (gate_scale != tl.load(gate_scale_ptr)) | (up_scale != tl.load(up_scale_ptr)):
             tiles = tl.cdiv(tl.cdiv(R, 16) * 16, BLOCK_R) * tl.cdiv(tl.cdiv(C, 16) * 16, BLOCK_C)
-            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            tile = tl.program_id(0)
+            while tile < tiles:  # Triton's interpreter (3.6) takes no range of tensors
                 _cast_tile(
                     tile, grad_ptr, gate_ptr, up_ptr, product_ptr, gate_row_ptr, up_row_ptr,
                     product_scale_ptr, parts_ptr, gate_scale_ptr, gate_scale_out_ptr, gate_amax_ptr,
@@ -113,6 +114,7 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
                     MANTISSA, FLOAT8_MAX, SOURCE, PARTS, POWER_OF_2, False, False, HARDWARE, EVEN,
                     BLOCK_R, BLOCK_C, GROUP,
                 )  # fmt: skip
+                tile += tl.num_programs(0)
     else:
         _cast_tile(
             tile_of_program(), grad_ptr, gate_ptr, up_ptr, product_ptr, gate_row_ptr, up_row_ptr,
