@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.kernels._cast_launch import launch_config
-from float8.kernels._tiles import REPAIR_PROGRAMS
+from float8.kernels import _cast_launch, swiglu_backward
 from float8.kernels.cast import cast_reference
 from float8.kernels.cast_delayed import cast_delayed_reference, cast_delayed_triton
 from float8.kernels.rms_norm import rms_norm_cast_reference, rms_norm_cast_triton
@@ -21,7 +20,7 @@ from kernels.float8_codes import FORMATS, HIGH_PRECISION, same_bytes
 
 E4M3, E5M2 = FORMATS
 FLAGS = [(True, True, True), (True, False, False), (False, True, False)]
-SMALL = (37, 50)
+SHAPE = (20, 30)  # small: the interpreter is slow
 
 functions = pytest.mark.parametrize(
     "function", [cast_delayed_triton, cast_delayed_reference], ids=["triton", "twin"]
@@ -46,47 +45,42 @@ def own_scale(x: Tensor, dtype: torch.dtype, power_of_2: bool = False) -> Tensor
     return amax_to_scale(x.float().abs().max(), dtype, power_of_2)
 
 
-@formats
 @functions
-@pytest.mark.parametrize("margin", [1.0, 1.5, 1000.0])
-def test_a_guess_that_holds_is_delayed_scaling(
-    margin: float, function, dtype: torch.dtype, triton_device: torch.device
-) -> None:
+def test_a_guess_that_holds_is_delayed_scaling(function, triton_device: torch.device) -> None:
     """Also one that the amax just reaches, as that of a weight that did not change."""
-    x = torch.randn(SMALL).bfloat16().to(triton_device)
-    guess = own_scale(x, dtype) * margin
-    for flags in FLAGS:
+    x = torch.randn(SHAPE).bfloat16().to(triton_device)
+    for margin, flags in zip((1.0, 1.5, 1000.0), FLAGS, strict=True):
+        guess = own_scale(x, E4M3) * margin
         mine, theirs = scalars(triton_device, 0.5, 0.5)
-        got = function(x, guess, mine, dtype, *flags, False, True, True)
-        assert_same(got, function(x, guess, theirs, dtype, *flags, False, True, False))
+        got = function(x, guess, mine, E4M3, *flags, False, True, True)
+        assert_same(got, function(x, guess, theirs, E4M3, *flags, False, True, False))
         assert torch.equal(got[0], guess)
         assert torch.equal(mine, theirs)
 
 
 @formats
 @functions
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize(("power_of_2", "record"), [(False, True), (True, False)])
 def test_a_guess_that_saturates_gives_way(
     record: bool, power_of_2: bool, function, dtype: torch.dtype, triton_device: torch.device
 ) -> None:
     """Also one that is too small by its last bit, and one that nobody knows yet."""
-    x = torch.randn(SMALL).bfloat16().to(triton_device)
+    x = torch.randn(SHAPE).bfloat16().to(triton_device)
     right = own_scale(x, dtype, power_of_2)
     below = torch.nextafter(right, torch.zeros_like(right))
-    for guess in (below, right / 100, torch.zeros_like(right)):
-        for row, col, pad in FLAGS:
-            (amax,) = scalars(triton_device, 0.5)
-            got = function(x, guess, amax, dtype, row, col, pad, power_of_2, record, True)
-            data = cast_reference(x, right, dtype, row=row, col=col, pad_rows=pad)
-            assert_same(got, [right, *(part for part in data if part is not None)])
-            assert amax.item() == (x.abs().max().item() if record else 0.5)
+    guesses = (below, right / 100, torch.zeros_like(right))
+    for guess, (row, col, pad) in zip(guesses, FLAGS, strict=True):
+        (amax,) = scalars(triton_device, 0.5)
+        got = function(x, guess, amax, dtype, row, col, pad, power_of_2, record, True)
+        data = cast_reference(x, right, dtype, row=row, col=col, pad_rows=pad)
+        assert_same(got, [right, *(part for part in data if part is not None)])
+        assert amax.item() == (x.abs().max().item() if record else 0.5)
 
 
 @functions
 def test_what_was_recorded_before_does_not_decide(function, triton_device: torch.device) -> None:
     """Casts are the same in whatever order they come, and when they are computed again."""
-    x = torch.randn(40, 33, device=triton_device)
+    x = torch.randn(SHAPE, device=triton_device)
     guess = own_scale(x, E4M3) * 2
     for recorded in (0.0, 1e6, math.nan):
         (amax,) = scalars(triton_device, recorded)
@@ -94,32 +88,28 @@ def test_what_was_recorded_before_does_not_decide(function, triton_device: torch
         assert torch.equal(used, guess)
 
 
-@formats
 @pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
-@pytest.mark.parametrize("guess", [0.0, 0.004, 1.0])
-def test_kernel_and_twin(
-    guess: float, source: torch.dtype, dtype: torch.dtype, triton_device: torch.device
-) -> None:
-    for shape in ((1, 1), (17, 33), (40, 64)):
-        x = (torch.randn(shape) * 7).to(source).to(triton_device)
-        for y, flags in ((x, FLAGS[0]), (x.t(), FLAGS[1]), (x[:, 1:], FLAGS[2])):
-            known, mine, theirs = scalars(triton_device, guess, 0.0, 0.0)
-            before = mine._version
-            got = cast_delayed_triton(y, known, mine, dtype, *flags, False, True, True)
-            want = cast_delayed_reference(y, known, theirs, dtype, *flags, False, True, True)
-            assert_same([*got, mine], [*want, theirs])
-            assert known.item() == torch.tensor(guess).item()
-            assert mine._version > before or y.numel() == 0
+@pytest.mark.parametrize("guess", [0.004, 1.0])
+def test_kernel_and_twin(guess: float, source: torch.dtype, triton_device: torch.device) -> None:
+    x = (torch.randn(17, 33) * 7).to(source).to(triton_device)
+    for y, flags in ((x, FLAGS[0]), (x.t(), FLAGS[1]), (x[:, 1:], FLAGS[2])):
+        known, mine, theirs = scalars(triton_device, guess, 0.0, 0.0)
+        before = mine._version
+        got = cast_delayed_triton(y, known, mine, E4M3, *flags, False, True, True)
+        want = cast_delayed_reference(y, known, theirs, E4M3, *flags, False, True, True)
+        assert_same([*got, mine], [*want, theirs])
+        assert torch.equal(known, scalars(triton_device, guess)[0])
+        assert mine._version > before
 
 
 @functions
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
 @pytest.mark.parametrize("guess", [0.0, 0.5])
 def test_what_is_not_finite_shows(
     guess: float, bad: float, function, triton_device: torch.device
 ) -> None:
     """As with dynamic scaling, and in no cast but this one."""
-    x = torch.ones(40, 50, device=triton_device)
+    x = torch.ones(SHAPE, device=triton_device)
     clean = x.clone()
     x[7, 9] = bad
     known, amax = scalars(triton_device, guess, 0.0)
@@ -137,7 +127,7 @@ def test_what_is_not_finite_shows(
 
 @functions
 def test_zeros(function, triton_device: torch.device) -> None:
-    x = torch.zeros(40, 50, device=triton_device)
+    x = torch.zeros(SHAPE, device=triton_device)
     for guess, expected in ((0.5, 0.5), (0.0, own_scale(x, E4M3).item())):
         known, amax = scalars(triton_device, guess, 0.0)
         used, row = function(x, known, amax, E4M3, True, False, False, False, True, True)
@@ -162,65 +152,69 @@ def rms_norm(triton: bool, x, guess: Tensor | None, amax: Tensor | None, **optio
 
 @pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
 @pytest.mark.parametrize("producer", [swiglu, rms_norm])
-@pytest.mark.parametrize("shape", [SMALL], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE], ids=str)
 def test_fused_producers(shape, producer, triton: bool, triton_device: torch.device) -> None:
     x = torch.randn(shape, device=triton_device)
-    right, expected = producer(triton, x, None, None, record=False)  # dynamic
-    for record in (False, True):
-        for guess in (right / 50, torch.zeros_like(right)):
-            (amax,) = scalars(triton_device, 0.0)
-            got = producer(triton, x, guess, amax, record=record, speculative=True)
-            assert_same(got, [right, expected])
-            assert amax.item() == pytest.approx(right.item() * 448 if record else 0.0, rel=1e-6)
-        for guess in (right, right * 3):
-            mine, theirs = scalars(triton_device, 0.0, 0.0)
-            got = producer(triton, x, guess, mine, record=record, speculative=True)
-            assert_same(got, producer(triton, x, guess, theirs, record=record))
+    right, _ = producer(triton, x, None, None, record=False)  # dynamic: in a kernel of its own
+    for record, factor in ((True, 0.02), (False, 0.0), (True, 1.5), (False, 3.0)):
+        guess = right * factor
+        mine, theirs = scalars(triton_device, 0.0, 0.0)
+        got = producer(triton, x, guess, mine, record=record, speculative=True)
+        torch.testing.assert_close(got[0], torch.maximum(guess, right), rtol=1e-6, atol=0)
+        if factor > 1:
             assert torch.equal(got[0], guess)
-            assert torch.equal(mine, theirs)
+        elif record:
+            assert torch.equal(got[0], amax_to_scale(mine, E4M3, False))
+        assert_same(got, producer(triton, x, got[0], theirs, record=record))  # delayed
+        assert torch.equal(mine, theirs)
+        assert bool(mine > 0) == record
 
 
 @pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
-@pytest.mark.parametrize("shape", [SMALL], ids=str)
-@pytest.mark.parametrize("record", [False, True])
-def test_swiglu_backward(record: bool, shape, triton: bool, triton_device: torch.device) -> None:
+@pytest.mark.parametrize("shape", [SHAPE], ids=str)
+def test_swiglu_backward(shape, triton: bool, triton_device: torch.device) -> None:
     """Each of the two gradients gives way by itself, and the product stays."""
     function = swiglu_backward_cast_triton if triton else swiglu_backward_cast_reference
     product_scale = torch.tensor(0.02, device=triton_device)
     inputs = [torch.randn(shape, device=triton_device) for _ in range(3)]
     args = (*inputs, product_scale, E4M3, E5M2)
-    product, *right = function(*args, None, None, None, None, False, False)  # dynamic
-    gate, up = right[0], right[2]
-    for factors in ((2.0, 2.0), (0.01, 2.0), (2.0, 0.01), (0.01, 0.01), (0.0, 2.0), (0.0, 0.0)):
-        guesses = gate * factors[0], up * factors[1]
-        amaxes = scalars(triton_device, 0.0, 0.0)
-        states = (guesses[0], amaxes[0], guesses[1], amaxes[1])
+    _, *right = function(*args, None, None, None, None, False, False)  # dynamic
+    right = torch.stack((right[0], right[2]))
+    for record, factors in zip(
+        (True, True, True, False), ((2.0, 2.0), (0.01, 2.0), (2.0, 0.0), (0.01, 0.01)), strict=True
+    ):
+        guesses = right * torch.tensor(factors, device=triton_device)
+        mine, theirs = (scalars(triton_device, 0.0, 0.0) for _ in range(2))
+        states = (guesses[0], mine[0], guesses[1], mine[1])
         got = function(*args, *states, False, record, True)
-        assert same_bytes(got[0].cpu(), product.cpu())
-        used = torch.maximum(guesses[0], gate), torch.maximum(guesses[1], up)
-        states = (used[0], torch.zeros_like(gate), used[1], torch.zeros_like(up))
-        assert_same(got[1:], function(*args, *states, False, False)[1:])  # delayed
-        for amax, scale in zip(amaxes, (gate, up), strict=True):
-            expected = scale.item() * 57344 if record else 0.0
-            assert amax.item() == pytest.approx(expected, rel=1e-6)
+        used = torch.stack((got[1], got[3]))
+        torch.testing.assert_close(used, torch.maximum(guesses, right), rtol=1e-6, atol=0)
+        for i, factor in enumerate(factors):
+            if factor > 1:
+                assert torch.equal(used[i], guesses[i])
+            elif record:
+                assert torch.equal(used[i], amax_to_scale(mine[i], E5M2, False))
+        states = (used[0], theirs[0], used[1], theirs[1])
+        assert_same(got, function(*args, *states, False, record))  # delayed
+        assert mine == theirs
+        assert all(bool(amax > 0) == record for amax in mine)
 
 
-def test_programs_that_repair_several_tiles(triton_device: torch.device) -> None:
-    shape = (16, 4400)
-    assert launch_config(*shape, across=False, sms=4).programs > 4 * REPAIR_PROGRAMS
-    x = torch.randn(shape, device=triton_device)
+def test_programs_that_repair_several_tiles(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (_cast_launch, swiglu_backward):
+        monkeypatch.setattr(module, "REPAIR_PROGRAMS", 1)
+    x = torch.randn(16, 300, device=triton_device)  # of no other test: plans of launches are kept
     right = own_scale(x, E4M3)
-    state = scalars(triton_device, right.item() / 50, 0.0)
-    got = cast_delayed_triton(x, *state, E4M3, True, True, False, False, False, True)
-    assert_same(got, [right, *cast_reference(x, right, E4M3, row=True, col=True)])
-    right, expected = swiglu(True, x, None, None, record=False)
-    got = swiglu(True, x, *state, record=False, speculative=True)
-    assert_same(got, [right, expected])
-    args = (x, x + 1, x - 1, torch.ones_like(right), E4M3, E5M2)
-    expected = swiglu_backward_cast_triton(*args, None, None, None, None, False, False)
     small = scalars(triton_device, 1e-9, 0.0)
-    got = swiglu_backward_cast_triton(*args, *small, *small, False, False, True)
-    assert_same(got, expected)
+    got = cast_delayed_triton(x, *small, E4M3, True, True, False, False, False, True)
+    assert_same(got, [right, *cast_reference(x, right, E4M3, row=True, col=True)])
+    args = (x, x + 1, x - 1, torch.ones_like(right), E4M3, E5M2)
+    got = swiglu_backward_cast_triton(*args, *small, *small, False, True, True)
+    states = (got[1], torch.zeros_like(right), got[3], torch.zeros_like(right))
+    assert got[1] > small[0]
+    assert_same(got, swiglu_backward_cast_triton(*args, *states, False, False))
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -246,8 +240,7 @@ def test_large_and_fused_on_the_gpu(shape: tuple[int, int]) -> None:
     device = torch.device("cuda")
     for producer in (swiglu, rms_norm):
         test_fused_producers(shape, producer, True, device)
-    for record in (False, True):
-        test_swiglu_backward(record, shape, True, device)
+    test_swiglu_backward(shape, True, device)
 
 
 @pytest.mark.gpu

@@ -42,3 +42,6 @@ MIXES = [
 """The 8 ways to scale input, weight and grad_output: `mixed(*mix)`."""
 
 RECIPES = ["tensorwise", "delayed"]
+"""Those that gather weights in float8, too."""
+
+ALL_RECIPES = [*RECIPES, "speculative"]
