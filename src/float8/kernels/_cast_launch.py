@@ -11,7 +11,7 @@ from float8.kernels._cast_kernel import _cast_kernel
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
-from float8.kernels._tiles import REPAIR_PROGRAMS, TileLaunch, fitting
+from float8.kernels._tiles import TileLaunch, fitting, repair_programs
 from float8.kernels.layout import ceil16
 
 # What is cast: x itself, silu(x) * y, or x * rstd * weight.
@@ -209,12 +209,9 @@ def _plan(
         config.group,
     )
     integers = (R, C, stride_r, stride_c, options.parts)
-    programs = config.programs
-    if options.repair:
-        programs = min(programs, REPAIR_PROGRAMS * sm_count(device))
     launch = Launch(
         _cast_kernel,
-        programs,
+        repair_programs(config, sm_count(device)) if options.repair else config.programs,
         device,
         integers,
         constants,

@@ -45,8 +45,16 @@ def fitting(R: int, C: int, sms: int, tiles: tuple[tuple[int, int, int], ...]) -
 
 
 REPAIR_PROGRAMS = 4
-"""Programs per processor of a launch that repairs what speculation got wrong, at most: all of them
-run at once, since nearly always they have nothing to do."""
+"""Programs per processor of a launch that repairs what speculation got wrong, at most."""
+
+
+def repair_programs(config: TileLaunch, sms: int) -> int:
+    """How many programs look whether there are tiles to repair, and share them then.
+
+    As many as run at once, since nearly always they have nothing to do: of those with 8 warps a
+    processor's registers hold one (188 to 219 per thread where the transposed copy is written).
+    """
+    return min(config.programs, sms * (1 if config.num_warps == 8 else REPAIR_PROGRAMS))
 
 
 @jit

@@ -17,7 +17,7 @@ from float8.kernels._swiglu_backward_kernel import (
     swiglu_backward_amax_kernel,
     swiglu_backward_kernel,
 )
-from float8.kernels._tiles import REPAIR_PROGRAMS, fitting
+from float8.kernels._tiles import fitting, repair_programs
 from float8.kernels.amax import amax_reference, even_shares
 from float8.kernels.cast import Cast, cast_reference
 from float8.kernels.cast_delayed import choose_scale_reference
@@ -246,7 +246,7 @@ def _cast_launch(
     config = fitting(R, C, sms, tiles)
     return Launch(
         swiglu_backward_kernel,
-        min(config.programs, REPAIR_PROGRAMS * sms) if kind.repair else config.programs,
+        repair_programs(config, sms) if kind.repair else config.programs,
         device,
         (R, C, kind.parts),
         (
