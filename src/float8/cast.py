@@ -36,6 +36,8 @@ class CastPlan(NamedTuple):
     """Whether the scale comes from a history; else from the tensor itself."""
 
     round_to_power_of_2: bool
+    speculative: bool = False
+    """Whether a scale from the history gives way to one from the tensor that saturates nothing."""
 
 
 def quantize(
@@ -75,6 +77,7 @@ def quantize(
             pad_rows=pad_rows,
             round_to_power_of_2=round_to_power_of_2,
             record=record,
+            speculative=plan.speculative,
         )
         return Operand(done.row, done.col, done.scale)
     if torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ def train_command(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="high_precision for no float8, or tensorwise, delayed, ...",
+            help="high_precision for no float8, or tensorwise, delayed or speculative.",
             show_default="high_precision",
             rich_help_panel=options.MODEL,
         ),

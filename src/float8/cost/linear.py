@@ -18,6 +18,8 @@ _BF16_BYTES = 2
 _FLOAT8_BYTES = 1
 # The kernel that casts joins the amaxes that the one before took of parts, and computes the scale.
 _KERNELS_PER_AMAX = 1
+# The kernel that would cast again where speculation fails, and nearly always does nothing.
+_KERNELS_PER_SPECULATION = 1
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def cast_bytes(
     """Bytes that amaxes and casts of one layer read and write in forward and backward.
 
     With dynamic scaling the amax reads 2 bytes per element of input, weight and grad_output; with
-    delayed scaling it is part of the cast. The cast of input and grad_output reads 2 and writes 1
-    for each layout; the weight is cast once per layout, in forward and in backward.
+    delayed scaling it is part of the cast, and with speculative scaling, too: its predictions are
+    taken to hold. The cast of input and grad_output reads 2 and writes 1 for each layout; the
+    weight is cast once per layout, in forward and in backward.
     """
     config = Float8LinearConfig() if config is None else config
     return sum(casts.bytes for casts in _roles(tokens, in_features, out_features, config))
@@ -108,6 +111,7 @@ class _Casts(NamedTuple):
     amaxes: int  # reads for an amax alone
     reads: int  # casts, each of which writes one layout or both
     layouts: int
+    speculations: int
 
     @property
     def bytes(self) -> int:
@@ -116,7 +120,8 @@ class _Casts(NamedTuple):
 
     @property
     def kernels(self) -> int:
-        return _KERNELS_PER_AMAX * self.amaxes + self.reads
+        more = _KERNELS_PER_AMAX * self.amaxes + _KERNELS_PER_SPECULATION * self.speculations
+        return more + self.reads
 
 
 def _roles(M: int, K: int, N: int, config: Float8LinearConfig) -> list[_Casts]:
@@ -129,7 +134,11 @@ def _roles(M: int, K: int, N: int, config: Float8LinearConfig) -> list[_Casts]:
         sites = [site for site in CastSite if BASE_SITE.get(site, site) is base]
         types = [config.cast_config(site).scaling_type for site in sites]
         reads = min(layouts, 1) if one_read else layouts
-        return _Casts(elements, int(ScalingType.DYNAMIC in types), reads, layouts)
+        # Backward casts a weight again with the scale that forward found.
+        dynamic, speculative = (
+            int(kind in types) for kind in (ScalingType.DYNAMIC, ScalingType.SPECULATIVE)
+        )
+        return _Casts(elements, dynamic, reads, layouts, speculative)
 
     return [
         casts(M * K, output + grad_weight, CastSite.INPUT, one_read=True),

@@ -116,6 +116,7 @@ class _FeedForward(torch.autograd.Function):
             amax=None if state is None else state.amax,
             round_to_power_of_2=plan.input.round_to_power_of_2,
             record=record,
+            speculative=plan.input.speculative,
         )
         product8 = Operand(product.row, None, product.scale)
         y, down_scale = fused.output(product8, w_down, down, dtype, record)
@@ -172,6 +173,7 @@ class _FeedForward(torch.autograd.Function):
             up_amax=None if up_state is None else up_state.amax,
             round_to_power_of_2=plan.grad_output.round_to_power_of_2,
             record=record,
+            speculative=plan.grad_output.speculative,
         )
         del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None

@@ -73,6 +73,7 @@ def input_operand(
         amax=None if state is None else state.amax,
         round_to_power_of_2=plan.round_to_power_of_2,
         record=record,
+        speculative=plan.speculative,
     )
     return Input(Operand(done.row, None, done.scale), rstd)
 

@@ -5,7 +5,8 @@ Importing registers the ops ``torch.ops.float8.*`` and does nothing else.
 
 from float8.kernels import ops  # noqa: F401  registers the ops
 from float8.kernels.amax import amax
-from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic
+from float8.kernels.cast import Cast, cast, cast_dynamic
+from float8.kernels.cast_delayed import cast_delayed
 from float8.kernels.layout import ceil16
 from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast, rms_norm_recast
 from float8.kernels.rms_norm_backward import rms_norm_backward

@@ -2,7 +2,7 @@
 
 from float8.kernels._float8 import scale_of_amax, to_float8_bits, to_float8_words, to_float32
 from float8.kernels._producers import swiglu
-from float8.kernels._tiles import load, store, tile_of_program
+from float8.kernels._tiles import load, store, tile_at, tile_of_program
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import float32_bits, magnitude_bits
 
@@ -33,15 +33,55 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,  # a power of two, not below parts
     POWER_OF_2: tl.constexpr,
     RECORD: tl.constexpr,
+    REPAIR: tl.constexpr,
     HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    if REPAIR:
+        # A second launch, after one that cast with the scale at scale_ptr and left the amax in
+        # parts: it only reads both. It casts again if the scale is to be another, with few
+        # programs that take several tiles each.
+        scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2)
+        if tl.program_id(0) == 0:
+            tl.store(scale_out_ptr, scale)
+            if RECORD:
+                raise_to_part(amax_ptr, parts_ptr)
+        if scale != tl.load(scale_ptr):  # also where it is NaN
+            tiles = tl.cdiv(tl.cdiv(R, 16) * 16, BLOCK_R) * tl.cdiv(tl.cdiv(C, 16) * 16, BLOCK_C)
+            tile = tl.program_id(0)
+            while tile < tiles:  # Triton's interpreter (3.6) takes no range of tensors
+                _cast_tile(
+                    tile, x_ptr, y_ptr, rstd_ptr, weight_ptr, along_ptr, across_ptr, scale_out_ptr,
+                    scale_ptr, parts_ptr, amax_ptr, R, C, stride_r, stride_c, parts, PRODUCER,
+                    ALONG, ACROSS, MANTISSA, FLOAT8_MAX, SOURCE, PARTS, POWER_OF_2, False,
+                    HARDWARE, EVEN, BLOCK_R, BLOCK_C, GROUP,
+                )  # fmt: skip
+                tile += tl.num_programs(0)
+    else:
+        _cast_tile(
+            tile_of_program(), x_ptr, y_ptr, rstd_ptr, weight_ptr, along_ptr, across_ptr,
+            scale_out_ptr, scale_ptr, parts_ptr, amax_ptr, R, C, stride_r, stride_c, parts,
+            PRODUCER, ALONG, ACROSS, MANTISSA, FLOAT8_MAX, SOURCE, PARTS, POWER_OF_2, RECORD,
+            HARDWARE, EVEN, BLOCK_R, BLOCK_C, GROUP,
+        )  # fmt: skip
+
+
+@jit
+def _cast_tile(  # type: ignore[no-untyped-def]
+    tile, x_ptr, y_ptr, rstd_ptr, weight_ptr, along_ptr, across_ptr, scale_out_ptr,
+    scale_ptr, parts_ptr, amax_ptr, R, C, stride_r, stride_c, parts, PRODUCER: tl.constexpr,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr, MANTISSA: tl.constexpr, FLOAT8_MAX: tl.constexpr,
+    SOURCE: tl.constexpr, PARTS: tl.constexpr, POWER_OF_2: tl.constexpr, RECORD: tl.constexpr,
+    HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Cast one tile, by its number."""
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
-    tile_r, tile_c = tile_of_program(Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
+    tile_r, tile_c = tile_at(tile, Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
     # The tile as four tiles of every fourth row: see _tiles. 64-bit, so that offsets are.
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
@@ -105,7 +145,7 @@ def choose_scale(  # type: ignore[no-untyped-def]
     FLOAT8_MAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):
-    """The decode scale: given, from measured amaxes, or from these where none is known."""
+    """The decode scale, from where ``SOURCE`` says; see ``_cast_launch``."""
     if SOURCE == 1:
         scale = _measured_scale(parts_ptr, parts, PARTS, FLOAT8_MAX, POWER_OF_2)
     else:
@@ -113,6 +153,10 @@ def choose_scale(  # type: ignore[no-untyped-def]
         if SOURCE == 2:
             if scale == 0.0:
                 scale = _measured_scale(parts_ptr, parts, PARTS, FLOAT8_MAX, POWER_OF_2)
+        elif SOURCE == 3:
+            # The larger one; in this order, so that a NaN among the amaxes counts as larger.
+            own = _measured_scale(parts_ptr, parts, PARTS, FLOAT8_MAX, POWER_OF_2)
+            scale = tl.where(own <= scale, scale, own)
     return scale
 
 
@@ -138,6 +182,13 @@ def record_amax(amax_ptr, x0, x1, x2, x3):  # type: ignore[no-untyped-def]
     # Thousands of programs would queue up for one address, and few of them have news.
     if bits > tl.load(amax_ptr, volatile=True):
         tl.atomic_max(amax_ptr, bits, sem="relaxed")
+
+
+@jit
+def raise_to_part(amax_ptr, part_ptr):  # type: ignore[no-untyped-def]
+    """Raise the float32 at ``amax_ptr`` to the magnitude at ``part_ptr``."""
+    bits = tl.load(part_ptr.to(tl.pointer_type(tl.int32), bitcast=True))
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
 
 
 @jit

@@ -11,14 +11,14 @@ from float8.kernels._cast_kernel import _cast_kernel
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
-from float8.kernels._tiles import TileLaunch, fitting
+from float8.kernels._tiles import TileLaunch, fitting, repair_programs
 from float8.kernels.layout import ceil16
 
 # What is cast: x itself, silu(x) * y, or x * rstd * weight.
 PLAIN, SWIGLU, RMS_NORM = 0, 1, 2
 
 # Where the kernel takes the scale from.
-GIVEN, MEASURED, HISTORY = 0, 1, 2
+GIVEN, MEASURED, HISTORY, SPECULATIVE = 0, 1, 2, 3
 
 # What the kernel makes of one of its two outputs.
 _ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
@@ -44,7 +44,8 @@ class Options(NamedTuple):
     col: bool
     pad_rows: bool
     source: int = GIVEN
-    """Where the scale comes from: `GIVEN`, `MEASURED` or `HISTORY`."""
+    """Where the scale comes from: `GIVEN`; `MEASURED`; `HISTORY`, measured only where that knows
+    none; or `SPECULATIVE`, the larger one of history's and measured."""
 
     parts: int = 0
     """How many amaxes there are to join, unless `GIVEN`."""
@@ -59,6 +60,9 @@ class Options(NamedTuple):
     weight_dtype: torch.dtype | None = None
     """That of the norm's weight."""
 
+    repair: bool = False
+    """Cast again over the output of a cast with the scale `GIVEN`, if that is not the one."""
+
 
 def launch_cast(
     x: Tensor,
@@ -71,6 +75,7 @@ def launch_cast(
     y: Tensor | None = None,
     rstd: Tensor | None = None,
     weight: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
     config: TileLaunch | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cast ``x`` [R, C].
@@ -78,13 +83,14 @@ def launch_cast(
     Args:
         x: float32, bfloat16 or float16.
         options: what to make of it.
-        scale: 0-dim float32, the decode scale (`GIVEN`) or that of the history (`HISTORY`).
-        parts: [P] float32 as from `measure`, for `MEASURED` and `HISTORY`.
-        scale_out: 0-dim float32, receives the scale used, for `MEASURED` and `HISTORY`.
+        scale: 0-dim float32, the decode scale (`GIVEN`) or that of the history.
+        parts: [P] float32 as from `measure`, unless `GIVEN`.
+        scale_out: 0-dim float32, receives the scale used, unless `GIVEN`.
         amax: 0-dim float32, raised to the amax of what is cast if ``options.record``.
         y: [R, C] as ``x``, for `SWIGLU`.
         rstd: [R] float32, for `RMS_NORM`.
         weight: [C] of dtype ``options.weight_dtype``, for `RMS_NORM`.
+        out: as returned, to be written again; None: new ones.
         config: launch configuration; None for the usual one.
 
     Returns:
@@ -92,10 +98,10 @@ def launch_cast(
     """
     plan = _plan(x.shape, x.stride(), x.dtype, x.device, options, config)
     dtype, device = options.dtype, x.device
-    row = col = None
-    if plan.row_shape is not None:
+    row, col = (None, None) if out is None else out
+    if plan.row_shape is not None and row is None:
         row = empty(plan.row_shape, dtype, device)
-    if plan.col_shape is not None:
+    if plan.col_shape is not None and col is None:
         col = empty(plan.col_shape, dtype, device)
     if plan.launch is not None:
         # Any pointer of the same type stands in for one that is absent.
@@ -114,6 +120,33 @@ def launch_cast(
             some if amax is None else amax,
         )
     return row, col
+
+
+def cast_speculatively(
+    x: Tensor, options: Options, scale: Tensor, amax: Tensor, y: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Cast ``x`` [R, C] in one pass with a scale known before, and again only if it saturates.
+
+    The first launch takes the amax along; the second decides by it, on the device. Nobody else
+    sees the amax of this call in between, so the result depends on ``x`` and ``scale`` alone.
+
+    Args:
+        x: as for `launch_cast`.
+        options: what to make of it; the source is set here.
+        scale: 0-dim float32, the decode scale from the history; 0 where unknown.
+        amax: 0-dim float32, raised to the amax of what is cast if ``options.record``.
+        y: as for `launch_cast`.
+
+    Returns:
+        The scale used, and ``(row_data, col_data)``.
+    """
+    own = torch.zeros((), dtype=torch.float32, device=x.device)
+    used = empty((), torch.float32, x.device)
+    first = options._replace(source=GIVEN, record=True)
+    data = launch_cast(x, first, scale=scale, amax=own, y=y)
+    again = options._replace(source=SPECULATIVE, parts=1, repair=True)
+    launch_cast(x, again, scale=scale, parts=own, scale_out=used, amax=amax, y=y, out=data)
+    return used, data
 
 
 def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
@@ -168,6 +201,7 @@ def _plan(
         1 << (options.parts - 1).bit_length() if options.parts else 1,
         options.round_to_power_of_2,
         options.record,
+        options.repair,
         has_float8_conversion(device),
         config.even,
         config.block_r,
@@ -177,7 +211,7 @@ def _plan(
     integers = (R, C, stride_r, stride_c, options.parts)
     launch = Launch(
         _cast_kernel,
-        config.programs,
+        repair_programs(config, sm_count(device)) if options.repair else config.programs,
         device,
         integers,
         constants,

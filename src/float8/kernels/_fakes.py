@@ -46,6 +46,7 @@ def cast_delayed_fake(
     pad_rows: bool,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """See `cast_delayed`."""
     check_scalar("scale", scale, x)
@@ -61,6 +62,7 @@ def swiglu_cast_fake(
     amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """See `swiglu_cast`."""
     check_swiglu(gate, up, scale, amax)
@@ -80,6 +82,7 @@ def swiglu_backward_cast_fake(
     up_amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """See `swiglu_backward_cast`."""
     states = (gate_scale, gate_amax, up_scale, up_amax)
@@ -96,6 +99,7 @@ def rms_norm_cast_fake(
     amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """See `rms_norm_cast`."""
     check_rms_norm(x, weight, scale, amax)

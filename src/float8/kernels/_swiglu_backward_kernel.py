@@ -1,9 +1,16 @@
 """The Triton kernels of the backward of SwiGLU."""
 
-from float8.kernels._cast_kernel import choose_scale, record_amax, scaled, store_across, store_along
+from float8.kernels._cast_kernel import (
+    choose_scale,
+    raise_to_part,
+    record_amax,
+    scaled,
+    store_across,
+    store_along,
+)
 from float8.kernels._float8 import to_float32
 from float8.kernels._producers import swiglu_backward
-from float8.kernels._tiles import load, tile_of_program
+from float8.kernels._tiles import load, tile_at, tile_of_program
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import magnitude_bits, store_part
 
@@ -76,15 +83,61 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     RECORD: tl.constexpr,
+    REPAIR: tl.constexpr,
     HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    if REPAIR:  # as in _cast_kernel
+        gate_scale = choose_scale(
+            gate_scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
+        )
+        up_scale = choose_scale(
+            up_scale_ptr, parts_ptr + parts, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
+        )
+        if tl.program_id(0) == 0:
+            tl.store(gate_scale_out_ptr, gate_scale)
+            tl.store(up_scale_out_ptr, up_scale)
+            if RECORD:
+                raise_to_part(gate_amax_ptr, parts_ptr)
+                raise_to_part(up_amax_ptr, parts_ptr + parts)
+        if (gate_scale != tl.load(gate_scale_ptr)) | (up_scale != tl.load(up_scale_ptr)):
+            tiles = tl.cdiv(tl.cdiv(R, 16) * 16, BLOCK_R) * tl.cdiv(tl.cdiv(C, 16) * 16, BLOCK_C)
+            tile = tl.program_id(0)
+            while tile < tiles:  # Triton's interpreter (3.6) takes no range of tensors
+                _cast_tile(
+                    tile, grad_ptr, gate_ptr, up_ptr, product_ptr, gate_row_ptr, up_row_ptr,
+                    product_scale_ptr, parts_ptr, gate_scale_ptr, gate_scale_out_ptr, gate_amax_ptr,
+                    up_scale_ptr, up_scale_out_ptr, up_amax_ptr, R, C, parts, PRODUCT_MANTISSA,
+                    MANTISSA, FLOAT8_MAX, SOURCE, PARTS, POWER_OF_2, False, False, HARDWARE, EVEN,
+                    BLOCK_R, BLOCK_C, GROUP,
+                )  # fmt: skip
+                tile += tl.num_programs(0)
+    else:
+        _cast_tile(
+            tile_of_program(), grad_ptr, gate_ptr, up_ptr, product_ptr, gate_row_ptr, up_row_ptr,
+            product_scale_ptr, parts_ptr, gate_scale_ptr, gate_scale_out_ptr, gate_amax_ptr,
+            up_scale_ptr, up_scale_out_ptr, up_amax_ptr, R, C, parts, PRODUCT_MANTISSA, MANTISSA,
+            FLOAT8_MAX, SOURCE, PARTS, POWER_OF_2, RECORD, True, HARDWARE, EVEN, BLOCK_R, BLOCK_C,
+            GROUP,
+        )  # fmt: skip
+
+
+@jit
+def _cast_tile(  # type: ignore[no-untyped-def]
+    tile, grad_ptr, gate_ptr, up_ptr, product_ptr, gate_row_ptr, up_row_ptr, product_scale_ptr,
+    parts_ptr, gate_scale_ptr, gate_scale_out_ptr, gate_amax_ptr, up_scale_ptr, up_scale_out_ptr,
+    up_amax_ptr, R, C, parts, PRODUCT_MANTISSA: tl.constexpr, MANTISSA: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr, SOURCE: tl.constexpr, PARTS: tl.constexpr, POWER_OF_2: tl.constexpr,
+    RECORD: tl.constexpr, PRODUCT: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Cast one tile of the gradients, by its number, and of the product if ``PRODUCT``."""
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
-    tile_r, tile_c = tile_of_program(Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
+    tile_r, tile_c = tile_at(tile, Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
     # The tile as four tiles of every fourth row: see _tiles. 64-bit, so that offsets are.
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
@@ -102,17 +155,19 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     up_scale = choose_scale(
         up_scale_ptr, parts_ptr + parts, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
     )
-    if tl.program_id(0) == 0:
-        tl.store(gate_scale_out_ptr, gate_scale)
-        tl.store(up_scale_out_ptr, up_scale)
+    if SOURCE != 0:
+        if tl.program_id(0) == 0:
+            tl.store(gate_scale_out_ptr, gate_scale)
+            tl.store(up_scale_out_ptr, up_scale)
     if RECORD:
         record_amax(gate_amax_ptr, g0, g1, g2, g3)
         record_amax(up_amax_ptr, u0, u1, u2, u3)
 
-    inverse = tl.div_rn(1.0, tl.load(product_scale_ptr))
-    p0, p1 = scaled(p0, in0, inverse, EVEN), scaled(p1, in1, inverse, EVEN)
-    p2, p3 = scaled(p2, in2, inverse, EVEN), scaled(p3, in3, inverse, EVEN)
-    store_across(product_ptr, p0, p1, p2, p3, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
+    if PRODUCT:
+        inverse = tl.div_rn(1.0, tl.load(product_scale_ptr))
+        p0, p1 = scaled(p0, in0, inverse, EVEN), scaled(p1, in1, inverse, EVEN)
+        p2, p3 = scaled(p2, in2, inverse, EVEN), scaled(p3, in3, inverse, EVEN)
+        store_across(product_ptr, p0, p1, p2, p3, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
 
     inverse = tl.div_rn(1.0, gate_scale)
     g0, g1 = scaled(g0, in0, inverse, EVEN), scaled(g1, in1, inverse, EVEN)

@@ -44,18 +44,39 @@ def fitting(R: int, C: int, sms: int, tiles: tuple[tuple[int, int, int], ...]) -
     return config
 
 
+REPAIR_PROGRAMS = 4
+"""Programs per processor of a launch that repairs what speculation got wrong, at most."""
+
+
+def repair_programs(config: TileLaunch, sms: int) -> int:
+    """How many programs look whether there are tiles to repair, and share them then.
+
+    As many as run at once, since nearly always they have nothing to do: of those with 8 warps a
+    processor's registers hold one (188 to 219 per thread where the transposed copy is written).
+    """
+    return min(config.programs, sms * (1 if config.num_warps == 8 else REPAIR_PROGRAMS))
+
+
 @jit
-def tile_of_program(  # type: ignore[no-untyped-def]
-    R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
-):
-    """The (row, column) of this program's tile, counted in tiles.
+def tile_of_program():  # type: ignore[no-untyped-def]
+    """The number of this program's tile, where there are as many programs as tiles.
 
     Backwards, since whoever wrote or measured the matrix just before left its end in the L2
-    cache; and in groups, so that programs at work together touch long runs of both copies.
+    cache.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@jit
+def tile_at(  # type: ignore[no-untyped-def]
+    tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
+):
+    """The (row, column), counted in tiles, of the tile of this number.
+
+    In groups, so that programs at work together touch long runs of both copies.
     """
     tiles_r = tl.cdiv(R, BLOCK_R)
     tiles_c = tl.cdiv(C, BLOCK_C)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tile // (GROUP * tiles_c)
     height = tl.minimum(tiles_r - group * GROUP, GROUP)
     within = tile - group * (GROUP * tiles_c)

@@ -1,7 +1,7 @@
 """High precision -> float8 under one scale, in both layouts that float8 GEMMs read.
 
-Three ways to a scale: `cast` is given one, `cast_dynamic` takes it from the amax of the tensor,
-`cast_delayed` from a history.
+`cast` is given the scale, `cast_dynamic` takes it from the amax of the tensor; `cast_delayed.py`
+has the one that takes it from a history.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
-from float8.kernels._cast_launch import HISTORY, MEASURED, Options, launch_cast
+from float8.kernels._cast_launch import MEASURED, Options, launch_cast
 from float8.kernels._checks import check_cast, check_scalar
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._memory import empty
@@ -106,47 +106,6 @@ def cast_dynamic(
     return Cast(out[0], *unpack(out[1:], row, col))
 
 
-def cast_delayed(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    dtype: torch.dtype,
-    *,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-    round_to_power_of_2: bool = False,
-    record: bool = True,
-) -> Cast:
-    """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
-
-    Args:
-        x: [R, C] float32, bfloat16 or float16; any strides.
-        scale: 0-dim float32, the decode scale from the history; where it is 0 (unknown) the
-            scale is taken from the amax of ``x``, as in :func:`cast_dynamic`.
-        amax: 0-dim float32, raised in place to the amax of ``x``. A NaN stays.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        row: as in :func:`cast`.
-        col: as in :func:`cast`.
-        pad_rows: as in :func:`cast`.
-        round_to_power_of_2: for a scale taken from the amax of ``x``.
-        record: whether to write ``amax``.
-
-    Raises:
-        TypeError: as :func:`cast`.
-        ValueError: as :func:`cast`.
-    """
-    if takes_triton_directly(x, scale, amax):
-        out = cast_delayed_triton(
-            x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
-        )
-        return Cast(out[0], *unpack(out[1:], row, col))
-    used, row_data, col_data = torch.ops.float8.cast_delayed.default(
-        x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
-    )
-    return Cast(used, row_data if row else None, col_data if col else None)
-
-
 def unpack(out: list[Tensor], row: bool, col: bool) -> tuple[Tensor | None, Tensor | None]:
     """An op's list of one or two tensors as ``(row_data, col_data)``."""
     return (out[0] if row else None), (out[-1] if col else None)
@@ -206,45 +165,6 @@ def cast_dynamic_reference(
     return pack(scale, cast_reference(x, scale, dtype, row=row, col=col, pad_rows=pad_rows))
 
 
-def cast_delayed_reference(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    round_to_power_of_2: bool,
-    record: bool,
-) -> list[Tensor]:
-    """Plain-torch twin of the kernel; see :func:`cast_delayed`."""
-    check_cast(x, dtype, row, col)
-    check_scalar("scale", scale, x)
-    check_scalar("amax", amax, x)
-    own = amax_reference(x)
-    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
-    return pack(used, cast_reference(x, used, dtype, row=row, col=col, pad_rows=pad_rows))
-
-
-def choose_scale_reference(
-    own: Tensor,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    round_to_power_of_2: bool,
-    record: bool,
-) -> Tensor:
-    """The scale of a tensor of amax ``own``: from the history if there is one; records ``own``."""
-    from_data = amax_to_scale(own, dtype, round_to_power_of_2)
-    if scale is None:
-        return from_data
-    if record:
-        assert amax is not None
-        amax.copy_(torch.maximum(amax, own))
-    scale = scale.reshape(())
-    return torch.where(scale == 0.0, from_data, scale)
-
-
 def pack(scale: Tensor, data: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
     """What an op that chooses the scale returns."""
     return [scale, *(layout for layout in data if layout is not None)]
@@ -279,33 +199,3 @@ def cast_dynamic_triton(
     scale = empty((), torch.float32, x.device)
     options = Options(dtype, row, col, pad_rows, MEASURED, parts.numel(), round_to_power_of_2)
     return pack(scale, launch_cast(x, options, parts=parts, scale_out=scale))
-
-
-def cast_delayed_triton(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    round_to_power_of_2: bool,
-    record: bool,
-) -> list[Tensor]:
-    """Triton kernels; see :func:`cast_delayed`."""
-    check_cast(x, dtype, row, col)
-    check_scalar("scale", scale, x)
-    check_scalar("amax", amax, x)
-    if x.numel() == 0:
-        return cast_delayed_reference(
-            x, scale, amax, dtype, row, col, pad_rows, round_to_power_of_2, record
-        )
-    parts = measure(x, known_scale=scale)
-    used = empty((), torch.float32, x.device)
-    options = Options(
-        dtype, row, col, pad_rows, HISTORY, parts.numel(), round_to_power_of_2, record
-    )
-    data = launch_cast(x, options, scale=scale, parts=parts, scale_out=used, amax=amax)
-    if record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch's own in-place ops do
-    return pack(used, data)

@@ -29,13 +29,12 @@ from float8.kernels._fakes import (
 from float8.kernels._triton import HAS_TRITON
 from float8.kernels.amax import amax_reference, amax_triton
 from float8.kernels.cast import (
-    cast_delayed_reference,
-    cast_delayed_triton,
     cast_dynamic_reference,
     cast_dynamic_triton,
     cast_reference,
     cast_triton,
 )
+from float8.kernels.cast_delayed import cast_delayed_reference, cast_delayed_triton
 from float8.kernels.rms_norm import (
     rms_norm_cast_reference,
     rms_norm_cast_triton,
@@ -175,14 +174,15 @@ _register(
 )
 _register(
     "cast_delayed(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType dtype, bool row, bool col, "
-    "bool pad_rows, bool round_to_power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
+    "bool pad_rows, bool round_to_power_of_2, bool record, bool speculative=False) "
+    "-> (Tensor, Tensor, Tensor)",
     plain=_without_autograd(_scale_row_col(cast_delayed_reference)),
     triton=_scale_row_col(cast_delayed_triton),
     fake=_scale_row_col(cast_delayed_fake),
 )
 _register(
     "swiglu_cast(Tensor gate, Tensor up, ScalarType dtype, Tensor? scale, Tensor(a!)? amax, "
-    "bool round_to_power_of_2, bool record) -> (Tensor, Tensor)",
+    "bool round_to_power_of_2, bool record, bool speculative=False) -> (Tensor, Tensor)",
     plain=_without_autograd(_as_tuple(swiglu_cast_reference)),
     triton=_as_tuple(swiglu_cast_triton),
     fake=_as_tuple(swiglu_cast_fake),
@@ -190,16 +190,16 @@ _register(
 _register(
     "swiglu_backward_cast(Tensor grad, Tensor gate, Tensor up, Tensor product_scale, "
     "ScalarType product_dtype, ScalarType dtype, Tensor? gate_scale, Tensor(a!)? gate_amax, "
-    "Tensor? up_scale, Tensor(b!)? up_amax, bool round_to_power_of_2, bool record) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? up_scale, Tensor(b!)? up_amax, bool round_to_power_of_2, bool record, "
+    "bool speculative=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     plain=_without_autograd(_as_tuple(swiglu_backward_cast_reference)),
     triton=_as_tuple(swiglu_backward_cast_triton),
     fake=_as_tuple(swiglu_backward_cast_fake),
 )
 _register(
     "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, "
-    "Tensor? scale, Tensor(a!)? amax, bool round_to_power_of_2, bool record) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor? scale, Tensor(a!)? amax, bool round_to_power_of_2, bool record, "
+    "bool speculative=False) -> (Tensor, Tensor, Tensor)",
     plain=_without_autograd(_as_tuple(rms_norm_cast_reference)),
     triton=_as_tuple(rms_norm_cast_triton),
     fake=_as_tuple(rms_norm_cast_fake),

@@ -6,7 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.kernels._cast_launch import GIVEN, HISTORY, MEASURED, RMS_NORM, Options, launch_cast
+from float8.kernels._cast_launch import (
+    GIVEN,
+    HISTORY,
+    MEASURED,
+    RMS_NORM,
+    SPECULATIVE,
+    Options,
+    launch_cast,
+)
 from float8.kernels._checks import check_high_precision, check_scalar, describe
 from float8.kernels._device import has_float8_conversion
 from float8.kernels._direct import takes_triton_directly
@@ -15,7 +23,8 @@ from float8.kernels._launch import Launch
 from float8.kernels._memory import empty
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
-from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
+from float8.kernels.cast import Cast, cast_reference
+from float8.kernels.cast_delayed import choose_scale_reference
 
 WIDEST_NORM = 32768
 """Each program holds a whole row; wider ones would not fit into registers."""
@@ -40,6 +49,7 @@ def rms_norm_cast(
     amax: Tensor | None = None,
     round_to_power_of_2: bool = False,
     record: bool = False,
+    speculative: bool = False,
 ) -> NormCast:
     """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
 
@@ -55,12 +65,14 @@ def rms_norm_cast(
         amax: 0-dim float32, raised in place to the amax of the product; needed with ``scale``.
         round_to_power_of_2: round a scale from the amax up to a power of two.
         record: whether to write ``amax``.
+        speculative: take ``scale`` for a guess: the scale from the amax is used where it is larger,
+            or not a number, so that nothing saturates.
 
     Raises:
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together.
     """
-    args = (x, weight, eps, dtype, scale, amax, round_to_power_of_2, record)
+    args = (x, weight, eps, dtype, scale, amax, round_to_power_of_2, record, speculative)
     if takes_triton_directly(x, weight, scale, amax):
         out = rms_norm_cast_triton(*args)
     else:
@@ -125,6 +137,7 @@ def rms_norm_cast_reference(
     amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """Plain-torch twin of the kernel; see :func:`rms_norm_cast`."""
     check_rms_norm(x, weight, scale, amax)
@@ -132,7 +145,7 @@ def rms_norm_cast_reference(
     rstd = torch.rsqrt(x.square().mean(dim=1) + eps)
     normed = x * rstd[:, None] * weight.to(torch.float32)
     own = amax_reference(normed)
-    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
+    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record, speculative)
     row, _ = cast_reference(normed, used, dtype, row=True, col=False)
     assert row is not None
     return [rstd, used, row]
@@ -147,6 +160,7 @@ def rms_norm_cast_triton(
     amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """Triton kernels; see :func:`rms_norm_cast`."""
     check_rms_norm(x, weight, scale, amax)
@@ -156,12 +170,14 @@ def rms_norm_cast_triton(
     launch = _launch(x.shape, (x.dtype, weight.dtype), x.device, eps)
     parts = empty((launch.programs,), torch.float32, x.device)
     launch(x, weight, rstd, parts)
+    # The statistics know the amax before the cast: nothing has to be done twice.
+    known = SPECULATIVE if speculative else HISTORY
     options = Options(
         dtype,
         row=True,
         col=False,
         pad_rows=False,
-        source=MEASURED if scale is None else HISTORY,
+        source=MEASURED if scale is None else known,
         parts=launch.programs,
         round_to_power_of_2=round_to_power_of_2,
         record=record and scale is not None,

@@ -5,7 +5,14 @@ import functools
 import torch
 from torch import Tensor
 
-from float8.kernels._cast_launch import HISTORY, MEASURED, SWIGLU, Options, launch_cast
+from float8.kernels._cast_launch import (
+    HISTORY,
+    MEASURED,
+    SWIGLU,
+    Options,
+    cast_speculatively,
+    launch_cast,
+)
 from float8.kernels._checks import check_same, check_scalar
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._direct import takes_triton_directly
@@ -15,7 +22,8 @@ from float8.kernels._memory import empty
 from float8.kernels._producers import swiglu
 from float8.kernels._triton import jit, tl
 from float8.kernels.amax import amax_reference, even_shares, magnitude_bits, store_part
-from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
+from float8.kernels.cast import Cast, cast_reference
+from float8.kernels.cast_delayed import choose_scale_reference
 
 
 def swiglu_cast(
@@ -27,6 +35,7 @@ def swiglu_cast(
     amax: Tensor | None = None,
     round_to_power_of_2: bool = False,
     record: bool = False,
+    speculative: bool = False,
 ) -> Cast:
     """Cast ``silu(gate) * up``, computed in float32, to row data.
 
@@ -41,6 +50,8 @@ def swiglu_cast(
         amax: 0-dim float32, raised in place to the amax of the product; needed with ``scale``.
         round_to_power_of_2: round a scale from the amax up to a power of two.
         record: whether to write ``amax``.
+        speculative: take ``scale`` for a guess: the scale from the amax is used where it is larger,
+            or not a number, so that nothing saturates.
 
     Returns:
         The scale used, row data [R, ceil16(C)], and None.
@@ -49,7 +60,7 @@ def swiglu_cast(
         TypeError: a dtype is not one of those above.
         ValueError: the shapes, strides or devices do not fit together.
     """
-    args = (gate, up, dtype, scale, amax, round_to_power_of_2, record)
+    args = (gate, up, dtype, scale, amax, round_to_power_of_2, record, speculative)
     if takes_triton_directly(gate, up, scale, amax):
         out = swiglu_cast_triton(*args)
     else:
@@ -81,12 +92,13 @@ def swiglu_cast_reference(
     amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """Plain-torch twin of the kernel; see :func:`swiglu_cast`."""
     check_swiglu(gate, up, scale, amax)
     product = swiglu_reference(gate, up)
     own = amax_reference(product)
-    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
+    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record, speculative)
     row, _ = cast_reference(product, used, dtype, row=True, col=False)
     assert row is not None
     return [used, row]
@@ -100,24 +112,30 @@ def swiglu_cast_triton(
     amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """Triton kernels; see :func:`swiglu_cast`."""
     check_swiglu(gate, up, scale, amax)
     gate, up = gate.contiguous(), up.contiguous()
-    parts = _measure(gate, up, scale)
-    used = empty((), torch.float32, gate.device)
     options = Options(
         dtype,
         row=True,
         col=False,
         pad_rows=False,
-        source=MEASURED if scale is None else HISTORY,
-        parts=parts.numel(),
         round_to_power_of_2=round_to_power_of_2,
         record=record and scale is not None,
         producer=SWIGLU,
     )
-    row, _ = launch_cast(gate, options, scale=scale, parts=parts, scale_out=used, amax=amax, y=up)
+    if speculative and scale is not None and amax is not None:
+        used, (row, _) = cast_speculatively(gate, options, scale, amax, up)
+    else:
+        parts = _measure(gate, up, scale)
+        used = empty((), torch.float32, gate.device)
+        source = MEASURED if scale is None else HISTORY
+        options = options._replace(source=source, parts=parts.numel())
+        row, _ = launch_cast(
+            gate, options, scale=scale, parts=parts, scale_out=used, amax=amax, y=up
+        )
     assert row is not None
     if options.record:
         assert amax is not None

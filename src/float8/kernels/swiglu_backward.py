@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
-from float8.kernels._cast_launch import HISTORY, MEASURED
+from float8.kernels._cast_launch import GIVEN, HISTORY, MEASURED, SPECULATIVE
 from float8.kernels._checks import check_same, check_scalar
 from float8.kernels._device import has_float8_conversion, sm_count
 from float8.kernels._direct import takes_triton_directly
@@ -17,9 +17,10 @@ from float8.kernels._swiglu_backward_kernel import (
     swiglu_backward_amax_kernel,
     swiglu_backward_kernel,
 )
-from float8.kernels._tiles import fitting
+from float8.kernels._tiles import fitting, repair_programs
 from float8.kernels.amax import amax_reference, even_shares
-from float8.kernels.cast import Cast, cast_reference, choose_scale_reference
+from float8.kernels.cast import Cast, cast_reference
+from float8.kernels.cast_delayed import choose_scale_reference
 from float8.kernels.layout import ceil16
 
 
@@ -50,6 +51,7 @@ def swiglu_backward_cast(
     up_amax: Tensor | None = None,
     round_to_power_of_2: bool = False,
     record: bool = False,
+    speculative: bool = False,
 ) -> SwigluGradients:
     """Cast the gradients of ``gate`` and ``up`` to row data, and the product once more.
 
@@ -72,6 +74,8 @@ def swiglu_backward_cast(
         up_amax: as ``gate_amax``.
         round_to_power_of_2: round scales from amaxes up to powers of two.
         record: whether to write the amaxes.
+        speculative: take ``gate_scale`` and ``up_scale`` for guesses: the scale from the amax is
+            used where it is larger, or not a number, so that nothing saturates.
 
     Raises:
         TypeError: a dtype is not one of those above.
@@ -79,7 +83,7 @@ def swiglu_backward_cast(
     """
     args = (
         *(grad, gate, up, product_scale, product_dtype, dtype),
-        *(gate_scale, gate_amax, up_scale, up_amax, round_to_power_of_2, record),
+        *(gate_scale, gate_amax, up_scale, up_amax, round_to_power_of_2, record, speculative),
     )
     tensors = (grad, gate, up, product_scale, gate_scale, gate_amax, up_scale, up_amax)
     if takes_triton_directly(*tensors):
@@ -123,6 +127,7 @@ def swiglu_backward_cast_reference(
     up_amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """Plain-torch twin of the kernel; see :func:`swiglu_backward_cast`."""
     states = (gate_scale, gate_amax, up_scale, up_amax)
@@ -136,7 +141,9 @@ def swiglu_backward_cast_reference(
     grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
     for x, scale, amax in ((grad_gate, *states[:2]), (grad * silu, *states[2:])):
         own = amax_reference(x)
-        used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record)
+        used = choose_scale_reference(
+            own, dtype, scale, amax, round_to_power_of_2, record, speculative
+        )
         row, _ = cast_reference(x, used, dtype, row=True, col=False)
         assert row is not None
         out += [used, row]
@@ -156,6 +163,7 @@ def swiglu_backward_cast_triton(
     up_amax: Tensor | None,
     round_to_power_of_2: bool,
     record: bool,
+    speculative: bool = False,
 ) -> list[Tensor]:
     """Triton kernels; see :func:`swiglu_backward_cast`."""
     states = (gate_scale, gate_amax, up_scale, up_amax)
@@ -164,23 +172,32 @@ def swiglu_backward_cast_triton(
     out = allocate_gradients(grad, product_dtype, dtype)
     product, (gate_used, gate_row), (up_used, up_row) = out[0], out[1:3], out[3:5]
     known = gate_scale is not None
-    record = record and known
-    measure, cast = _launches(
-        grad.shape,
-        grad.dtype,
-        grad.device,
-        (product_dtype, dtype, known, round_to_power_of_2, record),
-    )
-    parts = empty((2 * measure.programs,), torch.float32, grad.device)
-    # Any pointer of the same type stands in for one that is absent.
-    gate_state, gate_out, up_state, up_out = (parts if x is None else x for x in states)
-    measure(grad, gate, up, parts, gate_state, up_state)
-    cast(
-        *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
-        *(gate_state, gate_used, gate_out, up_state, up_used, up_out),
-    )
-    if record:
-        torch.autograd.graph.increment_version([gate_out, up_out])
+    kind = _Kind(product_dtype, dtype, round_to_power_of_2, record and known)
+
+    def cast(kind: _Kind, parts: Tensor, *states: Tensor | None) -> None:
+        # Any pointer of the same type stands in for one that is absent.
+        gate_known, gate_out, up_known, up_out = (parts if x is None else x for x in states)
+        _cast_launch(grad.shape, grad.dtype, grad.device, kind)(
+            *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
+            *(gate_known, gate_used, gate_out, up_known, up_used, up_out),
+        )
+
+    if speculative and known:
+        # As `cast_speculatively`, with two scales.
+        own = torch.zeros(2, dtype=torch.float32, device=grad.device)
+        gate_own, up_own = own.unbind()
+        cast(kind._replace(record=True), own, gate_scale, gate_own, up_scale, up_own)
+        cast(kind._replace(source=SPECULATIVE, parts=1, repair=True), own, *states)
+    else:
+        measure = _measure_launch(grad.numel(), grad.dtype, grad.device, known)
+        parts = empty((2 * measure.programs,), torch.float32, grad.device)
+        measure(grad, gate, up, parts, *(parts if x is None else x for x in states[::2]))
+        source = HISTORY if known else MEASURED
+        cast(kind._replace(source=source, parts=measure.programs), parts, *states)
+    if kind.record:
+        assert gate_amax is not None
+        assert up_amax is not None
+        torch.autograd.graph.increment_version([gate_amax, up_amax])
     return out
 
 
@@ -197,43 +214,51 @@ def allocate_gradients(
     return out
 
 
+class _Kind(NamedTuple):
+    """What a launch of the casting kernel does."""
+
+    product_dtype: torch.dtype
+    dtype: torch.dtype
+    round_to_power_of_2: bool
+    record: bool
+    source: int = GIVEN
+    parts: int = 0
+    repair: bool = False
+
+
 @functools.lru_cache(maxsize=4096)
-def _launches(
-    shape: tuple[int, int],
-    x_dtype: torch.dtype,
-    device: torch.device,
-    options: tuple[torch.dtype, torch.dtype, bool, bool, bool],
-) -> tuple[Launch, Launch]:
-    (R, C), sms, hardware = shape, sm_count(device), has_float8_conversion(device)
-    product_dtype, dtype, known, round_to_power_of_2, record = options
-    block, steps, rounds, parts = even_shares(R * C, 2048, sms)
-    measure = Launch(
-        swiglu_backward_amax_kernel,
-        parts,
-        device,
-        (R * C,),
-        (block, steps, rounds, known, hardware),
-        num_warps=8,
-        inputs=3,
+def _measure_launch(n: int, dtype: torch.dtype, device: torch.device, known: bool) -> Launch:
+    block, steps, rounds, parts = even_shares(n, 2048, sm_count(device))
+    constants = (block, steps, rounds, known, has_float8_conversion(device))
+    return Launch(
+        swiglu_backward_amax_kernel, parts, device, (n,), constants, num_warps=8, inputs=3
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _cast_launch(
+    shape: tuple[int, int], x_dtype: torch.dtype, device: torch.device, kind: _Kind
+) -> Launch:
+    (R, C), sms = shape, sm_count(device)
     # To keep the amaxes takes registers, which large tiles have not: 489 us instead of 642 on an
     # H100 at [8192, 14336]. Without, 701 us (with the amaxes before) instead of 712.
-    tiles = ((32, 64, 4),) if record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
+    tiles = ((32, 64, 4),) if kind.record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
     config = fitting(R, C, sms, tiles)
-    cast = Launch(
+    return Launch(
         swiglu_backward_kernel,
-        config.programs,
+        repair_programs(config, sms) if kind.repair else config.programs,
         device,
-        (R, C, parts),
+        (R, C, kind.parts),
         (
-            3 if product_dtype == torch.float8_e4m3fn else 2,
-            3 if dtype == torch.float8_e4m3fn else 2,
-            FLOAT8_MAX[dtype],
-            HISTORY if known else MEASURED,
-            1 << (parts - 1).bit_length(),
-            round_to_power_of_2,
-            record,
-            hardware,
+            3 if kind.product_dtype == torch.float8_e4m3fn else 2,
+            3 if kind.dtype == torch.float8_e4m3fn else 2,
+            FLOAT8_MAX[kind.dtype],
+            kind.source,
+            1 << (kind.parts - 1).bit_length() if kind.parts else 1,
+            kind.round_to_power_of_2,
+            kind.record,
+            kind.repair,
+            has_float8_conversion(device),
             config.even,
             config.block_r,
             config.block_c,
@@ -242,4 +267,3 @@ def _launches(
         config.num_warps,
         inputs=3,
     )
-    return measure, cast

@@ -10,7 +10,15 @@ from float8.kernels._checks import describe
 from float8.kernels._device import sm_count
 from float8.kernels._direct import takes_triton_directly
 from float8.kernels._launch import Launch
-from float8.kernels._tiles import TileLaunch, fitting, load, pack_words, store, tile_of_program
+from float8.kernels._tiles import (
+    TileLaunch,
+    fitting,
+    load,
+    pack_words,
+    store,
+    tile_at,
+    tile_of_program,
+)
 from float8.kernels._triton import jit, tl
 
 BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
@@ -117,7 +125,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    tile_r, tile_c = tile_of_program(R, C, BLOCK_R, BLOCK_C, GROUP)
+    tile_r, tile_c = tile_at(tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
     # 64-bit, so that offsets are.
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     c_out = tl.trans(c)

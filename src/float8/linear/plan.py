@@ -40,8 +40,9 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
         cast_config = config.cast_config(site)
         return CastPlan(
             dtype=cast_config.target_dtype or E4M3,
-            delayed=cast_config.scaling_type is ScalingType.DELAYED,
+            delayed=cast_config.has_history,
             round_to_power_of_2=config.round_scales_to_power_of_2,
+            speculative=cast_config.scaling_type is ScalingType.SPECULATIVE,
         )
 
     def gemm(name: str, gemm_config: Float8GemmConfig) -> GemmPlan:
