@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from float8 import conversion_report, convert_to_float8_training
 from float8.models.llama import Llama, build_llama
@@ -63,20 +63,13 @@ def build_model(
 def _shard(model: Llama, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
     """Shard each block, and what is around them as one.
 
-    Blocks are gathered in the dtype that autocast computes in, which makes the same of weights of
-    matrices as casting them after the gather. What is around them, where autocast computes in
-    float32 too, is gathered as it is. Gradients are reduced in float32.
+    No mixed precision policy: weights are gathered as they are, or in float8 if the config says
+    so, and autocast does the rest, so that the numbers are those of one device.
     """
     mesh = ranks.mesh(device.type, config.hsdp)
-    dtype = DTYPES[config.dtype]
-    # Not the inputs: the tables of rotary positions would lose their precision.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     for block in model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    around = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=around)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:

@@ -42,7 +42,8 @@ def empty_state(model: nn.Module) -> Callable[[str, torch.Size, torch.dtype], Te
         A function of name, shape and dtype of a whole tensor. It gives a DTensor, on the device
         of the parameter that it belongs to, or for all else a whole tensor on the CPU.
     """
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    named = model.named_parameters(remove_duplicate=False)  # a tied head has both names
+    parameters: dict[str, Tensor] = dict(named)
 
     def empty(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         owner = name.removeprefix(_MODEL)
