@@ -1,5 +1,6 @@
 """What the trainer's tests run on each rank; `Ranks.run` finds it here by name."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from float8.cli.main import main
 from float8.models import presets
 from float8.trainer import loop
 from float8.trainer.checkpoint import save_checkpoint
@@ -110,6 +112,16 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
         except TrainerError as error:
             return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
+
+
+def command(folder: Path, words: list[str]) -> int:
+    """`float8 words` in that folder; the exit code."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return main(words)
+    finally:
+        os.chdir(before)
 
 
 def _no_data(who: int, path: str) -> Any:

@@ -101,7 +101,7 @@ def _run_as_rank(words: list[str], session: Any, first: bool) -> int:
         try:
             code = _run(command, words, session)
         except BaseException:
-            traceback.print_exc()
+            sys.stderr.write(f"rank {os.environ['RANK']}: {traceback.format_exc()}")
             code = 1
     if code and dist.is_initialized():
         sys.stdout.flush()

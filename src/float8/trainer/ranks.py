@@ -258,6 +258,6 @@ def explain_lost_rank() -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         if any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK):
             raise LostRankError(
-                f"another rank is gone; if it did not say why, torchrun does ({error})"
+                "another rank is gone: see its own error, or else what torchrun says of it"
             ) from error
         raise
