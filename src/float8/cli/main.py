@@ -93,6 +93,10 @@ def _run_as_rank(words: list[str], session: Any, first: bool) -> int:
             if first and isinstance(error, LostRankError):
                 _fail(str(error))
             raise SystemExit(1) from error
+        except TrainingDivergedError as error:  # All ranks see it.
+            if first:
+                raise
+            raise SystemExit(1) from error
 
     with contextlib.ExitStack() as stack:
         if not first:

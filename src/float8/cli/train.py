@@ -87,7 +87,7 @@ def train_command(
     with join_ranks(fsdp) as ranks:
         notice = options.STOP_NOTICE if ranks.is_first else ""
         with stop_on_signals(notice) as stop:
-            config, checkpoint = ranks.together(lambda: _settings(given, resume))
+            config, checkpoint = ranks.once(lambda: _settings(given, resume))
             console = make_console()
             progress = ConsoleProgress(console)
             result = train(config, observers=[progress], resume=checkpoint, stop=stop, ranks=ranks)
@@ -111,5 +111,16 @@ def _say(console: Console, config: TrainConfig, result: TrainResult, ranks: Rank
         say(f"validation loss {result.summary.val_loss:.4f} nats per byte")
     say(f"everything is in {result.folder.path}")
     if result.status != FINISHED:
-        command = LAUNCH.format(ranks=ranks.size) if ranks.sharded else "float8 train"
-        say(f"go on with: {command} --resume {result.folder.path}")
+        say(f"go on with: {_command(config, ranks)} --resume {result.folder.path}")
+
+
+def _command(config: TrainConfig, ranks: Ranks) -> str:
+    """What starts a run on as many ranks, in the same way."""
+    if not ranks.sharded:
+        return "float8 train"
+    words = [LAUNCH.format(ranks=ranks.size)]
+    if config.fsdp_float8_all_gather:
+        words.append("--fsdp-float8-all-gather")
+    if config.hsdp > 1:
+        words.append(f"--hsdp {config.hsdp}")
+    return " ".join(words)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from float8.trainer.errors import CheckpointError
+from float8.trainer.errors import CheckpointError, OtherRankError, TrainerError
 from float8.trainer.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -83,9 +83,7 @@ def save_checkpoint(
     except (OSError, RuntimeError, CheckpointException) as error:
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"could not write the checkpoint {target}: {_first_cause(error)}"
-        ) from error
+        raise _explained(f"could not write the checkpoint {target}", error, ranks) from error
     if ranks.is_first:
         others = [path for path in list_checkpoints(folder) if path != target]
         for path in others[: max(len(others) - (keep - 1), 0)]:
@@ -173,8 +171,9 @@ def read_tensors(
 
     Raises:
         CheckpointError: If it could not be read.
+        OtherRankError: On the ranks that were not the first to fail.
     """
-    with _readable(path), explain_lost_rank():
+    with _readable(path, ranks), explain_lost_rank():
         metadata = FileSystemReader(path / _DATA).read_metadata()
         tensors: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():
@@ -198,21 +197,22 @@ def _one_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(path: Path, ranks: Ranks = ALONE) -> Iterator[None]:
     try:
         yield
     # torch.distributed.checkpoint wraps what goes wrong in a BaseException of its own.
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(
-            f"could not read the checkpoint {path}: {_first_cause(error)}"
-        ) from error
+        raise _explained(f"could not read the checkpoint {path}", error, ranks) from error
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    """What went wrong on the first rank where something did."""
+def _explained(what: str, error: BaseException, ranks: Ranks) -> TrainerError:
+    """What to raise for an error, which is told by the first rank that met it."""
     if isinstance(error, CheckpointException) and error.failures:
-        return error.failures[min(error.failures)][0]
-    return error
+        first = min(error.failures)
+        if ranks.rank != first:
+            return OtherRankError(f"rank {first} failed, and said why")
+        return CheckpointError(f"{what}: {error.failures[first][0]}")
+    return CheckpointError(f"{what}: {error}")
 
 
 def _find_damage(path: Path) -> str | None:
