@@ -66,15 +66,15 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
 ) -> None:
     # A scale is that of one rank's part of the batch, as it is that of one microbatch.
     for recipe in ("tensorwise", "delayed"):
-        compiled = recipe == "tensorwise"
-        how = {"recipe": recipe, "steps": 2 if compiled else 4, "compile": compiled}
+        how = {"recipe": recipe, "steps": 3}
         wanted = work.curves(settings(batch_size=2, accumulate=2, **how))
-        wanted[1].clear()  # whose scales are of whole batches
-        how |= {"batch_size": 4, "fsdp": True, "activation_checkpointing": compiled}
-        runs = [settings(fsdp_float8_all_gather=gather, **how) for gather in (False, True)]
-        plain, gathered = two.run(work.several, runs)[0]
-        assert plain == gathered  # to the bit
-        assert_close((plain[0], []), wanted, BY_ORDER)
+        how |= {"batch_size": 4, "fsdp": True}
+        # None of this changes a bit.
+        more = {"fsdp_float8_all_gather": True, "activation_checkpointing": True}
+        more["compile"] = recipe == "tensorwise"
+        plain, other = two.run(work.several, [settings(**how), settings(**how, **more)])[0]
+        assert plain == other
+        assert_close((plain[0], []), (wanted[0], []), BY_ORDER)  # validation has no parts
 
 
 def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings) -> None:
