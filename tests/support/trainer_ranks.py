@@ -24,6 +24,7 @@ from float8.trainer.state import capture_state
 from float8.trainer.train import train
 from support.listener import Listener
 from support.nano import NANO
+from support.sharded import traffic
 
 Curves = tuple[list[tuple[float, float]], list[float]]
 """Loss and gradient norm of each step, and the validation losses."""
@@ -57,6 +58,13 @@ def _compile_quickly(module: nn.Module, **options: Any) -> None:
 
 def several(runs: list[dict[str, Any]]) -> list[Curves]:
     return [curves(settings) for settings in runs]
+
+
+def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
+    """In what dtypes weights travel."""
+    with traffic() as seen:
+        curves(settings)
+    return seen.gather_dtypes
 
 
 def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> None:

@@ -50,7 +50,7 @@ def assert_close(got: work.Curves, wanted: work.Curves, bound: float) -> None:
 HOWS: list[dict[str, Any]] = [
     {"eval_interval": 3},
     {"accumulate": 2, "activation_checkpointing": True},
-    {"tied_head": True, "grad_clip": 0.0},
+    {"tied_head": True, "vocab_size": 259, "grad_clip": 0.0},  # uneven shards
 ]
 
 
@@ -77,6 +77,13 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
         assert_close((plain[0], []), (wanted[0], []), BY_ORDER)  # validation has no parts
 
 
+def test_what_travels(two: Ranks, settings: Settings) -> None:
+    how = {"recipe": "tensorwise", "dtype": "bfloat16", "fsdp": True, "steps": 1}
+    assert two.run(work.gathered, settings(**how))[0] == {torch.float32}
+    how["fsdp_float8_all_gather"] = True  # bytes of blocks; what is around them is not converted
+    assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
+
+
 def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings) -> None:
     how = {"recipe": "tensorwise", "dtype": "bfloat16", "accumulate": 2, "steps": 4}
     runs = [settings(fsdp=True, fsdp_float8_all_gather=True, hsdp=n, **how) for n in (1, 2, 4)]
@@ -96,6 +103,7 @@ def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
     two: Ranks, four: Ranks, settings: Settings, tmp_path: Path, recipe: str
 ) -> None:
     how = {"recipe": recipe, "steps": 6, "stop_after": 2, "tied_head": recipe == "delayed"}
+    how["vocab_size"] = 259  # uneven shards
     sharded = {"fsdp": True, "fsdp_float8_all_gather": True}
     first = settings(**how, **sharded)
     two.run(work.curves, first)

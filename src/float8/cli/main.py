@@ -107,7 +107,7 @@ def _run_as_rank(words: list[str], session: Any, first: bool) -> int:
         except BaseException:
             sys.stderr.write(f"rank {os.environ['RANK']}: {traceback.format_exc()}")
             code = 1
-    if code and dist.is_initialized():
+    if code and dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -199,7 +199,8 @@ ALONE = Ranks()
 def join_ranks(fsdp: bool) -> Iterator[Ranks]:
     """Meet the other ranks that `torchrun` started, and part from them at the end.
 
-    A process group that is there already is used and left as it is. After an error this one is
+    A process group that is there already is used and left as it is; on GPUs it needs a backend for
+    CPU tensors too, "cpu:gloo,cuda:nccl". After an error this one is
     not destroyed, which would wait for ranks that are gone: end the process soon.
 
     Args:
@@ -216,7 +217,7 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
             refuse(f"torchrun started {size} ranks, but not for --fsdp: add it, or start one")
         yield ALONE
         return
-    ready = dist.is_initialized()
+    ready = dist.is_available() and dist.is_initialized()
     if not ready and "RANK" not in os.environ:
         refuse(
             "--fsdp needs ranks to shard over, expected to be started by torchrun: use "
