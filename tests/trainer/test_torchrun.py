@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from float8.cli import main as main_module
 from float8.cli.main import main
 from float8.trainer.checkpoint import read_tensors
 from float8.trainer.metrics import read_metrics
@@ -140,6 +141,7 @@ def test_wrong_calls_are_told_by_the_first_rank_alone(
     size: str,
     message: str,
 ) -> None:
+    monkeypatch.setattr(main_module, "_LAST_WORDS", 0.0)
     monkeypatch.setenv("WORLD_SIZE", size)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ from float8.trainer.errors import (
     TrainerError,
     TrainingDivergedError,
 )
+
+_LAST_WORDS = 2.0
+"""Seconds by which the rank with the cause ends before others: torchrun shows the first one."""
 
 _EXTRAS = ("typer", "rich", "matplotlib", "numpy")
 
@@ -92,6 +96,7 @@ def _run_as_rank(words: list[str], session: Any, first: bool) -> int:
         except OtherRankError as error:
             if first and isinstance(error, LostRankError):
                 _fail(str(error))
+            time.sleep(_LAST_WORDS)
             raise SystemExit(1) from error
         except TrainingDivergedError as error:  # All ranks see it.
             if first:
