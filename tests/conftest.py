@@ -1,11 +1,14 @@
-"""What all tests share: skipping GPU tests where there is no GPU, and one random seed."""
+"""What all tests share: skipping GPU tests where there is no GPU, one random seed, and
+ranks that serve all tests of a session (mark them `xdist_group("ranks")`)."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from float8.convert import filters
+from support.ranks import Ranks
 
 NO_GPU = "needs a CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
 
@@ -35,3 +38,27 @@ def _convert_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     What runs in another process passes `module_filter_fn=all_linears` instead.
     """
     monkeypatch.setattr(filters, "known_ceilings", lambda device: None)
+
+
+@pytest.fixture(scope="session")
+def _two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def _four() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def two(_two: Ranks) -> Ranks:
+    return _two
+
+
+@pytest.fixture
+def four(_four: Ranks) -> Ranks:
+    return _four

@@ -1,6 +1,5 @@
-"""Ranks that serve all tests of a session."""
+"""What runs on several ranks goes to one worker."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def _two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="session")
-def _four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="session")
 def _two_gpus() -> Iterator[Ranks]:
     yield from _gpus(2)
 
@@ -55,16 +40,6 @@ def _gpus(count: int) -> Iterator[Ranks]:
     ranks = Ranks(count, "cuda")
     yield ranks
     ranks.stop()
-
-
-@pytest.fixture
-def two(_two: Ranks) -> Ranks:
-    return _two
-
-
-@pytest.fixture
-def four(_four: Ranks) -> Ranks:
-    return _four
 
 
 @pytest.fixture

@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from float8.models import presets
-from float8.models.presets import ModelConfig, Preset
+from float8.models.presets import Preset
 from float8.trainer.config import TrainConfig
 from float8.trainer.data import Corpus, load_corpus
-
-NANO = Preset(
-    ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, init_std=0.1),
-    seq_len=16,
-    batch_size=4,
-    learning_rate=5e-3,
-    steps=6,
-)
+from support.nano import NANO
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,22 @@ def _root(
     pass
 
 
-def run(arguments: list[str], session: Session) -> None:
-    """Parse and run; always ends in an exception, `SystemExit` unless something went wrong."""
-    typer.main.get_command(app)(args=arguments, prog_name="float8", obj=session)
+def run(arguments: list[str], session: Session, *, show_usage: bool = True) -> None:
+    """Parse and run; always ends in an exception, `SystemExit` unless something went wrong.
+
+    Args:
+        arguments: Words after `float8`.
+        session: What the call carries around.
+        show_usage: Whether to say what is wrong with the arguments; all ranks get the same ones.
+    """
+    command = typer.main.get_command(app)
+    call = {"args": arguments, "prog_name": "float8", "obj": session}
+    if show_usage:
+        command(**call)
+    try:
+        code = command(**call, standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "exit_code"):  # not one of the parser's
+            raise
+        raise SystemExit(error.exit_code) from None
+    raise SystemExit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from float8.cli.progress import ConsoleProgress, make_console
 from float8.trainer.compare import Comparison, compare
 from float8.trainer.config import TrainConfig
 from float8.trainer.interrupt import stop_on_signals
+from float8.trainer.ranks import refuse
 from float8.trainer.report import HEADINGS, cells
 
 FAILED_EXIT = 1
@@ -85,6 +87,8 @@ def compare_command(
     Writes report.json, report.md and loss.png, besides a folder per run. Ctrl-C leaves a
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
+    if "RANK" in os.environ:
+        refuse("float8 compare got ranks of torchrun, but keeps to one device: run it without")
     given = {"final_checkpoint": False, **options.settings(context)}
     config = TrainConfig.create(**given)
     if eval_interval is None:

@@ -85,7 +85,7 @@ Steps = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    option("--batch-size", "Sequences per forward pass.", OPTIMIZER, BY_MODEL),
+    option("--batch-size", "Sequences per forward pass, of all ranks.", OPTIMIZER, BY_MODEL),
 ]
 Accumulate = Annotated[
     int | None, option("--accumulate", "Forward passes per optimizer step.", OPTIMIZER, "1")
@@ -134,6 +134,18 @@ ActivationCheckpointing = Annotated[
         DEVICE,
         "no",
     ),
+]
+Fsdp = Annotated[
+    bool,
+    option("--fsdp", "Shard the model over the ranks that torchrun started.", DEVICE, "no"),
+]
+FsdpFloat8AllGather = Annotated[
+    bool,
+    option("--fsdp-float8-all-gather", "Gather sharded weights in float8.", DEVICE, "no"),
+]
+Hsdp = Annotated[
+    int | None,
+    option("--hsdp", "Replicas of the sharded model; they divide the ranks.", DEVICE, "1"),
 ]
 LogInterval = Annotated[
     int | None,

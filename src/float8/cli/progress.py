@@ -48,6 +48,7 @@ class ConsoleProgress(Observer):
         say(
             f"{config.recipe}: Llama {config.model}, {info.parameters / 1e6:.1f}M parameters, "
             f"{config.dtype}{', compiled' if config.compile else ''} on {config.device}"
+            f"{f', {info.ranks} ranks' if info.ranks > 1 else ''}"
         )
         say(
             f"  data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in {corpus.train_files} "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from float8.cli import options
 from float8.cli.options import OUTPUT
@@ -13,8 +14,9 @@ from float8.cli.progress import ConsoleProgress, make_console
 from float8.trainer.config import TrainConfig
 from float8.trainer.interrupt import stop_on_signals
 from float8.trainer.metrics import FINISHED, INTERRUPTED
+from float8.trainer.ranks import LAUNCH, Ranks, join_ranks
 from float8.trainer.run_folder import find_checkpoint, saved_config
-from float8.trainer.train import train
+from float8.trainer.train import TrainResult, train
 
 
 def train_command(
@@ -47,6 +49,9 @@ def train_command(
     dtype: options.Dtype = None,
     compile: options.Compile = None,
     activation_checkpointing: options.ActivationCheckpointing = None,
+    fsdp: options.Fsdp = False,
+    fsdp_float8_all_gather: options.FsdpFloat8AllGather = False,
+    hsdp: options.Hsdp = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -75,23 +80,47 @@ def train_command(
 
     Leaves metrics, TensorBoard events and checkpoints in the output folder. Ctrl-C (or SIGTERM)
     finishes the step, saves a checkpoint and says how to go on from it.
+
+    On several GPUs: torchrun --nproc-per-node 8 --no-python float8 train --fsdp ...
     """
     given = options.settings(context)
-    console = make_console()
-    with stop_on_signals(options.STOP_NOTICE) as stop:
-        if resume is None:
-            checkpoint = None
-            config = TrainConfig.create(**given)
-        else:
-            checkpoint = find_checkpoint(Path(resume))
-            config = saved_config(checkpoint).replace(**given)
-        progress = ConsoleProgress(console)
-        result = train(config, observers=[progress], resume=checkpoint, stop=stop)
-    console.print(f"{result.status} after step {result.summary.steps} of {config.steps}")
-    if result.summary.val_loss is not None:
-        console.print(f"validation loss {result.summary.val_loss:.4f} nats per byte")
-    console.print(f"everything is in {result.folder.path}")
-    if result.status != FINISHED:
-        console.print(f"go on with: float8 train --resume {result.folder.path}")
+    with join_ranks(fsdp) as ranks:
+        notice = options.STOP_NOTICE if ranks.is_first else ""
+        with stop_on_signals(notice) as stop:
+            config, checkpoint = ranks.once(lambda: _settings(given, resume))
+            console = make_console()
+            progress = ConsoleProgress(console)
+            result = train(config, observers=[progress], resume=checkpoint, stop=stop, ranks=ranks)
+    _say(console, config, result, ranks)
     if result.status == INTERRUPTED:
         raise typer.Exit(options.INTERRUPTED_EXIT)
+
+
+def _settings(given: dict[str, Any], resume: str | None) -> tuple[TrainConfig, Path | None]:
+    """The run's settings, and the checkpoint that it goes on from."""
+    if resume is None:
+        return TrainConfig.create(**given), None
+    checkpoint = find_checkpoint(Path(resume))
+    return saved_config(checkpoint).replace(**given), checkpoint
+
+
+def _say(console: Console, config: TrainConfig, result: TrainResult, ranks: Ranks) -> None:
+    say = console.print
+    say(f"{result.status} after step {result.summary.steps} of {config.steps}")
+    if result.summary.val_loss is not None:
+        say(f"validation loss {result.summary.val_loss:.4f} nats per byte")
+    say(f"everything is in {result.folder.path}")
+    if result.status != FINISHED:
+        say(f"go on with: {_command(config, ranks)} --resume {result.folder.path}")
+
+
+def _command(config: TrainConfig, ranks: Ranks) -> str:
+    """What starts a run on as many ranks, in the same way."""
+    if not ranks.sharded:
+        return "float8 train"
+    words = [LAUNCH.format(ranks=ranks.size)]
+    if config.fsdp_float8_all_gather:
+        words.append("--fsdp-float8-all-gather")
+    if config.hsdp > 1:
+        words.append(f"--hsdp {config.hsdp}")
+    return " ".join(words)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward
@@ -168,6 +169,7 @@ class Llama(nn.Module):
 
         Normal with standard deviation `init_std`; the two projections that write to the residual
         stream are scaled by 1 / sqrt(2 * n_layers), so that its variance does not grow with depth.
+        Of a sharded model each rank fills its shards, with what they hold of the whole one.
         """
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
@@ -182,10 +184,20 @@ class Llama(nn.Module):
                     ("attention.out.weight", "feed_forward.down.weight")
                 )
                 std = residual_std if writes_residual else weight_std
-                parameter.normal_(0.0, std, generator=generator)
+                if isinstance(parameter, DTensor):  # one whole parameter at a time, no more
+                    whole = torch.empty(parameter.shape, device=device)
+                    whole.normal_(0.0, std, generator=generator)
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+                else:
+                    parameter.normal_(0.0, std, generator=generator)
             cos, sin = rope_table(self.config.head_dim, self.max_seq_len, self.config.rope_theta)
             self.cos.copy_(cos)
             self.sin.copy_(sin)
+        self.tie_head()
+
+    def tie_head(self) -> None:
+        """Let the head share the embedding's weight, if the config says so."""
         if self.config.tied_head:
             self.output.weight = self.embedding.weight
 

@@ -5,6 +5,9 @@ A checkpoint is a folder `step_00000100` with the tensors (`data/`, written by
 of every file (`manifest.json`). It is written under a temporary name, flushed to disk and then
 renamed, so a folder with the final name was once complete. One that no longer matches its
 manifest is refused by name.
+
+Several ranks each write their shards, in a folder that all of them see; the first one does the
+rest, once they are done. What they wrote is read on any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from float8.trainer.errors import CheckpointError
+from float8.trainer.errors import CheckpointError, OtherRankError, TrainerError
+from float8.trainer.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY_PREFIX = ".unfinished-"
@@ -39,48 +43,80 @@ _CHUNK_BYTES = 1 << 23
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *, keep: int
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    *,
+    keep: int,
+    ranks: Ranks = ALONE,
 ) -> Path:
-    """Write a checkpoint, then delete the oldest ones beyond `keep`.
+    """Write a checkpoint, then delete the oldest ones beyond `keep`. Collective over `ranks`.
 
     Args:
         folder: Folder of all the run's checkpoints; made if missing.
         step: Optimizer steps done.
-        tensors: Flat dict of tensors.
+        tensors: Flat dict of tensors: DTensors, of which each rank writes its shards, and others,
+            which are equal on all ranks.
         state: JSON-ready values.
         keep: How many checkpoints stay, the new one included.
+        ranks: Who writes it.
 
     Returns:
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: If it could not be written (disk full, no permission); older ones stay.
+        CheckpointError: If it could not be written on some rank (disk full, no permission); older
+            ones stay.
+        OtherRankError: On the ranks that were not the first to fail.
+        LostRankError: If a rank ended meanwhile; older ones stay, and an unfinished one.
     """
     target = folder / f"step_{step:08d}"
     temporary = folder / f"{_TEMPORARY_PREFIX}{target.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
-            shutil.rmtree(leftover)
-        temporary.mkdir()
-        with _one_process():
-            save(dict(tensors), checkpoint_id=temporary / _DATA, no_dist=True)
-        _write_json(temporary / _STATE, {"step": step, **state})
-        manifest = {name: list(_measure(temporary / name)) for name in _files(temporary)}
-        _write_json(temporary / _MANIFEST, manifest)
-        _flush_folder(temporary / _DATA)
-        _flush_folder(temporary)
-        if target.exists():  # Reached again after resuming from an older step.
-            shutil.rmtree(target)
-        temporary.rename(target)
-        _flush_folder(folder)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"could not write the checkpoint {target}: {error}") from error
-    others = [path for path in list_checkpoints(folder) if path != target]
-    for path in others[: max(len(others) - (keep - 1), 0)]:
-        shutil.rmtree(path, ignore_errors=True)
+        with explain_lost_rank():
+            ranks.once(lambda: _make_room(temporary))
+            with _one_process():
+                save(dict(tensors), checkpoint_id=temporary / _DATA, no_dist=ranks.size == 1)
+            _write_rest(temporary, {"step": step, **state}, ranks)
+            ranks.once(lambda: _put_in_place(temporary, target))
+    except (OSError, RuntimeError, CheckpointException) as error:
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise _explained(f"could not write the checkpoint {target}", error, ranks) from error
+    if ranks.is_first:
+        others = [path for path in list_checkpoints(folder) if path != target]
+        for path in others[: max(len(others) - (keep - 1), 0)]:
+            shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+def _make_room(temporary: Path) -> None:
+    folder = temporary.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        shutil.rmtree(leftover)
+    temporary.mkdir()
+
+
+def _write_rest(temporary: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """State and manifest, for which each rank reads a part of the files once more."""
+    ranks.once(lambda: _write_json(temporary / _STATE, state))
+    mine = _files(temporary)[ranks.rank :: ranks.size]
+    parts = ranks.gather(
+        ranks.together(lambda: {name: list(_measure(temporary / name)) for name in mine})
+    )
+    manifest = {name: measured for part in parts for name, measured in part.items()}
+    ranks.once(lambda: _write_json(temporary / _MANIFEST, dict(sorted(manifest.items()))))
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    _flush_folder(temporary / _DATA)
+    _flush_folder(temporary)
+    if target.exists():  # Reached again after resuming from an older step.
+        shutil.rmtree(target)
+    temporary.rename(target)
+    _flush_folder(target.parent)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -120,17 +156,35 @@ def read_state(path: Path) -> dict[str, Any]:
         return state
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint that passed `check_checkpoint`, on the CPU."""
-    with _readable(path):
+def read_tensors(
+    path: Path,
+    empty: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None,
+    ranks: Ranks = ALONE,
+) -> dict[str, Tensor]:
+    """All tensors of a checkpoint that passed `check_checkpoint`. Collective over `ranks`.
+
+    Args:
+        path: The checkpoint, written by any number of ranks.
+        empty: Given name, shape and dtype, makes the tensor to read into: a DTensor for those of
+            which each rank needs its shards only. None: whole tensors on the CPU.
+        ranks: Who reads.
+
+    Raises:
+        CheckpointError: If it could not be read.
+        OtherRankError: On the ranks that were not the first to fail.
+    """
+    with _readable(path, ranks), explain_lost_rank():
         metadata = FileSystemReader(path / _DATA).read_metadata()
         tensors: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 dtype = entry.properties.dtype
-                tensors[name] = torch.empty(entry.size, dtype=dtype)
+                if empty is None:
+                    tensors[name] = torch.empty(entry.size, dtype=dtype)
+                else:
+                    tensors[name] = empty(name, entry.size, dtype)
         with _one_process():
-            load(tensors, checkpoint_id=path / _DATA, no_dist=True)
+            load(tensors, checkpoint_id=path / _DATA, no_dist=ranks.size == 1)
         return tensors
 
 
@@ -143,12 +197,22 @@ def _one_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(path: Path, ranks: Ranks = ALONE) -> Iterator[None]:
     try:
         yield
     # torch.distributed.checkpoint wraps what goes wrong in a BaseException of its own.
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"could not read the checkpoint {path}: {error}") from error
+        raise _explained(f"could not read the checkpoint {path}", error, ranks) from error
+
+
+def _explained(what: str, error: BaseException, ranks: Ranks) -> TrainerError:
+    """What to raise for an error, which is told by the first rank that met it."""
+    if isinstance(error, CheckpointException) and error.failures:
+        first = min(error.failures)
+        if ranks.rank != first:
+            return OtherRankError(f"rank {first} failed, and said why")
+        return CheckpointError(f"{what}: {error.failures[first][0]}")
+    return CheckpointError(f"{what}: {error}")
 
 
 def _find_damage(path: Path) -> str | None:

@@ -14,8 +14,9 @@ import torch
 
 from float8.trainer.build import load_libraries
 from float8.trainer.checkpoint import list_checkpoints
-from float8.trainer.config import HIGH_PRECISION, TrainConfig, check_device, float8_config
+from float8.trainer.config import HIGH_PRECISION, TrainConfig, float8_config
 from float8.trainer.data import Corpus, check_length, load_corpus
+from float8.trainer.device import check_device
 from float8.trainer.environment import describe_environment, public_path
 from float8.trainer.errors import ConfigError, TrainerError
 from float8.trainer.interrupt import StopRequest

@@ -12,6 +12,7 @@ import torch
 
 from float8 import Float8LinearConfig
 from float8.models.presets import ModelConfig, Preset, preset
+from float8.trainer.device import check_device
 from float8.trainer.errors import ConfigError
 
 HIGH_PRECISION = "high_precision"
@@ -39,7 +40,7 @@ class TrainConfig:
         seed: Decides the initial weights and the order of the data.
         data: File or folder to train on; None for the Python standard library's sources.
         steps: Optimizer steps of the whole run; the schedule ends there.
-        batch_size: Sequences per forward pass.
+        batch_size: Sequences per forward pass, those of all ranks together.
         accumulate: Forward passes per optimizer step.
         seq_len: Tokens (bytes) per sequence.
         learning_rate: Peak of the schedule.
@@ -51,6 +52,9 @@ class TrainConfig:
         grad_clip: Largest global gradient norm; 0 for no clipping.
         compile: Whether to `torch.compile` every block.
         activation_checkpointing: Whether blocks are run again in backward to save memory.
+        fsdp: Whether the model is sharded over the ranks that torchrun started.
+        fsdp_float8_all_gather: Whether sharded weights of converted layers are gathered in float8.
+        hsdp: Replicas of the sharded model; the ranks are divided among them.
         output: Folder of the run.
         log_interval: Steps between looks at the loss; each one waits for the device.
         eval_interval: Steps between validations; 0 for one at the end only.
@@ -86,6 +90,10 @@ class TrainConfig:
     grad_clip: float
     compile: bool
     activation_checkpointing: bool
+    # How a run is spread over ranks belongs to its start: a resumed one may have others.
+    fsdp: bool = field(metadata=_FREE)
+    fsdp_float8_all_gather: bool = field(metadata=_FREE)
+    hsdp: int = field(metadata=_FREE)
     output: str = field(metadata=_FREE)
     log_interval: int = field(metadata=_FREE)
     eval_interval: int = field(metadata=_FREE)
@@ -124,6 +132,15 @@ class TrainConfig:
         self._require("keep_checkpoints", self.keep_checkpoints >= 1, "at least 1")
         self._require("learning_rate", self.learning_rate > 0, "more than 0")
         self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "between 0 and 1")
+        self._require("hsdp", self.hsdp >= 1, "at least 1 replica")
+        if self.fsdp_float8_all_gather and self.recipe == HIGH_PRECISION:
+            raise ConfigError(
+                f"--fsdp-float8-all-gather needs weights in float8, but --recipe is "
+                f"{HIGH_PRECISION}: choose another recipe, or leave it out"
+            )
+        if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
+            name = "fsdp-float8-all-gather" if self.fsdp_float8_all_gather else "hsdp"
+            raise ConfigError(f"--{name} is for sharded models: add --fsdp, or leave it out")
         self._require("beta1", 0 <= self.beta1 < 1, "at least 0 and below 1")
         self._require("beta2", 0 <= self.beta2 < 1, "at least 0 and below 1")
 
@@ -173,6 +190,9 @@ class TrainConfig:
             "grad_clip": 1.0,
             "compile": False,
             "activation_checkpointing": False,
+            "fsdp": False,
+            "fsdp_float8_all_gather": False,
+            "hsdp": 1,
             "output": str(Path("runs") / f"{model}-{recipe}"),
             "log_interval": 10,
             "eval_interval": 0,
@@ -253,26 +273,6 @@ def float8_config(recipe: str) -> Float8LinearConfig | None:
         return Float8LinearConfig.from_recipe_name(recipe)
     except ValueError as error:
         raise ConfigError(f"{error} (or {HIGH_PRECISION!r} to train without float8)") from error
-
-
-def check_device(name: str) -> torch.device:
-    """Turn a device name into a device that this machine has.
-
-    Raises:
-        ConfigError: (a `ValueError`) if the name means nothing or the device is not there.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
-    if device.type == "cpu" and device.index:
-        raise ConfigError(f"device {name!r} is not there: there is one CPU device, use cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise ConfigError(f"device {name!r} is not there: PyTorch sees {found} CUDA device(s)")
-    return device
 
 
 def known_preset(model: str) -> Preset:

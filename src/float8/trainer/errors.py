@@ -19,6 +19,14 @@ class CheckpointError(TrainerError):
     """A checkpoint is missing, damaged, or belongs to a different run."""
 
 
+class OtherRankError(TrainerError):
+    """Another rank failed; it is that rank which tells the user."""
+
+
+class LostRankError(OtherRankError):
+    """Another rank is gone, maybe without a word."""
+
+
 class OutOfMemoryError(TrainerError):
     """The device ran out of memory; says which settings lower the need."""
 

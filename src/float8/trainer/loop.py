@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from float8 import attach_to_optimizer, cached_weights
 from float8.trainer import data, optim
 from float8.trainer.build import autocast, build_model
 from float8.trainer.checkpoint import read_state, read_tensors, save_checkpoint
-from float8.trainer.config import TrainConfig, check_device
+from float8.trainer.config import TrainConfig
 from float8.trainer.errors import TrainingDivergedError
 from float8.trainer.interrupt import StopRequest
 from float8.trainer.measure import PeakMemory, StepTimer
@@ -28,8 +29,9 @@ from float8.trainer.metrics import (
     StepRecord,
     ValidationRecord,
 )
+from float8.trainer.ranks import ALONE, Ranks
 from float8.trainer.run_folder import RunFolder, describe_corpus
-from float8.trainer.state import capture_state, restore_state
+from float8.trainer.state import capture_state, empty_state, restore_state
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
@@ -43,18 +45,21 @@ class Trainer:
         corpus: data.Corpus,
         folder: RunFolder,
         observers: Sequence[Observer] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
         self.corpus = corpus
         self.folder = folder
         self.observers = observers
-        self.device = check_device(config.device)
+        self.ranks = ranks
+        self.device = ranks.together(lambda: ranks.device(config.device))
         self.memory = PeakMemory(self.device)
         self.timer = StepTimer(self.device)
         self.step = 0
         self.last_checkpoint: Path | None = None
         torch.manual_seed(config.seed)
-        self.model, self.conversion = build_model(config, self.device)
+        self._mine = ranks.share(config.batch_size)
+        self.model, self.conversion = build_model(config, self.device, ranks)
         self.optimizer = optim.build_optimizer(self.model, config)
         attach_to_optimizer(self.model, self.optimizer)
         self._first_step = 0
@@ -64,27 +69,36 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was written."""
         self.step = self._first_step = int(read_state(checkpoint)["step"])
-        restore_state(read_tensors(checkpoint), self.model, self.optimizer, self.device)
+        empty = empty_state(self.model) if self.ranks.sharded else None
+        tensors = read_tensors(checkpoint, empty, self.ranks)
+        restore_state(tensors, self.model, self.optimizer, self.device)
         self._saved_step, self.last_checkpoint = self.step, checkpoint
 
     def run(self, stop: StopRequest) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
         config = self.config
         info = RunInfo(
-            config, self.corpus, self.model.config.num_parameters, self.conversion, self.step
+            config,
+            self.corpus,
+            self.model.config.num_parameters,
+            self.conversion,
+            self.step,
+            self.ranks.size,
         )
         self._tell("on_start", info)
         self.model.train()
         try:
-            while self.step < config.last_step and not stop.requested:
+            while self.step < config.last_step and not self.ranks.any(stop.requested):
                 self._train_step()
                 self._tell("on_step", self.step)
                 self._do_what_is_due()
-            status = self._finish(stop)
+            status = self._finish(self.ranks.any(stop.requested))
         except BaseException:
-            # Whatever happened, the steps that were done go on record.
+            # Whatever happened, the steps that were done go on record: of several ranks, which
+            # may not be there any more, those that were reduced.
             with contextlib.suppress(Exception):
-                self._report(check=False)
+                if self.ranks.size == 1:
+                    self._report(check=False)
             with contextlib.suppress(Exception):
                 self._tell("on_end", FAILED, self.step)
             raise
@@ -97,20 +111,24 @@ class Trainer:
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
         loss = torch.zeros((), device=self.device)
         several = config.accumulate > 1
-        with cached_weights(self.model) if several else contextlib.nullcontext():
+        # Gathered weights exist for the time of one block only: nothing to keep.
+        keep = several and not self.ranks.sharded
+        with cached_weights(self.model) if keep else contextlib.nullcontext():
             for index in range((step - 1) * config.accumulate, step * config.accumulate):
                 batch = data.train_batch(
                     self.corpus.train,
                     seed=config.seed,
-                    first=index * config.batch_size,
-                    batch_size=config.batch_size,
+                    first=index * config.batch_size + self._mine.start,
+                    batch_size=self._mine.stop - self._mine.start,
                     seq_len=config.seq_len,
                 )
+                if several and isinstance(self.model, FSDPModule):
+                    last = index == step * config.accumulate - 1
+                    self.model.set_requires_gradient_sync(last)
                 part = self._loss(batch) / config.accumulate
                 part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
-        limit = config.grad_clip or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = optim.clip_gradients(self.model, config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.stop()
@@ -131,7 +149,7 @@ class Trainer:
         if due(config.checkpoint_interval):
             self._save()
 
-    def _finish(self, stop: StopRequest) -> str:
+    def _finish(self, stopping: bool) -> str:
         """Report, validate and save what the last step still lacks; returns the status."""
         self._report(check=True)
         finished = self.step >= self.config.steps
@@ -141,7 +159,7 @@ class Trainer:
             self._save()
         if finished:
             return FINISHED
-        return INTERRUPTED if stop.requested else STOPPED
+        return INTERRUPTED if stopping else STOPPED
 
     def _validate(self) -> None:
         self._report(check=True)
@@ -149,7 +167,7 @@ class Trainer:
         self._tell("on_validation", ValidationRecord(self.step, self.validate()))
 
     def _loss(self, batch: Tensor) -> Tensor:
-        """Mean loss of a batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
+        """Mean loss of this rank's batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         tokens = batch.long()
@@ -159,7 +177,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the validation batches, nats per byte."""
+        """Mean loss over the validation batches, nats per byte; collective."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in data.validation_batches(
@@ -168,23 +186,26 @@ class Trainer:
             batch_size=self.config.batch_size,
             seq_len=self.config.seq_len,
         ):
-            total += self._loss(batch)
+            total += self._loss(batch[self._mine])
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # The root stays gathered until a backward.
         self.model.train()
-        return total.item() / self.config.eval_batches
+        return self.ranks.mean(total).item() / self.config.eval_batches
 
     def _report(self, *, check: bool) -> None:
-        """Read the losses since the last time from the device and pass them on.
+        """Read the losses since the last time from the device and pass them on; collective.
 
         Raises:
             TrainingDivergedError: If `check` and one of them is not finite.
         """
         if not self._pending:
             return
-        values = torch.stack([torch.stack(pair) for pair in self._pending]).tolist()
+        losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
+        values = list(zip(self.ranks.mean(losses).tolist(), norms.tolist(), strict=True))
         seconds = self.timer.collect()
         first = self.step - len(values) + 1
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
-        memory = self.memory.read()
+        memory = self.ranks.max(self.memory.read())
         records = [
             StepRecord(
                 step=step,
@@ -224,6 +245,7 @@ class Trainer:
             capture_state(self.model, self.optimizer, self.device),
             state,
             keep=self.config.keep_checkpoints,
+            ranks=self.ranks,
         )
         self._saved_step = self.step
         self._tell("on_checkpoint", self.last_checkpoint)

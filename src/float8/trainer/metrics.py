@@ -31,6 +31,7 @@ class RunInfo:
         parameters: Number of trained parameters.
         conversion: What was converted to float8, as text; empty for high precision.
         start_step: Steps already done; 0 unless resumed.
+        ranks: Processes that train together.
     """
 
     config: TrainConfig
@@ -38,6 +39,7 @@ class RunInfo:
     parameters: int
     conversion: str
     start_step: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ class StepRecord:
 
     Attributes:
         step: Counted from 1.
-        loss: Mean training loss over the step's tokens, nats per byte.
+        loss: Mean training loss over the step's tokens, those of all ranks, nats per byte.
         grad_norm: Global gradient norm before clipping.
         learning_rate: Of this step.
-        seconds: Duration.
-        tokens: Tokens seen in this step.
+        seconds: Duration, on the first rank.
+        tokens: Tokens seen in this step, by all ranks.
         timed: Whether the step counts for throughput, being past compilation and warm-up.
-        memory_bytes: Peak memory until now, None where it cannot be measured.
+        memory_bytes: Peak memory until now, of the rank that took most; None where it cannot be
+            measured.
     """
 
     step: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from float8.trainer.config import TrainConfig
 
@@ -20,6 +21,20 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
     )
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scale all gradients down to a global norm of `limit`, 0 for no limit; collective if sharded.
+
+    Returns:
+        The norm before, 0-dim float32, of the whole model on each rank. Nothing waits for it.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit or float("inf"), norm)
+    return norm
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -178,14 +178,20 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def saved_config(checkpoint: Path, *, output: str | None = None) -> TrainConfig:
-    """The settings of the run a checkpoint belongs to.
+    """The settings of the run a checkpoint belongs to, for one process that is not sharded.
 
     Args:
         checkpoint: An intact checkpoint.
         output: Where to continue; None for the folder in which the checkpoint lies.
     """
     config = TrainConfig.from_dict(read_state(checkpoint)["config"])
-    return config.replace(output=output or str(checkpoint.parent.parent), stop_after=0)
+    return config.replace(
+        output=output or str(checkpoint.parent.parent),
+        stop_after=0,
+        fsdp=False,
+        fsdp_float8_all_gather=False,
+        hsdp=1,
+    )
 
 
 def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from float8.trainer.errors import CheckpointError
 
@@ -21,7 +22,8 @@ def capture_state(
 
     Returns:
         Flat dict; optimizer state goes under its parameter's name, so it does not depend on the
-        order of parameters. Tensors may share memory with the live ones.
+        order of parameters. Tensors may share memory with the live ones. Those of sharded
+        parameters are DTensors.
     """
     tensors = {_MODEL + name: value for name, value in model.state_dict().items()}
     for parameter_name, parameter in model.named_parameters():
@@ -31,6 +33,28 @@ def capture_state(
     if device.type == "cuda":
         tensors[_RNG + "cuda"] = torch.cuda.get_rng_state(device)
     return tensors
+
+
+def empty_state(model: nn.Module) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    """How to make memory for what `capture_state` collected, sharded as `model` is now.
+
+    Returns:
+        A function of name, shape and dtype of a whole tensor. It gives a DTensor, on the device
+        of the parameter that it belongs to, or for all else a whole tensor on the CPU.
+    """
+    named = model.named_parameters(remove_duplicate=False)  # a tied head has both names
+    parameters: dict[str, Tensor] = dict(named)
+
+    def empty(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        owner = name.removeprefix(_MODEL)
+        if name.startswith(_OPTIMIZER):
+            owner = name.removeprefix(_OPTIMIZER).rpartition("/")[0]
+        parameter = parameters.get(owner)
+        if isinstance(parameter, DTensor) and parameter.shape == shape:
+            return torch.zeros_like(parameter, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
+
+    return empty
 
 
 def restore_state(

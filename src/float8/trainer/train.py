@@ -23,6 +23,7 @@ from float8.trainer.metrics import (
     read_metrics,
     summarize,
 )
+from float8.trainer.ranks import Ranks, join_ranks
 from float8.trainer.run_folder import (
     RunFolder,
     check_same_run,
@@ -66,58 +67,83 @@ def train(
     resume: Path | None = None,
     corpus: data.Corpus | None = None,
     stop: StopRequest | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainResult:
     """Train a Llama as `config` says and leave everything in `config.output`.
+
+    With `config.fsdp` all ranks call it alike; the first one writes and tells observers.
 
     Args:
         config: The settings.
         observers: Told what happens, besides the JSON lines and TensorBoard files.
         resume: A checkpoint, or the folder of a run whose newest one is meant.
         corpus: The data, if it is loaded already.
-        stop: Ends the run after the step in which it is requested, with a checkpoint.
+        stop: Ends the run after the step in which it is requested on any rank, with a checkpoint.
+        ranks: Who trains, if they have met already: see `join_ranks`.
 
     Returns:
         The run's numbers and where its files are.
 
     Raises:
         DataError: If there is no usable data.
-        ConfigError: If the output folder holds another run, a resumed run's settings differ, or
-            the recipe does not work on the device.
+        ConfigError: If the output folder holds another run, a resumed run's settings differ, the
+            recipe does not work on the device, or the ranks do not fit the settings.
         CheckpointError: If there is nothing to resume or it is damaged.
         TrainingDivergedError: If the loss or the gradient norm is not finite any more.
         OutOfMemoryError: If the model does not fit.
+        OtherRankError: If another rank failed and has the cause.
     """
+    if ranks is None:
+        with join_ranks(config.fsdp) as met:
+            return train(
+                config, observers=observers, resume=resume, corpus=corpus, stop=stop, ranks=met
+            )
+    ranks.together(lambda: ranks.check_fits(config.batch_size, config.hsdp))
+    text = ranks.together(lambda: _usable_corpus(config, corpus))
+    checkpoint, start_step, folder = ranks.once(lambda: _open(config, text, resume))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_explain_out_of_memory(config))
+        everyone: list[Observer] = []
+        if ranks.is_first:
+            everyone = [*observers, JsonLines(folder.metrics)]
+            for observer in everyone:
+                stack.callback(observer.close)
+            if config.tensorboard:
+                everyone.append(TensorBoard(folder.tensorboard, start_step))
+                stack.callback(everyone[-1].close)
+        trainer = Trainer(config, text, folder, everyone, ranks)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        if trainer.conversion and ranks.is_first:
+            folder.conversion.write_text(trainer.conversion + "\n")
+        status = trainer.run(stop or StopRequest())
+    return TrainResult(
+        status=status,
+        summary=ranks.once(lambda: summarize(read_metrics(folder.metrics))),
+        folder=folder,
+        checkpoint=trainer.last_checkpoint,
+        parameters=trainer.model.config.num_parameters,
+        memory_note=trainer.memory.note,
+    )
+
+
+def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None) -> data.Corpus:
     corpus = corpus if corpus is not None else data.load_corpus(config.data)
     data.check_length(corpus, config.seq_len)
+    return corpus
+
+
+def _open(
+    config: TrainConfig, corpus: data.Corpus, resume: Path | None
+) -> tuple[Path | None, int, RunFolder]:
+    """The checkpoint to go on from, its step, and the run's folder, made ready."""
     checkpoint = find_checkpoint(resume) if resume is not None else None
     start_step = 0
     if checkpoint is not None:
         saved = read_state(checkpoint)
         check_same_run(config, corpus, saved, checkpoint)
         start_step = saved["step"]
-    folder = open_run_folder(config, corpus, checkpoint=checkpoint)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_explain_out_of_memory(config))
-        everyone: list[Observer] = [*observers, JsonLines(folder.metrics)]
-        for observer in everyone:
-            stack.callback(observer.close)
-        if config.tensorboard:
-            everyone.append(TensorBoard(folder.tensorboard, start_step))
-            stack.callback(everyone[-1].close)
-        trainer = Trainer(config, corpus, folder, everyone)
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-        if trainer.conversion:
-            folder.conversion.write_text(trainer.conversion + "\n")
-        status = trainer.run(stop or StopRequest())
-    return TrainResult(
-        status=status,
-        summary=summarize(read_metrics(folder.metrics)),
-        folder=folder,
-        checkpoint=trainer.last_checkpoint,
-        parameters=trainer.model.config.num_parameters,
-        memory_note=trainer.memory.note,
-    )
+    return checkpoint, start_step, open_run_folder(config, corpus, checkpoint=checkpoint)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,137 @@
+"""What the trainer's tests run on each rank; `Ranks.run` finds it here by name."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from float8.cli.main import main
+from float8.models import presets
+from float8.trainer import loop
+from float8.trainer.checkpoint import save_checkpoint
+from float8.trainer.config import TrainConfig
+from float8.trainer.data import load_corpus
+from float8.trainer.errors import TrainerError
+from float8.trainer.interrupt import StopRequest
+from float8.trainer.metrics import read_metrics
+from float8.trainer.ranks import join_ranks
+from float8.trainer.run_folder import RunFolder
+from float8.trainer.state import capture_state
+from float8.trainer.train import train
+from support.listener import Listener
+from support.nano import NANO
+from support.sharded import traffic
+
+Curves = tuple[list[tuple[float, float]], list[float]]
+"""Loss and gradient norm of each step, and the validation losses."""
+
+
+def config_of(settings: dict[str, Any]) -> TrainConfig:
+    defaults = {"device": "cpu", "tensorboard": False, "eval_batches": 2, "log_interval": 2}
+    with mock.patch.dict(presets.PRESETS, nano=NANO):
+        return TrainConfig.create(model="nano", **(defaults | settings))
+
+
+def curves(settings: dict[str, Any], resume: Path | None = None) -> Curves:
+    """Of a run on the ranks that there are."""
+    with (
+        mock.patch.dict(presets.PRESETS, nano=NANO),
+        mock.patch.object(nn.Module, "compile", _compile_quickly),
+    ):
+        torch._dynamo.reset()
+        result = train(config_of(settings), resume=resume)
+    metrics = read_metrics(result.folder.metrics)
+    assert result.summary.steps == len(metrics.train)
+    return [(r.loss, r.grad_norm) for r in metrics.train], [v.loss for v in metrics.validation]
+
+
+_compile = nn.Module.compile
+
+
+def _compile_quickly(module: nn.Module, **options: Any) -> None:
+    _compile(module, backend="aot_eager", **options)
+
+
+def several(runs: list[dict[str, Any]]) -> list[Curves]:
+    return [curves(settings) for settings in runs]
+
+
+def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
+    """In what dtypes weights travel."""
+    with traffic() as seen:
+        curves(settings)
+    return seen.gather_dtypes
+
+
+def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> None:
+    """Restore a checkpoint and save what was restored."""
+    config = config_of(settings)
+    with mock.patch.dict(presets.PRESETS, nano=NANO), join_ranks(config.fsdp) as ranks:
+        folder = RunFolder(Path(config.output))
+        trainer = loop.Trainer(config, load_corpus(config.data), folder, ranks=ranks)
+        trainer.restore(checkpoint)
+        state = capture_state(trainer.model, trainer.optimizer, trainer.device)
+        save_checkpoint(target, trainer.step, state, {}, keep=1, ranks=ranks)
+
+
+def interrupted(settings: dict[str, Any], who: int) -> tuple[str, int, list[str]]:
+    """Someone asks rank `who` alone to stop after step 3; status, steps, what observers hear."""
+    stop, listener = StopRequest(), Listener()
+    plain = loop.Trainer._train_step
+
+    def step(trainer: loop.Trainer) -> None:
+        plain(trainer)
+        stop.requested |= trainer.ranks.rank == who and trainer.step == 3
+
+    with (
+        mock.patch.dict(presets.PRESETS, nano=NANO),
+        mock.patch.object(loop.Trainer, "_train_step", step),
+    ):
+        result = train(config_of(settings), observers=[listener], stop=stop)
+    return result.status, result.summary.steps, listener.events
+
+
+def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
+    """Type and text of what a run raises when something goes wrong on rank `who` alone."""
+    mine = False
+
+    def poisoned(logits: Tensor, targets: Tensor) -> Tensor:
+        loss = plain_loss(logits, targets)
+        return loss * float("nan") if mine and loss.requires_grad else loss
+
+    def full(number: int) -> None:
+        if mine:
+            raise OSError(28, "No space left on device")
+
+    plain_loss = loop.F.cross_entropy
+    patches = {
+        "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
+        "disk full": mock.patch("os.fsync", full),
+        "no data": mock.patch.object(loop.data, "load_corpus", partial(_no_data, who)),
+    }
+    with mock.patch.dict(presets.PRESETS, nano=NANO), patches[how], join_ranks(True) as ranks:
+        mine = ranks.rank == who
+        try:
+            train(config_of(settings), ranks=ranks)
+        except TrainerError as error:
+            return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def command(folder: Path, words: list[str]) -> int:
+    """`float8 words` in that folder; the exit code."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return main(words)
+    finally:
+        os.chdir(before)
+
+
+def _no_data(who: int, path: str) -> Any:
+    with join_ranks(True) as ranks:
+        return load_corpus("missing" if ranks.rank == who else path)

@@ -1,0 +1,198 @@
+"""The trainer on several ranks, CPU processes that talk through Gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from float8.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
+from float8.trainer.errors import ConfigError
+from float8.trainer.metrics import read_metrics
+from float8.trainer.ranks import Ranks as TrainerRanks
+from float8.trainer.ranks import join_ranks
+from float8.trainer.run_folder import find_checkpoint
+from sqnr import same_bits
+from support import trainer_ranks as work
+from support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+BY_ORDER = 2e-6
+"""Relative: float32 sums of a few thousand terms in another order."""
+
+
+class Settings:
+    """Settings of runs, each with a folder of its own."""
+
+    def __init__(self, base: Path, text: Path) -> None:
+        self._base, self._text, self._number = base, text, 0
+
+    def __call__(self, **settings: Any) -> dict[str, Any]:
+        self._number += 1
+        output = str(self._base / f"run{self._number}")
+        return {"data": str(self._text), "output": output, **settings}
+
+
+@pytest.fixture
+def settings(tmp_path: Path, text_folder: Path) -> Settings:
+    return Settings(tmp_path, text_folder)
+
+
+def assert_close(got: work.Curves, wanted: work.Curves, bound: float) -> None:
+    for mine, theirs in zip(got[0], wanted[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=bound)
+    assert got[1] == pytest.approx(wanted[1], rel=bound)
+
+
+HOWS: list[dict[str, Any]] = [
+    {"eval_interval": 3},
+    {"accumulate": 2, "activation_checkpointing": True},
+    {"tied_head": True, "vocab_size": 259, "grad_clip": 0.0},  # uneven shards
+]
+
+
+def test_the_curves_of_two_ranks_are_those_of_one(two: Ranks, settings: Settings) -> None:
+    wanted = work.several([settings(**how) for how in HOWS])
+    got = two.run(work.several, [settings(fsdp=True, **how) for how in HOWS])
+    for mine, theirs in zip(got[0], wanted, strict=True):
+        assert_close(mine, theirs, BY_ORDER)
+
+
+def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
+    two: Ranks, settings: Settings
+) -> None:
+    # A scale is that of one rank's part of the batch, as it is that of one microbatch.
+    for recipe in ("tensorwise", "delayed"):
+        how = {"recipe": recipe, "steps": 3}
+        wanted = work.curves(settings(batch_size=2, accumulate=2, **how))
+        how |= {"batch_size": 4, "fsdp": True}
+        # None of this changes a bit.
+        more = {"fsdp_float8_all_gather": True, "activation_checkpointing": True}
+        more["compile"] = recipe == "tensorwise"
+        plain, other = two.run(work.several, [settings(**how), settings(**how, **more)])[0]
+        assert plain == other
+        assert_close((plain[0], []), (wanted[0], []), BY_ORDER)  # validation has no parts
+
+
+def test_what_travels(two: Ranks, settings: Settings) -> None:
+    how = {"recipe": "tensorwise", "dtype": "bfloat16", "fsdp": True, "steps": 1}
+    assert two.run(work.gathered, settings(**how))[0] == {torch.float32}
+    how["fsdp_float8_all_gather"] = True  # bytes of blocks; what is around them is not converted
+    assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
+
+
+def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings) -> None:
+    how = {"recipe": "tensorwise", "dtype": "bfloat16", "accumulate": 2, "steps": 4}
+    runs = [settings(fsdp=True, fsdp_float8_all_gather=True, hsdp=n, **how) for n in (1, 2, 4)]
+    plain, *replicated = four.run(work.several, runs)[0]
+    for curves in replicated:
+        assert_close(curves, plain, BY_ORDER)
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = find_checkpoint(folder)
+    check_checkpoint(checkpoint)
+    return read_tensors(checkpoint)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
+    two: Ranks, four: Ranks, settings: Settings, tmp_path: Path, recipe: str
+) -> None:
+    how = {"recipe": recipe, "steps": 6, "stop_after": 2, "tied_head": recipe == "delayed"}
+    how["vocab_size"] = 259  # uneven shards
+    sharded = {"fsdp": True, "fsdp_float8_all_gather": True}
+    first = settings(**how, **sharded)
+    two.run(work.curves, first)
+    wanted = state_of(Path(first["output"]))
+    assert any("exp_avg" in name for name in wanted)
+    assert any("amax_history" in name for name in wanted) == (recipe == "delayed")
+    source = Path(first["output"])
+    for name, ranks, more in (
+        ("two to one", None, {}),
+        ("one to two", two, sharded),
+        ("two to four", four, {**sharded, "hsdp": 2}),
+        ("four to one", None, {}),
+    ):
+        args = settings(**how, **more), find_checkpoint(source), tmp_path / name
+        work.written_again(*args) if ranks is None else ranks.run(work.written_again, *args)
+        source = tmp_path / name
+        got = state_of(source)
+        assert got.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert same_bits(got[key], value), (name, key)
+
+
+def test_a_run_goes_on_with_other_ranks(two: Ranks, settings: Settings) -> None:
+    whole = work.curves(settings(steps=4))
+    run = settings(steps=4, fsdp=True, stop_after=2)
+    two.run(work.curves, run)
+    rest = {**run, "fsdp": False, "stop_after": 0}
+    assert_close(work.curves(rest, resume=Path(run["output"])), whole, BY_ORDER)
+
+
+def test_a_wish_to_stop_on_one_rank_stops_all(two: Ranks, settings: Settings) -> None:
+    for who in (0, 1):
+        first, second = two.run(work.interrupted, settings(fsdp=True), who)
+        assert first[:2] == second[:2] == ("interrupted", 3)
+        assert first[2][-3:] == ["checkpoint 3", "interrupted 3", "closed"]
+        assert second[2] == []  # only the first rank tells
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all(two: Ranks, settings: Settings) -> None:
+    run = settings(fsdp=True, log_interval=1)
+    for name, text in two.run(work.error_of, run, "nan", 1):
+        assert name == "TrainingDivergedError"
+        assert "diverged at step 1: loss nan" in text
+    metrics = read_metrics(Path(run["output"]) / "metrics.jsonl")
+    assert ([r.step for r in metrics.train], metrics.status) == ([1], "failed")
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_is_said_once(
+    two: Ranks, settings: Settings
+) -> None:
+    first, second = two.run(work.error_of, settings(fsdp=True), "no data", 1)
+    assert first == ("OtherRankError", "rank 1 failed, and said why")
+    assert second[0] == "DataError"
+    run = settings(fsdp=True, steps=2)
+    for who in (0, 1):
+        errors = two.run(work.error_of, run, "disk full", who)
+        assert errors[who][0] == "CheckpointError"
+        assert "No space left on device" in errors[who][1]
+        assert errors[1 - who] == ("OtherRankError", f"rank {who} failed, and said why")
+        assert list_checkpoints(Path(run["output"]) / "checkpoints") == []
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "replicas", "message"),
+    [
+        (6, 1, r"--batch-size got 6 .*multiple of the 4 ranks: use for example 4"),
+        (4, 3, r"--hsdp got 3 replicas, .*divisor of the 4 ranks: use one of 1, 2, 4"),
+    ],
+)
+def test_what_does_not_come_out_even(batch_size: int, replicas: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainerRanks(size=4).check_fits(batch_size, replicas)
+    TrainerRanks(size=4).check_fits(8, 2)
+
+
+def test_ranks_take_parts_in_order() -> None:
+    shares = [TrainerRanks(rank, 4).share(8) for rank in range(4)]
+    assert [list(range(8))[share] for share in shares] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_sharding_needs_a_launcher_and_a_launcher_needs_sharding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with (
+        pytest.raises(ConfigError, match=r"torchrun --nproc-per-node \d+ .*--fsdp"),
+        join_ranks(True),
+    ):
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"started 2 ranks.*--fsdp: add it"), join_ranks(False):
+        pass
