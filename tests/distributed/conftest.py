@@ -1,5 +1,6 @@
 """What runs on several ranks goes to one worker."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest

@@ -58,9 +58,12 @@ def convert(model: nn.Module, recipe: str, all_gather: bool = True, **more: Any)
 
 
 def small(recipe: str | None, all_gather: bool) -> nn.Module:
-    """Two blocks of one layer, quickly compiled; None: not converted."""
+    """Two blocks of one layer, quickly compiled; None: not converted.
+
+    Without biases: Inductor adds up their gradients in an order of its own for each graph.
+    """
     torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(DIM, DIM), nn.SiLU()) for _ in range(2))
+    blocks = (nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.SiLU()) for _ in range(2))
     model = nn.Sequential(*blocks).to(here())
     return model if recipe is None else convert(model, recipe, all_gather)
 
@@ -177,13 +180,19 @@ def train(
     return run.keep_state(model)
 
 
-def train_alone(model: nn.Module, steps: int = 10, *, dtype: torch.dtype = torch.float32) -> Run:
+def train_alone(
+    model: nn.Module,
+    steps: int = 10,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **optimizer_options: Any,
+) -> Run:
     """What all ranks together do, in one process: each rank's batch as a microbatch.
 
     The losses are those of this rank.
     """
     run, world = Run(), dist.get_world_size()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
     attach_to_optimizer(model, optimizer)
     for step in range(steps):
         for rank in range(world):
