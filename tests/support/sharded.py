@@ -32,7 +32,7 @@ DIM = 24
 
 def here() -> torch.device:
     """The device of this rank."""
-    if dist.get_backend() == "nccl":
+    if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
