@@ -4,6 +4,7 @@ Each rank casts its shard under the scale of the whole weight. What travels is a
 as `uint8`: not every backend knows float8.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -192,6 +193,13 @@ class FSDPFloat8Weight(Float8GatherWeight):
         data, _ = kernels.cast(shard, scale, self.plan.dtype, row=True, col=False)
         assert data is not None
         return data[:, : shard.shape[1]]  # it may have more columns, for GEMMs
+
+
+# FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
+# the cast.
+FSDPFloat8Weight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    FSDPFloat8Weight.fsdp_pre_all_gather
+)
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
