@@ -77,7 +77,7 @@ def sync_float8_amax_and_scale_history(
 
     _join_tied(layers)
     amaxes = [torch.stack(stacked.amaxes) for stacked in stacks]
-    if ranks := sync_groups([layer.weight for layer in layers], group, model.parameters()):
+    if ranks := sync_groups([layer.weight for layer in layers], group, _beside(layers, model)):
         amaxes = _over_ranks(amaxes, list(groups.values()), ranks)
     for stacked, amax, (first, *_) in zip(stacks, amaxes, groups.values(), strict=True):
         update_history_and_scale(

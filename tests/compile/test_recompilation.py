@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from float8 import (
+    Float8Linear,
     attach_to_optimizer,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
@@ -88,6 +89,24 @@ def test_inference_costs_one_graph_more_and_records_nothing() -> None:
             compiled(1000 * x)
         assert all(torch.equal(b, before[n]) for n, b in fp8_state(model).items())
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_evaluation_between_sync_and_step_is_no_missing_sync(backend: str) -> None:
+    """Nor does it count as training for a rank that tells others what it ran."""
+    model = one_layer(delayed())
+    (layer,) = (module for module in model.modules() if isinstance(module, Float8Linear))
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = seeded(0, 8, 32)
+    for _ in range(2):
+        compiled(x).sum().backward()
+        assert layer.has_unsynced_amax()
+        sync_float8_amax_and_scale_history(compiled)
+        with torch.no_grad():
+            compiled(x)
+        assert not layer.has_unsynced_amax()
+        optimizer.step()
 
 
 # ---------------------------------------------------------------- missing syncs, compiled

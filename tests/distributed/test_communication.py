@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from float8.distributed import all_reduce_amax
@@ -155,6 +157,23 @@ def gathered_stages() -> None:
 
 def test_a_sync_of_gathered_weights_is_among_the_ranks_of_the_mesh(four: Ranks) -> None:
     four.run(gathered_stages)
+
+
+def gathered_beside_another_mesh() -> None:
+    """A head on a mesh of one rank does not tell which ranks the gathered layers are on."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
+    model = nn.Module()
+    model.body = fully_shard(convert(model_of(), "delayed"), mesh=mesh["shard"])
+    head = distribute_tensor(torch.ones(8, 8), mesh["tensor"], [Shard(0)])
+    model.head = nn.ParameterList([nn.Parameter(head)])
+    step(model.body)
+    model.body.unshard()
+    with pytest.raises(ValueError, match=r"got weights that are gathered(.)*`group=`"):
+        sync_float8_amax_and_scale_history(model)
+
+
+def test_a_mesh_of_something_else_does_not_tell_the_ranks_of_a_sync(two: Ranks) -> None:
+    two.run(gathered_beside_another_mesh)
 
 
 def test_a_sync_is_among_the_ranks_of_the_mesh(four: Ranks) -> None:

@@ -12,12 +12,16 @@ from torch import nn
 from float8.bench.block import StackSize
 from float8.bench.peers import torchao_float8_gather
 from float8.bench.variants import Variant, converter, make_variants
+from float8.config import ScalingType
 from float8.sync import attach_to_optimizer
 
 PEERS = ("torchao",)
 """Those that have a float8 all-gather."""
 
 BF16, FLOAT8 = "bf16", "float8"
+
+_GATHERED = (ScalingType.DYNAMIC, ScalingType.DELAYED)
+"""Scaling of weights that can be gathered in float8."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class ShardedVariant:
 
 
 def sharded_variants(plan: Plan) -> list[ShardedVariant]:
-    """High precision first, in each mode; every recipe with a gather in 16 bits before float8.
+    """High precision first, in each mode; every recipe with a gather in 16 bits, then in float8.
+
+    Recipes with speculative weights, which cannot be gathered in float8, have the first only.
 
     Raises:
         ValueError: There is no such recipe.
@@ -68,8 +74,9 @@ def sharded_variants(plan: Plan) -> list[ShardedVariant]:
     found = []
     for variant in make_variants(plan.recipes, plan.modes, []):
         found.append(ShardedVariant(variant, BF16, attach_to_optimizer))
-        if variant.config is not None:
-            config = dataclasses.replace(variant.config, enable_fsdp_float8_all_gather=True)
+        config = variant.config
+        if config is not None and config.cast_config_weight.scaling_type in _GATHERED:
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
             gathering = Variant(variant.recipe, variant.mode, converter(config), config=config)
             found.append(ShardedVariant(gathering, FLOAT8, attach_to_optimizer))
     if PEERS[0] in plan.peers:

@@ -172,12 +172,15 @@ class Float8Linear(StatefulLinear):
         """The state of this layer's casts with delayed scaling."""
         if not self._delayed:
             return _NO_SCALES
-        return DelayedScales(
-            **{
-                site: DelayedScale(getattr(self, scale), getattr(self, amax))
-                for site, scale, amax in self._delayed
-            }
-        )
+        # A compiled graph counts as written what its ops may write: not the amaxes, where a forward
+        # without gradients only leaves them alone, since their version counters tell of training.
+        spare = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        scales = {}
+        for site, scale, amax in self._delayed:
+            recorded: Tensor = getattr(self, amax)
+            recorded = torch.empty_like(recorded) if spare else recorded
+            scales[site] = DelayedScale(getattr(self, scale), recorded)
+        return DelayedScales(**scales)
 
     def extra_repr(self) -> str:
         """`nn.Linear`'s, and how each role is scaled."""
