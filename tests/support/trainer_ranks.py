@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from float8.cli.main import main
 from float8.models import presets
@@ -68,6 +69,21 @@ def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
     with traffic() as seen:
         curves(settings)
     return seen.gather_dtypes
+
+
+def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
+    """Before each training forward: whether all gradients of this step until now are shards."""
+    seen: list[bool] = []
+    plain = loop.Trainer._loss
+
+    def loss(trainer: loop.Trainer, batch: Tensor) -> Tensor:
+        if trainer.model.training:
+            seen.append(all(isinstance(p.grad, DTensor) for p in trainer.model.parameters()))
+        return plain(trainer, batch)
+
+    with mock.patch.object(loop.Trainer, "_loss", loss):
+        curves(settings)
+    return seen
 
 
 def files_show_late(settings: dict[str, Any]) -> None:

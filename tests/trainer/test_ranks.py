@@ -85,6 +85,11 @@ def test_what_travels(two: Ranks, settings: Settings) -> None:
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
 
 
+def test_gradients_are_shards_between_microbatches(two: Ranks, settings: Settings) -> None:
+    run = settings(fsdp=True, accumulate=3, steps=1)
+    assert two.run(work.shards_between_microbatches, run) == [[False, True, True]] * 2
+
+
 def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings) -> None:
     how = {"recipe": "tensorwise", "dtype": "bfloat16", "accumulate": 2, "steps": 4}
     runs = [settings(fsdp=True, fsdp_float8_all_gather=True, hsdp=n, **how) for n in (1, 2, 4)]
