@@ -1,20 +1,24 @@
 """What the trainer's tests run on each rank; `Ranks.run` finds it here by name."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from float8.cli.main import main
 from float8.models import presets
+from float8.trainer import checkpoint as checkpoint_files
 from float8.trainer import loop
 from float8.trainer.checkpoint import save_checkpoint
 from float8.trainer.config import TrainConfig
-from float8.trainer.data import load_corpus
+from float8.trainer.data import Corpus, load_corpus
 from float8.trainer.errors import TrainerError
 from float8.trainer.interrupt import StopRequest
 from float8.trainer.metrics import read_metrics
@@ -67,6 +71,32 @@ def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
     return seen.gather_dtypes
 
 
+def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
+    """Before each training forward: whether all gradients of this step until now are shards."""
+    seen: list[bool] = []
+    plain = loop.Trainer._loss
+
+    def loss(trainer: loop.Trainer, batch: Tensor) -> Tensor:
+        if trainer.model.training:
+            seen.append(all(isinstance(p.grad, DTensor) for p in trainer.model.parameters()))
+        return plain(trainer, batch)
+
+    with mock.patch.object(loop.Trainer, "_loss", loss):
+        curves(settings)
+    return seen
+
+
+def files_show_late(settings: dict[str, Any]) -> None:
+    """A run on which all ranks but the first see no files in a checkpoint's folder yet."""
+    plain = checkpoint_files._files
+
+    def late(path: Path) -> list[str]:
+        return plain(path) if dist.get_rank() == 0 else []
+
+    with mock.patch.object(checkpoint_files, "_files", late):
+        curves(settings)
+
+
 def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> None:
     """Restore a checkpoint and save what was restored."""
     config = config_of(settings)
@@ -112,6 +142,7 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
         "no data": mock.patch.object(loop.data, "load_corpus", partial(_no_data, who)),
+        "other data": mock.patch.object(loop.data, "load_corpus", partial(_other_data, who)),
     }
     with mock.patch.dict(presets.PRESETS, nano=NANO), patches[how], join_ranks(True) as ranks:
         mine = ranks.rank == who
@@ -135,3 +166,9 @@ def command(folder: Path, words: list[str]) -> int:
 def _no_data(who: int, path: str) -> Any:
     with join_ranks(True) as ranks:
         return load_corpus("missing" if ranks.rank == who else path)
+
+
+def _other_data(who: int, path: str) -> Corpus:
+    with join_ranks(True) as ranks:
+        corpus = load_corpus(path)
+        return replace(corpus, fingerprint="other") if ranks.rank == who else corpus

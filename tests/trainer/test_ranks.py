@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 
 from float8.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
-from float8.trainer.errors import ConfigError
+from float8.trainer.errors import ConfigError, LostRankError
 from float8.trainer.metrics import read_metrics
 from float8.trainer.ranks import Ranks as TrainerRanks
-from float8.trainer.ranks import join_ranks
+from float8.trainer.ranks import explain_lost_rank, join_ranks
 from float8.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
 from support import trainer_ranks as work
@@ -84,6 +85,11 @@ def test_what_travels(two: Ranks, settings: Settings) -> None:
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
 
 
+def test_gradients_are_shards_between_microbatches(two: Ranks, settings: Settings) -> None:
+    run = settings(fsdp=True, accumulate=3, steps=1)
+    assert two.run(work.shards_between_microbatches, run) == [[False, True, True]] * 2
+
+
 def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings) -> None:
     how = {"recipe": "tensorwise", "dtype": "bfloat16", "accumulate": 2, "steps": 4}
     runs = [settings(fsdp=True, fsdp_float8_all_gather=True, hsdp=n, **how) for n in (1, 2, 4)]
@@ -126,6 +132,15 @@ def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
             assert same_bits(got[key], value), (name, key)
 
 
+def test_a_manifest_is_whole_if_files_show_late_on_a_rank(two: Ranks, settings: Settings) -> None:
+    run = settings(fsdp=True, steps=1)
+    two.run(work.files_show_late, run)
+    (checkpoint,) = list_checkpoints(Path(run["output"]) / "checkpoints")
+    found = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.*")}
+    listed = json.loads((checkpoint / "manifest.json").read_text())
+    assert listed.keys() == found - {"manifest.json"}
+
+
 def test_a_run_goes_on_with_other_ranks(two: Ranks, settings: Settings) -> None:
     whole = work.curves(settings(steps=4))
     run = settings(steps=4, fsdp=True, stop_after=2)
@@ -157,6 +172,10 @@ def test_what_fails_on_one_rank_fails_on_all_and_is_said_once(
     first, second = two.run(work.error_of, settings(fsdp=True), "no data", 1)
     assert first == ("OtherRankError", "rank 1 failed, and said why")
     assert second[0] == "DataError"
+    first, second = two.run(work.error_of, settings(fsdp=True), "other data", 1)
+    assert first[0] == "DataError"
+    assert "rank 1 reads other data than rank 0" in first[1]
+    assert second == ("OtherRankError", "rank 0 failed, and said why")
     run = settings(fsdp=True, steps=2)
     for who in (0, 1):
         errors = two.run(work.error_of, run, "disk full", who)
@@ -196,3 +215,10 @@ def test_sharding_needs_a_launcher_and_a_launcher_needs_sharding(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"started 2 ranks.*--fsdp: add it"), join_ranks(False):
         pass
+
+
+def test_a_refused_connection_of_an_observer_is_no_lost_rank() -> None:
+    with pytest.raises(LostRankError), explain_lost_rank():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [::1]:42")
+    with pytest.raises(ConnectionRefusedError), explain_lost_rank():
+        raise ConnectionRefusedError(111, "Connection refused")

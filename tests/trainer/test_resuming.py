@@ -108,3 +108,11 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
     del tensors["model/norm.weight"]
     with pytest.raises(CheckpointError, match=r"does not fit the model: .*norm.weight"):
         loop.restore_state(tensors, trainer.model, trainer.optimizer, trainer.device)
+
+
+def test_a_run_goes_on_on_another_device_of_its_kind(make_config: MakeConfig) -> None:
+    # As one of cuda:1 must, where each of several ranks takes a GPU of its own.
+    first = train(make_config(device="cpu:0", steps=2, stop_after=1))
+    assert first.checkpoint is not None
+    on_another = saved_config(first.checkpoint).replace(device="cpu")
+    assert train(on_another, resume=first.checkpoint).status == "finished"

@@ -102,7 +102,8 @@ def _make_room(temporary: Path) -> None:
 def _write_rest(temporary: Path, state: dict[str, Any], ranks: Ranks) -> None:
     """State and manifest, for which each rank reads a part of the files once more."""
     ranks.once(lambda: _write_json(temporary / _STATE, state))
-    mine = _files(temporary)[ranks.rank :: ranks.size]
+    # One list for all: what a shared folder shows may come late to some.
+    mine = ranks.once(lambda: _files(temporary))[ranks.rank :: ranks.size]
     parts = ranks.gather(
         ranks.together(lambda: {name: list(_measure(temporary / name)) for name in mine})
     )

@@ -123,8 +123,10 @@ class Trainer:
                     seq_len=config.seq_len,
                 )
                 if several and isinstance(self.model, FSDPModule):
+                    # Gradients become shards at once: no rank has room for those of a whole
+                    # model. Only replicas can wait for the last.
                     last = index == step * config.accumulate - 1
-                    self.model.set_requires_gradient_sync(last)
+                    self.model.set_requires_all_reduce(last)
                 part = self._loss(batch) / config.accumulate
                 part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()

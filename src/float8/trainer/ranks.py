@@ -256,7 +256,7 @@ def explain_lost_rank() -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:  # An OSError is never torch's: it is of a file or an observer.
         if any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK):
             raise LostRankError(
                 "another rank is gone: see its own error, or else what torchrun says of it"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from float8.trainer.checkpoint import (
     check_checkpoint,
     is_checkpoint,
@@ -197,6 +199,8 @@ def saved_config(checkpoint: Path, *, output: str | None = None) -> TrainConfig:
 def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
     """Make sure that a run goes on with the settings and the data it began with.
 
+    It may go on on another GPU, as each of several ranks does.
+
     Args:
         config: Settings to go on with.
         corpus: Data to go on with.
@@ -210,6 +214,7 @@ def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], w
     wrong = [
         f"{name} was {before!r} and is now {now!r}"
         for name, (now, before) in config.differences(old).items()
+        if name != "device" or torch.device(now).type != torch.device(before).type
     ]
     before, now = saved["corpus"]["fingerprint"], corpus.fingerprint
     if before != now:

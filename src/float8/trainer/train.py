@@ -12,7 +12,7 @@ import torch
 from float8.trainer import data
 from float8.trainer.checkpoint import read_state
 from float8.trainer.config import TrainConfig
-from float8.trainer.errors import OutOfMemoryError
+from float8.trainer.errors import DataError, OutOfMemoryError
 from float8.trainer.interrupt import StopRequest
 from float8.trainer.loop import Trainer
 from float8.trainer.metrics import (
@@ -100,6 +100,8 @@ def train(
             )
     ranks.together(lambda: ranks.check_fits(config.batch_size, config.hsdp))
     text = ranks.together(lambda: _usable_corpus(config, corpus))
+    fingerprints = ranks.gather(text.fingerprint)
+    ranks.together(lambda: _check_same_text(fingerprints))
     checkpoint, start_step, folder = ranks.once(lambda: _open(config, text, resume))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explain_out_of_memory(config))
@@ -131,6 +133,16 @@ def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None) -> data.Corp
     corpus = corpus if corpus is not None else data.load_corpus(config.data)
     data.check_length(corpus, config.seq_len)
     return corpus
+
+
+def _check_same_text(fingerprints: list[str]) -> None:
+    """Each rank takes its part of one order, so all must read the same text."""
+    other = next((rank for rank, it in enumerate(fingerprints) if it != fingerprints[0]), None)
+    if other is not None:
+        raise DataError(
+            f"rank {other} reads other data than rank 0 (fingerprint {fingerprints[other]} and "
+            f"not {fingerprints[0]}): give a --data that is the same on all hosts"
+        )
 
 
 def _open(
