@@ -63,13 +63,17 @@ def test_half_of_the_measured_gemms_are_within_5_percent(chip: str) -> None:
 
 @pytest.mark.parametrize("shape", BOUND_BY_THE_GPU)
 def test_layers_bound_by_the_gpu_are_near_the_measured_ones(shape: Shape) -> None:
-    """bf16 from -12.0 to -0.6 %, float8 from -5.4 to +0.3 %, speedups from -8.7 to +3.0 %."""
+    """bf16 from -12.0 to -0.1 %, float8 from -9.1 to -0.1 %, speedups from -8.4 to +6.6 %.
+
+    One layer differs as much between hosts: 8192 x 8192 x 10240 took 3.66 ms on another H100, and
+    4.00 on the one that these numbers are of.
+    """
     ms = BOUND_BY_THE_GPU[shape]
     for recipe in ("tensorwise", "delayed"):
         cost = linear_cost(*shape, H100, Float8LinearConfig.from_recipe_name(recipe))
         assert -0.125 < cost.bf16_ms / ms["bf16"] - 1 < 0.01
-        assert -0.06 < cost.float8_ms / ms[recipe] - 1 < 0.01
-        assert -0.09 < cost.speedup / (ms["bf16"] / ms[recipe]) - 1 < 0.035
+        assert -0.095 < cost.float8_ms / ms[recipe] - 1 < 0.01
+        assert -0.09 < cost.speedup / (ms["bf16"] / ms[recipe]) - 1 < 0.07
 
 
 def test_small_layers_in_eager_mode_take_longer_than_their_gpu_time() -> None:

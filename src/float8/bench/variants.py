@@ -119,7 +119,8 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
 
     Args:
         recipe: A recipe's name, and after it, each behind a `+`, bool fields of
-            `Float8LinearConfig` that are set, or `fast_accum` for all three GEMMs.
+            `Float8LinearConfig` that are set (all but that of the gather), or `fast_accum` for all
+            three GEMMs.
 
     Raises:
         ValueError: No recipe or switch has such a name, or they exclude each other.
@@ -127,6 +128,7 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     name, *switches = recipe.split("+")
     config = Float8LinearConfig.from_recipe_name(name)
     off = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) is False]
+    off.remove("enable_fsdp_float8_all_gather")  # `bench fsdp` has a variant of its own for it
     fields: dict[str, Any] = {}
     for switch in switches:
         if switch == _FAST_ACCUM:

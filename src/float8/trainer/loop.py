@@ -111,7 +111,7 @@ class Trainer:
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
         loss = torch.zeros((), device=self.device)
         several = config.accumulate > 1
-        # Gathered weights exist for the time of one block only: nothing to keep.
+        # A block's gathered weights exist for the time of its forward only: nothing to keep.
         keep = several and not self.ranks.sharded
         with cached_weights(self.model) if keep else contextlib.nullcontext():
             for index in range((step - 1) * config.accumulate, step * config.accumulate):

@@ -226,7 +226,9 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
     if not ready:
         # Both: tensors on GPUs and flags on CPUs have ways of their own.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # Who made the group without torchrun has chosen the device, too.
+    here = torch.cuda.current_device() if ready and torch.cuda.is_available() else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", here))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), local_rank, sharded=True)
     with explain_lost_rank():
         yield ranks
