@@ -96,8 +96,8 @@ def sync_float8_amax_and_scale_history(
 def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
     """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
 
-    With delayed or speculative scaling `sync_float8_amax_and_scale_history(model)` right before the step; with
-    dynamic scaling of weights that FSDP2 gathers in float8
+    With delayed or speculative scaling `sync_float8_amax_and_scale_history(model)` right before
+    the step; with dynamic scaling of weights that FSDP2 gathers in float8
     `precompute_float8_dynamic_scale_for_fsdp(model)` right after it. Through the optimizer's own
     hooks. With several optimizers, attach the model to each. Harmless for other models.
 
