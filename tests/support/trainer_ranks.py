@@ -153,6 +153,15 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
     raise AssertionError("nothing was raised")
 
 
+def damage_found(checkpoint: Path) -> tuple[str, str]:
+    with join_ranks(True) as ranks:
+        try:
+            checkpoint_files.check_checkpoint(checkpoint, ranks)
+        except TrainerError as error:
+            return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
 def command(folder: Path, words: list[str]) -> int:
     """`float8 words` in that folder; the exit code."""
     before = Path.cwd()

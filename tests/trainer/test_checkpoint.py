@@ -111,15 +111,23 @@ def test_damage_is_named_with_the_way_out(tmp_path: Path, damage, message: str) 
     damage(newest)
     damage(bad)
     with pytest.raises(CheckpointError) as caught:
-        find_checkpoint(tmp_path)
+        check_checkpoint(find_checkpoint(tmp_path))
     text = str(caught.value)
     assert f"{newest} is damaged" in text
     assert message in text
     assert f"the newest intact older one is {good}" in text
-    assert find_checkpoint(good) == good
+    check_checkpoint(good)
     damage(good)
     with pytest.raises(CheckpointError, match="no intact older one"):
-        find_checkpoint(tmp_path)
+        check_checkpoint(newest)
+
+
+def test_a_state_that_cannot_be_read_is_named_with_the_way_out(tmp_path: Path) -> None:
+    good, newest = (save(tmp_path, step) for step in (1, 2))
+    (newest / "state.json").write_text("{")
+    message = rf"step_00000002 is damaged \(state.json is not readable.*{good.name}: resume"
+    with pytest.raises(CheckpointError, match=message):
+        read_state(newest)
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

@@ -141,6 +141,21 @@ def test_a_manifest_is_whole_if_files_show_late_on_a_rank(two: Ranks, settings: 
     assert listed.keys() == found - {"manifest.json"}
 
 
+def test_damage_is_found_in_whichever_ranks_part_it_is(two: Ranks, settings: Settings) -> None:
+    run = settings(fsdp=True, steps=1)
+    two.run(work.curves, run)
+    (checkpoint,) = list_checkpoints(Path(run["output"]) / "checkpoints")
+    names = list(json.loads((checkpoint / "manifest.json").read_text()))
+    assert len(names) == 4  # a part of two for each
+    for name in names:
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[:-1])
+        (first, message), (second, _) = two.run(work.damage_found, checkpoint)
+        assert (first, second) == ("CheckpointError", "OtherRankError")
+        assert f"damaged ({name} has {len(whole) - 1} bytes" in message
+        (checkpoint / name).write_bytes(whole)
+
+
 def test_a_run_goes_on_with_other_ranks(two: Ranks, settings: Settings) -> None:
     whole = work.curves(settings(steps=4))
     run = settings(steps=4, fsdp=True, stop_after=2)

@@ -21,7 +21,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -133,28 +133,43 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and _NAME.fullmatch(path.name) is not None
 
 
-def check_checkpoint(path: Path) -> None:
-    """Compare every file of a checkpoint with its manifest.
+def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
+    """Compare every file of a checkpoint with its manifest; each rank reads a part of them.
+
+    Collective over `ranks`.
 
     Raises:
-        CheckpointError: Naming the checkpoint, what is wrong, and which older one is intact.
+        CheckpointError: Naming the checkpoint, what is wrong, and which older one is intact; on the
+            first rank.
+        OtherRankError: On the other ranks.
     """
-    if damage := _find_damage(path):
-        older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
-        intact = next((other for other in reversed(older) if not _find_damage(other)), None)
-        advice = (
-            f"the newest intact older one is {intact}: resume from that"
-            if intact
-            else "there is no intact older one: start the run again"
-        )
-        raise CheckpointError(f"the checkpoint {path} is damaged ({damage}); {advice}")
+    damages = ranks.gather(_find_damage(path, ranks))
+    if damage := next(filter(None, damages), None):
+        ranks.once(lambda: _refuse(path, damage))
+
+
+def _refuse(path: Path, damage: str) -> NoReturn:
+    older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
+    intact = next((other for other in reversed(older) if not _find_damage(other)), None)
+    advice = (
+        f"the newest intact older one is {intact}: resume from that"
+        if intact
+        else "there is no intact older one: start the run again"
+    )
+    raise CheckpointError(f"the checkpoint {path} is damaged ({damage}); {advice}")
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON values of a checkpoint that passed `check_checkpoint`, `step` among them."""
-    with _readable(path):
+    """The JSON values of a checkpoint, `step` among them.
+
+    Raises:
+        CheckpointError: If they cannot be read; as `check_checkpoint`, which sees more.
+    """
+    try:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
-        return state
+    except (OSError, ValueError) as error:
+        _refuse(path, f"{_STATE} is not readable: {error}")
+    return state
 
 
 def read_tensors(
@@ -216,10 +231,11 @@ def _explained(what: str, error: BaseException, ranks: Ranks) -> TrainerError:
     return CheckpointError(f"{what}: {error}")
 
 
-def _find_damage(path: Path) -> str | None:
+def _find_damage(path: Path, ranks: Ranks = ALONE) -> str | None:
+    """What is wrong with the files that are this rank's to check."""
     try:
         manifest: dict[str, list[int]] = json.loads((path / _MANIFEST).read_text())
-        for name, (size, checksum) in manifest.items():
+        for name, (size, checksum) in list(manifest.items())[ranks.rank :: ranks.size]:
             file = path / name
             if not file.is_file():
                 return f"{name} is missing"

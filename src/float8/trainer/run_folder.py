@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from float8.trainer.checkpoint import (
-    check_checkpoint,
     is_checkpoint,
     list_checkpoints,
     read_state,
@@ -161,29 +160,26 @@ def read_config_file(folder: RunFolder) -> dict[str, Any]:
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest one of the run that lies there.
 
-    It is checked against its manifest.
+    Its files are not looked at: see `check_checkpoint`.
 
     Raises:
-        CheckpointError: If there is none, or it is damaged; names an older one that is intact.
+        CheckpointError: If there is none.
     """
     if is_checkpoint(path):
-        found = path
-    elif path.is_dir():
-        checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-        if not checkpoints:
-            raise CheckpointError(f"no checkpoint in {path}: the run was not saved")
-        found = checkpoints[-1]
-    else:
+        return path
+    if not path.is_dir():
         raise CheckpointError(f"nothing to resume at {path}: give a run's folder or a checkpoint")
-    check_checkpoint(found)
-    return found
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not checkpoints:
+        raise CheckpointError(f"no checkpoint in {path}: the run was not saved")
+    return checkpoints[-1]
 
 
 def saved_config(checkpoint: Path, *, output: str | None = None) -> TrainConfig:
     """The settings of the run a checkpoint belongs to, for one process that is not sharded.
 
     Args:
-        checkpoint: An intact checkpoint.
+        checkpoint: A checkpoint, of which only the settings are read.
         output: Where to continue; None for the folder in which the checkpoint lies.
     """
     config = TrainConfig.from_dict(read_state(checkpoint)["config"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from float8.trainer import data
-from float8.trainer.checkpoint import read_state
+from float8.trainer.checkpoint import check_checkpoint, read_state
 from float8.trainer.config import TrainConfig
 from float8.trainer.errors import DataError, OutOfMemoryError
 from float8.trainer.interrupt import StopRequest
@@ -102,7 +102,11 @@ def train(
     text = ranks.together(lambda: _usable_corpus(config, corpus))
     fingerprints = ranks.gather(text.fingerprint)
     ranks.together(lambda: _check_same_text(fingerprints))
-    checkpoint, start_step, folder = ranks.once(lambda: _open(config, text, resume))
+    checkpoint = None
+    if resume is not None:
+        checkpoint = ranks.once(lambda: find_checkpoint(resume))
+        check_checkpoint(checkpoint, ranks)
+    start_step, folder = ranks.once(lambda: _open(config, text, checkpoint))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explain_out_of_memory(config))
         everyone: list[Observer] = []
@@ -146,16 +150,15 @@ def _check_same_text(fingerprints: list[str]) -> None:
 
 
 def _open(
-    config: TrainConfig, corpus: data.Corpus, resume: Path | None
-) -> tuple[Path | None, int, RunFolder]:
-    """The checkpoint to go on from, its step, and the run's folder, made ready."""
-    checkpoint = find_checkpoint(resume) if resume is not None else None
+    config: TrainConfig, corpus: data.Corpus, checkpoint: Path | None
+) -> tuple[int, RunFolder]:
+    """The step of the checkpoint to go on from, and the run's folder, made ready."""
     start_step = 0
     if checkpoint is not None:
         saved = read_state(checkpoint)
         check_same_run(config, corpus, saved, checkpoint)
         start_step = saved["step"]
-    return checkpoint, start_step, open_run_folder(config, corpus, checkpoint=checkpoint)
+    return start_step, open_run_folder(config, corpus, checkpoint=checkpoint)
 
 
 @contextlib.contextmanager
