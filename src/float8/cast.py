@@ -98,6 +98,7 @@ def cast_operand(
     row: bool = False,
     col: bool = False,
     pad_rows: bool = False,
+    after: Tensor | None = None,
 ) -> Operand:
     """Cast `x` [R, C] with a known scale to row data, column data or both, in one read of `x`.
 
@@ -108,8 +109,11 @@ def cast_operand(
         row: make row data.
         col: make column data.
         pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
+        after: what a compiler must have computed first, see `kernels.cast`.
     """
-    row_data, col_data = kernels.cast(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
+    row_data, col_data = kernels.cast(
+        x, scale, dtype, row=row, col=col, pad_rows=pad_rows, after=after
+    )
     return Operand(row_data, col_data, scale)
 
 
@@ -122,6 +126,6 @@ def padded(row: Tensor) -> Tensor:
     return bytes_.view(row.dtype)
 
 
-def columns(row: Tensor) -> Tensor:
-    """Column data of row data: under one scale, the bytes transposed."""
-    return kernels.transpose_bytes(padded(row))
+def columns(row: Tensor, after: Tensor | None = None) -> Tensor:
+    """Column data of row data: under one scale, the bytes transposed; `after` as `kernels.cast`."""
+    return kernels.transpose_bytes(padded(row), after=after)

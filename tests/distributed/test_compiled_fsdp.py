@@ -7,16 +7,18 @@ a block between them, and a whole model breaks where the first runs, as it does 
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
 from sqnr import sqnr
 from support.configs import RECIPES
+from support.devices import E4M3
 from support.models import fp8_state
 from support.ranks import Ranks
-from support.sharded import DIM, Run, here, shard, small, traffic, train
+from support.sharded import DIM, Run, convert, here, shard, small, traffic, train
+from support.spies import saved_tensors
 from tolerances import COMPILED
 
 WHAT = ["blocks", "blocks with hooks", "whole model"]
@@ -101,6 +103,25 @@ def evaluations() -> None:
 
 def test_compiled_evaluations_record_nothing(two: Ranks) -> None:
     two.run(evaluations)
+
+
+def saved_weights(recipe: str) -> None:
+    """Else every whole weight stays transposed until backward, however it was sharded."""
+    torch._dynamo.reset()
+    layers = (nn.Linear(*shape, bias=False) for shape in ((32, 64), (64, 32)))
+    model = shard(convert(nn.Sequential(*map(nn.Sequential, layers)).to(here()), recipe))
+    for block in model:
+        block.compile(backend=backend())
+    with saved_tensors() as saved:
+        model(torch.ones(4, 32, device=here()))
+    kept = [x for x in saved if x.dtype == E4M3 and x.numel() >= 32 * 64]
+    # The gathered bytes, of the layer whose input has a gradient; no view of their transposed copy.
+    assert [(tuple(x.shape), x.stride()) for x in kept] == [((32, 64), (64, 1))]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_forwards_keep_the_gathered_bytes_and_no_copy(either: Ranks, recipe: str) -> None:
+    either.run(saved_weights, recipe)
 
 
 def stepped(recipe: str, compile_step: bool, tell: str) -> list[Tensor]:

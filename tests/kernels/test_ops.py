@@ -77,6 +77,8 @@ class TestOpcheck:
         # uint8, because opcheck itself cannot compare float8.
         data = torch.randint(0, 256, (17, 33), dtype=torch.uint8, device=device)
         torch.library.opcheck(torch.ops.float8.transpose.default, (data,))
+        after = torch.ones((), device=device)
+        torch.library.opcheck(torch.ops.float8.transpose.default, (data, after))
 
 
 @pytest.mark.parametrize(

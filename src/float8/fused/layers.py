@@ -128,7 +128,7 @@ def grad_input(
     g: Operand, kept: Tensor, scale: Tensor, layer: FusedLayer, dtype: torch.dtype
 ) -> Tensor:
     """`g @ weight` [M, in_features]."""
-    w = transposed_weight(kept, scale, layer.plan.weight, layer.kept_transposed)
+    w = transposed_weight(kept, scale, layer.plan.weight, layer.kept_transposed, g.scale)
     return trim(float8_mm(g, w, layer.plan.grad_input, dtype), layer.in_features)
 
 

@@ -126,7 +126,7 @@ def rms_norm_backward_fake(
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def transpose_fake(data: Tensor) -> Tensor:
+def transpose_fake(data: Tensor, after: Tensor | None = None) -> Tensor:
     """See `transpose_bytes`."""
     check_transpose(data)
     R, C = data.shape

@@ -27,6 +27,7 @@ def cast(
     row: bool,
     col: bool,
     pad_rows: bool = False,
+    after: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cast ``x`` to float8 under one scale, to row data, to its transpose, or to both.
 
@@ -43,6 +44,8 @@ def cast(
         row: whether to return the row data.
         col: whether to return the column data.
         pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
+        after: what a compiler must have computed first; not read. What backward makes of a weight
+            alone a compiler may move into forward, and keep all the while: a gradient stops it.
 
     Returns:
         ``(row_data, col_data)``, contiguous, None where not asked for. With ceil16 rounding up to
@@ -57,7 +60,7 @@ def cast(
     """
     if takes_triton_directly(x, scale):
         return cast_triton(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
-    out = torch.ops.float8.cast.default(x, scale, dtype, row, col, pad_rows)
+    out = torch.ops.float8.cast.default(x, scale, dtype, row, col, pad_rows, after)
     return unpack(out, row, col)
 
 

@@ -60,7 +60,13 @@ def _as_op(cast: CastFunction) -> Callable[..., list[Tensor]]:
     """Turn a twin of ``cast`` into the op's calling convention: positional, list of tensors."""
 
     def op(
-        x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool
+        x: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        row: bool,
+        col: bool,
+        pad_rows: bool,
+        after: Tensor | None = None,
     ) -> list[Tensor]:
         out = cast(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
         return [data for data in out if data is not None]
@@ -76,7 +82,13 @@ def _amax_plain(x: Tensor) -> Tensor:
 
 
 def _cast_plain(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     return _as_op(cast_reference)(x.detach(), scale.detach(), dtype, row, col, pad_rows)
 
@@ -110,8 +122,12 @@ def _scale_row_col(function: ListFunction) -> ListFunction:
     return op
 
 
-def _transpose_plain(data: Tensor) -> Tensor:
+def _transpose_plain(data: Tensor, after: Tensor | None = None) -> Tensor:
     return transpose_reference(data.detach())
+
+
+def _transpose_on_gpu(data: Tensor, after: Tensor | None = None) -> Tensor:
+    return transpose_triton(data)
 
 
 @functools.cache
@@ -160,7 +176,8 @@ _register(
     fake=amax_fake,
 )
 _register(
-    "cast(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool pad_rows) -> Tensor[]",
+    "cast(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool pad_rows, "
+    "Tensor? after=None) -> Tensor[]",
     plain=_cast_plain,
     triton=_as_op(cast_triton),
     fake=_as_op(cast_fake),
@@ -219,8 +236,8 @@ _register(
     fake=rms_norm_backward_fake,
 )
 _register(
-    "transpose(Tensor data) -> Tensor",
+    "transpose(Tensor data, Tensor? after=None) -> Tensor",
     plain=_transpose_plain,
-    triton=transpose_triton,
+    triton=_transpose_on_gpu,
     fake=transpose_fake,
 )

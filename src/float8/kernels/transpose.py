@@ -24,13 +24,14 @@ from float8.kernels._triton import jit, tl
 BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 
 
-def transpose_bytes(data: Tensor) -> Tensor:
+def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
     """Return the transpose of ``data`` as a contiguous copy.
 
     One opaque op, ``torch.ops.float8.transpose``, in eager mode and under ``torch.compile``.
 
     Args:
         data: [R, C] of a 1-byte dtype (float8_e4m3fn, float8_e5m2, uint8, int8); any strides.
+        after: what a compiler must have computed first, as in :func:`cast`; not read.
 
     Returns:
         [C, R], contiguous, same dtype. No gradient flows through it.
@@ -41,7 +42,7 @@ def transpose_bytes(data: Tensor) -> Tensor:
     """
     if takes_triton_directly(data):
         return transpose_triton(data)
-    result: Tensor = torch.ops.float8.transpose.default(data)
+    result: Tensor = torch.ops.float8.transpose.default(data, after)
     return result
 
 

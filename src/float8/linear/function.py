@@ -169,7 +169,7 @@ class Float8LinearFunction(torch.autograd.Function):
         if ctx.need_grad_input and plan.grad_input.float8:
             site, state = plan.weight_for_grad_input, scales.weight_for_grad_input
             if plan.share_weight:
-                w = transposed_weight(weight, weight_scale, site, ctx.weight_is_transposed)
+                w = transposed_weight(weight, weight_scale, site, ctx.weight_is_transposed, g.scale)
             else:
                 w = transposed(quantize(weight, site, state, col=True, record=record))
             grad_input = float8_mm(g, w, plan.grad_input, grad_output.dtype)

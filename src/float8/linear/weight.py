@@ -46,7 +46,9 @@ def saved_weight(weight: Tensor, ready: Operand | None) -> Tensor:
     return saved
 
 
-def transposed_weight(saved: Tensor, scale: Tensor, plan: CastPlan, is_transposed: bool) -> Operand:
+def transposed_weight(
+    saved: Tensor, scale: Tensor, plan: CastPlan, is_transposed: bool, after: Tensor
+) -> Operand:
     """The operand of the transposed weight [K, N], for the GEMM grad_input.
 
     Args:
@@ -54,9 +56,11 @@ def transposed_weight(saved: Tensor, scale: Tensor, plan: CastPlan, is_transpose
         scale: of the operand that forward used.
         plan: of the weight's cast.
         is_transposed: whether `saved` is column data.
+        after: made of a gradient. A compiler that saw no need for one would transpose in forward
+            and keep the result until backward, under FSDP that of every whole weight.
     """
     if is_transposed:
         return Operand(saved, None, scale)
     if saved.dtype in FLOAT8_MAX:
-        return Operand(columns(saved), None, scale)
-    return Operand(cast_operand(saved, scale, plan.dtype, col=True).col, None, scale)
+        return Operand(columns(saved, after), None, scale)
+    return Operand(cast_operand(saved, scale, plan.dtype, col=True, after=after).col, None, scale)
