@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ _PAIRS = (
     (torch.float16, E4M3),
     (torch.float32, E5M2),
 )
-_LAYOUTS = (
+_LAYOUTS: tuple[dict[str, Any], ...] = (
     {"row": True, "col": True, "pad_rows": True},
     {"row": True, "col": False, "pad_rows": False},
     {"row": False, "col": True, "pad_rows": False},
@@ -96,7 +97,7 @@ def check_case(size: tuple[int, int], device: torch.device) -> int:
 
 def _check_casts(x: Tensor, scale: Tensor, dtype: torch.dtype, what: str) -> None:
     for layouts in _LAYOUTS:
-        got = kernels.cast(x, scale, dtype, **layouts)  # type: ignore[arg-type]
+        got = kernels.cast(x, scale, dtype, **layouts)
         expected = cast_reference(x, scale, dtype, **layouts)
         _agree_all(f"cast to {dtype} {what}, {layouts}", got, expected)
 

@@ -77,22 +77,6 @@ def _as_op(cast: CastFunction) -> Callable[..., list[Tensor]]:
 # The ops skip autograd (see _register), so their plain-torch bodies must not record either.
 
 
-def _amax_plain(x: Tensor) -> Tensor:
-    return amax_reference(x.detach())
-
-
-def _cast_plain(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    after: Tensor | None = None,
-) -> list[Tensor]:
-    return _as_op(cast_reference)(x.detach(), scale.detach(), dtype, row, col, pad_rows)
-
-
 def _without_autograd(plain: ListFunction) -> ListFunction:
     def op(*args: Any) -> Any:
         with torch.no_grad():
@@ -122,12 +106,11 @@ def _scale_row_col(function: ListFunction) -> ListFunction:
     return op
 
 
-def _transpose_plain(data: Tensor, after: Tensor | None = None) -> Tensor:
-    return transpose_reference(data.detach())
+def _ignoring_after(transpose: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def op(data: Tensor, after: Tensor | None = None) -> Tensor:
+        return transpose(data)
 
-
-def _transpose_on_gpu(data: Tensor, after: Tensor | None = None) -> Tensor:
-    return transpose_triton(data)
+    return op
 
 
 @functools.cache
@@ -171,14 +154,14 @@ def _register(
 
 _register(
     "amax(Tensor x) -> Tensor",
-    plain=_amax_plain,
+    plain=_without_autograd(amax_reference),
     triton=amax_triton,
     fake=amax_fake,
 )
 _register(
     "cast(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool pad_rows, "
     "Tensor? after=None) -> Tensor[]",
-    plain=_cast_plain,
+    plain=_without_autograd(_as_op(cast_reference)),
     triton=_as_op(cast_triton),
     fake=_as_op(cast_fake),
 )
@@ -237,7 +220,7 @@ _register(
 )
 _register(
     "transpose(Tensor data, Tensor? after=None) -> Tensor",
-    plain=_transpose_plain,
-    triton=_transpose_on_gpu,
+    plain=_without_autograd(_ignoring_after(transpose_reference)),
+    triton=_ignoring_after(transpose_triton),
     fake=transpose_fake,
 )

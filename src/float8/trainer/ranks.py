@@ -200,8 +200,8 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
     """Meet the other ranks that `torchrun` started, and part from them at the end.
 
     A process group that is there already is used and left as it is; on GPUs it needs a backend for
-    CPU tensors too, "cpu:gloo,cuda:nccl". After an error this one is
-    not destroyed, which would wait for ranks that are gone: end the process soon.
+    CPU tensors too, "cpu:gloo,cuda:nccl". After an error a group made here is not destroyed, which
+    would wait for ranks that are gone: end the process soon.
 
     Args:
         fsdp: Whether the model is to be sharded.
