@@ -22,6 +22,14 @@ GEMM_ALIGNMENT = 16
 """Float8 GEMMs read 16 bytes at a time: feature and contraction dims are padded to this."""
 
 
+def ceil16(n: int) -> int:
+    """The smallest multiple of 16 that is not below `n`.
+
+    Written without a branch, so that it also works on symbolic sizes without a guard.
+    """
+    return (n + (GEMM_ALIGNMENT - 1)) // GEMM_ALIGNMENT * GEMM_ALIGNMENT
+
+
 @functools.cache
 def lacks_float8_gemm(device: torch.device) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.

@@ -20,7 +20,7 @@ from float8.distributed import (
     sync_groups,
 )
 from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
-from float8.scaling import update_history_and_scale
+from float8.quantize.history import update_history_and_scale
 
 _stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.WeakKeyDictionary()
 

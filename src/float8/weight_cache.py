@@ -14,9 +14,9 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
-from float8.cast import Operand
 from float8.linear import Float8Linear
 from float8.linear.cached import PLAIN, WeightCache, can_cache, cast_weight, renew
+from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
 
 
@@ -135,7 +135,7 @@ class CachedWeights:
 
     def _cast(self, layers: list[Float8Linear]) -> None:
         """Cast the weights of `layers`; one that several layers share only once."""
-        done: dict[Any, Operand] = {}
+        done: dict[Any, Quantized] = {}
         for layer in layers:
             weight, cache = layer._parameters.get("weight"), layer.weight_cache
             layer.cached_weight = None

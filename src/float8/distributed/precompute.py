@@ -14,7 +14,7 @@ from float8.distributed.collectives import (
     sharding_groups,
 )
 from float8.linear import Float8Linear
-from float8.scaling import amax_to_scale
+from float8.quantize.scale import amax_to_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, PrecomputedScale, local_tensor
 
 

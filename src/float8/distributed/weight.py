@@ -15,7 +15,9 @@ from float8 import kernels
 from float8.config import CastSite
 from float8.distributed.collectives import all_reduce_amax
 from float8.linear import Float8Linear, scale_name
-from float8.scaling import amax_to_scale
+from float8.quantize.history import DelayedScale
+from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import CastSpec
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
 _SCALE = scale_name(CastSite.WEIGHT)
@@ -177,9 +179,8 @@ class FSDPFloat8Weight(Float8GatherWeight):
         amax = torch.zeros_like(history)
         if shard.numel() == 0:
             return ShardCast((self._cast(shard, history),), history.clone(), amax)
-        done = kernels.cast_delayed(
-            shard, history, amax, self.plan.dtype, row=True, col=False, record=True
-        )
+        spec, state = CastSpec(self.plan.dtype), DelayedScale(history, amax)
+        done = kernels.cast_delayed(shard, spec, state, row=True, col=False)
         assert done.row is not None
         return ShardCast((done.row[:, : shard.shape[1]],), done.scale, amax)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from float8.fused.layers import FusedLayer, fused_layer
 from float8.fused.norm import Norm
 from float8.linear import Float8Linear
+from float8.linear.functional import check_input
 
 
 class Call(NamedTuple):
@@ -33,9 +34,6 @@ class Arguments(NamedTuple):
 
     norm_weight: Tensor | None
     weights: tuple[Tensor, ...]
-    source: tuple[Tensor]
-    """The tensor that the caller gave, out of autograd's sight; never kept."""
-
     call: Call
 
 
@@ -44,9 +42,8 @@ def take_apart(
 ) -> Arguments:
     """Check `x` [..., K] as `Float8Linear.forward` does, and read each weight once."""
     weights = tuple(layer.weight for layer in layers)  # they may be computed
-    source = x
-    x = layers[0].check_input(x, weights[0].dtype)
-    for layer in layers[1:]:
+    x = check_input(x, weights[0])
+    for layer in layers:
         layer.check_synced()
     grad = torch.is_grad_enabled()
     norm_weight, eps = (None, 0.0) if norm is None else norm
@@ -59,4 +56,4 @@ def take_apart(
         grad and (x.requires_grad or need_grad_norm),
         tuple(grad and weight.requires_grad for weight in weights),
     )
-    return Arguments(x.reshape(-1, x.shape[-1]), norm_weight, weights, (source,), call)
+    return Arguments(x.reshape(-1, x.shape[-1]), norm_weight, weights, call)

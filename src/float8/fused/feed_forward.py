@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from float8 import kernels
-from float8.cast import Operand, cast_operand, quantize
 from float8.fused import layers as fused
 from float8.fused.call import Call, take_apart
-from float8.fused.layers import compute_dtype, fusable, record_input, with_columns, with_fresh_amax
+from float8.fused.layers import compute_dtype, fusable, record_input, with_fresh_amax
 from float8.fused.norm import fused_norm, input_columns, input_operand
 from float8.linear import Float8Linear
-from float8.linear.function import with_leading_dims
+from float8.linear.functional import with_leading_dims
+from float8.linear.weight import kept_weight
+from float8.quantize.quantize import columns, quantize
+from float8.quantize.spec import Part
 
 
 def swiglu_feed_forward(
@@ -68,10 +70,8 @@ def swiglu_feed_forward(
         y = down(F.silu(gate(x)) * up(x))
     else:
         add = residual and fused_with is not None
-        rows, norm_weight, weights, given, call = take_apart(x, layers, fused_with, add)
-        y = _FeedForward.apply(  # type: ignore[no-untyped-call]
-            rows, norm_weight, *weights, given, call
-        )
+        rows, norm_weight, weights, call = take_apart(x, layers, fused_with, add)
+        y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
         y = with_leading_dims(y, x)
         residual = residual and not add
     return source + y if residual else y  # type: ignore[no-any-return]
@@ -96,29 +96,21 @@ class _FeedForward(torch.autograd.Function):
         w_gate: Tensor,
         w_up: Tensor,
         w_down: Tensor,
-        source: tuple[Tensor],
         call: Call,
     ) -> Tensor:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
         col = call.need_grad_weights[0] or call.need_grad_weights[1]
         first, amax = with_fresh_amax(gate) if record else (gate, None)
-        x8, rstd = input_operand(x, source[0], norm_weight, call.eps, first, col, record)
+        x8, x_col, rstd = input_operand(x, norm_weight, call.eps, first, col, record)
         record_input((gate, up), amax)
         gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
         up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
-        state = down.scales.input
         product = kernels.swiglu_cast(
-            gate_out,
-            up_out,
-            plan.input.dtype,
-            scale=None if state is None else state.scale,
-            amax=None if state is None else state.amax,
-            round_to_power_of_2=plan.input.round_to_power_of_2,
-            record=record,
-            speculative=plan.input.speculative,
+            gate_out, up_out, plan.input, down.scales.input, record=record
         )
-        product8 = Operand(product.row, None, product.scale)
+        assert product.row is not None
+        product8 = Part(product.row, product.scale)
         y, down_scale = fused.output(product8, w_down, down, dtype, record)
         if call.residual:
             y = x + y
@@ -127,16 +119,16 @@ class _FeedForward(torch.autograd.Function):
             x if norm_weight is not None else None,
             norm_weight,
             rstd,
-            x8.col,
+            x_col,
             x8.scale,
             gate_out,
             up_out,
             product.scale,
-            fused.kept_weight(w_gate, gate),
+            kept_weight(w_gate, gate.ready),
             gate_scale,
-            fused.kept_weight(w_up, up),
+            kept_weight(w_up, up.ready),
             up_scale,
-            fused.kept_weight(w_down, down),
+            kept_weight(w_down, down.ready),
             down_scale,
         )
         ctx.call = call.for_backward()
@@ -156,46 +148,47 @@ class _FeedForward(torch.autograd.Function):
 
         # A residual connection keeps grad_output alive anyway: its column data can wait.
         col = need_down and not call.residual
-        state = down.scales.grad_output
-        g8 = quantize(grad_output, plan.grad_output, state, row=True, col=col, record=record)
-        grad_product = fused.grad_input(g8, w_down, down_scale, down, dtype)
-        gate_state, up_state = gate.scales.grad_output, up.scales.grad_output
+        spec, state = plan.grad_output, down.scales.grad_output
+        g8 = quantize(grad_output, spec, row=True, col=col, state=state, record=record)
+        assert g8.row is not None
+        grad_product = fused.grad_input(g8.row, w_down, down_scale, down, dtype)
         gradients = kernels.swiglu_backward_cast(
             grad_product,
             gate_out,
             up_out,
             product_scale,
             plan.input.dtype,
-            plan.grad_output.dtype,
-            gate_scale=None if gate_state is None else gate_state.scale,
-            gate_amax=None if gate_state is None else gate_state.amax,
-            up_scale=None if up_state is None else up_state.scale,
-            up_amax=None if up_state is None else up_state.amax,
-            round_to_power_of_2=plan.grad_output.round_to_power_of_2,
+            spec,
+            gate.scales.grad_output,
+            up.scales.grad_output,
             record=record,
-            speculative=plan.grad_output.speculative,
         )
         del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
         if need_down:
-            if g8.col is None:
-                g8 = cast_operand(grad_output, g8.scale, plan.grad_output.dtype, col=True)
-            grad_down = fused.grad_weight(g8, gradients.product, product_scale, down)
+            g_col = g8.col
+            if g_col is None:
+                g_col = quantize(grad_output, spec, col=True, scale=g8.row.scale).col
+            product8 = Part(gradients.product, product_scale)
+            grad_down = fused.grad_weight(g_col, product8, down)
+            del g_col, product8
         del g8
-        gate8 = Operand(gradients.gate.row, None, gradients.gate.scale)
-        up8 = Operand(gradients.up.row, None, gradients.up.scale)
+        assert gradients.gate.row is not None
+        assert gradients.up.row is not None
+        gate8 = Part(gradients.gate.row, gradients.gate.scale)
+        up8 = Part(gradients.up.row, gradients.up.scale)
         del gradients
-        if need_gate or need_up:
-            x_col = input_columns(x_col, x, norm_weight, rstd, x_scale, gate)
         of_gate = of_up = None
+        if need_gate or need_up:
+            x_part = input_columns(x_col, x, norm_weight, rstd, x_scale, gate)
         if call.need_grad_x:
             of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
             of_up = fused.grad_input(up8, w_up, up_scale, up, dtype)
         if need_gate:
-            grad_gate = fused.grad_weight(with_columns(gate8), x_col, x_scale, gate)
+            grad_gate = fused.grad_weight(columns(gate8), x_part, gate)
         del gate8
         if need_up:
-            grad_up = fused.grad_weight(with_columns(up8), x_col, x_scale, up)
+            grad_up = fused.grad_weight(columns(up8), x_part, up)
         if of_gate is not None and of_up is not None:
             if norm_weight is None:
                 grad_x = of_gate + of_up
@@ -204,4 +197,4 @@ class _FeedForward(torch.autograd.Function):
                 grad_x, grad_norm = kernels.rms_norm_backward(
                     (of_gate, of_up), x, norm_weight, rstd, residual_grad
                 )
-        return grad_x, grad_norm, grad_gate, grad_up, grad_down, None, None
+        return grad_x, grad_norm, grad_gate, grad_up, grad_down, None

@@ -4,14 +4,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from float8.cast import Operand, columns
-from float8.linear import Float8Linear
+from float8.config import ScalingGranularity
+from float8.gemm import Gemm
+from float8.kernels.runtime.private import has_global_module_hooks
+from float8.linear import Float8Linear, functional
 from float8.linear.cached import PLAIN
-from float8.linear.function import DelayedScales, float8_mm, transposed, trim
+from float8.linear.functional import DelayedScales
 from float8.linear.plan import LinearPlan
-from float8.linear.weight import saved_weight, transposed_weight, weight_operand
+from float8.linear.weight import weight_columns, weight_rows
+from float8.quantize.spec import Part, Quantized
 from float8.tensor import Float8GatherWeight, Float8Tensor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -19,7 +21,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks wait for a call of `module`, which a fused function does not make."""
-    return any(getattr(module, hooks) for hooks in _HOOKS) or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    return any(getattr(module, hooks) for hooks in _HOOKS) or has_global_module_hooks()
 
 
 class FusedLayer(NamedTuple):
@@ -27,7 +29,7 @@ class FusedLayer(NamedTuple):
 
     plan: LinearPlan
     scales: DelayedScales
-    ready: Operand | None
+    ready: Quantized | None
     """The weight in float8, if it is that already."""
 
     kept_transposed: bool
@@ -67,8 +69,11 @@ def why_not_fused(*layers: nn.Module) -> str | None:
             return "two layers share a weight"
         weights.append(layer.weight)
         plan = layer.plan
-        if not all(gemm.float8 for gemm in (plan.output, plan.grad_input, plan.grad_weight)):
+        if None in (plan.output, plan.grad_input, plan.grad_weight):
             return "one GEMM runs in high precision"
+        specs = (plan.input, plan.weight, plan.grad_output)
+        if any(spec.granularity is not ScalingGranularity.TENSORWISE for spec in specs):
+            return "scales are finer than one per tensor"
         if not (plan.share_input and plan.share_weight and plan.share_grad_output):
             return "one tensor is cast differently for its two GEMMs"
         if not plan.pad:
@@ -111,38 +116,34 @@ def fused_layer(layer: Float8Linear, weight: Tensor) -> FusedLayer:
 
 
 def output(
-    x: Operand, weight: Tensor, layer: FusedLayer, dtype: torch.dtype, record: bool
+    x: Part, weight: Tensor, layer: FusedLayer, dtype: torch.dtype, record: bool
 ) -> tuple[Tensor, Tensor]:
     """`x @ weight.T` [M, out_features], and the weight's scale."""
     plan = layer.plan
-    w = weight_operand(weight, layer.ready, plan.weight, layer.scales.weight, record)
-    return trim(float8_mm(x, w, plan.output, dtype), layer.out_features), w.scale
-
-
-def kept_weight(weight: Tensor, layer: FusedLayer) -> Tensor:
-    """What is saved of a weight for `grad_input`."""
-    return saved_weight(weight, layer.ready)
+    w = weight_rows(weight, layer.ready, plan.weight, layer.scales.weight, record)
+    y = functional.output(x, w, _float8(plan.output), dtype, layer.out_features)
+    return y, w.scale
 
 
 def grad_input(
-    g: Operand, kept: Tensor, scale: Tensor, layer: FusedLayer, dtype: torch.dtype
+    g: Part, kept: Tensor, scale: Tensor, layer: FusedLayer, dtype: torch.dtype
 ) -> Tensor:
     """`g @ weight` [M, in_features]."""
-    w = transposed_weight(kept, scale, layer.plan.weight, layer.kept_transposed, g.scale)
-    return trim(float8_mm(g, w, layer.plan.grad_input, dtype), layer.in_features)
+    w = weight_columns(kept, scale, layer.plan.weight, layer.kept_transposed, g.scale)
+    gemm = _float8(layer.plan.grad_input)
+    return functional.grad_input(g, w, gemm, dtype, layer.in_features)
 
 
-def with_columns(operand: Operand) -> Operand:
-    """`operand` with column data made of its row data."""
-    assert operand.row is not None
-    return operand._replace(col=columns(operand.row))
+def grad_weight(g: Part | None, x: Part, layer: FusedLayer) -> Tensor:
+    """`g.T @ x` [out_features, in_features] of column data, dtype of the weight."""
+    assert g is not None
+    gemm, dtype = _float8(layer.plan.grad_weight), layer.weight_dtype
+    return functional.grad_weight(g, x, gemm, dtype, layer.out_features, layer.in_features)
 
 
-def grad_weight(g: Operand, x_col: Tensor, x_scale: Tensor, layer: FusedLayer) -> Tensor:
-    """`g.T @ x` [out_features, in_features], dtype of the weight."""
-    x = Operand(row=x_col, col=None, scale=x_scale)
-    product = float8_mm(transposed(g), x, layer.plan.grad_weight, layer.weight_dtype)
-    return trim(product, layer.in_features)[: layer.out_features]
+def _float8(gemm: Gemm | None) -> Gemm:
+    assert gemm is not None  # else the layers are not fused
+    return gemm
 
 
 def with_fresh_amax(layer: FusedLayer) -> tuple[FusedLayer, Tensor | None]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.cast import Operand
 from float8.fused.layers import FusedLayer, has_hooks
 from float8.linear.cached import PLAIN
-from float8.linear.function import quantize_input
+from float8.quantize.quantize import quantize
+from float8.quantize.spec import Part
 
 
 class Norm(NamedTuple):
@@ -44,8 +44,9 @@ def fused_norm(module: nn.Module, x: Tensor, compute_dtype: torch.dtype) -> Norm
 class Input(NamedTuple):
     """The input of a fused function: what its GEMMs multiply, and what backward needs of it."""
 
-    operand: Operand
-    """Its column data, if backward needs them and they are kept; a norm's are made again."""
+    row: Part
+    col: Tensor | None
+    """Column data, if backward needs them and they are kept; a norm's are made again."""
 
     rstd: Tensor | None
     """[M] float32, if there is a norm."""
@@ -53,7 +54,6 @@ class Input(NamedTuple):
 
 def input_operand(
     x: Tensor,
-    source: Tensor,
     norm_weight: Tensor | None,
     eps: float,
     layer: FusedLayer,
@@ -61,21 +61,14 @@ def input_operand(
     record: bool,
 ) -> Input:
     """The input of `layer`: x [M, K] or its norm."""
+    spec, state = layer.plan.input, layer.scales.input
     if norm_weight is None:
-        return Input(quantize_input(x, source, layer.plan, layer.scales, record, col), None)
-    plan, state = layer.plan.input, layer.scales.input
-    rstd, done = kernels.rms_norm_cast(
-        x,
-        norm_weight,
-        eps,
-        plan.dtype,
-        scale=None if state is None else state.scale,
-        amax=None if state is None else state.amax,
-        round_to_power_of_2=plan.round_to_power_of_2,
-        record=record,
-        speculative=plan.speculative,
-    )
-    return Input(Operand(done.row, None, done.scale), rstd)
+        made = quantize(x, spec, row=True, col=col, state=state, record=record)
+        assert made.row is not None
+        return Input(made.row, None if made.col is None else made.col.data, None)
+    rstd, done = kernels.rms_norm_cast(x, norm_weight, eps, spec, state, record=record)
+    assert done.row is not None
+    return Input(Part(done.row, done.scale), None, rstd)
 
 
 def input_columns(
@@ -85,9 +78,9 @@ def input_columns(
     rstd: Tensor | None,
     scale: Tensor,
     layer: FusedLayer,
-) -> Tensor:
+) -> Part:
     """Column data of the input of `layer`: as kept, or of x's norm once more."""
-    if x is None or norm_weight is None or rstd is None:
-        assert col is not None
-        return col
-    return kernels.rms_norm_recast(x, norm_weight, rstd, scale, layer.plan.input.dtype)
+    if x is not None and norm_weight is not None and rstd is not None:
+        col = kernels.rms_norm_recast(x, norm_weight, rstd, scale, layer.plan.input.dtype)
+    assert col is not None
+    return Part(col, scale)

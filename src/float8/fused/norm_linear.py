@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from float8 import kernels
-from float8.cast import quantize
 from float8.fused import layers as fused
 from float8.fused.call import Call, take_apart
 from float8.fused.layers import compute_dtype, fusable, record_input, with_fresh_amax
 from float8.fused.norm import fused_norm, input_columns, input_operand
-from float8.linear.function import with_leading_dims
+from float8.linear.functional import with_leading_dims
+from float8.linear.weight import kept_weight
+from float8.quantize.quantize import quantize
 
 
 def rms_norm_linear(
@@ -49,7 +50,7 @@ def rms_norm_linear(
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
         return (*outputs, x) if residual else outputs
-    rows, norm_weight, weights, _, call = take_apart(x, linears, fused_with, residual)
+    rows, norm_weight, weights, call = take_apart(x, linears, fused_with, residual)
     outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
     products = tuple(with_leading_dims(y, x) for y in outputs[: len(linears)])
     return (*products, outputs[-1].view(x.shape)) if residual else products
@@ -62,7 +63,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         first, record = call.layers[0], call.record
         first, amax = with_fresh_amax(first) if record else (first, None)
-        x8, rstd = input_operand(x, x, norm_weight, call.eps, first, False, record)
+        x8, _, rstd = input_operand(x, norm_weight, call.eps, first, False, record)
         record_input(call.layers, amax)
         outputs, scales = [], []
         for layer, weight in zip(call.layers, weights, strict=True):
@@ -71,7 +72,7 @@ class _NormLinear(torch.autograd.Function):
             scales.append(scale)
         # In eager mode an output without use has no gradient, not a zero one.
         ctx.set_materialize_grads(False)
-        kept = map(fused.kept_weight, weights, call.layers)
+        kept = (kept_weight(w, layer.ready) for w, layer in zip(weights, call.layers, strict=True))
         ctx.save_for_backward(x, norm_weight, rstd, x8.scale, *kept, *scales)
         ctx.call = call.for_backward()
         return (*outputs, x.view_as(x)) if call.residual else tuple(outputs)
@@ -101,12 +102,15 @@ class _NormLinear(torch.autograd.Function):
                 grad_weights.append(None)
                 continue
             plan, state = layer.plan, layer.scales.grad_output
-            g8 = quantize(grad, plan.grad_output, state, row=True, col=need, record=call.record)
+            g8 = quantize(
+                grad, plan.grad_output, row=True, col=need, state=state, record=call.record
+            )
+            assert g8.row is not None
             if call.need_grad_x:
-                grads_x.append(fused.grad_input(g8, weight, scale, layer, grad.dtype))
+                grads_x.append(fused.grad_input(g8.row, weight, scale, layer, grad.dtype))
             if need:
                 assert x_col is not None
-                grad_weights.append(fused.grad_weight(g8, x_col, x_scale, layer))
+                grad_weights.append(fused.grad_weight(g8.col, x_col, layer))
             else:
                 grad_weights.append(None)
         grad_x = grad_norm = None

@@ -1,13 +1,11 @@
 """Kernels: amax, the float8 casts, the byte transpose, the backward of RMSNorm; with plain twins.
 
-Importing registers the ops ``torch.ops.float8.*`` and does nothing else.
+One kernel, one file: what it computes, its plain-torch twin, its Triton code, its registration as
+``torch.ops.float8.*``. Importing registers the ops and does nothing else.
 """
 
-from float8.kernels import ops  # noqa: F401  registers the ops
 from float8.kernels.amax import amax
-from float8.kernels.cast import Cast, cast, cast_dynamic
-from float8.kernels.cast_delayed import cast_delayed
-from float8.kernels.layout import ceil16
+from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic
 from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast, rms_norm_recast
 from float8.kernels.rms_norm_backward import rms_norm_backward
 from float8.kernels.swiglu import swiglu_cast
@@ -21,7 +19,6 @@ __all__ = [
     "cast",
     "cast_delayed",
     "cast_dynamic",
-    "ceil16",
     "rms_norm_backward",
     "rms_norm_cast",
     "rms_norm_recast",

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from float8.kernels._checks import check_high_precision
-from float8.kernels._device import sm_count
-from float8.kernels._direct import takes_triton_directly
-from float8.kernels._launch import Launch
-from float8.kernels._memory import empty
-from float8.kernels._triton import jit, tl
+from float8.kernels.checks import check_high_precision
+from float8.kernels.runtime.device import sm_count
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.triton import jit, tl
 
 Dims = tuple[tuple[int, int], ...]
 """(size, stride) pairs, in elements, largest stride first."""
@@ -22,9 +21,9 @@ Dims = tuple[tuple[int, int], ...]
 def amax(x: Tensor) -> Tensor:
     """Return max(abs(x)).
 
-    Under ``torch.compile`` this is plain torch code, which Inductor fuses into whatever produces
-    ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In eager mode
-    it is one kernel, ``torch.ops.float8.amax``.
+    Under ``torch.compile`` this is plain torch code, row by row, which Inductor fuses into whatever
+    produces ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In
+    eager mode it is one kernel, ``torch.ops.float8.amax``.
 
     Args:
         x: any shape and strides; float32, bfloat16 or float16.
@@ -36,9 +35,11 @@ def amax(x: Tensor) -> Tensor:
     Raises:
         TypeError: ``x`` has another dtype.
     """
+    check_high_precision("amax", x)
     if torch.compiler.is_compiling():
-        return amax_reference(x.detach())
-    if takes_triton_directly(x):
+        x = x.detach().abs()
+        return amax_reference(x.amax(dim=-1) if x.dim() > 1 and x.shape[-1] else x)
+    if x.is_cuda and takes_triton_directly(x):
         return amax_triton(x)
     result: Tensor = torch.ops.float8.amax.default(x)
     return result
@@ -46,7 +47,6 @@ def amax(x: Tensor) -> Tensor:
 
 def amax_reference(x: Tensor) -> Tensor:
     """Plain-torch twin of the kernel; see :func:`amax`."""
-    check_high_precision("amax", x)
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.abs().amax().to(torch.float32)
@@ -54,7 +54,6 @@ def amax_reference(x: Tensor) -> Tensor:
 
 def amax_triton(x: Tensor) -> Tensor:
     """Triton kernel; see :func:`amax`."""
-    check_high_precision("amax", x)
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return join(measure(x))
@@ -77,9 +76,9 @@ def measure(x: Tensor, known_scale: Tensor | None = None) -> Tensor:
         [P] float32, P at most ``MAX_PARTS``.
     """
     dims, config, copy = _plan(x.shape, x.stride(), x.element_size(), x.device)
-    parts = empty((config.programs,), torch.float32, x.device)
+    parts = empty((config.programs,), torch.float32, x)
     launch_amax(x.contiguous() if copy else x, parts, dims, config, known_scale)
-    return parts if parts.numel() <= MAX_PARTS else join(parts).reshape(1)
+    return parts if config.programs <= MAX_PARTS else join(parts).reshape(1)
 
 
 def join(parts: Tensor) -> Tensor:
@@ -195,8 +194,8 @@ def _launch(
             _amax_flat_kernel,
             config.programs,
             device,
-            (dims[0][0],),
-            (config.block_c, config.steps, config.rounds, only_if_unknown),
+            (dims[0][0], config.rounds),
+            (config.block_c, config.steps, only_if_unknown),
             config.num_warps,
         )
     (n_r, stride_r), (n_c, stride_c) = _two(dims)
@@ -249,9 +248,9 @@ def _amax_flat_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,
     scale_ptr,
     n,
+    rounds,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
-    ROUNDS: tl.constexpr,
     ONLY_IF_UNKNOWN: tl.constexpr,
 ):
     if ONLY_IF_UNKNOWN:
@@ -259,8 +258,10 @@ def _amax_flat_kernel(  # type: ignore[no-untyped-def]
             return
     offsets = tl.arange(0, BLOCK)
     largest = magnitude_bits(tl.zeros((BLOCK,), x_ptr.dtype.element_ty))
-    for turn in range(ROUNDS):
-        first = (tl.program_id(0).to(tl.int64) * ROUNDS + turn) * (BLOCK * STEPS)
+    turn = tl.program_id(0).to(tl.int64) * rounds
+    end = turn + rounds
+    while turn < end:  # Triton's interpreter (3.6) takes no range of tensors
+        first = turn * (BLOCK * STEPS)
         left = n - first
         if left >= BLOCK * STEPS:
             for step in tl.static_range(STEPS):
@@ -271,6 +272,7 @@ def _amax_flat_kernel(  # type: ignore[no-untyped-def]
                 at = step * BLOCK + offsets
                 x = tl.load(x_ptr + first + at, mask=at < left, other=0.0)
                 largest = tl.maximum(largest, magnitude_bits(x))
+        turn += 1
     store_part(parts_ptr, tl.max(largest), x_ptr.dtype.element_ty)
 
 
@@ -297,3 +299,10 @@ def _amax_strided_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + offsets, mask=(r < n_r) & (c < n_c), other=0.0)
     largest = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
     store_part(parts_ptr, largest, x_ptr.dtype.element_ty)
+
+
+def _amax_fake(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+register("amax(Tensor x) -> Tensor", plain=amax_reference, triton=amax_triton, fake=_amax_fake)

@@ -1,22 +1,42 @@
-"""High precision -> float8 under one scale, in both layouts that float8 GEMMs read.
+"""High precision -> float8 under one scale per tensor, in both layouts that float8 GEMMs read.
 
-`cast` is given the scale, `cast_dynamic` takes it from the amax of the tensor; `cast_delayed.py`
-has the one that takes it from a history.
+`cast` is given the scale, `cast_dynamic` takes it from the amax of the tensor, and `cast_delayed`
+from a history, recording the amax in the same read. The Triton kernel at the end serves all three,
+and the fused casts of SwiGLU and RMSNorm.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX
-from float8.kernels._cast_launch import MEASURED, Options, launch_cast
-from float8.kernels._checks import check_cast, check_scalar
-from float8.kernels._direct import takes_triton_directly
-from float8.kernels._memory import empty
-from float8.kernels.amax import amax_reference, measure
-from float8.kernels.layout import ceil16
-from float8.scaling import amax_to_scale
+from float8.formats import FLOAT8_MAX, ceil16
+from float8.kernels.amax import amax_reference, float32_bits, magnitude_bits, measure
+from float8.kernels.checks import check_cast, check_scalar
+from float8.kernels.numeric import scale_of_amax, to_float8_bits, to_float8_words, to_float32
+from float8.kernels.runtime.device import has_float8_conversion, sm_count
+from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
+from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.swiglu_math import swiglu
+from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
+from float8.quantize.history import DelayedScale
+from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import CastSpec
+
+Layouts = tuple[Tensor | None, Tensor | None]
+"""Row data and column data, None where not asked for."""
+
+
+class Cast(NamedTuple):
+    """A tensor in float8, with the scale that the cast chose."""
+
+    scale: Tensor
+    """0-dim float32 decode scale; a new tensor."""
+
+    row: Tensor | None
+    col: Tensor | None
 
 
 def cast(
@@ -28,17 +48,17 @@ def cast(
     col: bool,
     pad_rows: bool = False,
     after: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Layouts:
     """Cast ``x`` to float8 under one scale, to row data, to its transpose, or to both.
 
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
     of ``dtype`` and rounded to the nearest, ties to even. An element of ``x`` that is Inf or NaN
     becomes NaN in both formats, and so does a product that is NaN (0 * Inf): the NaN byte is
-    always 0x7f. Both layouts come from one read of ``x``. This is one opaque op,
-    ``torch.ops.float8.cast``, in eager mode and under ``torch.compile``.
+    always 0x7f. Both layouts come from one read of ``x``.
 
     Args:
-        x: [R, C] float32, bfloat16 or float16; any strides.
+        x: [R, C] float32, bfloat16 or float16; any strides. Slow, but right, where no dim is
+            contiguous.
         scale: one element, float32, on the device of ``x``: the decode scale (x ~ data * scale).
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         row: whether to return the row data.
@@ -58,30 +78,18 @@ def cast(
         ValueError: ``x`` is not 2-D, ``scale`` has not one element or is on another device, or
             neither layout is asked for.
     """
-    if takes_triton_directly(x, scale):
-        return cast_triton(x, scale, dtype, row=row, col=col, pad_rows=pad_rows)
-    out = torch.ops.float8.cast.default(x, scale, dtype, row, col, pad_rows, after)
-    return unpack(out, row, col)
-
-
-class Cast(NamedTuple):
-    """A tensor in float8, with the scale that the cast chose."""
-
-    scale: Tensor
-    """0-dim float32 decode scale; a new tensor."""
-
-    row: Tensor | None
-    col: Tensor | None
+    check_cast(x, dtype, row, col)
+    check_scalar("scale", scale, x)
+    args = (x, scale, dtype, row, col, pad_rows)
+    if x.is_cuda and takes_triton_directly(x, scale):
+        out = _cast_triton(*args)
+    else:
+        out = torch.ops.float8.cast.default(*args, after, BUILD)
+    return out[0] if row else None, out[-1] if col else None
 
 
 def cast_dynamic(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-    round_to_power_of_2: bool = False,
+    x: Tensor, spec: CastSpec, *, row: bool, col: bool, pad_rows: bool = False
 ) -> Cast:
     """Cast ``x`` with the scale from its own amax, in two launches.
 
@@ -89,47 +97,70 @@ def cast_dynamic(
     a compiler the amax is better left apart.
 
     Args:
-        x: [R, C] float32, bfloat16 or float16; any strides.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        x: as in :func:`cast`.
+        spec: format, and whether the scale is rounded up to a power of two.
         row: as in :func:`cast`.
         col: as in :func:`cast`.
         pad_rows: as in :func:`cast`.
-        round_to_power_of_2: round the scale up to a power of two.
 
     Raises:
         TypeError: as :func:`cast`.
         ValueError: as :func:`cast`.
     """
-    if takes_triton_directly(x):
-        out = cast_dynamic_triton(x, dtype, row, col, pad_rows, round_to_power_of_2)
+    check_cast(x, spec.dtype, row, col)
+    args = (x, spec.dtype, row, col, pad_rows, spec.power_of_2)
+    if x.is_cuda and takes_triton_directly(x):
+        out = _cast_dynamic_triton(*args)
     else:
-        out = torch.ops.float8.cast_dynamic.default(
-            x, dtype, row, col, pad_rows, round_to_power_of_2
-        )
-    return Cast(out[0], *unpack(out[1:], row, col))
+        out = torch.ops.float8.cast_dynamic.default(*args, BUILD)
+    return Cast(out[0], out[1] if row else None, out[-1] if col else None)
 
 
-def unpack(out: list[Tensor], row: bool, col: bool) -> tuple[Tensor | None, Tensor | None]:
-    """An op's list of one or two tensors as ``(row_data, col_data)``."""
-    return (out[0] if row else None), (out[-1] if col else None)
+def cast_delayed(
+    x: Tensor,
+    spec: CastSpec,
+    state: DelayedScale,
+    *,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+    record: bool = True,
+) -> Cast:
+    """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
+
+    Args:
+        x: as in :func:`cast`.
+        spec: format, and whether a scale from the amax is rounded up to a power of two.
+        state: the scale, where it is 0 (unknown) taken from the amax of ``x`` as in
+            :func:`cast_dynamic`; and the amax, raised in place to that of ``x``. A NaN stays.
+        row: as in :func:`cast`.
+        col: as in :func:`cast`.
+        pad_rows: as in :func:`cast`.
+        record: whether to write the amax.
+
+    Raises:
+        TypeError: as :func:`cast`.
+        ValueError: as :func:`cast`.
+    """
+    scale, amax = state
+    check_cast(x, spec.dtype, row, col)
+    check_scalar("scale", scale, x)
+    check_scalar("amax", amax, x)
+    args = (x, scale, amax, spec.dtype, row, col, pad_rows, spec.power_of_2, record)
+    if x.is_cuda and takes_triton_directly(x, scale, amax):
+        out = _cast_delayed_triton(*args)
+    else:
+        out = torch.ops.float8.cast_delayed.default(*args, BUILD)
+    return Cast(out[0], out[1] if row else None, out[2] if col else None)
 
 
-def allocate(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Uninitialised outputs of :func:`cast`; also its fake, so sizes may be symbolic."""
-    R, C = x.shape
-    Rp, Cp = ceil16(R), ceil16(C)
-    row_data = x.new_empty((Rp if pad_rows else R, Cp), dtype=dtype) if row else None
-    col_data = x.new_empty((Cp, Rp), dtype=dtype) if col else None
-    return row_data, col_data
+# ---------------------------------------------------------------- plain-torch twins
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The arithmetic of :func:`cast`, elementwise on any shape: x -> float8 of the same shape."""
     limit = FLOAT8_MAX[dtype]
-    inverse = 1.0 / scale.reshape(())
-    v = x.to(torch.float32) * inverse
+    v = x.to(torch.float32) * (1.0 / scale.reshape(()))
     # Saturate here and not in the conversion: torch releases differ in what they make of Inf.
     v = v.clamp(-limit, limit)  # keeps NaN
     # One NaN for all, also in its sign bit, which differs between CPUs and GPUs.
@@ -140,65 +171,526 @@ def cast_reference(
     x: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
-    *,
     row: bool,
     col: bool,
     pad_rows: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Plain-torch twin of the kernel; see :func:`cast`."""
-    check_cast(x, dtype, row, col)
-    check_scalar("scale", scale, x)
-    data = quantize(x, scale, dtype).view(torch.uint8)
-    row_data, col_data = allocate(x, dtype, row, col, pad_rows)
-    for out, part in ((row_data, data), (col_data, data.t())):
-        if out is not None:
-            out = out.view(torch.uint8)
-            if out.shape != part.shape:
-                out.zero_()
-            out[: part.shape[0], : part.shape[1]] = part
-    return row_data, col_data
+    *_: object,
+) -> list[Tensor]:
+    """Plain-torch twin of :func:`cast`: the layouts asked for."""
+    data = to_float8(x, scale, dtype).view(torch.uint8)
+    layouts = [data] * row + [data.t()] * col
+    out = allocate(x, dtype, row, col, pad_rows)
+    for target, source in zip(out, layouts, strict=True):
+        target = target.view(torch.uint8)
+        if target.shape != source.shape:
+            target.zero_()
+        target[: source.shape[0], : source.shape[1]] = source
+    return out
 
 
 def cast_dynamic_reference(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, round_to_power_of_2: bool
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool, *_: object
 ) -> list[Tensor]:
-    """Plain-torch twin of the kernel; see :func:`cast_dynamic`."""
-    check_cast(x, dtype, row, col)
-    scale = amax_to_scale(amax_reference(x), dtype, round_to_power_of_2)
-    return pack(scale, cast_reference(x, scale, dtype, row=row, col=col, pad_rows=pad_rows))
+    """Plain-torch twin of :func:`cast_dynamic`: the scale, then the layouts asked for."""
+    scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
+    return [scale, *cast_reference(x, scale, dtype, row, col, pad_rows)]
 
 
-def pack(scale: Tensor, data: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
-    """What an op that chooses the scale returns."""
-    return [scale, *(layout for layout in data if layout is not None)]
-
-
-def cast_triton(
+def cast_delayed_reference(
     x: Tensor,
     scale: Tensor,
+    amax: Tensor,
     dtype: torch.dtype,
-    *,
     row: bool,
     col: bool,
-    pad_rows: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Triton kernel; see :func:`cast`.
+    pad_rows: bool,
+    power_of_2: bool,
+    record: bool,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain-torch twin of :func:`cast_delayed`: scale, row data, column data."""
+    own = amax_reference(x)
+    used = choose_scale_reference(own, dtype, scale, amax, power_of_2, record)
+    return _fixed(x, used, cast_reference(x, used, dtype, row, col, pad_rows), row, col)
 
-    Reads along whichever dim of ``x`` is contiguous; slow, but right, where none is.
+
+def choose_scale_reference(
+    own: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    power_of_2: bool,
+    record: bool,
+) -> Tensor:
+    """The scale of a tensor of amax ``own``: from the history if there is one; records ``own``."""
+    from_data = amax_to_scale(own, dtype, power_of_2)
+    if scale is None:
+        return from_data
+    if record:
+        assert amax is not None
+        amax.copy_(torch.maximum(amax, own))
+    scale = scale.reshape(())
+    return torch.where(scale == 0.0, from_data, scale)
+
+
+def allocate(x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool) -> list[Tensor]:
+    """Uninitialised layouts, those asked for; sizes may be symbolic."""
+    R, C = x.shape
+    Rp, Cp = ceil16(R), ceil16(C)
+    shapes = [(Rp if pad_rows else R, Cp)] * row + [(Cp, Rp)] * col
+    return [x.new_empty(shape, dtype=dtype) for shape in shapes]
+
+
+def _fixed(
+    x: Tensor, scale: Tensor, data: list[Tensor], row: bool, col: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three tensors, an empty one for a layout that was not asked for.
+
+    Ops that write an argument must return a fixed number: the compiler's functionalisation takes no
+    list.
     """
-    check_cast(x, dtype, row, col)
-    check_scalar("scale", scale, x)
-    return launch_cast(x, Options(dtype, row, col, pad_rows), scale=scale)
+    absent = empty((0,), x.dtype, x)
+    return scale, data[0] if row else absent, data[-1] if col else absent
 
 
-def cast_dynamic_triton(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, round_to_power_of_2: bool
+# ---------------------------------------------------------------- Triton
+
+# What is cast: x itself, silu(x) * y, or x * rstd * weight.
+PLAIN, SWIGLU, RMS_NORM = 0, 1, 2
+
+# Where the kernel takes the scale from: it is given; measured, from amaxes to be joined; or from the
+# history, and measured only where that knows none.
+GIVEN, MEASURED, HISTORY = 0, 1, 2
+
+# What the kernel makes of one of its two outputs.
+_ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
+
+
+class Kind(NamedTuple):
+    """What a launch of the kernel does: all that it is compiled for."""
+
+    dtype: torch.dtype
+    row: bool
+    col: bool
+    pad_rows: bool = False
+    source: int = GIVEN
+    parts: int = 0
+    """How many amaxes there are to join, unless `GIVEN`."""
+
+    power_of_2: bool = False
+    record: bool = False
+    """Whether the amax of what is cast is joined into a tensor."""
+
+    producer: int = PLAIN
+    """x must be contiguous unless `PLAIN`."""
+
+    weight_dtype: torch.dtype | None = None
+    """That of the norm's weight."""
+
+
+class _Plan(NamedTuple):
+    """A planned cast of tensors of one shape, layout and dtype."""
+
+    launch: Launch | None
+    """None where there is nothing to do."""
+
+    row_shape: tuple[int, int] | None
+    col_shape: tuple[int, int] | None
+    swapped: bool
+    """The kernel reads x.t(), and so takes the outputs in the other order."""
+
+
+def launch_cast(
+    x: Tensor,
+    kind: Kind,
+    *,
+    scale: Tensor | None = None,
+    parts: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    amax: Tensor | None = None,
+    y: Tensor | None = None,
+    rstd: Tensor | None = None,
+    weight: Tensor | None = None,
+    config: TileLaunch | None = None,
 ) -> list[Tensor]:
-    """Triton kernels; see :func:`cast_dynamic`."""
-    check_cast(x, dtype, row, col)
+    """Cast ``x`` [R, C].
+
+    Args:
+        x: float32, bfloat16 or float16.
+        kind: what to make of it.
+        scale: 0-dim float32, the decode scale (`GIVEN`) or that of the history.
+        parts: [P] float32 as from `measure`, unless `GIVEN`.
+        scale_out: 0-dim float32, receives the scale used, unless `GIVEN`.
+        amax: 0-dim float32, raised to the amax of what is cast if ``kind.record``.
+        y: [R, C] as ``x``, for `SWIGLU`.
+        rstd: [R] float32, for `RMS_NORM`.
+        weight: [C] of dtype ``kind.weight_dtype``, for `RMS_NORM`.
+        config: launch configuration; None for the usual one.
+
+    Returns:
+        Row data, column data: those asked for.
+    """
+    plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
+    out = []
+    if plan.row_shape is not None:
+        out.append(empty(plan.row_shape, kind.dtype, x))
+    if plan.col_shape is not None:
+        out.append(empty(plan.col_shape, kind.dtype, x))
+    if plan.launch is not None:
+        # Any pointer of the same type stands in for one that is absent.
+        along, across = (out[-1], out[0]) if plan.swapped else (out[0], out[-1])
+        some = scale if parts is None else parts
+        assert some is not None
+        plan.launch(
+            x,
+            x if y is None else y,
+            x if rstd is None else rstd,
+            x if weight is None else weight,
+            along,
+            across,
+            some if scale is None else scale,
+            some if parts is None else parts,
+            some if scale_out is None else scale_out,
+            some if amax is None else amax,
+        )
+    return out
+
+
+def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
+    """Launch configuration for [R, C], where ``C`` is the dim along which x is contiguous.
+
+    Args:
+        R: size of the other dim.
+        C: size of the dim along which x is read.
+        across: whether the copy that is contiguous along ``R`` is written.
+        sms: multiprocessors of the device.
+    """
+    # 128 x 128 writes whole 128-byte lines in both layouts.
+    both = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
+    return fitting(R, C, sms, both if across else ((16, 256, 4), (16, 128, 2)))
+
+
+def reads_along_rows(strides: tuple[int, ...]) -> bool:
+    """Whether the kernel takes x as it lies; else it takes x.t(), with row and col swapped."""
+    return strides[1] == 1 or strides[0] != 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    x_dtype: torch.dtype,
+    device: torch.device,
+    kind: Kind,
+    config: TileLaunch | None,
+) -> _Plan:
+    """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
+    (R, C), (stride_r, stride_c) = shape, strides
+    row_shape = (ceil16(R) if kind.pad_rows else R, ceil16(C)) if kind.row else None
+    col_shape = (ceil16(C), ceil16(R)) if kind.col else None
+    swapped = not reads_along_rows(strides)
+    if R * C == 0:
+        return _Plan(None, row_shape, col_shape, swapped)
+    row = (_PADDED_ROWS if kind.pad_rows else _EXACT_ROWS) if kind.row else _ABSENT
+    col = _PADDED_ROWS if kind.col else _ABSENT
+    along, across = row, col
+    if swapped:
+        R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, col, row
+    if config is None:
+        config = launch_config(R, C, across=across != _ABSENT, sms=sm_count(device))
+    constants = (
+        kind.producer,
+        along,
+        across,
+        mantissa(kind.dtype),
+        FLOAT8_MAX[kind.dtype],
+        kind.source,
+        power_of_2_above(kind.parts),
+        kind.power_of_2,
+        kind.record,
+        has_float8_conversion(device),
+        config.even,
+        config.block_r,
+        config.block_c,
+        config.group,
+    )
+    integers = (R, C, stride_r, stride_c, kind.parts)
+    inputs = 4 if kind.producer != PLAIN else 1  # x, y, rstd and weight
+    launch = Launch(
+        _cast_kernel, config.programs, device, integers, constants, config.num_warps, inputs=inputs
+    )
+    return _Plan(launch, row_shape, col_shape, swapped)
+
+
+def mantissa(dtype: torch.dtype) -> int:
+    """Mantissa bits of a format, by which kernels tell it."""
+    return 3 if dtype == torch.float8_e4m3fn else 2
+
+
+def power_of_2_above(parts: int) -> int:
+    """The smallest power of two that is not below ``parts``."""
+    return 1 << (parts - 1).bit_length() if parts else 1
+
+
+def _cast_triton(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, *_: object
+) -> list[Tensor]:
+    return launch_cast(x, Kind(dtype, row, col, pad_rows), scale=scale)
+
+
+def _cast_dynamic_triton(
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool, *_: object
+) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_dynamic_reference(x, dtype, row, col, pad_rows, round_to_power_of_2)
+        return cast_dynamic_reference(x, dtype, row, col, pad_rows, power_of_2)
     parts = measure(x)
-    scale = empty((), torch.float32, x.device)
-    options = Options(dtype, row, col, pad_rows, MEASURED, parts.numel(), round_to_power_of_2)
-    return pack(scale, launch_cast(x, options, parts=parts, scale_out=scale))
+    scale = empty((), torch.float32, x)
+    kind = Kind(dtype, row, col, pad_rows, MEASURED, parts.shape[0], power_of_2)
+    return [scale, *launch_cast(x, kind, parts=parts, scale_out=scale)]
+
+
+def _cast_delayed_triton(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    record: bool,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.numel() == 0:
+        return cast_delayed_reference(
+            x, scale, amax, dtype, row, col, pad_rows, power_of_2, record
+        )
+    parts = measure(x, known_scale=scale)
+    used = empty((), torch.float32, x)
+    kind = Kind(dtype, row, col, pad_rows, HISTORY, parts.shape[0], power_of_2, record)
+    data = launch_cast(x, kind, scale=scale, parts=parts, scale_out=used, amax=amax)
+    if record:
+        mark_written(amax)
+    return _fixed(x, used, data, row, col)
+
+
+@jit(do_not_specialize_on_alignment=["scale_ptr", "parts_ptr", "scale_out_ptr", "amax_ptr"])
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, C]
+    y_ptr,  # [R, C], as x: the factor of silu(x) if SWIGLU
+    rstd_ptr,  # [R], if RMS_NORM
+    weight_ptr,  # [C], if RMS_NORM
+    along_ptr,  # contiguous along C, at least [R, C]
+    across_ptr,  # contiguous along R, at least [C, R]
+    scale_ptr,
+    parts_ptr,
+    scale_out_ptr,
+    amax_ptr,
+    R,
+    C,
+    stride_r,
+    stride_c,
+    parts,
+    PRODUCER: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two, not below parts
+    POWER_OF_2: tl.constexpr,
+    RECORD: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    Rp = tl.cdiv(R, 16) * 16
+    Cp = tl.cdiv(C, 16) * 16
+    tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
+    # The tile as four tiles of every fourth row: see _tiles. 64-bit, so that offsets are.
+    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
+    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
+    in_c = c < C
+    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
+    x_ptr += c * stride_c
+    x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
+    x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
+    x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
+    x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
+    v0, v1, v2, v3 = (
+        to_float32(x0, HARDWARE),
+        to_float32(x1, HARDWARE),
+        to_float32(x2, HARDWARE),
+        to_float32(x3, HARDWARE),
+    )
+    if PRODUCER == 1:
+        y_ptr += c * stride_c
+        v0 = swiglu(v0, to_float32(load(y_ptr + r0 * stride_r, in0, EVEN), HARDWARE))
+        v1 = swiglu(v1, to_float32(load(y_ptr + r1 * stride_r, in1, EVEN), HARDWARE))
+        v2 = swiglu(v2, to_float32(load(y_ptr + r2 * stride_r, in2, EVEN), HARDWARE))
+        v3 = swiglu(v3, to_float32(load(y_ptr + r3 * stride_r, in3, EVEN), HARDWARE))
+    elif PRODUCER == 2:
+        weight = to_float32(load(weight_ptr + c, in_c, EVEN), HARDWARE)
+        v0 = v0 * load(rstd_ptr + r0, r0 < R, EVEN) * weight
+        v1 = v1 * load(rstd_ptr + r1, r1 < R, EVEN) * weight
+        v2 = v2 * load(rstd_ptr + r2, r2 < R, EVEN) * weight
+        v3 = v3 * load(rstd_ptr + r3, r3 < R, EVEN) * weight
+
+    scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2)
+    if SOURCE != 0:
+        if tl.program_id(0) == 0:
+            tl.store(scale_out_ptr, scale)
+    if RECORD:
+        if PRODUCER == 0:  # in 16 bits, not in 32
+            record_amax(amax_ptr, x0, x1, x2, x3)
+        else:
+            record_amax(amax_ptr, v0, v1, v2, v3)
+
+    inverse = tl.div_rn(1.0, scale)
+    v0 = scaled(v0, in0, inverse, EVEN)
+    v1 = scaled(v1, in1, inverse, EVEN)
+    v2 = scaled(v2, in2, inverse, EVEN)
+    v3 = scaled(v3, in3, inverse, EVEN)
+    if ALONG != 0:
+        rows = R if ALONG == 1 else Rp
+        store_along(along_ptr, v0, v1, v2, v3, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
+    if ACROSS != 0:
+        rows = C if ACROSS == 1 else Cp
+        store_across(across_ptr, v0, v1, v2, v3, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
+
+
+@jit
+def choose_scale(  # type: ignore[no-untyped-def]
+    scale_ptr,
+    parts_ptr,
+    parts,
+    SOURCE: tl.constexpr,
+    PARTS: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+):
+    """The decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
+    if SOURCE == 1:
+        scale = _measured_scale(parts_ptr, parts, PARTS, FLOAT8_MAX, POWER_OF_2)
+    else:
+        scale = tl.load(scale_ptr)
+        if SOURCE == 2:
+            if scale == 0.0:
+                scale = _measured_scale(parts_ptr, parts, PARTS, FLOAT8_MAX, POWER_OF_2)
+    return scale
+
+
+@jit
+def _measured_scale(  # type: ignore[no-untyped-def]
+    parts_ptr, parts, PARTS: tl.constexpr, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr
+):
+    at = tl.arange(0, PARTS)
+    parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    bits = tl.max(tl.load(parts_ptr + at, mask=at < parts, other=0))
+    return scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+
+
+@jit
+def record_amax(amax_ptr, x0, x1, x2, x3):  # type: ignore[no-untyped-def]
+    """Raise the float32 at ``amax_ptr`` to the largest magnitude of four tiles."""
+    bits = tl.maximum(
+        tl.maximum(magnitude_bits(x0), magnitude_bits(x1)),
+        tl.maximum(magnitude_bits(x2), magnitude_bits(x3)),
+    )
+    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    bits = float32_bits(tl.max(tl.max(bits, axis=1), axis=0), x0.dtype)
+    # Thousands of programs would queue up for one address, and few of them have news.
+    if bits > tl.load(amax_ptr, volatile=True):
+        tl.atomic_max(amax_ptr, bits, sem="relaxed")
+
+
+@jit
+def scaled(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``v`` times ``inverse``, float32; zero where not ``inside``."""
+    # An Inf in v must become NaN, though a product that overflows saturates. Inf * 0 is NaN, and
+    # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
+    zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
+    v = v * inverse + v * zero
+    if not EVEN:
+        v = tl.where(inside, v, 0.0)  # also where the scale is zero: 0 * Inf
+    return v
+
+
+@jit
+def store_along(  # type: ignore[no-untyped-def]
+    ptr, v0, v1, v2, v3, quad, c, rows, Cp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Store float32 values of every fourth row as float8 rows [rows, Cp]."""
+    in_cp = c < Cp
+    ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
+    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
+    store(ptr + r0 * Cp, to_float8_bits(v0, MANTISSA, HARDWARE), (r0 < rows) & in_cp, EVEN)
+    store(ptr + r1 * Cp, to_float8_bits(v1, MANTISSA, HARDWARE), (r1 < rows) & in_cp, EVEN)
+    store(ptr + r2 * Cp, to_float8_bits(v2, MANTISSA, HARDWARE), (r2 < rows) & in_cp, EVEN)
+    store(ptr + r3 * Cp, to_float8_bits(v3, MANTISSA, HARDWARE), (r3 < rows) & in_cp, EVEN)
+
+
+@jit
+def store_across(  # type: ignore[no-untyped-def]
+    ptr, v0, v1, v2, v3, quad, c, rows, Rp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Store float32 values of every fourth row transposed, as float8 [rows, Rp]."""
+    c, quad = tl.trans(c), tl.trans(quad)
+    ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + quad
+    words = tl.trans(to_float8_words(v0, v1, v2, v3, MANTISSA, HARDWARE))
+    store(ptr + c * (Rp // 4), words, (c < rows) & (quad < Rp // 4), EVEN)
+
+
+def _cast_fake(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, *_: object
+) -> list[Tensor]:
+    return allocate(x, dtype, row, col, pad_rows)
+
+
+def cast_dynamic_fake(
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, *_: object
+) -> list[Tensor]:
+    """Uninitialised results of `cast_dynamic_reference`."""
+    return [x.new_empty((), dtype=torch.float32), *allocate(x, dtype, row, col, pad_rows)]
+
+
+def _cast_delayed_fake(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    used = x.new_empty((), dtype=torch.float32)
+    return _fixed(x, used, allocate(x, dtype, row, col, pad_rows), row, col)
+
+
+register(
+    "cast(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool pad_rows, "
+    "Tensor? after=None, str build='') -> Tensor[]",
+    plain=cast_reference,
+    triton=_cast_triton,
+    fake=_cast_fake,
+)
+register(
+    "cast_dynamic(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
+    "bool power_of_2, str build='') -> Tensor[]",
+    plain=cast_dynamic_reference,
+    triton=_cast_dynamic_triton,
+    fake=cast_dynamic_fake,
+)
+register(
+    "cast_delayed(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType dtype, bool row, bool col, "
+    "bool pad_rows, bool power_of_2, bool record, str build='') -> (Tensor, Tensor, Tensor)",
+    plain=cast_delayed_reference,
+    triton=_cast_delayed_triton,
+    fake=_cast_delayed_fake,
+)

@@ -6,25 +6,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.kernels._cast_launch import (
+from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
+from float8.kernels.cast import (
     GIVEN,
     HISTORY,
     MEASURED,
     RMS_NORM,
-    SPECULATIVE,
-    Options,
+    Cast,
+    Kind,
+    cast_dynamic_fake,
+    cast_reference,
+    choose_scale_reference,
     launch_cast,
 )
-from float8.kernels._checks import check_high_precision, check_scalar, describe
-from float8.kernels._device import has_float8_conversion
-from float8.kernels._direct import takes_triton_directly
-from float8.kernels._float8 import to_float32
-from float8.kernels._launch import Launch
-from float8.kernels._memory import empty
-from float8.kernels._triton import jit, tl
-from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
-from float8.kernels.cast import Cast, cast_reference
-from float8.kernels.cast_delayed import choose_scale_reference
+from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
+from float8.kernels.numeric import to_float32
+from float8.kernels.runtime.device import has_float8_conversion
+from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
+from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.triton import jit, tl
+from float8.quantize.history import NO_STATE, DelayedScale
+from float8.quantize.spec import CastSpec
 
 WIDEST_NORM = 32768
 """Each program holds a whole row; wider ones would not fit into registers."""
@@ -43,13 +45,10 @@ def rms_norm_cast(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    dtype: torch.dtype,
+    spec: CastSpec,
+    state: DelayedScale | None = None,
     *,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    round_to_power_of_2: bool = False,
     record: bool = False,
-    speculative: bool = False,
 ) -> NormCast:
     """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
 
@@ -59,24 +58,23 @@ def rms_norm_cast(
         x: [R, C] float32, bfloat16 or float16, C at most `WIDEST_NORM`.
         weight: [C] float32, bfloat16 or float16.
         eps: added to the mean square.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scale: 0-dim float32, the decode scale from the history, 0 where unknown; None: the scale
-            is taken from the amax of the product.
-        amax: 0-dim float32, raised in place to the amax of the product; needed with ``scale``.
-        round_to_power_of_2: round a scale from the amax up to a power of two.
-        record: whether to write ``amax``.
-        speculative: take ``scale`` for a guess: the scale from the amax is used where it is larger,
-            or not a number, so that nothing saturates.
+        spec: format, and whether a scale from the amax is rounded up to a power of two.
+        state: of delayed scaling, as in `cast_delayed`; None: the scale is taken from the amax of
+            the product.
+        record: whether to raise the amax of ``state``.
 
     Raises:
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together.
     """
-    args = (x, weight, eps, dtype, scale, amax, round_to_power_of_2, record, speculative)
-    if takes_triton_directly(x, weight, scale, amax):
-        out = rms_norm_cast_triton(*args)
+    check_rms_norm(x, weight)
+    check_state(state, x)
+    scale, amax = state or NO_STATE
+    args = (x, weight, eps, spec.dtype, scale, amax, spec.power_of_2, record)
+    if x.is_cuda and takes_triton_directly(x, weight, scale, amax):
+        out = _rms_norm_cast_triton(*args)
     else:
-        out = torch.ops.float8.rms_norm_cast.default(*args)
+        out = torch.ops.float8.rms_norm_cast.default(*args, BUILD)
     return NormCast(out[0], Cast(out[1], out[2], None))
 
 
@@ -101,13 +99,16 @@ def rms_norm_recast(
         TypeError: as :func:`rms_norm_cast`.
         ValueError: as :func:`rms_norm_cast`.
     """
-    if takes_triton_directly(x, weight, rstd, scale):
-        return rms_norm_recast_triton(x, weight, rstd, scale, dtype)
-    out: Tensor = torch.ops.float8.rms_norm_recast.default(x, weight, rstd, scale, dtype)
+    check_rms_norm(x, weight)
+    check_scalar("scale", scale, x)
+    args = (x, weight, rstd, scale, dtype)
+    if x.is_cuda and takes_triton_directly(x, weight, rstd, scale):
+        return _rms_norm_recast_triton(*args)
+    out: Tensor = torch.ops.float8.rms_norm_recast.default(*args, BUILD)
     return out
 
 
-def check_rms_norm(x: Tensor, weight: Tensor, scale: Tensor | None, amax: Tensor | None) -> None:
+def check_rms_norm(x: Tensor, weight: Tensor) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what :func:`rms_norm_cast` cannot take."""
     check_high_precision("rms_norm_cast", x)
     if x.dim() != 2 or x.numel() == 0 or x.shape[1] > WIDEST_NORM:
@@ -121,11 +122,6 @@ def check_rms_norm(x: Tensor, weight: Tensor, scale: Tensor | None, amax: Tensor
             f"rms_norm_cast: weight is {describe(weight)} and x {describe(x)}; expected a weight "
             f"[C] on the device of x"
         )
-    if (scale is None) != (amax is None):
-        raise ValueError("rms_norm_cast: got only one of scale and amax, expected both or neither")
-    if scale is not None and amax is not None:
-        check_scalar("scale", scale, x)
-        check_scalar("amax", amax, x)
 
 
 def rms_norm_cast_reference(
@@ -135,102 +131,69 @@ def rms_norm_cast_reference(
     dtype: torch.dtype,
     scale: Tensor | None,
     amax: Tensor | None,
-    round_to_power_of_2: bool,
+    power_of_2: bool,
     record: bool,
-    speculative: bool = False,
-) -> list[Tensor]:
-    """Plain-torch twin of the kernel; see :func:`rms_norm_cast`."""
-    check_rms_norm(x, weight, scale, amax)
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain-torch twin of :func:`rms_norm_cast`: rstd, the scale used, row data."""
     x = x.to(torch.float32)
     rstd = torch.rsqrt(x.square().mean(dim=1) + eps)
     normed = x * rstd[:, None] * weight.to(torch.float32)
-    own = amax_reference(normed)
-    used = choose_scale_reference(own, dtype, scale, amax, round_to_power_of_2, record, speculative)
-    row, _ = cast_reference(normed, used, dtype, row=True, col=False)
-    assert row is not None
-    return [rstd, used, row]
+    used = choose_scale_reference(amax_reference(normed), dtype, scale, amax, power_of_2, record)
+    return rstd, used, cast_reference(normed, used, dtype, True, False)[0]
 
 
-def rms_norm_cast_triton(
+def rms_norm_recast_reference(
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype, *_: object
+) -> Tensor:
+    """Plain-torch twin of :func:`rms_norm_recast`."""
+    normed = x.to(torch.float32) * rstd[:, None] * weight.to(torch.float32)
+    return cast_reference(normed, scale, dtype, False, True)[0]
+
+
+def _rms_norm_cast_triton(
     x: Tensor,
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
     scale: Tensor | None,
     amax: Tensor | None,
-    round_to_power_of_2: bool,
+    power_of_2: bool,
     record: bool,
-    speculative: bool = False,
-) -> list[Tensor]:
-    """Triton kernels; see :func:`rms_norm_cast`."""
-    check_rms_norm(x, weight, scale, amax)
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
-    rstd = empty((x.shape[0],), torch.float32, x.device)
-    used = empty((), torch.float32, x.device)
+    rstd = empty((x.shape[0],), torch.float32, x)
+    used = empty((), torch.float32, x)
     launch = _launch(x.shape, (x.dtype, weight.dtype), x.device, eps)
-    parts = empty((launch.programs,), torch.float32, x.device)
+    parts = empty((launch.programs,), torch.float32, x)
     launch(x, weight, rstd, parts)
     # The statistics know the amax before the cast: nothing has to be done twice.
-    known = SPECULATIVE if speculative else HISTORY
-    options = Options(
+    kind = Kind(
         dtype,
         row=True,
         col=False,
-        pad_rows=False,
-        source=MEASURED if scale is None else known,
+        source=MEASURED if scale is None else HISTORY,
         parts=launch.programs,
-        round_to_power_of_2=round_to_power_of_2,
-        record=record and scale is not None,
+        power_of_2=power_of_2,
+        record=record and amax is not None,
         producer=RMS_NORM,
         weight_dtype=weight.dtype,
     )
-    row, _ = launch_cast(
-        x,
-        options,
-        scale=scale,
-        parts=parts,
-        scale_out=used,
-        amax=amax,
-        rstd=rstd,
-        weight=weight,
+    (row,) = launch_cast(
+        x, kind, scale=scale, parts=parts, scale_out=used, amax=amax, rstd=rstd, weight=weight
     )
-    if options.record:
-        assert amax is not None
-        torch.autograd.graph.increment_version(amax)
-    assert row is not None
-    return [rstd, used, row]
+    if amax is not None and record:
+        mark_written(amax)
+    return rstd, used, row
 
 
-def rms_norm_recast_reference(
-    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
+def _rms_norm_recast_triton(
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype, *_: object
 ) -> Tensor:
-    """Plain-torch twin of the kernel; see :func:`rms_norm_recast`."""
-    check_rms_norm(x, weight, None, None)
-    check_scalar("scale", scale, x)
-    normed = x.to(torch.float32) * rstd[:, None] * weight.to(torch.float32)
-    _, col = cast_reference(normed, scale, dtype, row=False, col=True)
-    assert col is not None
-    return col
-
-
-def rms_norm_recast_triton(
-    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Triton kernel; see :func:`rms_norm_recast`."""
-    check_rms_norm(x, weight, None, None)
-    check_scalar("scale", scale, x)
-    options = Options(
-        dtype,
-        row=False,
-        col=True,
-        pad_rows=False,
-        source=GIVEN,
-        producer=RMS_NORM,
-        weight_dtype=weight.dtype,
-    )
     x, weight = x.contiguous(), weight.contiguous()
-    _, col = launch_cast(x, options, scale=scale, rstd=rstd, weight=weight)
-    assert col is not None
+    kind = Kind(dtype, False, True, source=GIVEN, producer=RMS_NORM, weight_dtype=weight.dtype)
+    (col,) = launch_cast(x, kind, scale=scale, rstd=rstd, weight=weight)
     return col
 
 
@@ -254,8 +217,8 @@ def _launch(
         _rms_norm_kernel,
         -(-R // rows),
         device,
-        (R, C),
-        (eps, rows, block, has_float8_conversion(device)),
+        (R, C, rows),
+        (eps, block, has_float8_conversion(device)),
         num_warps,
         inputs=2,
     )
@@ -269,19 +232,50 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,
     R,
     C,
+    rows,
     EPS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     c = tl.arange(0, BLOCK)
     weight = to_float32(tl.load(weight_ptr + c, mask=c < C, other=0.0), HARDWARE)
     largest = tl.zeros((BLOCK,), tl.int32)
-    for row in range(ROWS):
-        r = tl.program_id(0).to(tl.int64) * ROWS + row
+    r = tl.program_id(0).to(tl.int64) * rows
+    end = r + rows
+    while r < end:  # Triton's interpreter (3.6) takes no range of tensors
         inside = (c < C) & (r < R)
         x = to_float32(tl.load(x_ptr + r * C + c, mask=inside, other=0.0), HARDWARE)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x) / C + EPS)
         largest = tl.maximum(largest, magnitude_bits(x * rstd * weight))
         tl.store(rstd_ptr + r, rstd, mask=r < R)
+        r += 1
     store_part(parts_ptr, tl.max(largest), tl.float32)
+
+
+def _rms_norm_cast_fake(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    used, row = cast_dynamic_fake(x, dtype, True, False, False)
+    return x.new_empty(x.shape[0], dtype=torch.float32), used, row
+
+
+def _rms_norm_recast_fake(
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype, *_: object
+) -> Tensor:
+    return cast_dynamic_fake(x, dtype, False, True, False)[1]
+
+
+register(
+    "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, Tensor? scale, "
+    "Tensor(a!)? amax, bool power_of_2, bool record, str build='') -> (Tensor, Tensor, Tensor)",
+    plain=rms_norm_cast_reference,
+    triton=_rms_norm_cast_triton,
+    fake=_rms_norm_cast_fake,
+)
+register(
+    "rms_norm_recast(Tensor x, Tensor weight, Tensor rstd, Tensor scale, ScalarType dtype, "
+    "str build='') -> Tensor",
+    plain=rms_norm_recast_reference,
+    triton=_rms_norm_recast_triton,
+    fake=_rms_norm_recast_fake,
+)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from float8.kernels._checks import check_high_precision, check_same, describe
-from float8.kernels._device import has_float8_conversion, sm_count
-from float8.kernels._direct import takes_triton_directly
-from float8.kernels._float8 import to_float32
-from float8.kernels._launch import Launch
-from float8.kernels._memory import empty
-from float8.kernels._triton import jit, tl
+from float8.kernels.checks import check_high_precision, check_same, describe
+from float8.kernels.numeric import to_float32
 from float8.kernels.rms_norm import WIDEST_NORM, whole_row
+from float8.kernels.runtime.device import has_float8_conversion, sm_count
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.triton import jit, tl
 
 _MOST_GRADS = 3  # that one launch sums up
 
@@ -28,7 +27,7 @@ def rms_norm_backward(
     """The gradients of x and weight of ``x * rstd * weight``; see `rms_norm_cast`.
 
     Several layers read a norm, and a residual connection goes around it: their gradients are
-    summed in float32 in the same kernel. One opaque op, ``torch.ops.float8.rms_norm_backward``.
+    summed in float32 in the same kernel.
 
     Args:
         grads: one or more gradients of the product, each as ``x``.
@@ -44,11 +43,11 @@ def rms_norm_backward(
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together, or there is no gradient.
     """
-    if takes_triton_directly(x, weight, rstd, residual_grad, *grads):
-        return rms_norm_backward_triton(list(grads), x, weight, rstd, residual_grad)
-    out: tuple[Tensor, Tensor] = torch.ops.float8.rms_norm_backward.default(
-        list(grads), x, weight, rstd, residual_grad
-    )
+    check_rms_norm_backward(grads, x, weight, rstd, residual_grad)
+    args = (list(grads), x, weight, rstd, residual_grad)
+    if x.is_cuda and takes_triton_directly(x, weight, rstd, residual_grad, *grads):
+        return rms_norm_backward_triton(*args)
+    out: tuple[Tensor, Tensor] = torch.ops.float8.rms_norm_backward.default(*args, BUILD)
     return out
 
 
@@ -72,10 +71,14 @@ def check_rms_norm_backward(
 
 
 def rms_norm_backward_reference(
-    grads: Sequence[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual_grad: Tensor | None
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of the kernel; see :func:`rms_norm_backward`."""
-    check_rms_norm_backward(grads, x, weight, rstd, residual_grad)
     grad = grads[0].to(torch.float32)
     for other in grads[1:]:
         grad = grad + other.to(torch.float32)
@@ -90,10 +93,14 @@ def rms_norm_backward_reference(
 
 
 def rms_norm_backward_triton(
-    grads: Sequence[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual_grad: Tensor | None
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
     """Triton kernel; see :func:`rms_norm_backward`."""
-    check_rms_norm_backward(grads, x, weight, rstd, residual_grad)
     if len(grads) > _MOST_GRADS:
         first, *others = grads[_MOST_GRADS - 1 :]
         rest = first.to(torch.float32)
@@ -110,8 +117,8 @@ def rms_norm_backward_triton(
         residual_grad is not None,
     )
     R, C = x.shape
-    grad_x = empty((R, C), x.dtype, x.device)
-    parts = empty((launch.programs, C), torch.float32, x.device)
+    grad_x = empty((R, C), x.dtype, x)
+    parts = empty((launch.programs, C), torch.float32, x)
     # Any pointer of the same type stands in for one that is absent.
     residual = x if residual_grad is None else residual_grad.contiguous()
     tensors += [x] * (_MOST_GRADS - len(tensors))
@@ -135,8 +142,8 @@ def _launch(
         _rms_norm_backward_kernel,
         -(-R // rows),
         device,
-        (R, C),
-        (grads, residual, rows, block, has_float8_conversion(device)),
+        (R, C, rows),
+        (grads, residual, block, has_float8_conversion(device)),
         num_warps,
         inputs=7,
     )
@@ -155,17 +162,18 @@ def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # [programs, C]
     R,
     C,
+    rows,
     GRADS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     c = tl.arange(0, BLOCK)
     weight = to_float32(tl.load(weight_ptr + c, mask=c < C, other=0.0), HARDWARE)
     total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(ROWS):
-        r = tl.program_id(0).to(tl.int64) * ROWS + row
+    r = tl.program_id(0).to(tl.int64) * rows
+    end = r + rows
+    while r < end:  # Triton's interpreter (3.6) takes no range of tensors
         inside = (c < C) & (r < R)
         at = r * C + c
         grad = to_float32(tl.load(g0_ptr + at, mask=inside, other=0.0), HARDWARE)
@@ -182,4 +190,20 @@ def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
             grad_x += to_float32(tl.load(residual_ptr + at, mask=inside, other=0.0), HARDWARE)
         total += grad * normed
         tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        r += 1
     tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * C + c, total, mask=c < C)
+
+
+def _rms_norm_backward_fake(
+    grads: Sequence[Tensor], x: Tensor, weight: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+register(
+    "rms_norm_backward(Tensor[] grads, Tensor x, Tensor weight, Tensor rstd, "
+    "Tensor? residual_grad, str build='') -> (Tensor, Tensor)",
+    plain=rms_norm_backward_reference,
+    triton=rms_norm_backward_triton,
+    fake=_rms_norm_backward_fake,
+)

@@ -6,22 +6,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX
-from float8.kernels._cast_launch import GIVEN, HISTORY, MEASURED, SPECULATIVE
-from float8.kernels._checks import check_same, check_scalar
-from float8.kernels._device import has_float8_conversion, sm_count
-from float8.kernels._direct import takes_triton_directly
-from float8.kernels._launch import Launch
-from float8.kernels._memory import empty
-from float8.kernels._swiglu_backward_kernel import (
-    swiglu_backward_amax_kernel,
-    swiglu_backward_kernel,
+from float8.formats import FLOAT8_MAX, ceil16
+from float8.kernels.amax import amax_reference, even_shares, magnitude_bits, store_part
+from float8.kernels.cast import (
+    HISTORY,
+    MEASURED,
+    Cast,
+    cast_reference,
+    choose_scale,
+    choose_scale_reference,
+    mantissa,
+    power_of_2_above,
+    record_amax,
+    scaled,
+    store_across,
+    store_along,
 )
-from float8.kernels._tiles import fitting, repair_programs
-from float8.kernels.amax import amax_reference, even_shares
-from float8.kernels.cast import Cast, cast_reference
-from float8.kernels.cast_delayed import choose_scale_reference
-from float8.kernels.layout import ceil16
+from float8.kernels.checks import check_same, check_scalar, check_state
+from float8.kernels.numeric import to_float32
+from float8.kernels.runtime.device import has_float8_conversion, sm_count
+from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
+from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.swiglu_math import swiglu_backward
+from float8.kernels.tiles import fitting, load, tile_at, tile_of_program
+from float8.quantize.history import NO_STATE, DelayedScale
+from float8.quantize.spec import CastSpec
+
+_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Column data of the product; scale used and row data of gate's gradient, then of up's."""
 
 
 class SwigluGradients(NamedTuple):
@@ -43,22 +56,17 @@ def swiglu_backward_cast(
     up: Tensor,
     product_scale: Tensor,
     product_dtype: torch.dtype,
-    dtype: torch.dtype,
+    spec: CastSpec,
+    gate_state: DelayedScale | None = None,
+    up_state: DelayedScale | None = None,
     *,
-    gate_scale: Tensor | None = None,
-    gate_amax: Tensor | None = None,
-    up_scale: Tensor | None = None,
-    up_amax: Tensor | None = None,
-    round_to_power_of_2: bool = False,
     record: bool = False,
-    speculative: bool = False,
 ) -> SwigluGradients:
     """Cast the gradients of ``gate`` and ``up`` to row data, and the product once more.
 
     The product ``silu(gate) * up`` is needed as column data only now, so forward need not keep it.
     The gradients' column data are left to `transpose_bytes`, which needs no memory for them before
     that of ``grad``, ``gate`` and ``up`` is free: this is where a training step needs most.
-    One opaque op, ``torch.ops.float8.swiglu_backward_cast``.
 
     Args:
         grad: [R, C], gradient of the product; float32, bfloat16 or float16.
@@ -66,52 +74,32 @@ def swiglu_backward_cast(
         up: as ``grad``.
         product_scale: 0-dim float32, the scale that forward cast the product with.
         product_dtype: float8 format of the product.
-        dtype: float8 format of the gradients.
-        gate_scale: 0-dim float32, the decode scale of gate's gradient from the history, 0 where
-            unknown; None (all four): scales are taken from the amaxes.
-        gate_amax: 0-dim float32, raised in place to the amax of gate's gradient.
-        up_scale: as ``gate_scale``.
-        up_amax: as ``gate_amax``.
-        round_to_power_of_2: round scales from amaxes up to powers of two.
-        record: whether to write the amaxes.
-        speculative: take ``gate_scale`` and ``up_scale`` for guesses: the scale from the amax is
-            used where it is larger, or not a number, so that nothing saturates.
+        spec: of the gradients: format, and whether scales from amaxes are rounded up to powers of
+            two.
+        gate_state: of delayed scaling of gate's gradient; None (both): scales are taken from the
+            amaxes.
+        up_state: of up's.
+        record: whether to raise the amaxes of the states.
 
     Raises:
         TypeError: a dtype is not one of those above.
-        ValueError: the shapes or devices do not fit together.
+        ValueError: the shapes or devices do not fit together, or only one state is given.
     """
-    args = (
-        *(grad, gate, up, product_scale, product_dtype, dtype),
-        *(gate_scale, gate_amax, up_scale, up_amax, round_to_power_of_2, record, speculative),
-    )
-    tensors = (grad, gate, up, product_scale, gate_scale, gate_amax, up_scale, up_amax)
-    if takes_triton_directly(*tensors):
-        out = swiglu_backward_cast_triton(*args)
-    else:
-        out = torch.ops.float8.swiglu_backward_cast.default(*args)
-    product, gate_used, gate_row, up_used, up_row = out
-    return SwigluGradients(product, Cast(gate_used, gate_row, None), Cast(up_used, up_row, None))
-
-
-def check_swiglu_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    product_scale: Tensor,
-    states: tuple[Tensor | None, ...],
-) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what :func:`swiglu_backward_cast` cannot take."""
     check_same("swiglu_backward_cast", grad=grad, gate=gate, up=up)
     check_scalar("product_scale", product_scale, grad)
-    given = [state for state in states if state is not None]
-    if len(given) not in (0, 4):
-        raise ValueError(
-            f"swiglu_backward_cast: got {len(given)} of gate_scale, gate_amax, up_scale and "
-            f"up_amax, expected all or none"
-        )
-    for state in given:
-        check_scalar("scale or amax", state, grad)
+    if (gate_state is None) != (up_state is None):
+        raise ValueError("swiglu_backward_cast: got one state, expected one for each, or none")
+    check_state(gate_state, grad)
+    check_state(up_state, grad)
+    states = (*(gate_state or NO_STATE), *(up_state or NO_STATE))
+    tensors = (grad, gate, up, product_scale)
+    args = (*tensors, product_dtype, spec.dtype, *states, spec.power_of_2, record)
+    if grad.is_cuda and takes_triton_directly(*tensors, *states):
+        out = _swiglu_backward_cast_triton(*args)
+    else:
+        out = torch.ops.float8.swiglu_backward_cast.default(*args, BUILD)
+    product, gate_used, gate_row, up_used, up_row = out
+    return SwigluGradients(product, Cast(gate_used, gate_row, None), Cast(up_used, up_row, None))
 
 
 def swiglu_backward_cast_reference(
@@ -125,32 +113,27 @@ def swiglu_backward_cast_reference(
     gate_amax: Tensor | None,
     up_scale: Tensor | None,
     up_amax: Tensor | None,
-    round_to_power_of_2: bool,
+    power_of_2: bool,
     record: bool,
-    speculative: bool = False,
-) -> list[Tensor]:
-    """Plain-torch twin of the kernel; see :func:`swiglu_backward_cast`."""
-    states = (gate_scale, gate_amax, up_scale, up_amax)
-    check_swiglu_backward(grad, gate, up, product_scale, states)
+    *_: object,
+) -> _Results:
+    """Plain-torch twin of :func:`swiglu_backward_cast`."""
     grad, gate, up = (x.to(torch.float32) for x in (grad, gate, up))
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    _, product = cast_reference(silu * up, product_scale, product_dtype, row=False, col=True)
-    assert product is not None
-    out = [product]
-    grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
-    for x, scale, amax in ((grad_gate, *states[:2]), (grad * silu, *states[2:])):
+
+    def cast(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor]:
         own = amax_reference(x)
-        used = choose_scale_reference(
-            own, dtype, scale, amax, round_to_power_of_2, record, speculative
-        )
-        row, _ = cast_reference(x, used, dtype, row=True, col=False)
-        assert row is not None
-        out += [used, row]
-    return out
+        used = choose_scale_reference(own, dtype, scale, amax, power_of_2, record)
+        return used, cast_reference(x, used, dtype, True, False)[0]
+
+    (product,) = cast_reference(silu * up, product_scale, product_dtype, False, True)
+    grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    of_gate = cast(grad_gate, gate_scale, gate_amax)
+    return product, *of_gate, *cast(grad * silu, up_scale, up_amax)
 
 
-def swiglu_backward_cast_triton(
+def _swiglu_backward_cast_triton(
     grad: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -161,57 +144,41 @@ def swiglu_backward_cast_triton(
     gate_amax: Tensor | None,
     up_scale: Tensor | None,
     up_amax: Tensor | None,
-    round_to_power_of_2: bool,
+    power_of_2: bool,
     record: bool,
-    speculative: bool = False,
-) -> list[Tensor]:
-    """Triton kernels; see :func:`swiglu_backward_cast`."""
-    states = (gate_scale, gate_amax, up_scale, up_amax)
-    check_swiglu_backward(grad, gate, up, product_scale, states)
+    *_: object,
+) -> _Results:
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    out = allocate_gradients(grad, product_dtype, dtype)
-    product, (gate_used, gate_row), (up_used, up_row) = out[0], out[1:3], out[3:5]
+    out = product, gate_used, gate_row, up_used, up_row = _allocate(grad, product_dtype, dtype)
     known = gate_scale is not None
-    kind = _Kind(product_dtype, dtype, round_to_power_of_2, record and known)
+    measure = _measure_launch(grad.numel(), grad.dtype, grad.device, known)
+    parts = empty((2 * measure.programs,), torch.float32, grad)
 
-    def cast(kind: _Kind, parts: Tensor, *states: Tensor | None) -> None:
-        # Any pointer of the same type stands in for one that is absent.
-        gate_known, gate_out, up_known, up_out = (parts if x is None else x for x in states)
-        _cast_launch(grad.shape, grad.dtype, grad.device, kind)(
-            *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
-            *(gate_known, gate_used, gate_out, up_known, up_used, up_out),
-        )
+    def some(x: Tensor | None) -> Tensor:
+        return parts if x is None else x  # any pointer of the same type stands in
 
-    if speculative and known:
-        # As `cast_speculatively`, with two scales.
-        own = torch.zeros(2, dtype=torch.float32, device=grad.device)
-        gate_own, up_own = own.unbind()
-        cast(kind._replace(record=True), own, gate_scale, gate_own, up_scale, up_own)
-        cast(kind._replace(source=SPECULATIVE, parts=1, repair=True), own, *states)
-    else:
-        measure = _measure_launch(grad.numel(), grad.dtype, grad.device, known)
-        parts = empty((2 * measure.programs,), torch.float32, grad.device)
-        measure(grad, gate, up, parts, *(parts if x is None else x for x in states[::2]))
-        source = HISTORY if known else MEASURED
-        cast(kind._replace(source=source, parts=measure.programs), parts, *states)
+    measure(grad, gate, up, parts, some(gate_scale), some(up_scale))
+    kind = _Kind(product_dtype, dtype, known, measure.programs, power_of_2, record and known)
+    _cast_launch(grad.shape, grad.dtype, grad.device, kind)(
+        *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
+        *(some(gate_scale), gate_used, some(gate_amax)),
+        *(some(up_scale), up_used, some(up_amax)),
+    )
     if kind.record:
-        assert gate_amax is not None
-        assert up_amax is not None
-        torch.autograd.graph.increment_version([gate_amax, up_amax])
+        mark_written(some(gate_amax))
+        mark_written(some(up_amax))
     return out
 
 
-def allocate_gradients(
-    grad: Tensor, product_dtype: torch.dtype, dtype: torch.dtype
-) -> list[Tensor]:
-    """Uninitialised outputs of :func:`swiglu_backward_cast`; also its fake."""
+def _allocate(grad: Tensor, product_dtype: torch.dtype, dtype: torch.dtype) -> _Results:
     R, C = grad.shape
-    row, col = (R, ceil16(C)), (ceil16(C), ceil16(R))
-    out = [grad.new_empty(col, dtype=product_dtype)]
-    for _ in range(2):
-        out.append(grad.new_empty((), dtype=torch.float32))
-        out.append(grad.new_empty(row, dtype=dtype))
-    return out
+    return (
+        grad.new_empty((ceil16(C), ceil16(R)), dtype=product_dtype),
+        grad.new_empty((), dtype=torch.float32),
+        grad.new_empty((R, ceil16(C)), dtype=dtype),
+        grad.new_empty((), dtype=torch.float32),
+        grad.new_empty((R, ceil16(C)), dtype=dtype),
+    )
 
 
 class _Kind(NamedTuple):
@@ -219,51 +186,197 @@ class _Kind(NamedTuple):
 
     product_dtype: torch.dtype
     dtype: torch.dtype
-    round_to_power_of_2: bool
+    known: bool
+    parts: int
+    power_of_2: bool
     record: bool
-    source: int = GIVEN
-    parts: int = 0
-    repair: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
 def _measure_launch(n: int, dtype: torch.dtype, device: torch.device, known: bool) -> Launch:
     block, steps, rounds, parts = even_shares(n, 2048, sm_count(device))
-    constants = (block, steps, rounds, known, has_float8_conversion(device))
-    return Launch(
-        swiglu_backward_amax_kernel, parts, device, (n,), constants, num_warps=8, inputs=3
-    )
+    constants = (block, steps, known, has_float8_conversion(device))
+    return Launch(_amax_kernel, parts, device, (n, rounds), constants, num_warps=8, inputs=3)
 
 
 @functools.lru_cache(maxsize=4096)
 def _cast_launch(
     shape: tuple[int, int], x_dtype: torch.dtype, device: torch.device, kind: _Kind
 ) -> Launch:
-    (R, C), sms = shape, sm_count(device)
+    R, C = shape
     # To keep the amaxes takes registers, which large tiles have not: 489 us instead of 642 on an
     # H100 at [8192, 14336]. Without, 701 us (with the amaxes before) instead of 712.
     tiles = ((32, 64, 4),) if kind.record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
-    config = fitting(R, C, sms, tiles)
-    return Launch(
-        swiglu_backward_kernel,
-        repair_programs(config, sms) if kind.repair else config.programs,
-        device,
-        (R, C, kind.parts),
-        (
-            3 if kind.product_dtype == torch.float8_e4m3fn else 2,
-            3 if kind.dtype == torch.float8_e4m3fn else 2,
-            FLOAT8_MAX[kind.dtype],
-            kind.source,
-            1 << (kind.parts - 1).bit_length() if kind.parts else 1,
-            kind.round_to_power_of_2,
-            kind.record,
-            kind.repair,
-            has_float8_conversion(device),
-            config.even,
-            config.block_r,
-            config.block_c,
-            config.group,
-        ),
-        config.num_warps,
-        inputs=3,
+    config = fitting(R, C, sm_count(device), tiles)
+    constants = (
+        mantissa(kind.product_dtype),
+        mantissa(kind.dtype),
+        FLOAT8_MAX[kind.dtype],
+        HISTORY if kind.known else MEASURED,
+        power_of_2_above(kind.parts),
+        kind.power_of_2,
+        kind.record,
+        has_float8_conversion(device),
+        config.even,
+        config.block_r,
+        config.block_c,
+        config.group,
     )
+    integers = (R, C, kind.parts)
+    return Launch(
+        _cast_kernel, config.programs, device, integers, constants, config.num_warps, inputs=3
+    )
+
+
+@jit(do_not_specialize_on_alignment=["gate_scale_ptr", "up_scale_ptr"])
+def _amax_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    parts_ptr,  # those of gate's gradient, then those of up's
+    gate_scale_ptr,
+    up_scale_ptr,
+    n,
+    rounds,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    ONLY_IF_UNKNOWN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    if ONLY_IF_UNKNOWN:
+        if (tl.load(gate_scale_ptr) != 0.0) & (tl.load(up_scale_ptr) != 0.0):
+            return
+    largest_gate = tl.zeros((BLOCK,), tl.int32)
+    largest_up = tl.zeros((BLOCK,), tl.int32)
+    turn = tl.program_id(0).to(tl.int64) * rounds
+    end = turn + rounds
+    while turn < end:  # Triton's interpreter (3.6) takes no range of tensors
+        first = turn * (BLOCK * STEPS)
+        for step in tl.static_range(STEPS):
+            at = first + step * BLOCK + tl.arange(0, BLOCK)
+            grad = to_float32(tl.load(grad_ptr + at, mask=at < n, other=0.0), HARDWARE)
+            gate = to_float32(tl.load(gate_ptr + at, mask=at < n, other=0.0), HARDWARE)
+            up = to_float32(tl.load(up_ptr + at, mask=at < n, other=0.0), HARDWARE)
+            grad_gate, grad_up, _ = swiglu_backward(grad, gate, up)
+            largest_gate = tl.maximum(largest_gate, magnitude_bits(grad_gate))
+            largest_up = tl.maximum(largest_up, magnitude_bits(grad_up))
+        turn += 1
+    store_part(parts_ptr, tl.max(largest_gate), tl.float32)
+    store_part(parts_ptr + tl.num_programs(0), tl.max(largest_up), tl.float32)
+
+
+@jit(
+    do_not_specialize_on_alignment=[
+        "product_scale_ptr",
+        "gate_scale_ptr",
+        "gate_amax_ptr",
+        "up_scale_ptr",
+        "up_amax_ptr",
+    ]
+)
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,  # [R, C], as gate and up
+    gate_ptr,
+    up_ptr,
+    product_ptr,  # transposed
+    gate_row_ptr,
+    up_row_ptr,
+    product_scale_ptr,
+    parts_ptr,
+    gate_scale_ptr,
+    gate_scale_out_ptr,
+    gate_amax_ptr,
+    up_scale_ptr,
+    up_scale_out_ptr,
+    up_amax_ptr,
+    R,
+    C,
+    parts,
+    PRODUCT_MANTISSA: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PARTS: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    RECORD: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    Rp = tl.cdiv(R, 16) * 16
+    Cp = tl.cdiv(C, 16) * 16
+    tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
+    # The tile as four tiles of every fourth row: see _tiles. 64-bit, so that offsets are.
+    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
+    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
+    in_c = c < C
+    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
+    g0, u0, p0 = _load_row(grad_ptr, gate_ptr, up_ptr, r0 * C + c, in0, HARDWARE, EVEN)
+    g1, u1, p1 = _load_row(grad_ptr, gate_ptr, up_ptr, r1 * C + c, in1, HARDWARE, EVEN)
+    g2, u2, p2 = _load_row(grad_ptr, gate_ptr, up_ptr, r2 * C + c, in2, HARDWARE, EVEN)
+    g3, u3, p3 = _load_row(grad_ptr, gate_ptr, up_ptr, r3 * C + c, in3, HARDWARE, EVEN)
+
+    gate_scale = choose_scale(
+        gate_scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
+    )
+    up_scale = choose_scale(
+        up_scale_ptr, parts_ptr + parts, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
+    )
+    if SOURCE != 0:
+        if tl.program_id(0) == 0:
+            tl.store(gate_scale_out_ptr, gate_scale)
+            tl.store(up_scale_out_ptr, up_scale)
+    if RECORD:
+        record_amax(gate_amax_ptr, g0, g1, g2, g3)
+        record_amax(up_amax_ptr, u0, u1, u2, u3)
+
+    inverse = tl.div_rn(1.0, tl.load(product_scale_ptr))
+    p0, p1 = scaled(p0, in0, inverse, EVEN), scaled(p1, in1, inverse, EVEN)
+    p2, p3 = scaled(p2, in2, inverse, EVEN), scaled(p3, in3, inverse, EVEN)
+    store_across(product_ptr, p0, p1, p2, p3, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
+
+    inverse = tl.div_rn(1.0, gate_scale)
+    g0, g1 = scaled(g0, in0, inverse, EVEN), scaled(g1, in1, inverse, EVEN)
+    g2, g3 = scaled(g2, in2, inverse, EVEN), scaled(g3, in3, inverse, EVEN)
+    store_along(gate_row_ptr, g0, g1, g2, g3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+
+    inverse = tl.div_rn(1.0, up_scale)
+    u0, u1 = scaled(u0, in0, inverse, EVEN), scaled(u1, in1, inverse, EVEN)
+    u2, u3 = scaled(u2, in2, inverse, EVEN), scaled(u3, in3, inverse, EVEN)
+    store_along(up_row_ptr, u0, u1, u2, u3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+
+
+@jit
+def _load_row(  # type: ignore[no-untyped-def]
+    grad_ptr, gate_ptr, up_ptr, at, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr
+):
+    grad = to_float32(load(grad_ptr + at, inside, EVEN), HARDWARE)
+    gate = to_float32(load(gate_ptr + at, inside, EVEN), HARDWARE)
+    up = to_float32(load(up_ptr + at, inside, EVEN), HARDWARE)
+    return swiglu_backward(grad, gate, up)
+
+
+def _swiglu_backward_cast_fake(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    product_scale: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+    *_: object,
+) -> _Results:
+    return _allocate(grad, product_dtype, dtype)
+
+
+register(
+    "swiglu_backward_cast(Tensor grad, Tensor gate, Tensor up, Tensor product_scale, "
+    "ScalarType product_dtype, ScalarType dtype, Tensor? gate_scale, Tensor(a!)? gate_amax, "
+    "Tensor? up_scale, Tensor(b!)? up_amax, bool power_of_2, bool record, str build='') "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    plain=swiglu_backward_cast_reference,
+    triton=_swiglu_backward_cast_triton,
+    fake=_swiglu_backward_cast_fake,
+)

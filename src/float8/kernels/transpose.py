@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
-from float8.kernels._checks import describe
-from float8.kernels._device import sm_count
-from float8.kernels._direct import takes_triton_directly
-from float8.kernels._launch import Launch
-from float8.kernels._tiles import (
+from float8.kernels.checks import describe
+from float8.kernels.runtime.device import sm_count
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.tiles import (
     TileLaunch,
     fitting,
     load,
@@ -19,15 +19,13 @@ from float8.kernels._tiles import (
     tile_at,
     tile_of_program,
 )
-from float8.kernels._triton import jit, tl
+from float8.kernels.runtime.triton import jit, tl
 
 BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 
 
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
     """Return the transpose of ``data`` as a contiguous copy.
-
-    One opaque op, ``torch.ops.float8.transpose``, in eager mode and under ``torch.compile``.
 
     Args:
         data: [R, C] of a 1-byte dtype (float8_e4m3fn, float8_e5m2, uint8, int8); any strides.
@@ -40,9 +38,10 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
         TypeError: the dtype is another one.
         ValueError: ``data`` is not 2-D.
     """
-    if takes_triton_directly(data):
+    check_transpose(data)
+    if data.is_cuda and takes_triton_directly(data):
         return transpose_triton(data)
-    result: Tensor = torch.ops.float8.transpose.default(data, after)
+    result: Tensor = torch.ops.float8.transpose.default(data, after, BUILD)
     return result
 
 
@@ -60,18 +59,16 @@ def check_transpose(data: Tensor) -> None:
         )
 
 
-def transpose_reference(data: Tensor) -> Tensor:
+def transpose_reference(data: Tensor, *_: object) -> Tensor:
     """Plain-torch twin of the kernel; see :func:`transpose_bytes`."""
-    check_transpose(data)
     # A view as uint8 because float8 copies are not implemented on every backend, and clone
     # because contiguous() would return the input itself where its transpose is contiguous.
     flipped = data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format)
     return flipped.view(data.dtype)
 
 
-def transpose_triton(data: Tensor) -> Tensor:
+def transpose_triton(data: Tensor, *_: object) -> Tensor:
     """Triton kernel; see :func:`transpose_bytes`."""
-    check_transpose(data)
     R, C = data.shape
     return launch_transpose(data, launch_config(R, C, sms=sm_count(data.device)))
 
@@ -87,7 +84,7 @@ def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
 def launch_transpose(data: Tensor, config: TileLaunch) -> Tensor:
     """Run the kernel under one launch configuration."""
     R, C = data.shape
-    out = data.new_empty((C, R))
+    out = empty((C, R), data.dtype, data)
     if data.numel():
         launch = _launch(data.shape, data.stride(), data.dtype, data.device, config)
         launch(data, out)
@@ -149,3 +146,16 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
         r_out = tl.trans(r)
         out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r_out
         store(out_ptr + c_out * R, tl.trans(values), (c_out < C) & (r_out < R), EVEN)
+
+
+def _transpose_fake(data: Tensor, *_: object) -> Tensor:
+    R, C = data.shape
+    return data.new_empty((C, R))
+
+
+register(
+    "transpose(Tensor data, Tensor? after=None, str build='') -> Tensor",
+    plain=transpose_reference,
+    triton=transpose_triton,
+    fake=_transpose_fake,
+)

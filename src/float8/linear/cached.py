@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from float8.cast import Operand, quantize
 from float8.linear.plan import LinearPlan
-from float8.scaling import DelayedScale
+from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import quantize
+from float8.quantize.spec import Quantized
 
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 """Weights that are data in memory and nothing else: no shards, no wrappers."""
@@ -24,7 +25,7 @@ class WeightCache:
     """What one layer's cached operand was made of; exists while the cache is open."""
 
     def __init__(self) -> None:
-        self.operand: Operand | None = None
+        self.operand: Quantized | None = None
         """The last one: its memory, valid or not."""
 
         self.seen_by_eager = False
@@ -42,11 +43,11 @@ class WeightCache:
             and self._address == weight.data_ptr()
         )
 
-    def memory_for(self, weight: Tensor) -> Operand | None:
+    def memory_for(self, weight: Tensor) -> Quantized | None:
         """Where an operand of this very weight was before."""
         return self.operand if self._weight is weight else None
 
-    def keep(self, operand: Operand, weight: Tensor) -> None:
+    def keep(self, operand: Quantized, weight: Tensor) -> None:
         """Note that `operand` was made of `weight` as it is now."""
         self.operand = operand
         self._weight, self._version, self._address = weight, weight._version, weight.data_ptr()
@@ -58,7 +59,7 @@ class CachingLayer(Protocol):
     plan: LinearPlan
     in_features: int
     out_features: int
-    cached_weight: Operand | None
+    cached_weight: Quantized | None
     weight_cache: WeightCache | None
 
     def weight_state(self) -> DelayedScale | None:
@@ -72,15 +73,15 @@ def can_cache(layer: CachingLayer, weight: Tensor | None) -> bool:
         type(weight) in PLAIN
         and weight is not None
         and plan.share_weight
-        and plan.output.float8
-        and plan.grad_input.float8
+        and plan.output is not None
+        and plan.grad_input is not None
         and weight.shape == (layer.out_features, layer.in_features)  # else a flattened shard
         and not weight.is_meta
         and not weight.is_inference()  # has no version counter
     )
 
 
-def current_operand(layer: CachingLayer, weight: Tensor) -> Operand | None:
+def current_operand(layer: CachingLayer, weight: Tensor) -> Quantized | None:
     """The cached operand of `weight`, made again if that has changed; eager mode only.
 
     None if it must not be used: by what is recorded to be run again later.
@@ -98,7 +99,7 @@ def current_operand(layer: CachingLayer, weight: Tensor) -> Operand | None:
     return layer.cached_weight
 
 
-def renew(layer: CachingLayer, cache: WeightCache, weight: Tensor, operand: Operand) -> None:
+def renew(layer: CachingLayer, cache: WeightCache, weight: Tensor, operand: Quantized) -> None:
     """Make `operand`, just made of `weight`, the cached one."""
     cache.keep(operand, weight)
     layer.cached_weight = operand
@@ -107,7 +108,7 @@ def renew(layer: CachingLayer, cache: WeightCache, weight: Tensor, operand: Oper
 # What is made in inference mode cannot be saved for a backward.
 @torch.inference_mode(False)
 @torch.no_grad()
-def cast_weight(layer: CachingLayer, weight: Tensor, memory: Operand | None = None) -> Operand:
+def cast_weight(layer: CachingLayer, weight: Tensor, memory: Quantized | None = None) -> Quantized:
     """Cast `weight` [N, K] to both layouts in one read, as `layer` would for its GEMMs.
 
     With delayed scaling nothing is recorded yet: the operand carries its amax, and each forward
@@ -118,27 +119,32 @@ def cast_weight(layer: CachingLayer, weight: Tensor, memory: Operand | None = No
         weight: float32, bfloat16 or float16.
         memory: an operand that is overwritten, so that addresses stay, if it has the right shape.
     """
-    plan, state = layer.plan.weight, layer.weight_state()
+    spec, state = layer.plan.weight, layer.weight_state()
     amax = None
     if state is not None:
         amax = torch.zeros_like(state.amax)
         state = state._replace(amax=amax)
-    operand = quantize(weight, plan, state, row=True, col=True, pad_rows=True, record=True)
-    operand = operand._replace(amax=amax)
-    if memory is None or _layout(memory) != _layout(operand):
-        return operand
-    for old, new in zip(memory, operand, strict=True):
-        if old is not None and new is not None:
-            old.copy_(new)
+    made = quantize(weight, spec, row=True, col=True, pad_rows=True, state=state, record=True)
+    made = made._replace(amax=amax)
+    old, new = (_tensors(operand) for operand in (memory, made))
+    if memory is None or [x.shape for x in old] != [x.shape for x in new]:
+        return made
+    for target, source in zip(old, new, strict=True):
+        target.copy_(source)
     return memory
 
 
-def _layout(operand: Operand) -> list[object]:
-    return [None if x is None else (x.shape, x.dtype, x.device) for x in operand]
+def _tensors(operand: Quantized | None) -> list[Tensor]:
+    if operand is None or operand.row is None or operand.col is None:
+        return []
+    tensors = [*operand.row, operand.col.data]  # one scale for both
+    return tensors if operand.amax is None else [*tensors, operand.amax]
 
 
 def _is_recording(weight: Tensor) -> bool:
     """Whether operations go into a graph, which would keep the operand for ever."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import
+
+    if get_proxy_mode() is not None:
         return True
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -3,17 +3,16 @@
 import torch
 from torch import Tensor, nn
 
-from float8.cast import Operand
 from float8.config import CastSite, Float8LinearConfig
-from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear import state
 from float8.linear.cached import current_operand
-from float8.linear.function import DelayedScales, Float8LinearFunction, with_leading_dims
+from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, held_in_float8
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
 from float8.linear.stateful import StatefulLinear
-from float8.linear.weight import float8_operand
-from float8.scaling import DelayedScale
+from float8.quantize.history import DelayedScale
+from float8.quantize.spec import Quantized
+from float8.tensor import Float8Tensor
 
 
 class Float8Linear(StatefulLinear):
@@ -97,63 +96,22 @@ class Float8Linear(StatefulLinear):
                 `pad_inner_dim=False` forbids.
             RuntimeError: a sync of delayed scaling is missing.
         """
-        source, weight, bias = input, self.weight, self.bias  # once: they may be computed
-        input = self.check_input(input, weight.dtype)
-        grad = torch.is_grad_enabled()
-        rows = input if input.dim() == 2 else input.reshape(-1, self.in_features)
-        if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
-            output = rows @ weight.to(input.dtype).t()
-        else:
-            need_grad_weight = grad and weight.requires_grad
-            if not self.plan.pad and need_grad_weight and self.plan.grad_weight.float8:
-                _check_tokens(rows)
-            output = Float8LinearFunction.apply(  # type: ignore[no-untyped-call]
-                rows,
-                weight,
-                self.ready_weight(weight),
-                (source,),
-                self.plan,
-                self.delayed_scales(),
-                grad,
-                grad and input.requires_grad,
-                need_grad_weight,
-                # A copy made for this layer alone is nobody else's.
-                keep_input and self.plan.share_input and input is source and input.is_contiguous(),
-            )
-        output = with_leading_dims(output, input)
-        return output if bias is None else output + bias.to(output.dtype)
-
-    def check_input(self, input: Tensor, weight_dtype: torch.dtype) -> Tensor:
-        """`input` in the compute dtype, which autocast may choose; raises as `forward` does."""
         self.check_synced()
-        device = input.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
-            if input.is_floating_point():
-                input = input.to(torch.get_autocast_dtype(device))
-        elif input.dtype != weight_dtype:
-            raise TypeError(
-                f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
-                f"{weight_dtype}, expected the same; cast one of them or use torch.autocast"
-            )
-        if input.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(
-                f"Float8Linear: got input of dtype {input.dtype}, expected one of "
-                f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}"
-            )
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
-                f"[..., {self.in_features}]"
-            )
-        return input
+        weight = self.weight  # once: it may be computed
+        ready = self.ready_weight(weight) if self.weight_cache is not None else None
+        return apply_linear(
+            input, weight, self.bias, self.plan, self.delayed_scales(), ready, keep_input
+        )
 
-    def ready_weight(self, weight: Tensor) -> Operand | None:
+    def ready_weight(self, weight: Tensor) -> Quantized | None:
         """The operand of `weight`, this layer's, if it is in float8 already."""
         if torch.compiler.is_compiling():
-            cached = self.cached_weight
+            ready = self.cached_weight
         else:
-            cached = None if self.weight_cache is None else current_operand(self, weight)
-        return float8_operand(weight) if cached is None else cached
+            ready = None if self.weight_cache is None else current_operand(self, weight)
+        if ready is None and isinstance(weight, Float8Tensor):
+            ready = held_in_float8(weight, self.plan)
+        return ready
 
     def weight_state(self) -> DelayedScale | None:
         """The delayed-scaling state of the weight's cast, if it has one."""
@@ -171,7 +129,7 @@ class Float8Linear(StatefulLinear):
     def delayed_scales(self) -> DelayedScales:
         """The state of this layer's casts with delayed scaling."""
         if not self._delayed:
-            return _NO_SCALES
+            return NO_SCALES
         # A compiled graph counts as written what its ops may write: not the amaxes, where a forward
         # without gradients only leaves them alone, since their version counters tell of training.
         spare = torch.compiler.is_compiling() and not torch.is_grad_enabled()
@@ -194,13 +152,4 @@ class Float8Linear(StatefulLinear):
         return ", ".join(parts)
 
 
-_NO_SCALES = DelayedScales()
 _SWITCHES = ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather")
-
-
-def _check_tokens(input: Tensor) -> None:
-    if input.shape[0] % GEMM_ALIGNMENT:
-        raise ValueError(
-            f"Float8Linear: got {input.shape[0]} tokens (all leading dims together), expected a "
-            f"multiple of {GEMM_ALIGNMENT} for the GEMM 'grad_weight'; set pad_inner_dim=True"
-        )

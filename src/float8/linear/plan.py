@@ -1,52 +1,51 @@
-"""What `Float8Linear` reads from its configuration, resolved once instead of at every call."""
+"""What a linear layer reads from its configuration, resolved once instead of at every call."""
 
+import functools
 from typing import NamedTuple
 
-from float8.cast import CastPlan
-from float8.config import BASE_SITE, CastSite, Float8GemmConfig, Float8LinearConfig, ScalingType
+from float8.config import BASE_SITE, GEMM_OPERANDS, CastSite, Float8LinearConfig
 from float8.formats import E4M3
-
-
-class GemmPlan(NamedTuple):
-    """One GEMM."""
-
-    float8: bool
-    use_fast_accum: bool
-    emulate: bool
+from float8.gemm import Gemm
+from float8.quantize.spec import CastSpec
 
 
 class LinearPlan(NamedTuple):
-    """Six casts, three GEMMs, and which casts serve two GEMMs."""
+    """Six casts, three GEMMs (None: in high precision), and which casts serve two GEMMs."""
 
-    input: CastPlan
-    weight: CastPlan
-    grad_output: CastPlan
-    input_for_grad_weight: CastPlan
-    weight_for_grad_input: CastPlan
-    grad_output_for_grad_weight: CastPlan
+    input: CastSpec
+    weight: CastSpec
+    grad_output: CastSpec
+    input_for_grad_weight: CastSpec
+    weight_for_grad_input: CastSpec
+    grad_output_for_grad_weight: CastSpec
     share_input: bool
     share_weight: bool
     share_grad_output: bool
-    output: GemmPlan
-    grad_input: GemmPlan
-    grad_weight: GemmPlan
+    output: Gemm | None
+    grad_input: Gemm | None
+    grad_weight: Gemm | None
     pad: bool
 
 
+@functools.cache  # a configuration is frozen; layers of equal ones share a plan
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
-    """Resolve `config`; layers of equal configuration get equal plans."""
+    """Resolve `config`."""
 
-    def cast(site: CastSite) -> CastPlan:
+    def cast(site: CastSite) -> CastSpec:
         cast_config = config.cast_config(site)
-        return CastPlan(
-            dtype=cast_config.target_dtype or E4M3,
-            delayed=cast_config.has_history,
-            round_to_power_of_2=config.round_scales_to_power_of_2,
-            speculative=cast_config.scaling_type is ScalingType.SPECULATIVE,
+        return CastSpec(
+            cast_config.target_dtype or E4M3,
+            cast_config.scaling_granularity,
+            cast_config.scaling_type,
+            config.round_scales_to_power_of_2,
         )
 
-    def gemm(name: str, gemm_config: Float8GemmConfig) -> GemmPlan:
-        return GemmPlan(config.runs_in_float8(name), gemm_config.use_fast_accum, config.emulate)
+    def gemm(name: str) -> Gemm | None:
+        if not config.runs_in_float8(name):
+            return None
+        a, b = (config.cast_config(site).scaling_granularity for site in GEMM_OPERANDS[name])
+        fast = getattr(config, f"gemm_config_{name}").use_fast_accum
+        return Gemm(fast, config.emulate, (a, b))
 
     def shared(site: CastSite) -> bool:
         return config.owner(site) is BASE_SITE[site]
@@ -56,8 +55,8 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
         share_input=shared(CastSite.INPUT_FOR_GRAD_WEIGHT),
         share_weight=shared(CastSite.WEIGHT_FOR_GRAD_INPUT),
         share_grad_output=shared(CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT),
-        output=gemm("output", config.gemm_config_output),
-        grad_input=gemm("grad_input", config.gemm_config_grad_input),
-        grad_weight=gemm("grad_weight", config.gemm_config_grad_weight),
+        output=gemm("output"),
+        grad_input=gemm("grad_input"),
+        grad_weight=gemm("grad_weight"),
         pad=config.pad_inner_dim,
     )

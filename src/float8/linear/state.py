@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from float8.config import CastSite, Float8LinearConfig
 from float8.formats import FLOAT8_MAX
-from float8.scaling import UNKNOWN_SCALE
+from float8.quantize.history import UNKNOWN_SCALE
 
 
 class DelayedLayer(Protocol):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.cast import Operand
 from float8.config import CastSite, Float8LinearConfig
 from float8.linear import overdue, state
 from float8.linear.cached import WeightCache
-from float8.scaling import UNKNOWN_SCALE
+from float8.quantize.history import UNKNOWN_SCALE
+from float8.quantize.spec import Quantized
 from float8.tensor import high_precision, with_plan_of
 
 
@@ -23,7 +23,7 @@ class StatefulLinear(nn.Linear):
 
     config: Float8LinearConfig
     sync_overdue: bool
-    cached_weight: Operand | None = None
+    cached_weight: Quantized | None = None
     """The weight in float8 inside `float8.cached_weights`."""
     weight_cache: WeightCache | None = None
     _synced_versions: list[int] | None

@@ -10,7 +10,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.scaling import amax_to_scale
+from float8.quantize.scale import amax_to_scale
 
 
 class Float8Tensor(torch.Tensor):

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
-from float8.gemm import scaled_mm
+from float8.gemm import Gemm, matmul
+from float8.quantize.spec import Part
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.inference import as_inference_as
 
@@ -191,11 +192,10 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
             f"no e5m2 x e5m2; call .to_original_precision() on one of them"
         )
     columns = b.shape[1]
-    product = scaled_mm(
-        _gemm_layout(a._data),
-        a._scale,
-        _gemm_layout(b._data.t(), pad_rows=True),
-        b._scale,
+    product = matmul(
+        Part(_gemm_layout(a._data), a._scale),
+        Part(_gemm_layout(b._data.t(), pad_rows=True), b._scale),
+        gemm=Gemm(),
         out_dtype=a._orig_dtype,
     )
     return product if product.shape[1] == columns else product[:, :columns]

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from float8.kernels._triton import interpreting
+from float8.kernels.runtime.triton import interpreting
 
 
 @functools.cache

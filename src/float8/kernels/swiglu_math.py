@@ -1,6 +1,6 @@
 """What fused kernels compute of a tensor before they cast it, in float32."""
 
-from float8.kernels._triton import jit, tl
+from float8.kernels.runtime.triton import jit, tl
 
 
 @jit

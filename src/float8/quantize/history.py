@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.scaling.scale import amaxes_to_scales
+from float8.quantize.scale import amaxes_to_scales
 
 UNKNOWN_SCALE = 0.0
 """Marks a scale no sync has set yet: the cast then takes its scale from the data. It is a value
@@ -20,6 +20,10 @@ class DelayedScale(NamedTuple):
 
     amax: Tensor
     """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
+
+
+NO_STATE = (None, None)
+"""What takes the place of a `DelayedScale` where there is none."""
 
 
 def update_history_and_scale(

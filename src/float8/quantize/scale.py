@@ -24,26 +24,25 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -
     Returns:
         float32, shape of `amax`.
     """
-    # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
-    return _scale(amax, 448.0 if dtype == E4M3 else 57344.0, round_to_power_of_2)
+    # Literals, here and below: with dynamic=True, Dynamo makes floats of a module symbolic and then
+    # fails on them.
+    return amaxes_to_scales(amax, 448.0 if dtype == E4M3 else 57344.0, round_to_power_of_2)
 
 
-def amaxes_to_scales(amax: Tensor, float8_max: Tensor, round_to_power_of_2: bool) -> Tensor:
+def amaxes_to_scales(
+    amax: Tensor, float8_max: float | Tensor, round_to_power_of_2: bool
+) -> Tensor:
     """`amax_to_scale` for many tensors of different formats at once.
 
     Args:
         amax: [S] float32.
-        float8_max: [S] float64, the largest value of each tensor's format.
+        float8_max: [S] float64, the largest value of each tensor's format; or one for all.
         round_to_power_of_2: round the scales up to powers of two.
 
     Returns:
         [S] float32.
     """
-    return _scale(amax, float8_max, round_to_power_of_2)
-
-
-def _scale(amax: Tensor, float8_max: float | Tensor, round_to_power_of_2: bool) -> Tensor:
-    # The floor is SMALLEST_AMAX, as a literal.
+    # The floor is SMALLEST_AMAX.
     # float64 makes the quotient, once rounded to float32, the correctly rounded one whether a
     # backend divides or multiplies by the reciprocal: eager, Inductor, CPU and GPU agree bitwise.
     scale = (amax.clamp(min=7.888609052210118e-31).to(torch.float64) / float8_max).to(torch.float32)

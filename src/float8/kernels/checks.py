@@ -1,9 +1,10 @@
-"""Argument checks that the kernels, their twins and their fakes share."""
+"""Argument checks that the kernels share."""
 
 import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.quantize.history import DelayedScale
 
 
 def describe(x: object) -> str:
@@ -24,7 +25,8 @@ def check_high_precision(name: str, x: Tensor) -> None:
 
 def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what no cast can take."""
-    check_high_precision("cast", x)
+    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
+        check_high_precision("cast", x)
     if x.dim() != 2:
         raise ValueError(
             f"cast: x is {describe(x)}; expected 2 dimensions [R, C]. "
@@ -55,6 +57,13 @@ def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:
             f"cast: {name} is on {scalar.device} and x on {x.device}; expected one device. "
             f"Move it: {name}.to(x.device)."
         )
+
+
+def check_state(state: DelayedScale | None, x: Tensor) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``state`` can be that of a cast of ``x``."""
+    if state is not None:
+        check_scalar("scale", state.scale, x)
+        check_scalar("amax", state.amax, x)
 
 
 def check_same(op: str, **tensors: Tensor) -> None:

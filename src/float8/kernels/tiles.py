@@ -7,8 +7,8 @@ through shared memory then moves words, four times fewer items than bytes.
 
 import dataclasses
 
-from float8.kernels._triton import jit, tl
-from float8.kernels.layout import ceil16
+from float8.kernels.runtime.triton import jit, tl
+from float8.formats import ceil16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +42,6 @@ def fitting(R: int, C: int, sms: int, tiles: tuple[tuple[int, int, int], ...]) -
         if config.programs >= 2 * sms:
             break
     return config
-
-
-REPAIR_PROGRAMS = 4
-"""Programs per processor of a launch that repairs what speculation got wrong, at most."""
-
-
-def repair_programs(config: TileLaunch, sms: int) -> int:
-    """How many programs look whether there are tiles to repair, and share them then.
-
-    As many as run at once, since nearly always they have nothing to do: of those with 8 warps a
-    processor's registers hold one (188 to 219 per thread where the transposed copy is written).
-    """
-    return min(config.programs, sms * (1 if config.num_warps == 8 else REPAIR_PROGRAMS))
 
 
 @jit

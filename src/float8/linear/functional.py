@@ -1,0 +1,312 @@
+"""A linear layer in float8 as a function: three GEMMs, their casts, and what backward keeps.
+
+    output       [M, N] = input @ weight.T          row(input),         row(weight)
+    grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
+    grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
+
+What is saved for backward is float8: the transposed copy of the input, made in the same read as
+its row data; or the input itself where somebody else keeps it. Of the weight only what exists
+anyway is kept, see `float8.linear.weight`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from float8.config import Float8LinearConfig
+from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
+from float8.gemm import Gemm, matmul
+from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.weight import kept_weight, weight_columns, weight_rows
+from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import quantize
+from float8.quantize.spec import Part, Quantized
+from float8.tensor import Float8Tensor
+
+
+class DelayedScales(NamedTuple):
+    """The delayed-scaling state of each cast site that owns one."""
+
+    input: DelayedScale | None = None
+    weight: DelayedScale | None = None
+    grad_output: DelayedScale | None = None
+    input_for_grad_weight: DelayedScale | None = None
+    weight_for_grad_input: DelayedScale | None = None
+    grad_output_for_grad_weight: DelayedScale | None = None
+
+
+NO_SCALES = DelayedScales()
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: Float8LinearConfig | None = None,
+) -> Tensor:
+    """`torch.nn.functional.linear` with its three GEMMs in float8: `input @ weight.T + bias`.
+
+    Args:
+        input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
+        weight: [N, K], dtype of `input` unless under autocast; or a `Float8Tensor`.
+        bias: [N] or None.
+        config: None means `Float8LinearConfig()`, dynamic tensorwise scaling. Delayed scaling has
+            state, and so needs a `Float8Linear`.
+
+    Returns:
+        [..., N], dtype of the (autocast) input.
+
+    Raises:
+        TypeError: the dtype of `input` is not that of the weight, or no supported one.
+        ValueError: the last dim of `input` is not K, or needs padding that `pad_inner_dim=False`
+            forbids; or `config` has delayed scaling.
+        RuntimeError: the device has no float8 GEMM and `config.emulate` is False.
+    """
+    config = Float8LinearConfig() if config is None else config
+    if config.delayed_sites:
+        raise ValueError(
+            "linear: got a config with delayed scaling, expected dynamic scaling: histories belong "
+            "to a layer; use Float8Linear, or CastConfig(scaling_type=ScalingType.DYNAMIC)"
+        )
+    plan = plan_linear(config)
+    if not plan.pad:
+        require_aligned(f"weight of shape {tuple(weight.shape)}", weight.shape)
+    return apply_linear(input, weight, bias, plan)
+
+
+def apply_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    scales: DelayedScales = NO_SCALES,
+    ready: Quantized | None = None,
+    keep_input: bool = False,
+) -> Tensor:
+    """What `linear` and `Float8Linear` have in common.
+
+    Args:
+        input: as for `linear`.
+        weight: as for `linear`.
+        bias: as for `linear`.
+        plan: which casts and GEMMs run how.
+        scales: delayed-scaling state.
+        ready: the weight in float8, where it is that already; a `Float8Tensor` need not be told.
+        keep_input: save `input` itself for backward, and cast it again there: for one that somebody
+            keeps anyway. Without effect on an input that must be copied first.
+    """
+    source, grad = input, torch.is_grad_enabled()
+    input = check_input(input, weight)
+    K = weight.shape[1]
+    rows = input if input.dim() == 2 else input.reshape(-1, K)
+    if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
+        output = rows @ weight.to(input.dtype).t()
+    else:
+        need_grad_weight = grad and weight.requires_grad
+        if not plan.pad and need_grad_weight and plan.grad_weight is not None:
+            tokens = rows.shape[0]
+            require_aligned(f"{tokens} tokens (all leading dims) for grad_weight", (tokens,))
+        if ready is None and isinstance(weight, Float8Tensor):
+            ready = held_in_float8(weight, plan)
+        output = _Linear.apply(  # type: ignore[no-untyped-call]
+            rows,
+            weight,
+            ready,
+            plan,
+            scales,
+            grad,
+            grad and input.requires_grad,
+            need_grad_weight,
+            # A copy made for this layer alone is nobody else's.
+            keep_input and plan.share_input and input is source and input.is_contiguous(),
+        )
+    if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
+        output = with_leading_dims(output, input)
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+def check_input(input: Tensor, weight: Tensor) -> Tensor:
+    """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
+    device = input.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
+        if input.dtype in HIGH_PRECISION_DTYPES:
+            input = input.to(torch.get_autocast_dtype(device))
+    elif input.dtype != weight.dtype:
+        raise TypeError(
+            f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
+            f"{weight.dtype}, expected the same; cast one of them or use torch.autocast"
+        )
+    if input.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"Float8Linear: got input of dtype {input.dtype}, expected one of "
+            f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; cast it first"
+        )
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
+            f"[..., {weight.shape[1]}]"
+        )
+    return input
+
+
+def require_aligned(what: str, dims: Iterable[int]) -> None:
+    """Raise a `ValueError` for dims that need padding, where `pad_inner_dim=False` forbids it."""
+    if any(dim % GEMM_ALIGNMENT for dim in dims):
+        raise ValueError(
+            f"Float8Linear: got {what}, expected a multiple of {GEMM_ALIGNMENT} in each dim; set "
+            f"pad_inner_dim=True to have them padded"
+        )
+
+
+def with_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
+    """[M, N] with the leading dims of `like` [..., K]; no view, since nobody else holds `rows`.
+
+    FSDP2 warns of modules that return views, and writing into them in place is restricted.
+    """
+    shape = (*like.shape[:-1], rows.shape[1])
+    return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
+
+
+def held_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
+    """The operand of a weight that is float8; no bytes are copied."""
+    return Quantized(Part(weight._data, weight._scale), None, plan.weight, weight._amax)
+
+
+# ---------------------------------------------------------------- the three GEMMs
+
+
+def output(x: Part, w: Part, gemm: Gemm, dtype: torch.dtype, N: int) -> Tensor:
+    """`input @ weight.T` [M, N] of row data of both."""
+    return _trimmed(matmul(x, w, gemm=gemm, out_dtype=dtype), N)
+
+
+def grad_input(g: Part, w: Part, gemm: Gemm, dtype: torch.dtype, K: int) -> Tensor:
+    """`grad_output @ weight` [M, K] of row data of grad_output and column data of the weight."""
+    return _trimmed(matmul(g, w, gemm=gemm, out_dtype=dtype), K)
+
+
+def grad_weight(g: Part, x: Part, gemm: Gemm, dtype: torch.dtype, N: int, K: int) -> Tensor:
+    """`grad_output.T @ input` [N, K] of column data of both."""
+    product = _trimmed(matmul(g, x, gemm=gemm, out_dtype=dtype), K)
+    return product if product.shape[0] == N else product[:N]
+
+
+def _trimmed(x: Tensor, columns: int) -> Tensor:
+    """Cut the columns that padding added; contiguous, so that `.view()` and in-place ops work."""
+    return x if x.shape[1] == columns else x[:, :columns].contiguous()
+
+
+class _Linear(torch.autograd.Function):
+    """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        ready: Quantized | None,
+        plan: LinearPlan,
+        scales: DelayedScales,
+        record: bool,
+        need_grad_input: bool,
+        need_grad_weight: bool,
+        keep_input: bool,
+    ) -> Tensor:
+        """`output` [M, N], dtype of `input`.
+
+        Args:
+            ctx: autograd context.
+            input: [M, K], the compute dtype.
+            weight: [N, K], the compute dtype, or float32 under autocast.
+            ready: as for `apply_linear`.
+            plan: as for `apply_linear`.
+            scales: as for `apply_linear`; updated if `record`.
+            record: whether amaxes are recorded.
+            need_grad_input: whether backward will compute grad_input.
+            need_grad_weight: whether backward will compute grad_weight.
+            keep_input: as for `apply_linear`.
+        """
+        N, K = weight.shape
+        float8_grad_weight = need_grad_weight and plan.grad_weight is not None
+        saved_input: Tensor | None = None
+        input_scale: Tensor | None = None
+        weight_scale: Tensor | None = None
+        x_col: Part | None = None
+
+        if plan.output is not None:
+            col = float8_grad_weight and plan.share_input and not keep_input
+            x = quantize(input, plan.input, row=True, col=col, state=scales.input, record=record)
+            assert x.row is not None
+            w = weight_rows(weight, ready, plan.weight, scales.weight, record)
+            y = output(x.row, w, plan.output, input.dtype, N)
+            x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
+        else:
+            y = input @ weight.to(input.dtype).t()
+
+        if float8_grad_weight and not plan.share_input:
+            spec, state = plan.input_for_grad_weight, scales.input_for_grad_weight
+            x_col = quantize(input, spec, col=True, state=state, record=record).col
+        if x_col is not None:
+            saved_input, input_scale = x_col
+        elif need_grad_weight:
+            saved_input = input
+
+        ready = ready if plan.share_weight else None
+        kept = kept_weight(weight, ready) if need_grad_input else None
+        ctx.save_for_backward(saved_input, input_scale, kept, weight_scale)
+        ctx.weight_is_transposed = ready is not None and ready.col is not None
+        ctx.plan, ctx.scales, ctx.record = plan, scales, record
+        ctx.need_grad_input, ctx.need_grad_weight = need_grad_input, need_grad_weight
+        ctx.shape, ctx.weight_dtype = (N, K), weight.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """`grad_input` [M, K], dtype of grad_output; `grad_weight` [N, K], dtype of weight."""
+        plan: LinearPlan = ctx.plan
+        scales: DelayedScales = ctx.scales
+        record: bool = ctx.record
+        saved_input, input_scale, kept, weight_scale = ctx.saved_tensors
+        (N, K), dtype = ctx.shape, grad_output.dtype
+
+        row = ctx.need_grad_input and plan.grad_input is not None
+        col = ctx.need_grad_weight and plan.grad_weight is not None
+        g = None
+        if row or (col and plan.share_grad_output):
+            spec, state = plan.grad_output, scales.grad_output
+            both = col and plan.share_grad_output
+            g = quantize(grad_output, spec, row=row, col=both, state=state, record=record)
+
+        dx: Tensor | None = None
+        if row:
+            assert g is not None
+            assert g.row is not None
+            spec, state = plan.weight_for_grad_input, scales.weight_for_grad_input
+            if plan.share_weight:
+                after = g.row.scale
+                w = weight_columns(kept, weight_scale, spec, ctx.weight_is_transposed, after)
+            else:
+                w = quantize(kept, spec, col=True, state=state, record=record).col
+            dx = grad_input(g.row, w, plan.grad_input, dtype, K)
+        elif ctx.need_grad_input:
+            dx = grad_output @ kept.to(dtype)
+
+        dw: Tensor | None = None
+        if col:
+            if not plan.share_grad_output:
+                spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
+                g = quantize(grad_output, spec, col=True, state=state, record=record)
+            assert g is not None
+            x = Part(saved_input, input_scale)
+            if saved_input.dtype not in FLOAT8_MAX:
+                x = quantize(saved_input, plan.input, col=True, scale=input_scale).col
+            dw = grad_weight(g.col, x, plan.grad_weight, ctx.weight_dtype, N, K)
+        elif ctx.need_grad_weight:
+            dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
+
+        return dx, dw, *[None] * 7

@@ -1,0 +1,99 @@
+"""The one door for casts: choose the scale of a tensor, cast it, lay it out."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.config import ScalingGranularity
+from float8.formats import GEMM_ALIGNMENT
+from float8.quantize.history import DelayedScale
+from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import CastSpec, Part, Quantized
+
+FINER: dict[ScalingGranularity, Callable[..., Quantized]] = {}
+"""How to cast under finer scales than one per tensor; each entry takes what `quantize` takes."""
+
+
+def quantize(
+    x: Tensor,
+    spec: CastSpec,
+    *,
+    row: bool = False,
+    col: bool = False,
+    pad_rows: bool = False,
+    state: DelayedScale | None = None,
+    record: bool = False,
+    scale: Tensor | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    after: Tensor | None = None,
+) -> Quantized:
+    """Cast `x` to float8.
+
+    Args:
+        x: [R, C] float32, bfloat16 or float16, any strides.
+        spec: format, granularity and scaling.
+        row: make row data.
+        col: make column data.
+        pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
+        state: of delayed scaling: the scale is taken from it as long as it knows one. None: the
+            scale is taken from `x`.
+        record: whether `state` learns the amax of `x`.
+        scale: the scale, where it is known already; nothing else chooses one then.
+        reduce: takes the amax of `x` and returns that of the whole tensor, of which `x` is the part
+            of this rank; called where the scale comes from `x`.
+        after: what a compiler must have computed first, see `kernels.cast`.
+
+    Returns:
+        Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
+        that. Scales are new tensors, which a sync does not change.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: `x` is not 2-D, or no layout is asked for.
+        NotImplementedError: nothing casts under the granularity of `spec`.
+    """
+    if spec.granularity is not ScalingGranularity.TENSORWISE:
+        if spec.granularity not in FINER:
+            raise NotImplementedError(f"quantize: got {spec.granularity}, expected TENSORWISE")
+        return FINER[spec.granularity](
+            x, spec, row=row, col=col, pad_rows=pad_rows, scale=scale, reduce=reduce, after=after
+        )
+    if scale is None and state is not None:
+        scale, row_data, col_data = kernels.cast_delayed(
+            x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
+        )
+    elif scale is None and reduce is None and not torch.compiler.is_compiling():
+        scale, row_data, col_data = kernels.cast_dynamic(
+            x, spec, row=row, col=col, pad_rows=pad_rows
+        )
+    else:
+        if scale is None:
+            # Apart from the cast: so Inductor takes the amax in the kernel that produces x.
+            amax = kernels.amax(x)
+            amax = amax if reduce is None else reduce(amax)
+            scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
+        row_data, col_data = kernels.cast(
+            x, scale, spec.dtype, row=row, col=col, pad_rows=pad_rows, after=after
+        )
+    return Quantized(
+        None if row_data is None else Part(row_data, scale),
+        None if col_data is None else Part(col_data, scale),
+        spec,
+    )
+
+
+def padded(row: Part) -> Part:
+    """Row data with both dims padded with zeros to multiples of 16; as they are, if they are."""
+    data = row.data
+    bottom, right = -data.shape[0] % GEMM_ALIGNMENT, -data.shape[1] % GEMM_ALIGNMENT
+    if not bottom and not right:
+        return row
+    bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
+    return Part(bytes_.view(data.dtype), row.scale)
+
+
+def columns(row: Part, after: Tensor | None = None) -> Part:
+    """Column data of row data: under one scale, the bytes transposed; `after` as `kernels.cast`."""
+    return Part(kernels.transpose_bytes(padded(row).data, after=after), row.scale)
