@@ -101,16 +101,6 @@ def test_bytes_of_all_casts() -> None:
     assert cast_bytes(M, K, N) == amaxes + casts
     # With delayed scaling the amax is taken in the read of the cast.
     assert cast_bytes(M, K, N, Float8LinearConfig.from_recipe_name("delayed")) == casts
-    assert cast_bytes(M, K, N, Float8LinearConfig.from_recipe_name("speculative")) == casts
-
-
-def test_speculation_costs_a_kernel_per_tensor() -> None:
-    delayed, speculative = (
-        linear_cost(8192, 4096, 4096, H100, Float8LinearConfig.from_recipe_name(recipe))
-        for recipe in ("delayed", "speculative")
-    )
-    assert speculative.cast_ms - delayed.cast_ms == pytest.approx(3 * H100.kernel_us / 1e3)
-    assert speculative.gemm_ms == delayed.gemm_ms
 
 
 def test_a_layer_all_in_high_precision_costs_what_bf16_costs() -> None:

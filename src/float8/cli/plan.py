@@ -36,7 +36,7 @@ _DEFAULT_CEILINGS = "h100"
 def plan_command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "llama3-8b",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward on one device.")] = 8192,
-    recipe: Annotated[str, typer.Option(help="tensorwise, delayed or speculative.")] = "tensorwise",
+    recipe: Annotated[str, typer.Option(help="tensorwise or delayed.")] = "tensorwise",
     measure: Annotated[
         bool | None,
         typer.Option(

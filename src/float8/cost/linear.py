@@ -18,8 +18,6 @@ _BF16_BYTES = 2
 _FLOAT8_BYTES = 1
 # The kernel that casts joins the amaxes that the one before took of parts, and computes the scale.
 _KERNELS_PER_AMAX = 1
-# The kernel that would cast again where speculation fails, and nearly always does nothing.
-_KERNELS_PER_SPECULATION = 1
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ def cast_bytes(
     """Bytes that amaxes and casts of one layer read and write in forward and backward.
 
     With dynamic scaling the amax reads 2 bytes per element of input, weight and grad_output; with
-    delayed scaling it is part of the cast, and with speculative scaling, too: its predictions are
-    taken to hold. The cast of input and grad_output reads 2 and writes 1 for each layout; the
+    delayed scaling it is part of the cast. The cast of input and grad_output reads 2 and writes 1 for each layout; the
     weight is cast once per layout, in forward and in backward.
     """
     config = Float8LinearConfig() if config is None else config
@@ -111,7 +108,6 @@ class _Casts(NamedTuple):
     amaxes: int  # reads for an amax alone
     reads: int  # casts, each of which writes one layout or both
     layouts: int
-    speculations: int
 
     @property
     def bytes(self) -> int:
@@ -120,8 +116,7 @@ class _Casts(NamedTuple):
 
     @property
     def kernels(self) -> int:
-        more = _KERNELS_PER_AMAX * self.amaxes + _KERNELS_PER_SPECULATION * self.speculations
-        return more + self.reads
+        return _KERNELS_PER_AMAX * self.amaxes + self.reads
 
 
 def _roles(M: int, K: int, N: int, config: Float8LinearConfig) -> list[_Casts]:
@@ -135,10 +130,7 @@ def _roles(M: int, K: int, N: int, config: Float8LinearConfig) -> list[_Casts]:
         types = [config.cast_config(site).scaling_type for site in sites]
         reads = min(layouts, 1) if one_read else layouts
         # Backward casts a weight again with the scale that forward found.
-        dynamic, speculative = (
-            int(kind in types) for kind in (ScalingType.DYNAMIC, ScalingType.SPECULATIVE)
-        )
-        return _Casts(elements, dynamic, reads, layouts, speculative)
+        return _Casts(elements, int(ScalingType.DYNAMIC in types), reads, layouts)
 
     return [
         casts(M * K, output + grad_weight, CastSite.INPUT, one_read=True),

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from float8.cast import CastPlan
-from float8.config import BASE_SITE, CastSite, Float8GemmConfig, Float8LinearConfig, ScalingType
+from float8.config import BASE_SITE, CastSite, Float8GemmConfig, Float8LinearConfig
 from float8.formats import E4M3
 
 
@@ -42,7 +42,6 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
             dtype=cast_config.target_dtype or E4M3,
             delayed=cast_config.has_history,
             round_to_power_of_2=config.round_scales_to_power_of_2,
-            speculative=cast_config.scaling_type is ScalingType.SPECULATIVE,
         )
 
     def gemm(name: str, gemm_config: Float8GemmConfig) -> GemmPlan:
