@@ -11,8 +11,6 @@ from torch import nn
 
 from float8.config import Float8LinearConfig
 from float8.cost import Ceilings, ceilings_of, linear_cost
-from float8.gemm import kernel_table
-from float8.linear import LinearKernels, linear_kernels
 from float8.measure import measure_linear
 
 ESTIMATED, MEASURED = "estimated", "measured"
@@ -29,7 +27,6 @@ class Verdict:
         how: `estimated` or `measured`.
         tokens: Rows of the layer's input.
         device: Name of the device that this holds for.
-        kernels: What runs its GEMMs in float8; None: not known.
     """
 
     bf16_ms: float
@@ -37,7 +34,6 @@ class Verdict:
     how: str
     tokens: int
     device: str
-    kernels: LinearKernels | None = None
 
     @property
     def speedup(self) -> float:
@@ -116,12 +112,10 @@ def estimator(
     tokens: int, config: Float8LinearConfig, ceilings: Ceilings, device_name: str
 ) -> Judge:
     """A judge that runs nothing: from the stored ceilings of a device."""
-    table = kernel_table(ceilings)
 
     def judge(in_features: int, out_features: int) -> Verdict:
         cost = linear_cost(tokens, in_features, out_features, ceilings, config)
-        chosen = linear_kernels(tokens, in_features, out_features, config, table)
-        return Verdict(cost.bf16_ms, cost.float8_ms, ESTIMATED, tokens, device_name, chosen)
+        return Verdict(cost.bf16_ms, cost.float8_ms, ESTIMATED, tokens, device_name)
 
     return judge
 
@@ -129,15 +123,13 @@ def estimator(
 def measurer(tokens: int, config: Float8LinearConfig, device: torch.device) -> Judge:
     """A judge that runs a layer of each shape once on `device`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    table = kernel_table(ceilings_of(device))
 
     @functools.cache
     def judge(in_features: int, out_features: int) -> Verdict:
         # The user's random numbers must not depend on whether something was measured.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             times = measure_linear(tokens, in_features, out_features, device, config)
-        chosen = linear_kernels(tokens, in_features, out_features, config, table)
-        return Verdict(times.bf16_ms, times.float8_ms, MEASURED, tokens, name, chosen)
+        return Verdict(times.bf16_ms, times.float8_ms, MEASURED, tokens, name)
 
     return judge
 

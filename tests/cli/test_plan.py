@@ -22,15 +22,11 @@ def test_without_a_gpu_it_estimates_and_says_so(capsys: pytest.CaptureFixture[st
     assert main(["plan", "--model", "llama3-8b", "--tokens", "8192", "-o", "x.json"]) == 0
     out = capsys.readouterr().out
     assert "llama3-8b, tensorwise, 8192 tokens: estimated for h100" in out
-    assert re.search(r"4096 +14336 +64 +gate up +[\d.]+ +[\d.]+ +1\.\d\d +rowwise +convert", out)
+    assert re.search(r"4096 +14336 +64 +gate up +[\d.]+ +[\d.]+ +1\.\d\d +convert", out)
     assert re.search(r"4096 +128256 +1 +output .* leave: output head", out)
     assert re.search(r"forward \+ backward, with [\d.]+ ms of attention .*: 1\.\d\dx", out)
     results = json.loads(Path("x.json").read_text())
     *layers, total = results["rows"]
-    found = {(row["K"], row["N"]): row["output_kernel"] for row in layers}
-    assert found[4096, 14336] == "rowwise"
-    assert found[4096, 1024] == "tensorwise"
-    assert found[4096, 128256] is None  # The head stays in high precision.
     assert total["count"] == sum(row["count"] for row in layers) == 7 * 32 + 1
     assert total["all_bf16_ms"] == pytest.approx(sum(row["all_bf16_ms"] for row in layers), 1e-4)
     assert total["all_planned_ms"] < total["all_bf16_ms"]

@@ -22,7 +22,6 @@ from float8.plan import (
     ESTIMATED,
     MEASURED,
     Judge,
-    LayerPlan,
     Plan,
     estimator,
     measurer,
@@ -151,13 +150,6 @@ def _not_the_head(mod: nn.Module, fqn: str) -> bool:
     return fqn != "output"
 
 
-def _output_kernel(layer: LayerPlan) -> str | None:
-    kernels = layer.verdict.kernels
-    if not layer.convert or kernels is None or kernels.output is None:
-        return None
-    return kernels.output.value
-
-
 def _rows(plan: Plan, tokens: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for layer in plan.layers:
@@ -176,7 +168,6 @@ def _rows(plan: Plan, tokens: int) -> list[dict[str, Any]]:
                 "bf16_ms": layer.verdict.bf16_ms,
                 "float8_ms": layer.verdict.float8_ms,
                 "speedup": layer.verdict.speedup,
-                "output_kernel": _output_kernel(layer),
                 "fate": fate,
                 "all_bf16_ms": layer.bf16_ms,
                 "all_planned_ms": layer.planned_ms,

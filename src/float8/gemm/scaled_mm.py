@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from float8.formats import lacks_float8_gemm
-from float8.gemm.choice import GemmKernel, kernel_for
 
 
 def scaled_mm(
@@ -16,7 +15,6 @@ def scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
     emulate: bool = False,
-    kernel: GemmKernel | None = None,
 ) -> Tensor:
     """`(a * scale_a) @ (b * scale_b).T`, accumulated in float32.
 
@@ -25,16 +23,12 @@ def scaled_mm(
 
     Args:
         a: [M, K] float8, row-major, K % 16 == 0.
-        scale_a: 0-dim float32 decode scale, at a multiple of 16 bytes on GPUs; for `ROWWISE` also
-            [M, 1].
+        scale_a: 0-dim float32 decode scale, at a multiple of 16 bytes on GPUs.
         b: [N, K] float8, row-major, N % 16 == 0.
-        scale_b: likewise; for `ROWWISE` also [1, N].
+        scale_b: likewise.
         out_dtype: float32, bfloat16 or float16.
         use_fast_accum: add with fewer bits where the device offers it.
         emulate: multiply the dequantised values in float32; any device, K and N.
-        kernel: what runs it; None: the one that was measured to be faster, see
-            `float8.gemm.choice`. `ROWWISE` needs M > 1, a bfloat16 result and `b` in e4m3; on
-            GPUs torch raises where they are not.
 
     Returns:
         [M, N] of dtype `out_dtype`.
@@ -44,11 +38,6 @@ def scaled_mm(
     """
     if emulate:
         return _emulated_mm(a, scale_a, b, scale_b, out_dtype)
-    if kernel is None and use_fast_accum:  # without it, no choice
-        kernel = kernel_for(a, b, out_dtype)
-    if kernel is GemmKernel.ROWWISE:
-        scale_a = scale_a.expand(a.shape[0], 1).contiguous()
-        scale_b = scale_b.expand(1, b.shape[0]).contiguous()
     if a.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
         with torch.autocast("cpu", enabled=False):
             return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
