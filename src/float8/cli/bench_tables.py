@@ -90,8 +90,6 @@ PLAN = [
     Column("float8_ms", "float8 ms", ".3f"),
     Column("speedup", "speedup", ".2f"),
     Column("fate", ""),
-    Column("all_bf16_ms", "all, bf16", ",.1f"),
-    Column("all_planned_ms", "all, as planned", ",.1f"),
 ]
 
 
