@@ -106,7 +106,7 @@ def current_gpu() -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(
             "measuring layers needs a CUDA GPU, and there is none here: leave auto_filter out, or "
-            "judge by_size"
+            "give plan_conversion a judge such as float8.convert.by_size(8192, 'H100')"
         )
     return torch.device("cuda", torch.cuda.current_device())
 
