@@ -33,11 +33,11 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _convert_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No device is known to be faster without float8, so that tiny layers are converted on GPUs.
+    """No GPU is one whose limits are known, so that tiny layers are converted on GPUs.
 
     What runs in another process passes `module_filter_fn=all_linears` instead.
     """
-    monkeypatch.setattr(filters, "known_ceilings", lambda device: None)
+    monkeypatch.setattr(filters, "known_gpu", lambda device: None)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from float8 import (
     ScalingType,
     linear_requires_sync,
 )
-from support.configs import DELAYED, DISABLED, DYNAMIC, MIXES, SPECULATIVE, mixed
+from support.configs import DELAYED, DISABLED, DYNAMIC, MIXES, mixed
 from support.devices import E4M3, E5M2
 
 ROLES = ["input", "weight", "grad_output"]
@@ -315,14 +315,10 @@ def test_unknown_field_is_refused() -> None:
 
 
 @pytest.mark.parametrize("spell", [str, Float8LinearRecipeName], ids=["string", "enum"])
-@pytest.mark.parametrize("name", ["tensorwise", "delayed", "speculative"])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
 def test_recipe_by_string_and_by_enum(name: str, spell: Any) -> None:
     config = Float8LinearConfig.from_recipe_name(spell(name))
-    scaling = {
-        "tensorwise": ScalingType.DYNAMIC,
-        "delayed": ScalingType.DELAYED,
-        "speculative": ScalingType.SPECULATIVE,
-    }[name]
+    scaling = {"tensorwise": ScalingType.DYNAMIC, "delayed": ScalingType.DELAYED}[name]
     assert [cast_of(config, role).scaling_type for role in ROLES] == [scaling] * 3
     assert [cast_of(config, role).target_dtype for role in ROLES] == [E4M3, E4M3, E5M2]
     assert linear_requires_sync(config) == (name != "tensorwise")
@@ -334,34 +330,5 @@ def test_the_recipe_tensorwise_is_the_default() -> None:
 
 @pytest.mark.parametrize("name", ["rowwise2", "", "TENSORWISE", None, 3])
 def test_unknown_recipe_lists_the_known_ones(name: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"got .*, expected one of .*'tensorwise'.*'delayed'.*'speculative'"
-    ):
+    with pytest.raises(ValueError, match=r"got .*, expected one of 'tensorwise', 'delayed'"):
         Float8LinearConfig.from_recipe_name(name)
-
-
-# ---------------------------------------------------------------- speculative scaling
-
-
-def test_speculative_sites_own_the_state_of_delayed_ones() -> None:
-    fields = {"enable_amax_init": False, "delayed_scaling_config": DelayedScalingConfig(4)}
-    config = mixed(SPECULATIVE, DYNAMIC, DELAYED, **fields)
-    assert [site.value for site in config.delayed_sites] == ["input", "grad_output"]
-    assert config.cast_config_input.short_str() == "speculative/e4m3"
-
-
-def test_speculative_and_delayed_casts_of_one_tensor_are_two() -> None:
-    config = mixed(SPECULATIVE, DYNAMIC, DYNAMIC, cast_config_input_for_grad_weight=DELAYED)
-    names = [site.value for site in config.delayed_sites]
-    assert names == ["input", "input_for_grad_weight"]
-
-
-def test_a_speculative_weight_is_not_gathered_in_float8() -> None:
-    mixed(SPECULATIVE, DYNAMIC, SPECULATIVE, enable_fsdp_float8_all_gather=True)
-    mixed(SPECULATIVE, DELAYED, SPECULATIVE, enable_fsdp_float8_all_gather=True)
-    expected = (
-        r"got True with cast_config_weight of scaling type speculative, expected dynamic or "
-        r"delayed: .*use cast_config_weight=CastConfig\(ScalingType.DYNAMIC\)"
-    )
-    with pytest.raises(ValueError, match=expected):
-        mixed(DYNAMIC, SPECULATIVE, DYNAMIC, enable_fsdp_float8_all_gather=True)

@@ -39,7 +39,7 @@ def sync_float8_amax_and_scale_history(
     Call it once per optimizer step, after the last `backward()` and before the next forward, or
     let `attach_to_optimizer` do so. Amaxes count since the last call, so gradient accumulation
     needs nothing special, and a call where nothing was recorded changes nothing. Does nothing for
-    a model without delayed or speculative scaling.
+    a model without delayed scaling.
 
     Once `torch.distributed` is initialised, amaxes are those of all ranks, through one all-reduce
     for everything: each rank must call it.
@@ -96,7 +96,7 @@ def sync_float8_amax_and_scale_history(
 def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
     """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
 
-    With delayed or speculative scaling `sync_float8_amax_and_scale_history(model)` right before
+    With delayed scaling `sync_float8_amax_and_scale_history(model)` right before
     the step; with dynamic scaling of weights that FSDP2 gathers in float8
     `precompute_float8_dynamic_scale_for_fsdp(model)` right after it. Through the optimizer's own
     hooks. With several optimizers, attach the model to each. Harmless for other models.

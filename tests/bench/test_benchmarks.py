@@ -35,9 +35,7 @@ def flat(groups) -> list[dict]:
 @on_devices
 def test_matmul(device: str) -> None:
     rows = flat(matmul.bench_matmul(SHAPES, torch.device(device), 2))
-    rowwise = ["float8 fast accum, rowwise kernel"] if device == "cuda" else []
-    variants = ["bf16", "float8", "float8 fast accum", *rowwise]
-    assert [row["variant"] for row in rows] == variants
+    assert [row["variant"] for row in rows] == ["bf16", "float8", "float8 fast accum"]
     for row in rows:
         assert (row["set"], row["gemm"]) == ("given", "output")
         assert (row["M"], row["K"], row["N"]) == SHAPE
@@ -116,9 +114,7 @@ def test_linear(device: str, mode: str) -> None:
     for row in first[1:]:  # its float8 copy, and scales
         assert 32 * 64 <= row["saved_mib"] * 2**20 <= 32 * 64 + 64
         assert 17 < row["sqnr_db"] < 40
-        assert row["cast_mb"] > 0
         assert (row["peak_mib"] is None) == (device == "cpu")
-        assert row["output_kernel"] == "tensorwise"  # too small for the other
     if mode == "eager":
         host = linear.host_microseconds(variants, place)
         assert host.keys() == {"bf16", "tensorwise", "delayed"}

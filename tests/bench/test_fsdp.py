@@ -89,14 +89,6 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
     assert precomputed == [model]
 
 
-def test_speculative_weights_are_measured_with_a_gather_in_16_bits() -> None:
-    variants = sharded_variants(replace(PLAN, recipes=("speculative",), modes=("eager",)))
-    assert [variant.name for variant in variants] == [
-        "bf16, eager, bf16 gather",
-        "speculative, eager, bf16 gather",
-    ]
-
-
 def test_a_variant_leaves_no_memory_behind(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:

@@ -18,31 +18,25 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_without_a_gpu_it_estimates_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_judges_by_size_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama3-8b", "--tokens", "8192", "-o", "x.json"]) == 0
     out = capsys.readouterr().out
-    assert "llama3-8b, tensorwise, 8192 tokens: estimated for h100" in out
-    assert re.search(r"4096 +14336 +64 +gate up +[\d.]+ +[\d.]+ +1\.\d\d +rowwise +convert", out)
-    assert re.search(r"4096 +128256 +1 +output .* leave: output head", out)
-    assert re.search(r"forward \+ backward, with [\d.]+ ms of attention .*: 1\.\d\dx", out)
+    assert "llama3-8b, tensorwise, 8192 tokens: judged by size for H100" in out
+    assert re.search(r"4096 +14336 +64 +gate up +convert", out)
+    assert re.search(r"4096 +128256 +1 +output +leave: output head", out)
+    assert " ms" not in out  # Nothing was measured.
+    assert "all linear layers" not in out
     results = json.loads(Path("x.json").read_text())
-    *layers, total = results["rows"]
-    found = {(row["K"], row["N"]): row["output_kernel"] for row in layers}
-    assert found[4096, 14336] == "rowwise"
-    assert found[4096, 1024] == "tensorwise"
-    assert found[4096, 128256] is None  # The head stays in high precision.
-    assert total["count"] == sum(row["count"] for row in layers) == 7 * 32 + 1
-    assert total["all_bf16_ms"] == pytest.approx(sum(row["all_bf16_ms"] for row in layers), 1e-4)
-    assert total["all_planned_ms"] < total["all_bf16_ms"]
-    assert 1 < results["extra"]["step_speedup"] < results["extra"]["linear_speedup"]
+    assert sum(row["count"] for row in results["rows"]) == 7 * 32 + 1
+    assert results["extra"] == {}
 
 
 def test_few_tokens_leave_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "150m", "--tokens", "64", "--ceilings", "h200"]) == 0
+    assert main(["plan", "--model", "150m", "--tokens", "64", "--gpu", "H200"]) == 0
     out = capsys.readouterr().out
-    assert "estimated for h200" in out
+    assert "judged by size for H200" in out
     assert "convert" not in out
-    assert "all linear layers: 1.00x of bf16" in out
+    assert "leave: tokens=64 is less than 640" in out
 
 
 def test_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +44,7 @@ def test_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "tiny, tensorwise, 32 tokens: measured for " in out
-    assert "attention" not in out  # Nothing is known of this device.
+    assert re.search(r"all linear layers: \d\.\d\dx of bf16", out)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +53,8 @@ def test_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (["--measure"], "no CUDA GPU here"),
         (["--model", "huge"], "unknown model 'huge'"),
         (["--recipe", "fp7"], "recipe: got 'fp7'"),
-        (["--ceilings", "abacus"], "ceilings: got 'abacus', expected one of h100, h200"),
-        (["--ceilings", "h100", "--measure"], "--ceilings is for estimates"),
+        (["--gpu", "abacus"], "gpu: got 'abacus', expected one of H100, H200"),
+        (["--gpu", "H100", "--measure"], "--gpu is for judging by size"),
         (["--device", "cpu"], "--device is where to measure"),
         (["-o", "x.txt"], "output: got 'x.txt'"),
     ],

@@ -1,22 +1,25 @@
 """Which layers are converted without a filter: those that float8 makes no slower."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 from float8 import (
+    CastConfig,
     Float8Linear,
     Float8LinearConfig,
+    ScalingType,
     all_linears,
     conversion_report,
     convert_to_float8_training,
 )
 from float8.convert import filters
-from float8.cost import KNOWN
-from float8.plan import Judge, Verdict
+from float8.measure import LinearTimes
 
-# Not the names that tests/conftest.py replaces.
-KNOWN_CEILINGS = filters.known_ceilings
+# Not what tests/conftest.py replaces.
+KNOWN_GPU = filters.known_gpu
 
 
 def model(device: str = "meta") -> nn.Module:
@@ -30,8 +33,7 @@ def is_float8(module: nn.Module) -> list[str]:
 
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = (KNOWN["h100"], "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(filters, "known_ceilings", lambda device: here)
+    monkeypatch.setattr(filters, "known_gpu", lambda device: "H100")
 
 
 @pytest.fixture
@@ -45,9 +47,7 @@ def test_slower_layers_stay_and_the_report_says_why() -> None:
     assert is_float8(converted) == ["large"]
     (skipped,) = conversion_report(converted).skipped
     assert skipped.fqn == "small"
-    assert skipped.skip_reason is not None
-    assert skipped.skip_reason.startswith("estimated 0.")
-    assert skipped.skip_reason.endswith("x of bf16 at 8192 tokens on NVIDIA H100 80GB HBM3")
+    assert skipped.skip_reason == "K=512 is less than 640: float8 is slower there on H100"
 
 
 @pytest.mark.usefixtures("on_h100")
@@ -68,6 +68,43 @@ def test_emulation_is_not_about_speed() -> None:
 
 
 @pytest.mark.usefixtures("on_h100")
+def test_a_config_without_float8_is_not_about_speed_either() -> None:
+    disabled = CastConfig(scaling_type=ScalingType.DISABLED)
+    config = Float8LinearConfig(
+        **{f"cast_config_{role}": disabled for role in ("input", "weight", "grad_output")}
+    )
+    (_, small) = conversion_report(convert_to_float8_training(model(), config=config)).layers
+    assert small.skip_reason == "all casts of its config are DISABLED"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "H200"),
+        ("NVIDIA H20", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda:0", "cpu", "meta"])
+def test_gpus_are_known_by_name(
+    device: str, name: str, known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "current_gpu", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert KNOWN_GPU(torch.device(device)) == known
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_none_is_known() -> None:
+    assert KNOWN_GPU(torch.device("cpu")) is None
+    assert KNOWN_GPU(torch.device("meta")) is None
+
+
+@pytest.mark.usefixtures("on_h100")
 def test_a_layer_that_cannot_be_converted_says_so_and_not_how_slow_it_is() -> None:
     with torch.device("meta"):
         small = nn.Sequential(nn.Linear(64, 64, dtype=torch.float64))
@@ -78,26 +115,27 @@ def test_a_layer_that_cannot_be_converted_says_so_and_not_how_slow_it_is() -> No
 
 @pytest.mark.usefixtures("no_gpu")
 def test_on_a_machine_without_gpu_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "known_ceilings", KNOWN_CEILINGS)
+    monkeypatch.setattr(filters, "known_gpu", KNOWN_GPU)
     assert is_float8(convert_to_float8_training(model())) == ["large", "small"]
 
 
 def test_auto_filter_measures_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def measurer(tokens: int, config: Float8LinearConfig, device: torch.device) -> Judge:
-        def judge(in_features: int, out_features: int) -> Verdict:
-            measured.append((tokens, in_features, out_features, device))
-            return Verdict(1.0, 1.25, "measured", tokens, "a GPU")
-
-        return judge
+    def measure(*args: object) -> LinearTimes:
+        measured.append(args)
+        return LinearTimes(1.0, 1.25)
 
     gpu = torch.device("cuda", 3)
     monkeypatch.setattr(filters, "current_gpu", lambda: gpu)
-    monkeypatch.setattr(filters, "measurer", measurer)
-    converted = convert_to_float8_training(model(), auto_filter=True, tokens_per_step=100)
+    monkeypatch.setattr(filters, "measure_linear", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    config = Float8LinearConfig()
+    twice = nn.ModuleList([model(), model()])
+    converted = convert_to_float8_training(twice, auto_filter=True, tokens_per_step=100)
     assert is_float8(converted) == []
-    assert measured == [(100, 8192, 8192, gpu), (100, 512, 512, gpu)]
+    assert measured == [(100, 8192, 8192, gpu, config), (100, 512, 512, gpu, config)]
     reasons = {layer.skip_reason for layer in conversion_report(converted).skipped}
     assert reasons == {"measured 0.80x of bf16 at 100 tokens on a GPU"}
 
@@ -135,8 +173,8 @@ def test_measured_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda", "meta"])
-def test_estimated_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "known_ceilings", KNOWN_CEILINGS)
-    known = KNOWN_CEILINGS(torch.device("cuda", 0))
+def test_judged_by_size_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "known_gpu", KNOWN_GPU)
+    known = KNOWN_GPU(torch.device("cuda", 0))
     converted = convert_to_float8_training(model(device))
     assert is_float8(converted) == (["large", "small"] if known is None else ["large"])

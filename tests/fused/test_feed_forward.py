@@ -18,7 +18,6 @@ from float8 import (
 )
 from sqnr import sqnr
 from support.configs import (
-    ALL_RECIPES,
     DELAYED,
     DISABLED,
     DYNAMIC,
@@ -101,7 +100,7 @@ def test_as_accurate_as_layer_by_layer(
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_float32_equals_layer_by_layer(device: str, recipe: str) -> None:
     """Where x's dtype rounds nothing, the operands are the same but for the last bits of silu."""
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -200,7 +199,7 @@ def test_compiled_in_one_graph(device: str, recipe: str, norm: bool) -> None:
 
 @on_devices
 @pytest.mark.parametrize("operand", ["x", "grad", "gate", "down"])
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_non_finite_shows(device: str, recipe: str, operand: str) -> None:
     config = Float8LinearConfig.from_recipe_name(recipe)
     _, _, fused = three(32, 48, config, device, torch.float32, norm=True)

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
-from support.configs import MIXES, SPECULATIVE, mixed
+from support.configs import MIXES, mixed
 from support.devices import DTYPES, on_devices
 from support.models import forward_backward, seeded
 
 M, K, N = 16, 32, 48
-
-MIXES = [*MIXES, pytest.param((SPECULATIVE,) * 3, id="spe-spe-spe")]
 
 
 def everything_depending_on(operand: str, at: tuple[int, int], results: dict[str, Tensor]):

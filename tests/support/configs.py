@@ -9,7 +9,6 @@ from float8 import CastConfig, Float8LinearConfig, ScalingType
 
 DYNAMIC = CastConfig(scaling_type=ScalingType.DYNAMIC)
 DELAYED = CastConfig(scaling_type=ScalingType.DELAYED)
-SPECULATIVE = CastConfig(scaling_type=ScalingType.SPECULATIVE)
 DISABLED = CastConfig(scaling_type=ScalingType.DISABLED)
 
 
@@ -31,10 +30,6 @@ def delayed(**more: Any) -> Float8LinearConfig:
     return mixed(DELAYED, DELAYED, DELAYED, **more)
 
 
-def speculative(**more: Any) -> Float8LinearConfig:
-    return mixed(SPECULATIVE, SPECULATIVE, SPECULATIVE, **more)
-
-
 MIXES = [
     pytest.param(mix, id="-".join(cast.scaling_type.value[:3] for cast in mix))
     for mix in itertools.product((DYNAMIC, DELAYED), repeat=3)
@@ -42,6 +37,3 @@ MIXES = [
 """The 8 ways to scale input, weight and grad_output: `mixed(*mix)`."""
 
 RECIPES = ["tensorwise", "delayed"]
-"""Those that gather weights in float8, too."""
-
-ALL_RECIPES = [*RECIPES, "speculative"]

@@ -163,10 +163,6 @@ def test_wrong_calls_are_told_by_the_first_rank_alone(
             r"--fsdp-float8-all-gather is for sharded models: add --fsdp",
         ),
         (["--fsdp-float8-all-gather"], r"--fsdp-float8-all-gather needs weights in float8"),
-        (
-            ["--fsdp-float8-all-gather", "--recipe", "speculative"],
-            r"--fsdp-float8-all-gather does not work with --recipe speculative: choose another",
-        ),
     ],
 )
 def test_flags_that_do_not_fit(

@@ -12,8 +12,9 @@ from float8 import kernels
 from float8.bench.cast_check import check_case, check_tensor
 from float8.bench.devices import input_sets
 from float8.bench.shapes import Shape
+from float8.bench.timing import issue_microseconds
 from float8.formats import E4M3
-from float8.measure import issue_microseconds, kernel_sampler, take_turns
+from float8.measure import kernel_sampler, take_turns
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -91,8 +92,6 @@ def _cases(xs: list[Tensor]) -> list[Case]:
     """The kernels as the library calls them, the copy first."""
     n = xs[0].numel()
     scale, amax = (torch.tensor(value, device=xs[0].device) for value in (0.01, 0.0))
-    # Of normal numbers the one saturates none, the other many.
-    holds, fails = (torch.tensor(value, device=xs[0].device) for value in (1.0, 0.001))
     targets = [torch.empty_like(x) for x in xs[:2]]
     data = [_cast(x, scale, row=True, col=False)[0] for x in xs]
     turned = [x.t() for x in xs]
@@ -102,10 +101,6 @@ def _cases(xs: list[Tensor]) -> list[Case]:
 
     def delayed(x: Tensor) -> object:
         return kernels.cast_delayed(x, scale, amax, E4M3, row=True, col=True)
-
-    def speculative(guess: Tensor) -> Callable[[Tensor], object]:
-        options: dict[str, Any] = {"row": True, "col": True, "speculative": True}
-        return lambda x: kernels.cast_delayed(x, guess, amax, E4M3, **options)
 
     def layouts(row: bool, col: bool) -> Callable[[Tensor], object]:
         return lambda x: _cast(x, scale, row=row, col=col)
@@ -124,8 +119,6 @@ def _cases(xs: list[Tensor]) -> list[Case]:
         Case("amax, cast row+col", 6 * n, _each(both, xs)),
         Case("cast_dynamic row+col", 6 * n, _each(_dynamic, xs)),
         Case("cast_delayed row+col", 4 * n, _each(delayed, xs)),
-        Case("cast_speculative row+col", 4 * n, _each(speculative(holds), xs)),
-        Case("cast_speculative row+col, redone", 8 * n, _each(speculative(fails), xs)),
         Case("transpose", 2 * n, _each(kernels.transpose_bytes, data)),
         Case("x.abs().max() in torch", 2 * n, _each(lambda x: x.abs().max(), xs)),
     ]

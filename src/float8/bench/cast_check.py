@@ -52,12 +52,6 @@ def check_tensor(x: Tensor) -> None:
     own = amax_to_scale(amax_reference(x), E4M3, False)
     _agree(f"scale of cast_dynamic {what}", dynamic.scale, own)
     _agree(f"scale of cast_delayed {what}", delayed.scale, scale)
-    for guess in (1e9, 1e-9):
-        known = torch.tensor(guess, device=x.device)
-        guessed = kernels.cast_delayed(x, known, amax, E4M3, row=True, col=True, speculative=True)
-        _agree(f"scale of cast_speculative {what}", guessed.scale, torch.maximum(known, own))
-        expected = cast_reference(x, guessed.scale, E4M3, row=True, col=True)
-        _agree_all(f"cast_speculative {what}", (guessed.row, guessed.col), expected)
     data = kernels.cast(x, scale, E4M3, row=True, col=False)[0]
     assert data is not None
     turned = kernels.transpose_bytes(data)

@@ -12,16 +12,12 @@ from torch import nn
 from float8.bench.block import StackSize
 from float8.bench.peers import torchao_float8_gather
 from float8.bench.variants import Variant, converter, make_variants
-from float8.config import ScalingType
 from float8.sync import attach_to_optimizer
 
 PEERS = ("torchao",)
 """Those that have a float8 all-gather."""
 
 BF16, FLOAT8 = "bf16", "float8"
-
-_GATHERED = (ScalingType.DYNAMIC, ScalingType.DELAYED)
-"""Scaling of weights that can be gathered in float8."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,6 @@ class ShardedVariant:
 def sharded_variants(plan: Plan) -> list[ShardedVariant]:
     """High precision first, in each mode; every recipe with a gather in 16 bits, then in float8.
 
-    Recipes with speculative weights, which cannot be gathered in float8, have the first only.
-
     Raises:
         ValueError: There is no such recipe.
     """
@@ -75,7 +69,7 @@ def sharded_variants(plan: Plan) -> list[ShardedVariant]:
     for variant in make_variants(plan.recipes, plan.modes, []):
         found.append(ShardedVariant(variant, BF16, attach_to_optimizer))
         config = variant.config
-        if config is not None and config.cast_config_weight.scaling_type in _GATHERED:
+        if config is not None:
             config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
             gathering = Variant(variant.recipe, variant.mode, converter(config), config=config)
             found.append(ShardedVariant(gathering, FLOAT8, attach_to_optimizer))

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from float8.bench.floor import float8_gemms_sampler
 from float8.bench.memory import peak_bytes, saved_bytes
 from float8.bench.shapes import Shape
+from float8.bench.timing import issue_microseconds, steady_sampler
 from float8.bench.variants import EAGER, HIGH_PRECISION, Variant, many_compilations
-from float8.cost import cast_bytes, ceilings_of
-from float8.gemm import kernel_table
-from float8.linear import linear_kernels
-from float8.measure import check, issue_microseconds, steady_sampler, take_turns
+from float8.measure import check, take_turns
 from float8.sync import sync_float8_amax_and_scale_history
 
 Row = dict[str, Any]
@@ -128,8 +126,6 @@ def _rows(
                     "N": N,
                     "recipe": variant.recipe,
                     "mode": variant.mode,
-                    "output_kernel": _output_kernel(variant, shape, device),
-                    "cast_mb": _cast_mb(variant, shape),
                     "saved_mib": saved_bytes(step.forward, [step.weight]) / 2**20,
                     "peak_mib": _mib(peak_bytes(call, device)),
                     "sqnr_db": quality,
@@ -149,17 +145,6 @@ def _rows(
 
 def _caller(step: LayerStep, grad: Tensor) -> Callable[[], object]:
     return lambda: step(grad)
-
-
-def _cast_mb(variant: Variant, shape: Shape) -> float | None:
-    return None if variant.config is None else cast_bytes(*shape, variant.config) / 1e6
-
-
-def _output_kernel(variant: Variant, shape: Shape, device: torch.device) -> str | None:
-    if variant.config is None:
-        return None
-    chosen = linear_kernels(*shape, variant.config, kernel_table(ceilings_of(device))).output
-    return None if chosen is None else chosen.value
 
 
 def _mib(count: int | None) -> float | None:
@@ -205,10 +190,10 @@ def _sums(name: str, summed: Sequence[Sequence[Row]]) -> list[Row]:
     for same in zip(*summed, strict=True):  # one variant over all shapes
         total: Row = {"set": name, "M": _SUM, "K": None, "N": None}
         total |= {key: same[0][key] for key in ("recipe", "mode")}
-        for key in ("cast_mb", "saved_mib", "ms", "floor_ms"):
+        for key in ("saved_mib", "ms", "floor_ms"):
             values = [row[key] for row in same]
             total[key] = None if None in values else sum(values)
-        total["peak_mib"] = total["output_kernel"] = None
+        total["peak_mib"] = None
         total["sqnr_db"] = min(row["sqnr_db"] for row in same)
         sums.append(total)
     bf16 = {

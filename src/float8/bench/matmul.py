@@ -1,4 +1,4 @@
-"""`float8 bench matmul`: one GEMM per shape, bf16 and float8, against the device's ceiling."""
+"""`float8 bench matmul`: one GEMM per shape, bf16 and float8."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from torch import Tensor
 
 from float8.bench.devices import input_sets
 from float8.bench.shapes import OUTPUT, Shape, gemm_shapes
-from float8.cost import ceilings_of
 from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
-from float8.gemm import GemmKernel, scaled_mm
+from float8.gemm import scaled_mm
 from float8.measure import check, kernel_sampler, take_turns
 
 Row = dict[str, Any]
 
 BF16 = "bf16"
-NO_FAST, FAST, ROWWISE = "float8", "float8 fast accum", "float8 fast accum, rowwise kernel"
+NO_FAST, FAST = "float8", "float8 fast accum"
 
 # Lower bounds of the SQNR in dB against float64 on the same operands. A result in bf16 has about
 # 53; fast accumulation drops bits at every step along K.
-_AT_LEAST = {BF16: 45.0, NO_FAST: 35.0, FAST: 20.0, ROWWISE: 20.0}
+_AT_LEAST = {BF16: 45.0, NO_FAST: 35.0, FAST: 20.0}
 _CHECKED_ROWS = 256
 # Long enough for the clocks to drop to what the GPU's power allows, as they do in training.
 _SAMPLE_MS = 60.0
@@ -49,8 +48,7 @@ def bench_matmul(
     """Time `[M, K] @ [K, N]`; yields the rows of one GEMM at a time.
 
     Both operands lie contiguous along K, and the result is bf16. Each shape's operands are several
-    sets that together exceed the L2 cache. The rowwise kernel, which only GPUs have, is timed
-    alone: its scale vectors are given.
+    sets that together exceed the L2 cache.
 
     Args:
         shapes: Layers, by the name of their set.
@@ -75,8 +73,6 @@ def _rows(name: str, gemm: str, shape: Shape, device: torch.device, rounds: int)
     operands = [_random(shape, device) for _ in range(input_sets(2 * (M * K + N * K), device))]
     scaled = [(_to_float8(a, format_a), _to_float8(b, E4M3)) for a, b in operands]
     sets: dict[str, Sequence[Operands]] = {BF16: operands, NO_FAST: scaled, FAST: scaled}
-    if device.type == "cuda":
-        sets[ROWWISE] = [(_with_vector(a, (M, 1)), _with_vector(b, (1, N))) for a, b in scaled]
     what = f"matmul {gemm} {shape}"
     quality = {variant: _check(what, variant, pairs[0]) for variant, pairs in sets.items()}
     samplers = {
@@ -88,14 +84,9 @@ def _rows(name: str, gemm: str, shape: Shape, device: torch.device, rounds: int)
         for variant, pairs in sets.items()
     }
     times = take_turns(samplers, rounds)
-    ceilings = ceilings_of(device)
     rows = []
     for variant, ms in times.items():
         rate = 2 * M * K * N / ms / 1e9
-        share = None
-        if ceilings is not None:
-            peak = ceilings.bf16_tflops if variant == BF16 else ceilings.float8_tflops
-            share = rate / peak
         rows.append(
             {
                 "set": name,
@@ -107,7 +98,6 @@ def _rows(name: str, gemm: str, shape: Shape, device: torch.device, rounds: int)
                 "variant": variant,
                 "ms": ms,
                 "tflops": rate,
-                "of_ceiling": share,
                 "speedup": times[BF16] / ms,
                 "sqnr_db": quality[variant],
             }
@@ -128,10 +118,6 @@ def _to_float8(x: Tensor, dtype: torch.dtype) -> Scaled:
     return Scaled(data, scale)
 
 
-def _with_vector(x: Scaled, shape: tuple[int, int]) -> Scaled:
-    return Scaled(x.data, x.scale.expand(shape).contiguous())
-
-
 def _product(variant: str, a: Any, b: Any) -> Tensor:
     if variant == BF16:
         product: Tensor = a @ b.t()
@@ -142,8 +128,7 @@ def _product(variant: str, a: Any, b: Any) -> Tensor:
         b.data,
         b.scale,
         out_dtype=torch.bfloat16,
-        use_fast_accum=variant in (FAST, ROWWISE),
-        kernel=GemmKernel.ROWWISE if variant == ROWWISE else GemmKernel.TENSORWISE,
+        use_fast_accum=variant == FAST,
     )
 
 
@@ -158,5 +143,5 @@ def _check(what: str, variant: str, operands: Operands) -> float:
 
 def _values(operand: Tensor | Scaled) -> Tensor:
     if isinstance(operand, Scaled):
-        return operand.data.double() * operand.scale.reshape(-1)[0]
+        return operand.data.double() * operand.scale
     return operand.double()

@@ -94,11 +94,7 @@ def matmul_command(
     plot: Plot = None,
     debug: Debug = False,
 ) -> None:
-    """One GEMM per shape: bf16, float8 without and with fast accumulation.
-
-    On a GPU, fast accumulation has two kernels; `benchmarks/fit_gemm_choice.py` makes of their
-    times the table that layers choose by.
-    """
+    """One GEMM per shape: bf16, float8 without and with fast accumulation."""
     selected = select_shapes(split_words(shapes), mkn or [])
     settings = {"shapes": selected, "gradients": gradients}
     bench = Bench.start("matmul", device, output, rounds=rounds, **settings)

@@ -30,7 +30,6 @@ MATMUL = [
     Column("variant", "variant"),
     Column("ms", "ms", ".4f"),
     Column("tflops", "TFLOP/s", ".1f"),
-    Column("of_ceiling", "of ceiling", ".1%"),
     Column("speedup", "speedup", ".2f"),
     Column("sqnr_db", "SQNR dB", ".1f"),
 ]
@@ -41,10 +40,8 @@ LINEAR = [
     Column("ms", "ms", ".3f"),
     Column("speedup", "speedup", ".2f"),
     Column("floor_ms", "float8 GEMMs alone", ".3f"),
-    Column("cast_mb", "casts MB", ",.0f"),
     Column("saved_mib", "saved MiB", ",.1f"),
     Column("peak_mib", "peak MiB", ",.0f"),
-    Column("output_kernel", "output GEMM"),
     Column("sqnr_db", "SQNR dB", ".1f"),
 ]
 CAST = [
@@ -92,10 +89,7 @@ PLAN = [
     Column("bf16_ms", "bf16 ms", ".3f"),
     Column("float8_ms", "float8 ms", ".3f"),
     Column("speedup", "speedup", ".2f"),
-    Column("output_kernel", "output GEMM"),
     Column("fate", ""),
-    Column("all_bf16_ms", "all, bf16", ",.1f"),
-    Column("all_planned_ms", "all, as planned", ",.1f"),
 ]
 
 

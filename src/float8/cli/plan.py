@@ -1,4 +1,4 @@
-"""`float8 plan`: which layers of a model to convert, and what that gains."""
+"""`float8 plan`: which layers of a model to convert."""
 
 from __future__ import annotations
 
@@ -15,41 +15,39 @@ from float8.cli.bench_tables import PLAN, print_table
 from float8.cli.options import Debug
 from float8.cli.progress import make_console
 from float8.config import Float8LinearConfig
-from float8.cost import KNOWN, Ceilings, ceilings_of, rest_ms
-from float8.models.llama import Llama
-from float8.models.presets import PRESETS, preset
-from float8.plan import (
-    ESTIMATED,
-    MEASURED,
+from float8.convert import (
+    SMALLEST,
     Judge,
     LayerPlan,
-    Plan,
-    estimator,
-    measurer,
+    by_measuring,
+    by_size,
+    known_gpu,
     plan_conversion,
 )
+from float8.models.llama import Llama
+from float8.models.presets import PRESETS, preset
 from float8.trainer.environment import describe_environment, device_name
 
-_DEFAULT_CEILINGS = "h100"
+_DEFAULT_GPU = "H100"
 
 
 def plan_command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "llama3-8b",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward on one device.")] = 8192,
-    recipe: Annotated[str, typer.Option(help="tensorwise, delayed or speculative.")] = "tensorwise",
+    recipe: Annotated[str, typer.Option(help="tensorwise or delayed.")] = "tensorwise",
     measure: Annotated[
         bool | None,
         typer.Option(
-            "--measure/--estimate",
-            help="Run a layer of each shape, or compute from stored ceilings.",
+            "--measure/--by-size",
+            help="Run a layer of each shape, or compare its size with stored limits.",
             show_default="measure if there is a GPU",
         ),
     ] = None,
-    ceilings: Annotated[
+    gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"Estimate for {' or '.join(KNOWN)}.",
-            show_default=f"the GPU's, or {_DEFAULT_CEILINGS} without one",
+            help=f"Judge by size for {' or '.join(SMALLEST)}.",
+            show_default=f"the one here, or {_DEFAULT_GPU} without one",
         ),
     ] = None,
     device: Annotated[
@@ -70,118 +68,79 @@ def plan_command(
         check_output(output)
     config = Float8LinearConfig.from_recipe_name(recipe)
     shape = preset(model)
-    measuring = _measures(measure, ceilings)
-    known = _ceilings(ceilings, measuring)
-    judge, where = _judge(measuring, device, known, tokens, config)
+    if gpu is not None and measure:
+        raise ValueError("--gpu is for judging by size: leave it or --measure out")
+    measuring = torch.cuda.is_available() and gpu is None if measure is None else measure
+    judge, where = _judge(measuring, device, gpu, tokens, config)
     with torch.device("meta"):
         llama = Llama(shape.model, shape.seq_len)
-    plan = plan_conversion(
-        llama,
-        tokens_per_step=tokens,
-        config=config,
-        module_filter_fn=_not_the_head,
-        judge=judge,
-    )
-    rows = _rows(plan, tokens)
-    how = MEASURED if measuring else ESTIMATED
+    plan = plan_conversion(llama, module_filter_fn=_not_the_head, judge=judge)
+    rows = [_row(layer, tokens) for layer in plan]
+    how = "measured" if measuring else "judged by size"
     console = make_console()
-    title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}; ms of forward + backward"
+    title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}"
+    if measuring:
+        title += "; ms of forward + backward"
     print_table(console, title, PLAN, rows)
-    gain: dict[str, Any] = {"linear_speedup": plan.bf16_ms / plan.planned_ms}
-    console.print(f"all linear layers: {gain['linear_speedup']:.2f}x of bf16")
-    if known is not None:
-        seq_len = min(shape.seq_len, tokens)
-        sizes = (shape.model.n_layers, shape.model.dim, shape.model.ffn_dim)
-        rest = rest_ms(tokens, seq_len, *sizes, known)
-        gain |= {"rest_ms": rest, "step_speedup": plan.step_speedup(rest)}
-        console.print(
-            f"forward + backward, with {rest:.1f} ms of attention and pointwise work "
-            f"({ESTIMATED}): {gain['step_speedup']:.2f}x"
-        )
+    gain = {"linear_speedup": _speedup(rows)} if measuring else {}
+    for speedup in gain.values():
+        console.print(f"all linear layers: {speedup:.2f}x of bf16")
     if output is not None:
         settings = {"model": model, "tokens": tokens, "recipe": recipe, "how": how, "for": where}
-        environment = describe_environment(torch.device("cuda" if _has_gpu() else "cpu"))
+        environment = describe_environment(
+            torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
         Results("plan", environment, settings, rows, gain).write(output)
         console.print(f"results: {output}")
 
 
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def _measures(measure: bool | None, ceilings: str | None) -> bool:
-    if ceilings is not None and measure:
-        raise ValueError("--ceilings is for estimates: leave it or --measure out")
-    return _has_gpu() and ceilings is None if measure is None else measure
-
-
-def _ceilings(name: str | None, measuring: bool) -> Ceilings | None:
-    """Those asked for; else the GPU's; else, for an estimate without a GPU, the default's."""
-    if name is not None:
-        if name not in KNOWN:
-            raise ValueError(f"ceilings: got {name!r}, expected one of {', '.join(KNOWN)}")
-        return KNOWN[name]
-    if _has_gpu():
-        known = ceilings_of(torch.device("cuda", torch.cuda.current_device()))
-        if known is None and not measuring:
-            raise ValueError(
-                "the ceilings of this GPU are not known: measure, or name others with --ceilings"
-            )
-        return known
-    return None if measuring else KNOWN[_DEFAULT_CEILINGS]
-
-
 def _judge(
-    measuring: bool,
-    device: str | None,
-    known: Ceilings | None,
-    tokens: int,
-    config: Float8LinearConfig,
+    measuring: bool, device: str | None, gpu: str | None, tokens: int, config: Float8LinearConfig
 ) -> tuple[Judge, str]:
+    """The judge, and for what it judges."""
     if measuring:
         place = bench_device(device or "cuda")
-        return measurer(tokens, config, place), device_name(place)
+        return by_measuring(tokens, config, place), device_name(place)
     if device is not None:
-        raise ValueError("--device is where to measure: leave it or --estimate out")
-    assert known is not None
-    return estimator(tokens, config, known, known.name), known.name
+        raise ValueError("--device is where to measure: leave it or --by-size out")
+    if gpu is None:
+        gpu = known_gpu(torch.device("cpu")) if torch.cuda.is_available() else _DEFAULT_GPU
+    if gpu is None:
+        raise ValueError("the limits of this GPU are not known: measure, or name another by --gpu")
+    if gpu not in SMALLEST:
+        raise ValueError(f"gpu: got {gpu!r}, expected one of {', '.join(SMALLEST)}")
+    return by_size(tokens, gpu), gpu
 
 
 def _not_the_head(mod: nn.Module, fqn: str) -> bool:
     return fqn != "output"
 
 
-def _output_kernel(layer: LayerPlan) -> str | None:
-    kernels = layer.verdict.kernels
-    if not layer.convert or kernels is None or kernels.output is None:
-        return None
-    return kernels.output.value
+def _row(layer: LayerPlan, tokens: int) -> dict[str, Any]:
+    slower, bf16_ms, float8_ms = layer.verdict
+    if layer.convert:
+        fate = "convert"
+    elif slower is None:
+        fate = "leave: output head"
+    else:
+        fate = f"leave: {'slower' if bf16_ms else slower.partition(':')[0]}"
+    return {
+        "M": tokens,
+        "K": layer.in_features,
+        "N": layer.out_features,
+        "count": len(layer.names),
+        "layers": " ".join(dict.fromkeys(name.rpartition(".")[2] for name in layer.names)),
+        "bf16_ms": bf16_ms,
+        "float8_ms": float8_ms,
+        "speedup": bf16_ms / float8_ms if bf16_ms and float8_ms else None,
+        "fate": fate,
+    }
 
 
-def _rows(plan: Plan, tokens: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for layer in plan.layers:
-        if layer.convert:
-            fate = "convert"
-        else:
-            fate = "leave: slower" if not layer.verdict.worthwhile else "leave: output head"
-        kinds = dict.fromkeys(name.rpartition(".")[2] for name in layer.names)
-        rows.append(
-            {
-                "M": tokens,
-                "K": layer.in_features,
-                "N": layer.out_features,
-                "count": len(layer.names),
-                "layers": " ".join(kinds),
-                "bf16_ms": layer.verdict.bf16_ms,
-                "float8_ms": layer.verdict.float8_ms,
-                "speedup": layer.verdict.speedup,
-                "output_kernel": _output_kernel(layer),
-                "fate": fate,
-                "all_bf16_ms": layer.bf16_ms,
-                "all_planned_ms": layer.planned_ms,
-            }
-        )
-    sums = {"all_bf16_ms": plan.bf16_ms, "all_planned_ms": plan.planned_ms}
-    total = {"layers": "sum", "count": sum(row["count"] for row in rows), **sums}
-    return [*rows, {key: total.get(key) for key in rows[0]}]
+def _speedup(rows: list[dict[str, Any]]) -> float:
+    """Of all linear layers together, as planned."""
+    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+    planned = sum(
+        row["count"] * row["float8_ms" if row["fate"] == "convert" else "bf16_ms"] for row in rows
+    )
+    return float(bf16 / planned)

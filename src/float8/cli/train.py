@@ -24,7 +24,7 @@ def train_command(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="high_precision for no float8, or tensorwise, delayed or speculative.",
+            help="high_precision for no float8, or tensorwise or delayed.",
             show_default="high_precision",
             rich_help_panel=options.MODEL,
         ),

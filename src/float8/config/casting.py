@@ -17,10 +17,6 @@ class ScalingType(enum.Enum):
     DELAYED = "delayed"
     """From the history of amaxes of the last steps; needs a sync once per optimizer step."""
 
-    SPECULATIVE = "speculative"
-    """As delayed, but where that scale would saturate, on the device, from the tensor's own amax.
-    Nothing saturates, and nearly always one pass does; needs the same sync."""
-
     DISABLED = "disabled"
     """No cast: the tensor stays in high precision."""
 
@@ -92,7 +88,7 @@ class CastConfig:
     @property
     def has_history(self) -> bool:
         """Whether a history of amaxes is kept, to be synced once per optimizer step."""
-        return self.scaling_type in (ScalingType.DELAYED, ScalingType.SPECULATIVE)
+        return self.scaling_type is ScalingType.DELAYED
 
     def short_str(self) -> str:
         """A few letters for `repr`s, for example `dynamic/e4m3`, or `high precision`."""
@@ -104,7 +100,7 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class DelayedScalingConfig:
-    """How delayed and speculative scaling turn recent amaxes into a scale.
+    """How delayed scaling turns recent amaxes into a scale.
 
     Args:
         history_len: how many steps of amaxes are kept, >= 1.

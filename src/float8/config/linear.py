@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 
 import torch
 
-from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config.casting import CastConfig, DelayedScalingConfig
 from float8.config.recipes import Float8LinearRecipeName, recipe_fields
 from float8.formats import E4M3, E5M2
 
@@ -85,20 +85,20 @@ class Float8LinearConfig:
         gemm_config_grad_input: the GEMM `grad_input`.
         gemm_config_grad_weight: the GEMM `grad_weight`.
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
-            gather it in float8. Needs one cast of the weight for both of its GEMMs, and not
-            speculative scaling of it. Without effect on weights that are not sharded.
+            gather it in float8. Needs one cast of the weight for both of its GEMMs. Without effect
+            on weights that are not sharded.
         pad_inner_dim: pad dims that are not divisible by 16 with zeros inside the cast, which
             changes no result. False: such dims raise a `ValueError`.
         emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
             device, slowly.
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. With every scaling type.
-        delayed_scaling_config: delayed and speculative scaling only. History length and reduction.
-        enable_amax_init: delayed and speculative scaling only. True: until the first sync, scales
-            come from the data, as in dynamic scaling. False: until then every scale is 1.0.
-        enable_pre_and_post_forward: delayed and speculative scaling only. True: a forward with
-            gradients after an optimizer step that was not accompanied by
-            `sync_float8_amax_and_scale_history` raises a `RuntimeError`.
+        delayed_scaling_config: delayed scaling only. History length and reduction.
+        enable_amax_init: delayed scaling only. True: until the first sync, scales come from the
+            data, as in dynamic scaling. False: until then every scale is 1.0.
+        enable_pre_and_post_forward: delayed scaling only. True: a forward with gradients after an
+            optimizer step that was not accompanied by `sync_float8_amax_and_scale_history` raises
+            a `RuntimeError`.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -176,15 +176,6 @@ class Float8LinearConfig:
                 "other than cast_config_weight, expected one cast for both: the weight is "
                 "gathered once; set it to False, or leave cast_config_weight_for_grad_input out"
             )
-        if self.cast_config_weight.scaling_type is ScalingType.SPECULATIVE:
-            raise ValueError(
-                "enable_fsdp_float8_all_gather: got True with cast_config_weight of scaling type "
-                "speculative, expected dynamic or delayed: each rank casts its shard, and only "
-                "all ranks together know whether a scale saturates; use "
-                "cast_config_weight=CastConfig(ScalingType.DYNAMIC), whose scales "
-                "precompute_float8_dynamic_scale_for_fsdp computes with one all-reduce for all "
-                "weights, or set it to False"
-            )
 
     def _check_delayed_only(self) -> None:
         if self.delayed_sites:
@@ -196,7 +187,7 @@ class Float8LinearConfig:
             if getattr(self, f.name) != default:
                 raise ValueError(
                     f"{f.name}: got {getattr(self, f.name)!r} without delayed scaling, expected "
-                    f"the default {default!r}: it only matters to delayed and speculative scaling; "
+                    f"the default {default!r}: it only matters to delayed scaling; "
                     f"leave it out or use a CastConfig(scaling_type=ScalingType.DELAYED)"
                 )
 
@@ -216,7 +207,7 @@ class Float8LinearConfig:
 
     @functools.cached_property  # asked for at every optimizer step, of every layer
     def delayed_sites(self) -> tuple[CastSite, ...]:
-        """The sites that own delayed-scaling state (speculative ones too), in a fixed order."""
+        """The sites that own delayed-scaling state, in a fixed order."""
         return tuple(
             site
             for site in CastSite

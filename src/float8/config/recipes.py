@@ -15,9 +15,6 @@ class Float8LinearRecipeName(enum.Enum):
     DELAYED = "delayed"
     """Delayed scaling, one scale per tensor; sync once per step, see `attach_to_optimizer`."""
 
-    SPECULATIVE = "speculative"
-    """As delayed, one scale per tensor, but nothing saturates; the same sync."""
-
 
 def recipe_fields(recipe_name: Float8LinearRecipeName | str) -> dict[str, Any]:
     """The fields of `Float8LinearConfig` that a recipe sets.
@@ -34,11 +31,5 @@ def recipe_fields(recipe_name: Float8LinearRecipeName | str) -> dict[str, Any]:
         case Float8LinearRecipeName.TENSORWISE:
             return {}
         case Float8LinearRecipeName.DELAYED:
-            return _all_casts(ScalingType.DELAYED)
-        case Float8LinearRecipeName.SPECULATIVE:
-            return _all_casts(ScalingType.SPECULATIVE)
-
-
-def _all_casts(scaling_type: ScalingType) -> dict[str, Any]:
-    cast = CastConfig(scaling_type=scaling_type)
-    return {f"cast_config_{role}": cast for role in ("input", "weight", "grad_output")}
+            cast = CastConfig(scaling_type=ScalingType.DELAYED)
+            return {f"cast_config_{role}": cast for role in ("input", "weight", "grad_output")}

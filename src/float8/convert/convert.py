@@ -4,7 +4,7 @@ from torch import nn
 
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
-from float8.convert.filters import ModuleFilter, SkipReason, choose_filter
+from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, SkipReason, choose_filter
 from float8.convert.report import set_skip_reason
 from float8.distributed import (
     check_gatherable,
@@ -12,7 +12,6 @@ from float8.distributed import (
     keep_amaxes_under_ddp,
 )
 from float8.linear import Float8Linear, move_hooks, unsupported
-from float8.plan import DEFAULT_TOKENS
 
 
 def convert_to_float8_training(
@@ -32,9 +31,9 @@ def convert_to_float8_training(
     Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
     `conversion_report(module)` says what was converted and what was not.
 
-    Without a `module_filter_fn`, layers that float8 would make slower stay in high precision: on a
-    GPU whose limits are known (H100, H200) by an estimate, elsewhere (as on a CPU) none. Weights
-    on the CPU or the meta device are taken to be on their way to the current GPU, if there is one.
+    Without a `module_filter_fn`, layers that float8 would make slower stay in high precision: on an
+    H100 or H200 those that are too small, elsewhere (as on a CPU) none. Weights on the CPU or the
+    meta device are taken to be on their way to the current GPU, if there is one.
 
     Args:
         module: the model, or a single `nn.Linear`.
@@ -44,7 +43,7 @@ def convert_to_float8_training(
         config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
             without a `module_filter_fn`.
-        auto_filter: measure each shape on the GPU instead of estimating it.
+        auto_filter: measure each shape on the GPU instead of judging by its size.
 
     Returns:
         `module`; or, if it is itself an `nn.Linear` and passes the filter, its replacement.

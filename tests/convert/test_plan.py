@@ -1,0 +1,109 @@
+"""Plans of what to convert, and the judges that make them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import Float8LinearConfig, plan_conversion
+from float8.convert import SMALLEST, by_measuring, by_size, filters
+from float8.convert.filters import Verdict
+from float8.measure import LinearTimes
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.ModuleDict(
+            {
+                "a": nn.Linear(4096, 4096),
+                "b": nn.Linear(4096, 4096),
+                "small": nn.Linear(64, 64),
+                "head": nn.Linear(4096, 4096),
+            }
+        )
+
+
+def test_layers_are_grouped_by_shape_and_fate() -> None:
+    judge = by_size(8192, "H100")
+    plan = plan_conversion(model(), judge=judge, module_filter_fn=lambda mod, fqn: fqn != "head")
+    found = [(layer.names, layer.in_features, layer.convert) for layer in plan]
+    assert found == [(("a", "b"), 4096, True), (("small",), 64, False), (("head",), 4096, False)]
+    assert [layer.verdict.slower is None for layer in plan] == [True, False, True]
+
+
+def test_the_model_is_not_changed() -> None:
+    planned = model()
+    plan_conversion(planned, judge=lambda in_features, out_features: Verdict(None))
+    assert all(type(layer) is nn.Linear for layer in planned.children())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "K", "N", "compared"),
+    [
+        (16, 4096, 4096, "tokens=16 is less than 1024"),
+        (8192, 512, 8192, "K=512 is less than 640"),
+        (8192, 8192, 512, "N=512 is less than 640"),
+        (4096, 1024, 1024, r"tokens\*K\*N=4.295e\+09 is less than 3.2e\+10"),
+    ],
+)
+def test_a_size_that_is_too_small_is_named(tokens: int, K: int, N: int, compared: str) -> None:
+    slower = by_size(tokens, "H100")(K, N).slower
+    assert slower is not None
+    assert re.fullmatch(f"{compared}: float8 is slower there on H100", slower)
+
+
+@pytest.mark.parametrize("gpu", SMALLEST)
+def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
+    rows = json.loads((RESULTS / "h100-linear-eager.json").read_text())["rows"]
+    gaining = [row for row in rows if row["K"] is not None and row["speedup"] > 1]
+    assert len(gaining) == 24
+    for row in gaining:
+        assert by_size(row["M"], gpu)(row["K"], row["N"]).slower is None
+
+
+def test_faster_memory_makes_smaller_layers_gain() -> None:
+    shapes = [
+        (tokens, K, N) for tokens in (512, 1024, 4096) for K in (512, 2048) for N in (512, 8192)
+    ]
+    gains = {
+        gpu: {(M, K, N) for M, K, N in shapes if by_size(M, gpu)(K, N).slower is None}
+        for gpu in SMALLEST
+    }
+    assert gains["H100"] < gains["H200"]
+
+
+def test_measuring_runs_once_per_shape_and_leaves_random_numbers_alone() -> None:
+    measured = by_measuring(32, Float8LinearConfig(), torch.device("cpu"))
+    state = torch.get_rng_state()
+    verdict = measured(64, 32)
+    assert torch.equal(state, torch.get_rng_state())
+    assert verdict.bf16_ms > 0
+    assert verdict.float8_ms > 0
+    assert measured(64, 32) is verdict
+
+
+@pytest.mark.parametrize(("float8_ms", "slower"), [(0.5, None), (1.0, None), (1.1, "0.91x")])
+def test_a_measured_layer_says_how_much_slower_it_is(
+    float8_ms: float, slower: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "measure_linear", lambda *_: LinearTimes(1.0, float8_ms))
+    verdict = by_measuring(100, Float8LinearConfig(), torch.device("cpu"))(64, 32)
+    wanted = None if slower is None else f"measured {slower} of bf16 at 100 tokens on cpu"
+    assert verdict == (wanted, 1.0, float8_ms)
+
+
+def test_without_a_gpu_there_must_be_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a CUDA GPU"):
+        plan_conversion(model())
+
+
+@pytest.mark.gpu
+def test_a_large_layer_gains_on_a_gpu() -> None:
+    judge = by_measuring(8192, Float8LinearConfig(), torch.device("cuda", 0))
+    assert judge(4096, 4096).slower is None
