@@ -8,7 +8,9 @@ variant is checked against bf16 before it is timed; times are medians of interle
 
 from __future__ import annotations
 
+# ruff: noqa: E501
 import argparse
+import functools
 import gc
 import json
 import os
@@ -169,7 +171,9 @@ def sqnr(a: Tensor, b: Tensor) -> float:
     return float(10 * torch.log10(a.square().sum() / (a - b).square().sum()))
 
 
-def timed(steps: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+def timed(
+    steps: dict[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, float]:
     """Median milliseconds of each, in interleaved rounds; a lead-in hides the first launch."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 2):
@@ -223,7 +227,15 @@ def compare(
             quality = min(sqnr(reference[k], g.cpu()) for k, g in grads.items())
             assert quality >= at_least, f"{what} {recipe} {mode}: {quality:.1f} dB"
         del grads
-        rows.append({"what": what, "recipe": recipe, "mode": mode, "sqnr_db": round(quality, 1) if quality < 999 else None, "peak_gib": peak_gib(step, device)})
+        rows.append(
+            {
+                "what": what,
+                "recipe": recipe,
+                "mode": mode,
+                "sqnr_db": round(quality, 1) if quality < 999 else None,
+                "peak_gib": peak_gib(step, device),
+            }
+        )
         steps[f"{recipe} {mode}"] = step
     times = timed(steps, rounds, device)
     for row in rows:
@@ -255,10 +267,23 @@ def issue_cast(device: torch.device) -> list[Row]:
         begin = time.perf_counter()
         fn(xs)
         samples.append((time.perf_counter() - begin) * 1e6 / len(xs))
-    return [{"what": "compiled cast", "recipe": "-", "mode": "compiled", "us": statistics.median(samples)}]
+    return [
+        {
+            "what": "compiled cast",
+            "recipe": "-",
+            "mode": "compiled",
+            "us": statistics.median(samples),
+        }
+    ]
 
 
-def profile(make: Callable[[], nn.Module], shape: tuple[int, ...], recipe: str, mode: str, device: torch.device) -> None:
+def profile(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    recipe: str,
+    mode: str,
+    device: torch.device,
+) -> None:
     torch._dynamo.reset()
     step = Step(make, shape, recipe, mode, False, device)
     for _ in range(3):
@@ -279,9 +304,12 @@ def profile(make: Callable[[], nn.Module], shape: tuple[int, ...], recipe: str, 
 
 
 def environment() -> dict[str, Any]:
-    commit = os.environ.get("FLOAT8_COMMIT") or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = (
+        os.environ.get("FLOAT8_COMMIT")
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.processor(),
@@ -319,11 +347,17 @@ def main() -> None:
             rows += compare(f"{what} stack", *llama(what), variants, device, args.rounds)
         elif what == "small":
             variants = [(r, "compiled") for r in ("bf16", "tensorwise", "delayed", *peers)]
-            rows += compare("150m, every layer", *llama("150m"), variants, device, args.rounds, True)
+            rows += compare(
+                "150m, every layer", *llama("150m"), variants, device, args.rounds, True
+            )
         elif what == "linear":
-            make = lambda: nn.Linear(4096, 4096, bias=False, device=device, dtype=torch.bfloat16)
+            make = functools.partial(
+                nn.Linear, 4096, 4096, bias=False, device=device, dtype=torch.bfloat16
+            )
             variants = [(r, "compiled") for r in ("bf16", "tensorwise", "delayed", *peers)]
-            rows += compare("linear 8192,4096,4096", make, (8192, 4096), variants, device, args.rounds, True)
+            rows += compare(
+                "linear 8192,4096,4096", make, (8192, 4096), variants, device, args.rounds, True
+            )
         elif what == "cast":
             rows += issue_cast(device)
         elif what == "profile":
@@ -337,11 +371,20 @@ def main() -> None:
         for row in rows:
             if not row.get("printed"):
                 row["printed"] = True
-                print("  ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if k != "printed"), flush=True)
+                print(
+                    "  ".join(
+                        f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
+                        for k, v in row.items()
+                        if k != "printed"
+                    ),
+                    flush=True,
+                )
     for row in rows:
         row.pop("printed", None)
     if args.output:
-        args.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        args.output.write_text(
+            json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from float8.kernels._cast_launch import Options, launch_cast, launch_config
+from float8.kernels._tiles import tile_launch
+from float8.kernels.layout import ceil16
 from torch import Tensor
 
 from float8.kernels import _cast_launch
-from float8.kernels._cast_launch import Options, launch_cast, launch_config
-from float8.kernels._tiles import tile_launch
 from float8.kernels.cast import cast_reference, cast_triton
-from float8.kernels.layout import ceil16
 from kernels.float8_codes import (
     FORMATS,
     HIGH_PRECISION,

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-
 from float8.kernels._cast_launch import HISTORY, MEASURED, Options, launch_cast
 from float8.kernels._tiles import tile_launch
-from float8.kernels.amax import MAX_PARTS
-from float8.kernels.cast import cast_dynamic_reference, cast_dynamic_triton
 from float8.kernels.cast_delayed import cast_delayed_reference, cast_delayed_triton
 from float8.scaling import amax_to_scale
+from torch import Tensor
+
+from float8.kernels.amax import MAX_PARTS
+from float8.kernels.cast import cast_dynamic_reference, cast_dynamic_triton
 from kernels.float8_codes import FORMATS, HIGH_PRECISION, same_bytes
 
 FLAGS = [(True, True, True), (True, False, False), (False, True, False)]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from float8.cast import columns
 from torch import Tensor
 
-from float8.cast import columns
 from float8.kernels.rms_norm import (
     rms_norm_cast_reference,
     rms_norm_cast_triton,

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-
 from float8.cast import cast_operand
 from float8.scaling import SMALLEST_AMAX
+
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, FLOAT8_MAX, on_devices
 from support.scales import dynamic_scale

@@ -1,11 +1,11 @@
 """The scales that casts choose."""
 
 import torch
+from float8.cast import CastPlan, quantize
+from float8.scaling import DelayedScale, amax_to_scale
 from torch import Tensor
 
 from float8 import kernels
-from float8.cast import CastPlan, quantize
-from float8.scaling import DelayedScale, amax_to_scale
 
 
 def dynamic_scale(x: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -> Tensor:

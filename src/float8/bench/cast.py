@@ -15,6 +15,8 @@ from float8.bench.shapes import Shape
 from float8.bench.timing import issue_microseconds
 from float8.formats import E4M3
 from float8.measure import kernel_sampler, take_turns
+from float8.quantize.history import DelayedScale
+from float8.quantize.spec import CastSpec
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -100,7 +102,9 @@ def _cases(xs: list[Tensor]) -> list[Case]:
         return kernels.amax(x), _cast(x, scale, row=True, col=True)
 
     def delayed(x: Tensor) -> object:
-        return kernels.cast_delayed(x, scale, amax, E4M3, row=True, col=True)
+        return kernels.cast_delayed(
+            x, CastSpec(E4M3), DelayedScale(scale, amax), row=True, col=True
+        )
 
     def layouts(row: bool, col: bool) -> Callable[[Tensor], object]:
         return lambda x: _cast(x, scale, row=row, col=col)
@@ -129,7 +133,7 @@ def _cast(x: Tensor, scale: Tensor, *, row: bool, col: bool) -> Any:
 
 
 def _dynamic(x: Tensor) -> object:
-    return kernels.cast_dynamic(x, E4M3, row=True, col=True)
+    return kernels.cast_dynamic(x, CastSpec(E4M3), row=True, col=True)
 
 
 def _each(function: Callable[[Item], object], items: Sequence[Item]) -> list[Callable[[], object]]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from float8.bench.shapes import Shape
 from float8.formats import E4M3, E5M2
-from float8.gemm import scaled_mm
+from float8.gemm import Gemm, matmul
 from float8.measure import call_sampler, kernel_sampler
+from float8.quantize.spec import Part
 
 
 def float8_gemms_sampler(shape: Shape, device: torch.device) -> Callable[[], float]:
@@ -26,7 +27,7 @@ def float8_gemms_sampler(shape: Shape, device: torch.device) -> Callable[[], flo
 
     def gemms() -> object:
         return [
-            scaled_mm(a, one, b, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+            matmul(Part(a, one), Part(b, one), gemm=Gemm(fast), out_dtype=torch.bfloat16)
             for a, b, fast in (
                 (x, weight, True),
                 (grad, weight_t, False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch import Tensor
 from float8.bench.devices import input_sets
 from float8.bench.shapes import OUTPUT, Shape, gemm_shapes
 from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
-from float8.gemm import scaled_mm
+from float8.gemm import Gemm, matmul
 from float8.measure import check, kernel_sampler, take_turns
+from float8.quantize.spec import Part
 
 Row = dict[str, Any]
 
@@ -28,14 +29,7 @@ _CHECKED_ROWS = 256
 _SAMPLE_MS = 60.0
 
 
-class Scaled(NamedTuple):
-    """A float8 operand."""
-
-    data: Tensor
-    scale: Tensor
-
-
-Operands = tuple[Tensor, Tensor] | tuple[Scaled, Scaled]
+Operands = tuple[Tensor, Tensor] | tuple[Part, Part]
 
 
 def bench_matmul(
@@ -111,25 +105,18 @@ def _random(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return a, torch.randn(N, K, device=device, dtype=torch.bfloat16)
 
 
-def _to_float8(x: Tensor, dtype: torch.dtype) -> Scaled:
+def _to_float8(x: Tensor, dtype: torch.dtype) -> Part:
     """Data and decode scale, in plain torch: what is timed here is the GEMM alone."""
     scale = x.abs().max().float() / FLOAT8_MAX[dtype]
     data = (x / scale).clamp(-FLOAT8_MAX[dtype], FLOAT8_MAX[dtype]).to(dtype)
-    return Scaled(data, scale)
+    return Part(data, scale)
 
 
 def _product(variant: str, a: Any, b: Any) -> Tensor:
     if variant == BF16:
         product: Tensor = a @ b.t()
         return product
-    return scaled_mm(
-        a.data,
-        a.scale,
-        b.data,
-        b.scale,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=variant == FAST,
-    )
+    return matmul(a, b, gemm=Gemm(variant == FAST), out_dtype=torch.bfloat16)
 
 
 def _check(what: str, variant: str, operands: Operands) -> float:
@@ -141,7 +128,7 @@ def _check(what: str, variant: str, operands: Operands) -> float:
     return check(f"{what} {variant}", a[rows] @ b.t(), product[rows], _AT_LEAST[variant])
 
 
-def _values(operand: Tensor | Scaled) -> Tensor:
-    if isinstance(operand, Scaled):
+def _values(operand: Tensor | Part) -> Tensor:
+    if isinstance(operand, Part):
         return operand.data.double() * operand.scale
     return operand.double()

@@ -78,7 +78,7 @@ def _gathers_alike(user: nn.Module, name: str, config: Float8LinearConfig) -> bo
 
 def _converted(weight: nn.Parameter, layer: Float8Linear) -> nn.Parameter:
     cast = layer.plan.weight
-    plan = GatherPlan(cast.dtype, cast.delayed, cast.round_to_power_of_2)
+    plan = GatherPlan(cast.dtype, cast.delayed, cast.power_of_2)
     wrapped = FSDPFloat8Weight(weight.data, plan)  # `.data`: no view that refers to the weight
     new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
     new.grad = weight.grad

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX, ceil16
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels.amax import amax_reference, float32_bits, magnitude_bits, measure
-from float8.kernels.checks import check_cast, check_scalar
+from float8.kernels.checks import check_high_precision, check_scalar, describe
 from float8.kernels.numeric import scale_of_amax, to_float8_bits, to_float8_words, to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
@@ -154,6 +154,23 @@ def cast_delayed(
     return Cast(out[0], out[1] if row else None, out[2] if col else None)
 
 
+def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what no cast can take."""
+    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
+        check_high_precision("cast", x)
+    if x.dim() != 2:
+        raise ValueError(
+            f"cast: x is {describe(x)}; expected 2 dimensions [R, C]. "
+            f"Flatten the leading dimensions first: x.reshape(-1, x.shape[-1])."
+        )
+    if dtype not in FLOAT8_MAX:
+        raise TypeError(
+            f"cast: dtype is {dtype}; expected torch.float8_e4m3fn or torch.float8_e5m2."
+        )
+    if not (row or col):
+        raise ValueError("cast: got row=False, col=False; expected at least one of them True.")
+
+
 # ---------------------------------------------------------------- plain-torch twins
 
 
@@ -189,7 +206,13 @@ def cast_reference(
 
 
 def cast_dynamic_reference(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool, *_: object
+    x: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    *_: object,
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast_dynamic`: the scale, then the layouts asked for."""
     scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
@@ -236,9 +259,13 @@ def choose_scale_reference(
 def allocate(x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool) -> list[Tensor]:
     """Uninitialised layouts, those asked for; sizes may be symbolic."""
     R, C = x.shape
-    Rp, Cp = ceil16(R), ceil16(C)
-    shapes = [(Rp if pad_rows else R, Cp)] * row + [(Cp, Rp)] * col
-    return [x.new_empty(shape, dtype=dtype) for shape in shapes]
+    Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16
+    out = []
+    if row:
+        out.append(x.new_empty((Rp if pad_rows else R, Cp), dtype=dtype))
+    if col:
+        out.append(x.new_empty((Cp, Rp), dtype=dtype))
+    return out
 
 
 def _fixed(
@@ -258,8 +285,8 @@ def _fixed(
 # What is cast: x itself, silu(x) * y, or x * rstd * weight.
 PLAIN, SWIGLU, RMS_NORM = 0, 1, 2
 
-# Where the kernel takes the scale from: it is given; measured, from amaxes to be joined; or from the
-# history, and measured only where that knows none.
+# Where the kernel takes the scale from: it is given; measured, from amaxes to be joined; or from
+# the history, and measured only where that knows none.
 GIVEN, MEASURED, HISTORY = 0, 1, 2
 
 # What the kernel makes of one of its two outputs.
@@ -439,7 +466,13 @@ def _cast_triton(
 
 
 def _cast_dynamic_triton(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool, *_: object
+    x: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    *_: object,
 ) -> list[Tensor]:
     if x.numel() == 0:
         return cast_dynamic_reference(x, dtype, row, col, pad_rows, power_of_2)
@@ -462,9 +495,7 @@ def _cast_delayed_triton(
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
-        return cast_delayed_reference(
-            x, scale, amax, dtype, row, col, pad_rows, power_of_2, record
-        )
+        return cast_delayed_reference(x, scale, amax, dtype, row, col, pad_rows, power_of_2, record)
     parts = measure(x, known_scale=scale)
     used = empty((), torch.float32, x)
     kind = Kind(dtype, row, col, pad_rows, HISTORY, parts.shape[0], power_of_2, record)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize.history import DelayedScale
 
 
@@ -21,23 +21,6 @@ def check_high_precision(name: str, x: Tensor) -> None:
             f"{name}: x is {describe(x)}; expected a float32, bfloat16 or float16 tensor. "
             f"Convert it first, e.g. x.to(torch.bfloat16)."
         )
-
-
-def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what no cast can take."""
-    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
-        check_high_precision("cast", x)
-    if x.dim() != 2:
-        raise ValueError(
-            f"cast: x is {describe(x)}; expected 2 dimensions [R, C]. "
-            f"Flatten the leading dimensions first: x.reshape(-1, x.shape[-1])."
-        )
-    if dtype not in FLOAT8_MAX:
-        raise TypeError(
-            f"cast: dtype is {dtype}; expected torch.float8_e4m3fn or torch.float8_e5m2."
-        )
-    if not (row or col):
-        raise ValueError("cast: got row=False, col=False; expected at least one of them True.")
 
 
 def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:

@@ -5,8 +5,8 @@ No floating point minimum or maximum is taken here: some Triton versions miscomp
 becomes just these instructions.
 """
 
-from float8.kernels.tiles import pack_words
 from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.tiles import pack_words
 
 
 @jit

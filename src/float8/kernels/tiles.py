@@ -7,8 +7,8 @@ through shared memory then moves words, four times fewer items than bytes.
 
 import dataclasses
 
-from float8.kernels.runtime.triton import jit, tl
 from float8.formats import ceil16
+from float8.kernels.runtime.triton import jit, tl
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from float8.kernels.checks import describe
 from float8.kernels.runtime.device import sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import (
     TileLaunch,
     fitting,
@@ -19,7 +20,6 @@ from float8.kernels.tiles import (
     tile_at,
     tile_of_program,
 )
-from float8.kernels.runtime.triton import jit, tl
 
 BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 

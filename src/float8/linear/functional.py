@@ -181,7 +181,8 @@ def held_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
 
 def output(x: Part, w: Part, gemm: Gemm, dtype: torch.dtype, N: int) -> Tensor:
     """`input @ weight.T` [M, N] of row data of both."""
-    return _trimmed(matmul(x, w, gemm=gemm, out_dtype=dtype), N)
+    y = matmul(x, w, gemm=gemm, out_dtype=dtype)
+    return y if y.shape[1] == N else _trimmed(y, N)
 
 
 def grad_input(g: Part, w: Part, gemm: Gemm, dtype: torch.dtype, K: int) -> Tensor:
@@ -197,7 +198,7 @@ def grad_weight(g: Part, x: Part, gemm: Gemm, dtype: torch.dtype, N: int, K: int
 
 def _trimmed(x: Tensor, columns: int) -> Tensor:
     """Cut the columns that padding added; contiguous, so that `.view()` and in-place ops work."""
-    return x if x.shape[1] == columns else x[:, :columns].contiguous()
+    return x[:, :columns].contiguous() if x.shape[1] != columns else x
 
 
 class _Linear(torch.autograd.Function):
@@ -276,7 +277,7 @@ class _Linear(torch.autograd.Function):
 
         row = ctx.need_grad_input and plan.grad_input is not None
         col = ctx.need_grad_weight and plan.grad_weight is not None
-        g = None
+        g: Quantized | None = None
         if row or (col and plan.share_grad_output):
             spec, state = plan.grad_output, scales.grad_output
             both = col and plan.share_grad_output
@@ -284,14 +285,15 @@ class _Linear(torch.autograd.Function):
 
         dx: Tensor | None = None
         if row:
-            assert g is not None
-            assert g.row is not None
+            assert g is not None and g.row is not None and plan.grad_input is not None  # noqa: PT018
             spec, state = plan.weight_for_grad_input, scales.weight_for_grad_input
+            w: Part | None
             if plan.share_weight:
                 after = g.row.scale
                 w = weight_columns(kept, weight_scale, spec, ctx.weight_is_transposed, after)
             else:
                 w = quantize(kept, spec, col=True, state=state, record=record).col
+            assert w is not None
             dx = grad_input(g.row, w, plan.grad_input, dtype, K)
         elif ctx.need_grad_input:
             dx = grad_output @ kept.to(dtype)
@@ -301,10 +303,11 @@ class _Linear(torch.autograd.Function):
             if not plan.share_grad_output:
                 spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
                 g = quantize(grad_output, spec, col=True, state=state, record=record)
-            assert g is not None
-            x = Part(saved_input, input_scale)
+            x: Part | None = Part(saved_input, input_scale)
             if saved_input.dtype not in FLOAT8_MAX:
                 x = quantize(saved_input, plan.input, col=True, scale=input_scale).col
+            assert g is not None and g.col is not None and plan.grad_weight is not None  # noqa: PT018
+            assert x is not None
             dw = grad_weight(g.col, x, plan.grad_weight, ctx.weight_dtype, N, K)
         elif ctx.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.quantize.scale import amaxes_to_scales
+from float8.quantize.scale import amax_to_scale
 
 UNKNOWN_SCALE = 0.0
 """Marks a scale no sync has set yet: the cast then takes its scale from the data. It is a value
@@ -54,5 +54,5 @@ def update_history_and_scale(
     pushed[:, 0] = torch.where(amax.isfinite(), amax, 0.0)
     history.copy_(torch.where((amax != 0).unsqueeze(1), pushed, history))
     peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
-    fresh = amaxes_to_scales(peak, float8_max, round_to_power_of_2)
+    fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
     scale.copy_(torch.where(peak > 0, fresh, scale))

@@ -9,7 +9,7 @@ SMALLEST_AMAX = 2.0**-100
 """Floor of amax, so that neither the scale nor its reciprocal leaves float32's normal range."""
 
 
-def amax_to_scale(amax: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -> Tensor:
+def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2: bool) -> Tensor:
     """The decode scale that maps `amax` to the largest value of a float8 format.
 
     `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
@@ -18,34 +18,18 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -
 
     Args:
         amax: float32, any shape, >= 0. NaN gives NaN and Inf gives Inf.
-        dtype: a float8 format.
+        dtype: a float8 format; or float64, shape of `amax`: the largest value of each one's format.
         round_to_power_of_2: round the scale up to a power of two.
 
     Returns:
         float32, shape of `amax`.
     """
-    # Literals, here and below: with dynamic=True, Dynamo makes floats of a module symbolic and then
-    # fails on them.
-    return amaxes_to_scales(amax, 448.0 if dtype == E4M3 else 57344.0, round_to_power_of_2)
-
-
-def amaxes_to_scales(
-    amax: Tensor, float8_max: float | Tensor, round_to_power_of_2: bool
-) -> Tensor:
-    """`amax_to_scale` for many tensors of different formats at once.
-
-    Args:
-        amax: [S] float32.
-        float8_max: [S] float64, the largest value of each tensor's format; or one for all.
-        round_to_power_of_2: round the scales up to powers of two.
-
-    Returns:
-        [S] float32.
-    """
-    # The floor is SMALLEST_AMAX.
+    # Literals, here and for SMALLEST_AMAX: with dynamic=True, Dynamo makes floats of a module
+    # symbolic and then fails on them.
+    largest = dtype if isinstance(dtype, Tensor) else 448.0 if dtype == E4M3 else 57344.0
     # float64 makes the quotient, once rounded to float32, the correctly rounded one whether a
     # backend divides or multiplies by the reciprocal: eager, Inductor, CPU and GPU agree bitwise.
-    scale = (amax.clamp(min=7.888609052210118e-31).to(torch.float64) / float8_max).to(torch.float32)
+    scale = (amax.clamp(min=7.888609052210118e-31).to(torch.float64) / largest).to(torch.float32)
     return _round_up_to_power_of_2(scale) if round_to_power_of_2 else scale
 
 

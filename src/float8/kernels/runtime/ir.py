@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-class NotLowered(Exception):
+class NotLoweredError(Exception):
     """The op stays opaque here: symbolic sizes, or an operation that an `IRTensor` has not."""
 
 
@@ -67,7 +67,7 @@ class IRTensor:
         return IRTensor(box)
 
     def __getattr__(self, name: str) -> Any:
-        raise NotLowered(name)
+        raise NotLoweredError(name)
 
     @staticmethod
     def emit(launch: Any, tensors: tuple[Any, ...]) -> None:
@@ -111,7 +111,7 @@ def lower(op: Any, body: Callable[..., Any]) -> None:
             return opaque(*args)
         try:
             return from_ir(body(*(to_ir(arg) for arg in args)))
-        except NotLowered:
+        except NotLoweredError:
             return opaque(*args)
 
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
@@ -121,7 +121,7 @@ def _static(sizes: Any) -> tuple[int, ...]:
     numbers = []
     for size in sizes:
         if not isinstance(size, int) and not getattr(size, "is_Integer", False):
-            raise NotLowered(f"symbolic size {size}")
+            raise NotLoweredError(f"symbolic size {size}")
         numbers.append(int(size))
     return tuple(numbers)
 

@@ -54,7 +54,7 @@ class Launch:
         self._kind = (kernel, device, kinds, constants, num_warps)
         self._compiled: dict[tuple[bool, ...], Callable[..., object]] = {}
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Any) -> None:
         """Launch on the device of the tensors, which need not be the current one."""
         if isinstance(tensors[0], IRTensor):
             tensors[0].emit(self, tensors)
@@ -86,7 +86,7 @@ class Launch:
             run = self._compiled[aligned] = binary[(self.programs, 1, 1)]
         run(*addresses, *self.rest, stream=private.current_stream(device.index))
 
-    def _launch(self, tensors: tuple[Tensor, ...]) -> Any:
+    def _launch(self, tensors: tuple[Any, ...]) -> Any:
         """Launch as Triton documents it; returns the compiled kernel (None in its interpreter)."""
         return self.kernel[(self.programs,)](*tensors, *self.rest, num_warps=self.num_warps)
 
@@ -108,10 +108,11 @@ def takes_triton_directly(*tensors: Tensor | None) -> bool:
     return private.dispatch_modes() == 0 and private.functorch_levels() is None
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Any) -> Tensor:
     """Uninitialised, contiguous, of at most two dims, on the device of `like`."""
     if isinstance(like, IRTensor):
-        return like.new_empty(shape, dtype=dtype)
+        made: Tensor = like.new_empty(shape, dtype=dtype)
+        return made
     device = like.device
     if (
         private.empty_strided_cuda is not None
@@ -125,7 +126,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def mark_written(x: Tensor) -> None:
+def mark_written(x: Any) -> None:
     """Count up the version of what a kernel wrote in place, as PyTorch's own ops do."""
     if not isinstance(x, IRTensor):
         torch.autograd.graph.increment_version(x)
