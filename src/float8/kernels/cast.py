@@ -276,7 +276,7 @@ def _fixed(
     Ops that write an argument must return a fixed number: the compiler's functionalisation takes no
     list.
     """
-    absent = empty((0,), x.dtype, x)
+    absent = x.new_empty((0,), dtype=x.dtype)
     return scale, data[0] if row else absent, data[-1] if col else absent
 
 

@@ -20,8 +20,13 @@ class NotLoweredError(Exception):
 class IRTensor:
     """What launching code asks of a tensor, answered from Inductor's representation."""
 
-    def __init__(self, box: Any) -> None:
+    def __init__(self, box: Any, result: Any = None) -> None:
         self.box = box
+        """What a kernel reads and writes."""
+
+        self.result = box if result is None else result
+        """What the op returns."""
+
         box.freeze_layout()
         self.dtype: torch.dtype = box.get_dtype()
         self.device: torch.device = box.get_device()
@@ -46,12 +51,11 @@ class IRTensor:
 
     def new_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Uninitialised and contiguous, on the same device."""
-        strides = [1] * len(shape)
-        for dim in range(len(shape) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * shape[dim + 1]
         lowering = _inductor("lowering")
-        box = lowering.empty_strided(list(shape), strides, dtype=dtype, device=self.device)
-        return IRTensor(box)
+        # Inductor would fill an empty scalar: so a view of one element.
+        size = list(shape) or [1]
+        box = lowering.empty_strided(size, None, dtype=dtype, device=self.device)
+        return IRTensor(box, None if shape else lowering.lowerings[torch.ops.aten.view](box, []))
 
     def sum(self, dim: int) -> "IRTensor":
         """As of a tensor."""
@@ -104,7 +108,7 @@ def lower(op: Any, body: Callable[..., Any]) -> None:
     def from_ir(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return type(x)(from_ir(item) for item in x)
-        return x.box if isinstance(x, IRTensor) else x
+        return x.result if isinstance(x, IRTensor) else x
 
     def lowered(*args: Any) -> Any:
         first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
