@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.config import CastSite
-from float8.distributed import (
+from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
+from float8.parallel import (
     all_reduce_amax,
     has_precomputable_scales,
     mesh_device_type,
@@ -19,7 +20,6 @@ from float8.distributed import (
     shard_amax,
     sync_groups,
 )
-from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
 from float8.scaling import update_history_and_scale
 
 _stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.WeakKeyDictionary()

@@ -17,8 +17,8 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     why_not_fused,
 )
-from float8.distributed.weight import FSDPFloat8Weight, ShardCast
 from float8.formats import FLOAT8_MAX
+from float8.parallel.weight import FSDPFloat8Weight, ShardCast
 from float8.tensor import Float8GatherWeight, Float8Tensor, GatherPlan
 from support.configs import RECIPES
 from support.devices import E4M3

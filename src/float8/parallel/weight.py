@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import CastSite
-from float8.distributed.collectives import all_reduce_amax
 from float8.linear import Float8Linear, scale_name
+from float8.parallel.collectives import all_reduce_amax
 from float8.scaling import amax_to_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
-from float8.distributed.weight import FSDPFloat8Weight
 from float8.linear import Float8Linear
+from float8.parallel.weight import FSDPFloat8Weight
 from float8.tensor import Float8GatherWeight, GatherPlan
 
 

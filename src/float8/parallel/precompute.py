@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import require_module
-from float8.distributed.collectives import (
+from float8.linear import Float8Linear
+from float8.parallel.collectives import (
     Group,
     all_reduce_amax,
     mesh_device_type,
     sharding_groups,
 )
-from float8.linear import Float8Linear
 from float8.scaling import amax_to_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, PrecomputedScale, local_tensor
 
