@@ -258,7 +258,7 @@ def test_weights_of_which_a_rank_holds_nothing_are_not_precomputed(four: Ranks) 
 
 
 def before_the_first_forward() -> None:
-    """FSDP2 pads the shards of some ranks then; all must agree whether the scale still holds."""
+    """FSDP2 moves the shards of some ranks then; all must agree that no scale is known yet."""
     results = []
     for precompute in (True, False):
         model = shard(convert(model_of(42), "tensorwise"))
@@ -266,7 +266,7 @@ def before_the_first_forward() -> None:
             precompute_float8_dynamic_scale_for_fsdp(model)
         with traffic() as seen:
             results.append([step(model), *(whole(p.grad) for p in weights(model))])
-        assert precompute == (seen.all_reduces == 0)
+        assert seen.all_reduces > 0
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
 from float8.gemm import scaled_mm
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
-from float8.tensor.inference import as_inference_as
+from float8.tensor.wrapper import as_inference_as
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, dict[str, Any]], Any]
@@ -25,10 +25,6 @@ def implements(*ops: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-def _like(x: Float8Tensor, data: Tensor, scale: Tensor | None = None) -> Float8Tensor:
-    return Float8Tensor(data, x._scale if scale is None else scale, x._orig_dtype, x._granularity)
 
 
 @implements(
@@ -50,22 +46,20 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Float8Tensor:
     """Ops that move no values: done on the data; one scale covers all of them."""
     x, *rest = args
     with as_inference_as(x):
-        new = _like(x, func(x._data, *rest, **kwargs))
-    new._amax = x._amax
-    return new
+        return x._like(func(x._data, *rest, **kwargs))  # type: ignore[no-any-return]
 
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
 def _split(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Float8Tensor]:
     x, *rest = args
     with as_inference_as(x):
-        return [_like(x, piece) for piece in func(x._data, *rest, **kwargs)]
+        return [x._like(piece) for piece in func(x._data, *rest, **kwargs)]
 
 
 @implements(aten.clone.default)
 def _clone(func: Any, args: Any, kwargs: dict[str, Any]) -> Float8Tensor:
-    x = args[0]
-    return _like(x, func(x._data, **kwargs), x._scale.clone())
+    (x,) = args
+    return x._like(func(x._data, **kwargs), torch.clone)  # type: ignore[no-any-return]
 
 
 @implements(aten.cat.default)
@@ -86,7 +80,12 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Float8Tensor:
                 "cat: got Float8Tensors with different scales, expected one scale for all; call "
                 ".to_original_precision() first, or cast all pieces with one scale"
             )
-    return _like(first, func([piece._data for piece in pieces], *rest, **kwargs))
+    whole = first._like(func([piece._data for piece in pieces], *rest, **kwargs))
+    if any(piece._amax is not first._amax for piece in pieces):
+        # To be recorded of the whole is the largest; unknown, if that of a piece is.
+        amaxes = [piece._amax for piece in pieces]
+        whole._amax = None if any(a is None for a in amaxes) else torch.stack(amaxes).amax()
+    return whole  # type: ignore[no-any-return]
 
 
 def _same_scale(a: Tensor, b: Tensor) -> bool:
@@ -110,9 +109,16 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
             f"copy_: got {source._data.dtype} of shape {tuple(source.shape)} for "
             f"{target._data.dtype} of shape {tuple(target.shape)}, expected equal"
         )
+    if (target._amax is None) != (source._amax is None):
+        raise ValueError(
+            "copy_: got two Float8Tensors of which one has an amax to record, expected both or "
+            "none; clone the source instead"
+        )
     whole = target._data.nbytes == target._data.untyped_storage().nbytes()
     if whole:
         target._scale.copy_(source._scale, *rest)
+        if target._amax is not None:
+            target._amax.copy_(source._amax, *rest)
     elif not _same_scale(target._scale, source._scale):
         raise ValueError(
             "copy_: got a source with another scale than the tensor that the target is a part "
@@ -130,7 +136,7 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     if dtype is not None and dtype != x._orig_dtype:
         return func(dequantise(x), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
     scale_kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return _like(x, func(x._data, **kwargs), func(x._scale, **scale_kwargs))
+    return x._like(func(x._data, **kwargs), lambda field: func(field, **scale_kwargs))  # type: ignore[no-any-return]
 
 
 @implements(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)

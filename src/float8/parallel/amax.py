@@ -43,12 +43,15 @@ def mesh_device_type(weights: Iterable[Any]) -> str | None:
 
 
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
-    """The groups over which a DTensor's parts are spread: one per mesh dim that shards it."""
+    """The groups over which a DTensor's parts are spread: one per mesh dim that shards it.
+
+    Under FSDP2 with tensor parallel there are two, and an amax over both is that of the whole.
+    """
     mesh = weight.device_mesh
     return tuple(
         mesh.get_group(dim)
         for dim, placement in enumerate(weight.placements)
-        if not placement.is_replicate()
+        if not placement.is_replicate() and mesh.size(dim) > 1
     )
 
 
