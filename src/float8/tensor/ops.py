@@ -117,7 +117,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     whole = target._data.nbytes == target._data.untyped_storage().nbytes()
     if whole:
         target._scale.copy_(source._scale, *rest)
-        if target._amax is not None:
+        if target._amax is not None and source._amax is not None:
             target._amax.copy_(source._amax, *rest)
     elif not _same_scale(target._scale, source._scale):
         raise ValueError(

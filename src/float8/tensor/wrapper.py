@@ -33,8 +33,8 @@ class Wrapper(torch.Tensor):
                 f"deepcopy; detach it first"
             )
         if id(self) not in memo:
-            function, args = self.__reduce_ex__(4)  # type: ignore[misc]
-            new = function(*copy.deepcopy(args, memo))  # type: ignore[operator]
+            function, args = self.__reduce_ex__(4)  # type: ignore[no-untyped-call]
+            new = function(*copy.deepcopy(args, memo))
             new.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = new
         return memo[id(self)]
