@@ -57,8 +57,8 @@ def full(seed: int = 0, amax: float | None = 3.0) -> Float8Tensor:
 
 
 def fields(x: Float8Tensor) -> dict[str, object]:
-    """All attributes but the data: those that no test knows of yet, too."""
-    rest = {name: value for name, value in vars(x).items() if name != "_data"}
+    """All attributes but the data and a Parameter's: those that no test knows of yet, too."""
+    rest = {name: v for name, v in vars(x).items() if name not in ("_data", "_is_param")}
     return {n: v.item() if isinstance(v, Tensor) else v for n, v in rest.items()}
 
 

@@ -35,11 +35,9 @@ class GatherMetadata(NamedTuple):
     """What this rank knows of a gather besides what travels."""
 
     scale: Tensor | None
-    """0-dim float32: of the whole weight, the same on all ranks; None if scales travel."""
+    """0-dim: of the whole weight, the same on all ranks; None if scales travel."""
 
     amax: Tensor | None
-    """0-dim float32: of the shard, where delayed scaling records it."""
-
     outer_size: torch.Size
     """[N, K] of the gathered weight."""
 
@@ -65,34 +63,34 @@ class FSDPFloat8Weight(Float8GatherWeight):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """The bytes to gather and what the other ranks' receivers must know of them.
+        """The bytes of this shard, and what is known of the others' without that it travels.
 
         Args:
-            mesh: 1-D, the ranks that hold the shards.
+            mesh: 1-D, the ranks of this gather; with tensor parallel the weight has more.
             outer_size: [N, K] of the gathered weight.
             outer_stride: not used; the gathered weight is contiguous.
             module: the layer whose weight this is, or is a copy of, if that is offloaded.
             mp_policy: FSDP2's; its `param_dtype` is what the shard is rounded to first.
 
         Returns:
-            `((bytes,), metadata)`: `uint8` of the shape of the largest shard, padded with zeros
-            where this one is smaller, and what need not travel.
+            `((bytes, ...), metadata)`: `uint8` with the rows of the largest shard, padded with
+            zeros where this one is smaller.
         """
         param_dtype = mp_policy.param_dtype or self.dtype
         local_tensor(module.weight).param_dtype = param_dtype
         shard = self.high_precision.to(param_dtype)
         cast = self.cast_shard(shard, module)
         assert cast.row is not None
-        data, scale = cast.row
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
         # A shard of another dim than the first is never padded, nor is one of everything.
         rows = shard.shape[0]
         if shard.shape[1] == outer_size[1] and rows != outer_size[0]:
             rows = -(-outer_size[0] // mesh.size())
-        if scale.dim() == 0:  # one for all
-            return (_padded_bytes(data, rows),), GatherMetadata(scale, cast.amax, outer_size)
-        sent = (_padded_bytes(data, rows), _padded_bytes(scale, rows))
-        return sent, GatherMetadata(None, cast.amax, outer_size)
+        scale = cast.row.scale
+        travels = scale.dim() > 0
+        sent = (cast.row.data, scale) if travels else (cast.row.data,)
+        metadata = GatherMetadata(None if travels else scale, cast.amax, outer_size)
+        return tuple(_padded_bytes(x, rows) for x in sent), metadata
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -107,13 +105,16 @@ class FSDPFloat8Weight(Float8GatherWeight):
         """The gathered weight as a `Float8Tensor` [N, K] over the gathered bytes.
 
         Args:
-            all_gather_outputs: `uint8`, padding included: of each tensor that the ranks sent.
+            all_gather_outputs: as `received` of `joined`.
             metadata: by `fsdp_pre_all_gather`.
             param_dtype: the dtype that the weight reports.
             out: the result of the first call, whose memory was filled anew: takes the new scale
                 and amax.
         """
-        for made in metadata[:2]:  # on the stream of the gather, read on this one
+        for made in (
+            metadata.scale,
+            metadata.amax,
+        ):  # on the stream of the gather, read on this one
             if made is not None and made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
         if out is None:
@@ -124,8 +125,11 @@ class FSDPFloat8Weight(Float8GatherWeight):
         gathered._amax = metadata.amax
         return None
 
-    def cast_shard(self, shard: Tensor, module: nn.Module) -> Quantized:
+    def cast_shard(self, shard: Tensor, module: Any) -> Quantized:
         """Cast the shard [rows, K], already rounded to what FSDP2 computes in.
+
+        With delayed scaling each forward in training records the amax that comes along, of the
+        shard; the sync makes it that of the whole weight.
 
         Args:
             shard: float32, bfloat16 or float16; may have no rows.
@@ -135,12 +139,36 @@ class FSDPFloat8Weight(Float8GatherWeight):
             Row data [rows, K], not padded. A scale of no dims is that of the whole weight; any
             other, [rows, C], is that of the shard, and travels with the data.
         """
-        if self.spec.delayed:
-            return self._cast_delayed(shard, module)
-        scale = known_scale(module.weight, shard.dtype)  # type: ignore[arg-type]
+        spec, scale, amax = self.spec, None, None
+        if not spec.delayed:
+            scale = known_scale(module.weight, shard.dtype)
+        elif module.knows_weight_scale():
+            history = module.get_buffer(_SCALE)
+            amax = torch.zeros_like(history)
+            scale = history.clone()
+            if shard.numel():
+                done = kernels.cast_delayed(
+                    shard, history, amax, spec.dtype, row=True, col=False, record=True
+                )
+                return self._quantized(done.row, shard, done.scale, amax)
         if scale is None:
-            scale = self._scale_of_all(_amax(shard), module)
-        return self._cast(shard, scale.to(shard.device))
+            amax = _amax(shard)
+            whole = amax.clone()
+            all_reduce_amax(whole, sharding_groups(module.weight))
+            scale = amax_to_scale(whole, spec.dtype, spec.power_of_2)
+        scale = scale.to(shard.device)  # a known one may be offloaded
+        if shard.numel():
+            data, _ = kernels.cast(shard, scale, spec.dtype, row=True, col=False)
+        else:
+            data = shard.to(spec.dtype)
+        return self._quantized(data, shard, scale, amax if spec.delayed else None)
+
+    def _quantized(
+        self, data: Tensor | None, shard: Tensor, scale: Tensor, amax: Tensor | None
+    ) -> Quantized:
+        assert data is not None
+        data = data[:, : shard.shape[1]]  # without padding for GEMMs
+        return Quantized(Part(data, scale), None, self.spec, amax)
 
     def joined(
         self, received: tuple[Tensor, ...], metadata: GatherMetadata, param_dtype: torch.dtype
@@ -157,45 +185,6 @@ class FSDPFloat8Weight(Float8GatherWeight):
         if scale is None:
             scale = received[1].view(torch.float32)[: size[0]]
         return Float8Tensor(data, scale, param_dtype, self.spec.granularity, metadata.amax)
-
-    def _cast_delayed(self, shard: Tensor, module: nn.Module) -> Quantized:
-        """With the scale from the layer's history.
-
-        The gather does not know what for; each forward in training records the amax. The sync makes
-        it that of the whole weight.
-        """
-        if not isinstance(module, Float8Linear):
-            raise TypeError(
-                f"FSDPFloat8Weight: got it as a weight of a {type(module).__name__}, expected the "
-                f"Float8Linear that has its history; convert the model again"
-            )
-        history = module.get_buffer(_SCALE)
-        if not module.knows_weight_scale():
-            amax = _amax(shard)
-            return self._cast(shard, self._scale_of_all(amax.clone(), module), amax)
-        amax = torch.zeros_like(history)
-        if shard.numel() == 0:
-            return self._cast(shard, history.clone(), amax)
-        done = kernels.cast_delayed(
-            shard, history, amax, self.spec.dtype, row=True, col=False, record=True
-        )
-        assert done.row is not None
-        return self._quantized(done.row[:, : shard.shape[1]], done.scale, amax)
-
-    def _scale_of_all(self, amax: Tensor, module: nn.Module) -> Tensor:
-        """The scale of the whole weight, of which all ranks know the amax of a part; written."""
-        all_reduce_amax(amax, sharding_groups(module.weight))
-        return amax_to_scale(amax, self.spec.dtype, self.spec.power_of_2)
-
-    def _cast(self, shard: Tensor, scale: Tensor, amax: Tensor | None = None) -> Quantized:
-        if shard.numel() == 0:
-            return self._quantized(shard.to(self.spec.dtype), scale, amax)
-        data, _ = kernels.cast(shard, scale, self.spec.dtype, row=True, col=False)
-        assert data is not None
-        return self._quantized(data[:, : shard.shape[1]], scale, amax)  # without padding for GEMMs
-
-    def _quantized(self, data: Tensor, scale: Tensor, amax: Tensor | None) -> Quantized:
-        return Quantized(Part(data, scale), None, self.spec, amax)
 
 
 # FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
@@ -223,12 +212,10 @@ def _amax(shard: Tensor) -> Tensor:
 
 def _padded_bytes(x: Tensor, rows: int) -> Tensor:
     """`x` [R, C] as [rows, C * bytes of an element] `uint8`, contiguous; R may be 0."""
-    if x.numel() == 0:
-        return x.new_zeros((rows, x.shape[1] * x.itemsize), dtype=torch.uint8)
-    bytes_ = x.view(torch.uint8)
+    bytes_ = x.contiguous().view(torch.uint8)
     missing = rows - bytes_.shape[0]
     assert missing >= 0
-    return torch.nn.functional.pad(bytes_, (0, 0, 0, missing)) if missing else bytes_.contiguous()
+    return torch.nn.functional.pad(bytes_, (0, 0, 0, missing)) if missing else bytes_
 
 
 torch.serialization.add_safe_globals([FSDPFloat8Weight])

@@ -4,7 +4,6 @@ To everything but the gather it is the high-precision tensor it holds. What it a
 its cast and, where somebody computed it ahead for all weights together, its scale.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -76,37 +75,32 @@ class Float8GatherWeight(Wrapper):
     def data(self) -> Tensor:
         """As of any tensor. A tensor that is assigned takes the place of the one inside.
 
-        It must have the same shape, dtype and device; it is shared, or copied if it lies otherwise
-        in its memory.
+        It is shared, or copied if it lies otherwise in its memory.
 
         Raises:
-            TypeError: something else than a plain tensor or one of this class is assigned.
-            ValueError: its shape, dtype or device is another.
+            ValueError: its class, shape, dtype or device is another.
         """
         view: Tensor = _tensor_data.__get__(self)
         return view
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        values = new.high_precision if isinstance(new, Float8GatherWeight) else new
-        if type(values) not in (Tensor, nn.Parameter):
-            raise TypeError(
-                f"data: got {type(new).__name__}, expected a torch.Tensor or {type(self).__name__}"
-            )
-        got, expected = (
-            f"shape {tuple(x.shape)}, {x.dtype} on {x.device}" for x in (values, self._inner)
-        )
-        if got != expected:
+        values = high_precision(new)
+        kinds = [
+            f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
+            if type(x) in (Tensor, nn.Parameter)
+            else type(x).__name__
+            for x in (values, self._inner)
+        ]
+        if kinds[0] != kinds[1]:
             raise ValueError(
-                f"data: got a tensor with {got}, expected {expected}; to change dtype or device, "
-                f"call .to() on the module or assign it a new Parameter; FSDP1 cannot gather in "
-                f"float8: convert with enable_fsdp_float8_all_gather=False for it"
+                f"data: got {kinds[0]}, expected {kinds[1]}; to change dtype or device, "
+                f"call .to() on the module or assign it a new Parameter; FSDP1 cannot "
+                f"gather in float8: convert with enable_fsdp_float8_all_gather=False for it"
             )
         values = values.detach()
         if (values.stride(), values.storage_offset()) != (self.stride(), self.storage_offset()):
-            values = torch.empty_strided(
-                self.shape, self.stride(), dtype=self.dtype, device=self.device
-            ).copy_(values)
+            values = self._inner.new_empty_strided(self.shape, self.stride()).copy_(values)
         self._inner = self._counted = values
         self._known = None
 
@@ -126,10 +120,8 @@ class Float8GatherWeight(Wrapper):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        dtype, granularity, scaling, power_of_2 = self.spec
-        spec = (dtype, granularity.value, scaling.value, power_of_2)
         is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (type(self), self._inner, spec, self.requires_grad, is_parameter)
+        return _rebuild, (type(self), self._inner, self.spec, self.requires_grad, is_parameter)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -138,7 +130,7 @@ class Float8GatherWeight(Wrapper):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             result = func(*_plain(args), **_plain(kwargs))
-            written = list(_written(func, args, kwargs))
+            written = _written(func, args, kwargs)
             torch.autograd.graph.increment_version([x._counted for x in written])
             same = {id(x._inner): x for x in written}
             return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
@@ -183,33 +175,28 @@ def _plain(args: Any) -> Any:
     return tree_map_only(Float8GatherWeight, lambda x: x._inner, args)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Float8GatherWeight]:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for x in tree_leaves(value):
-            if isinstance(x, Float8GatherWeight):
-                yield x
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Float8GatherWeight]:
+    given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(x.name) for x in func._schema.arguments if x.is_write]
+    return [x for x in tree_leaves(written) if isinstance(x, Float8GatherWeight)]
 
 
 def _rebuild(
     kind: type[Float8GatherWeight],
     inner: Tensor,
-    spec: tuple[torch.dtype, str, str, bool],
+    spec: CastSpec,
     requires_grad: bool,
     is_parameter: bool,
 ) -> Tensor:
-    dtype, granularity, scaling, power_of_2 = spec
-    tensor = kind(
-        inner, CastSpec(dtype, ScalingGranularity(granularity), ScalingType(scaling), power_of_2)
-    )
+    tensor = kind(inner, spec)
     if is_parameter:
         return nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([Float8GatherWeight, _rebuild])
+torch.serialization.add_safe_globals(
+    [Float8GatherWeight, CastSpec, ScalingGranularity, ScalingType, _rebuild]
+)
 
 
 # ---------------------------------------------------------------- the scale computed ahead
@@ -218,10 +205,7 @@ torch.serialization.add_safe_globals([Float8GatherWeight, _rebuild])
 def remember_scale(weight: Tensor, scale: Tensor, param_dtype: torch.dtype) -> None:
     """Keep the scale of a sharded weight as it is now; it holds until the weight is written.
 
-    Unnoticed are writes through NumPy or a raw pointer, through `.data` of the plain tensors in
-    state dicts, `torch._foreach_*` of the DTensors in state dicts, `torch.distributed` into any of
-    them, and a compiled step of an optimizer with `fused=True`: tell of them by computing the
-    scale again.
+    What goes unnoticed is said in `precompute_float8_dynamic_scale_for_fsdp`.
 
     Args:
         weight: a DTensor of a `Float8GatherWeight`.
