@@ -46,7 +46,8 @@ class Float8GatherWeight(Wrapper):
 
     spec: CastSpec
     param_dtype: torch.dtype | None = None
-    """The dtype it is rounded to before the cast, known from its first gather on."""
+    """The dtype it is rounded to before the cast, known from its first gather on; then of its views
+    and copies, too, as FSDP2 copies shards on some ranks only, and all must know the same."""
 
     _inner: Tensor
     _counted: Tensor
@@ -149,7 +150,9 @@ class Float8GatherWeight(Wrapper):
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
-        return type(self)(result, self.spec, self._counted if func.is_view else None)
+        new = type(self)(result, self.spec, self._counted if func.is_view else None)
+        new.param_dtype = self.param_dtype
+        return new
 
 
 _KEEP = {
@@ -257,6 +260,7 @@ def with_plan_of(new: nn.Parameter, old: Tensor | None) -> nn.Parameter:
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new
     wrapped = type(model)(values.detach(), model.spec)
+    wrapped.param_dtype = model.param_dtype
     with torch.no_grad():
         tensor = wrapped if values is new else dtensor_like(new, wrapped)
     return nn.Parameter(tensor, requires_grad=new.requires_grad)
