@@ -38,8 +38,11 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | No
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
     """The type of device of the mesh that the weights are on, which they may be offloaded from."""
-    meshes = (getattr(weight, "device_mesh", None) for weight in weights)
-    return next((mesh.device_type for mesh in meshes if mesh is not None), None)
+    return next((mesh.device_type for mesh in _meshes(weights)), None)
+
+
+def _meshes(tensors: Iterable[Any]) -> set[Any]:
+    return {mesh for x in tensors if (mesh := getattr(x, "device_mesh", None)) is not None}
 
 
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
@@ -53,10 +56,6 @@ def sharding_groups(weight: Any) -> tuple[Group, ...]:
         for dim, placement in enumerate(weight.placements)
         if not placement.is_replicate() and mesh.size(dim) > 1
     )
-
-
-def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    return {mesh for x in tensors if (mesh := getattr(x, "device_mesh", None)) is not None}
 
 
 def sync_groups(

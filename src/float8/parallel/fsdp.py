@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import CastSite, Float8LinearConfig, ScalingType
+from float8.config import CastSite, ScalingType
 from float8.linear import Float8Linear, scale_name
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sharding_groups
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -239,8 +239,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     A scale counts until the weight is written again, by an optimizer's step, an op on the Parameter
     or on a view of it, loading, or a write into a tensor of a state dict. Call it again after what
     goes unnoticed: writes through NumPy or a raw pointer, `.data` of tensors in state dicts,
-    `torch._foreach_*` of DTensors in state dicts, `torch.distributed` into either, and a compiled
-    step of an optimizer with `fused=True`.
+    `torch._foreach_*` of DTensors in state dicts, fused optimizers and `torch.distributed` on
+    either.
 
     Args:
         model: the converted model, sharded with `fully_shard`, compiled or not.
@@ -257,37 +257,42 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         alike = (shard.dtype, shard.param_dtype, shard.spec)
         meshes.setdefault(where, {}).setdefault(alike, []).append(weight)
     for (groups, device_type, _), kinds in meshes.items():
-        # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
-        amaxes = [_amaxes(kinds[kind]).to(kind[1]).to(torch.float32) for kind in kinds]
+        amaxes = []
+        for (_, param_dtype, _), weights in kinds.items():
+            shards = [local_tensor(weight).high_precision for weight in weights]
+            norms = torch.stack(torch._foreach_norm(shards, float("inf")))
+            # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
+            amaxes.append(norms.to(param_dtype).to(torch.float32))
         amax = torch.cat(amaxes)
         all_reduce_amax(amax, groups, device_type)
         parts = torch.split(amax, [len(part) for part in amaxes])
         for ((_, param_dtype, spec), weights), part in zip(kinds.items(), parts, strict=True):
-            for weight, scale in zip(weights, _scales(part, spec), strict=True):
+            # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
+            spaced = amax.new_empty(len(weights), 4)
+            spaced[:, 0] = amax_to_scale(part, spec.dtype, spec.power_of_2)
+            for weight, scale in zip(weights, spaced[:, 0].unbind(), strict=True):
                 remember_scale(weight, scale, param_dtype)
 
 
 def has_precomputable_scales(model: nn.Module) -> bool:
     """Whether `precompute_float8_dynamic_scale_for_fsdp` may have something to do, once sharded."""
-    return any(
-        isinstance(layer, Float8Linear)
-        and layer.config.enable_fsdp_float8_all_gather
-        and not layer.plan.weight.delayed
-        for layer in model.modules()
-    )
+    return any(True for _ in _dynamic_layers(model))
+
+
+def _dynamic_layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    for name, layer in model.named_modules():
+        if (
+            isinstance(layer, Float8Linear)
+            and layer.config.enable_fsdp_float8_all_gather
+            and not layer.plan.weight.delayed
+        ):
+            yield name, layer
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
     """Each weight once, also if layers share it."""
-    seen: set[int] = set()
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Float8Linear) or not layer.config.enable_fsdp_float8_all_gather:
-            continue
-        weight = layer.weight
+    for weight, name in {layer.weight: name for name, layer in _dynamic_layers(model)}.items():
         local = local_tensor(weight)
-        if layer.plan.weight.delayed or id(weight) in seen:
-            continue
-        seen.add(id(weight))
         if isinstance(local, Float8Tensor):
             raise ValueError(
                 f"layer {name!r}: got a weight that is gathered at the moment, expected its "
@@ -316,19 +321,6 @@ def _on_all_ranks(weight: Any) -> bool:
         if not placement.is_replicate():
             ranks[placement.dim] = ranks.get(placement.dim, 1) * weight.device_mesh.size(mesh_dim)
     return all(-(-weight.shape[dim] // n) * (n - 1) < weight.shape[dim] for dim, n in ranks.items())
-
-
-def _amaxes(weights: list[Tensor]) -> Tensor:
-    """[S] float32, the amaxes of the local shards."""
-    shards = [local_tensor(weight).high_precision for weight in weights]
-    return torch.stack(torch._foreach_norm(shards, float("inf"))).float()
-
-
-def _scales(amax: Tensor, spec: CastSpec) -> tuple[Tensor, ...]:
-    # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
-    spaced = amax.new_empty(len(amax), 4)
-    spaced[:, 0] = amax_to_scale(amax, spec.dtype, spec.power_of_2)
-    return spaced[:, 0].unbind()
 
 
 # ---------------------------------------------------------------- which weights
@@ -360,26 +352,26 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     A weight that something else than `Float8Linear` uses too, such as an embedding, stays plain:
     what is gathered in float8 cannot be looked up in.
     """
-    users: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    users: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for name, part in module.named_modules():
+        for own, parameter in part._parameters.items():
             if parameter is not None:
-                users.setdefault(parameter, []).append((part, name))
-    replaced: dict[Tensor, nn.Parameter] = {}
+                users.setdefault(parameter, []).append((name, part, own))
     new_objects: list[str] = []
-    for name, layer in module.named_modules():
-        if not isinstance(layer, Float8Linear) or not layer.config.enable_fsdp_float8_all_gather:
+    for weight, uses in users.items():
+        layers = [x for _, x, own in uses if own == "weight" and isinstance(x, Float8Linear)]
+        if (
+            isinstance(weight, Float8GatherWeight)
+            or len(layers) < len(uses)
+            or not layers[0].config.enable_fsdp_float8_all_gather
+            or any(layer.config != layers[0].config for layer in layers)
+        ):
             continue
-        weight = layer._parameters["weight"]
-        if weight is None or isinstance(weight, Float8GatherWeight):
-            continue
-        if weight not in replaced:
-            if not all(_gathers_alike(user, own, layer.config) for user, own in users[weight]):
-                continue
-            replaced[weight] = _converted(weight, layer)
-            if replaced[weight] is not weight:
-                new_objects.append(name or "(root)")
-        layer._parameters["weight"] = replaced[weight]
+        new = _converted(weight, layers[0])
+        for layer in layers:
+            layer._parameters["weight"] = new
+        if new is not weight:
+            new_objects.append(uses[0][0] or "(root)")
     if new_objects:
         warnings.warn(
             f"float8: the weights of {len(new_objects)} layer(s) are new Parameters, because "
@@ -388,10 +380,6 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             f"made before the conversion does not train them: make it afterwards",
             stacklevel=3,
         )
-
-
-def _gathers_alike(user: nn.Module, name: str, config: Float8LinearConfig) -> bool:
-    return isinstance(user, Float8Linear) and name == "weight" and user.config == config
 
 
 def _converted(weight: nn.Parameter, layer: Float8Linear) -> nn.Parameter:
