@@ -197,6 +197,13 @@ def test_a_change_of_dtype_keeps_the_spec_but_not_the_scale() -> None:
     assert known(y) is None
 
 
+def test_a_view_of_other_bits_is_one_of_the_same_memory() -> None:
+    x = weight(dtype=torch.bfloat16)
+    y = x.view(torch.float16)
+    assert torch.equal(high_precision(y), high_precision(x).view(torch.float16))
+    assert high_precision(y).data_ptr() == high_precision(x).data_ptr()
+
+
 def test_other_ops_give_plain_tensors() -> None:
     x = weight()
     for y in (x + 1, x.abs(), x @ x.t(), torch.zeros_like(x), x.sum(), x == x, x.int()):

@@ -10,7 +10,7 @@ from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.scaling import amax_to_scale
-from float8.tensor.wrapper import Wrapper
+from float8.tensor.wrapper import Wrapper, restored
 
 
 class Float8Tensor(Wrapper):
@@ -153,13 +153,10 @@ def _rebuild(
     requires_grad: bool,
     is_parameter: bool,
     amax: Tensor | None = None,
-) -> Float8Tensor:
-    tensor = Float8Tensor(
-        data.view(dtype), scale, orig_dtype, ScalingGranularity(granularity), amax
-    )
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+) -> Tensor:
+    kind = ScalingGranularity(granularity)
+    tensor = Float8Tensor(data.view(dtype), scale, orig_dtype, kind, amax)
+    return restored(tensor, requires_grad, is_parameter)
 
 
 def _check(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.config import ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize.spec import CastSpec
-from float8.tensor.wrapper import Wrapper, as_inference_as, dtensor_like, local_tensor
+from float8.tensor.wrapper import Wrapper, as_inference_as, dtensor_like, local_tensor, restored
 
 aten = torch.ops.aten
 _tensor_data: Any = Tensor.data
@@ -150,7 +150,8 @@ class Float8GatherWeight(Wrapper):
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
-        new = type(self)(result, self.spec, self._counted if func.is_view else None)
+        shares = func.is_view and result.dtype == self.dtype
+        new = type(self)(result, self.spec, self._counted if shares else None)
         new.param_dtype = self.param_dtype
         return new
 
@@ -191,10 +192,7 @@ def _rebuild(
     requires_grad: bool,
     is_parameter: bool,
 ) -> Tensor:
-    tensor = kind(inner, spec)
-    if is_parameter:
-        return nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
+    return restored(kind(inner, spec), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals(

@@ -54,6 +54,13 @@ class Wrapper(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+def restored(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    """`tensor`, just rebuilt, as what it was before."""
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
     """A context for making what is derived from `source`: inference tensors only if it is one.
 
