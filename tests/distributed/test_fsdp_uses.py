@@ -17,6 +17,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     why_not_fused,
 )
+from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX
 from float8.parallel.fsdp import FSDPFloat8Weight
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -249,7 +250,8 @@ class Bytes(Tensor):
 class ScaledByRows(FSDPFloat8Weight):
     """A scale for each row, sent along with the bytes: what finer scalings will do."""
 
-    def cast_shard(self, shard, module):  # type: ignore[no-untyped-def]
+    def cast_shard(self, module, param_dtype):  # type: ignore[no-untyped-def]
+        shard = self.high_precision.to(param_dtype)
         scales = shard.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX[E4M3]
         return Quantized(Part((shard / scales).to(E4M3), scales), None, self.spec)
 
@@ -264,12 +266,16 @@ def scales_gathered_along() -> None:
     weight = layer.weight.detach() * torch.arange(1, 17).unsqueeze(1)
     expected = torch.stack([Float8Tensor.from_high_precision(row)._data.float() for row in weight])
     expected *= weight.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX[E4M3]
-    layer.weight = nn.Parameter(ScaledByRows(weight, CastSpec(E4M3)))
+    layer.weight = nn.Parameter(ScaledByRows(weight, CastSpec(E4M3, ScalingGranularity.AXISWISE)))
     fully_shard(layer, mesh=mesh_of())
     with traffic() as seen:
         assert torch.equal(layer(x), x @ expected.t())
     assert seen.sizes == [8 * (24 + 4)]
     assert seen.all_reduces == 0
+    layer.reshard()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(layer(x), 2 * x @ expected.t())
 
 
 def test_finer_scales_can_be_gathered_along(two: Ranks) -> None:

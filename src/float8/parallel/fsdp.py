@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import CastSite, ScalingType
+from float8.config import CastSite, ScalingGranularity, ScalingType
 from float8.linear import Float8Linear, scale_name
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sharding_groups
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -78,17 +78,16 @@ class FSDPFloat8Weight(Float8GatherWeight):
         """
         param_dtype = mp_policy.param_dtype or self.dtype
         local_tensor(module.weight).param_dtype = param_dtype
-        shard = self.high_precision.to(param_dtype)
-        cast = self.cast_shard(shard, module)
+        cast = self.cast_shard(module, param_dtype)
         assert cast.row is not None
+        data, scale = cast.row
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
         # A shard of another dim than the first is never padded, nor is one of everything.
-        rows = shard.shape[0]
-        if shard.shape[1] == outer_size[1] and rows != outer_size[0]:
+        rows = data.shape[0]
+        if data.shape[1] == outer_size[1] and rows != outer_size[0]:
             rows = -(-outer_size[0] // mesh.size())
-        scale = cast.row.scale
-        travels = scale.dim() > 0
-        sent = (cast.row.data, scale) if travels else (cast.row.data,)
+        travels = self.spec.granularity is not ScalingGranularity.TENSORWISE
+        sent = (data, scale) if travels else (data,)
         metadata = GatherMetadata(None if travels else scale, cast.amax, outer_size)
         return tuple(_padded_bytes(x, rows) for x in sent), metadata
 
@@ -111,46 +110,49 @@ class FSDPFloat8Weight(Float8GatherWeight):
             out: the result of the first call, whose memory was filled anew: takes the new scale
                 and amax.
         """
-        for made in (
-            metadata.scale,
-            metadata.amax,
-        ):  # on the stream of the gather, read on this one
+        # Made on the stream of the gather, read on this one.
+        for made in (metadata.scale, metadata.amax):
             if made is not None and made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
         if out is None:
             return self.joined(all_gather_outputs, metadata, param_dtype), ()
-        gathered: Float8Tensor = local_tensor(out)
+        gathered = local_tensor(out)
+        if not isinstance(gathered, Float8Tensor):  # of a class with another `joined`
+            gathered.copy_(self.joined(all_gather_outputs, metadata, param_dtype))
+            return None
         if metadata.scale is not None:  # else it is in the memory that was filled
             gathered._scale = metadata.scale
         gathered._amax = metadata.amax
         return None
 
-    def cast_shard(self, shard: Tensor, module: Any) -> Quantized:
-        """Cast the shard [rows, K], already rounded to what FSDP2 computes in.
+    def cast_shard(self, module: Any, param_dtype: torch.dtype) -> Quantized:
+        """Cast the shard [rows, K]; there may be no rows.
 
         With delayed scaling each forward in training records the amax that comes along, of the
         shard; the sync makes it that of the whole weight.
 
         Args:
-            shard: float32, bfloat16 or float16; may have no rows.
             module: the layer, with the whole weight as a DTensor.
+            param_dtype: what FSDP2 computes in, to which the shard is rounded first.
 
         Returns:
-            Row data [rows, K], not padded. A scale of no dims is that of the whole weight; any
-            other, [rows, C], is that of the shard, and travels with the data.
+            Row data [rows, K], not padded. The scale is 0-dim and that of the whole weight for
+            `TENSORWISE`; for any other granularity, [rows, C], it is that of the shard, and
+            travels with the data.
         """
+        shard = self.high_precision.to(param_dtype)
         spec, scale, amax = self.spec, None, None
         if not spec.delayed:
             scale = known_scale(module.weight, shard.dtype)
         elif module.knows_weight_scale():
-            history = module.get_buffer(_SCALE)
-            amax = torch.zeros_like(history)
-            scale = history.clone()
+            scale = module.get_buffer(_SCALE)
+            amax = torch.zeros_like(scale)
             if shard.numel():
                 done = kernels.cast_delayed(
-                    shard, history, amax, spec.dtype, row=True, col=False, record=True
+                    shard, scale, amax, spec.dtype, row=True, col=False, record=True
                 )
                 return self._quantized(done.row, shard, done.scale, amax)
+            scale = scale.clone()  # which a sync does not change
         if scale is None:
             amax = _amax(shard)
             whole = amax.clone()
