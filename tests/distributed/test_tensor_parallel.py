@@ -1,5 +1,6 @@
 """FSDP2 on top of tensor parallel: one scale for the whole weight, over both dims of the mesh."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from float8 import Float8Linear, Float8Tensor, precompute_float8_dynamic_scale_for_fsdp
+from float8.parallel import sync_groups
 from support.models import seeded
 from support.ranks import Ranks
 from support.sharded import convert, here, part, traffic
@@ -77,6 +79,24 @@ def whole_scales() -> None:
             assert torch.equal(Float8Tensor.from_high_precision(weight)._scale, scale)
         results.append([y.detach(), *got, *(part(p.grad) for p in model.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def gathered_at_a_sync() -> None:
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    model = sharded(mesh)
+    for block in model:
+        block.unshard()
+    weights = [block.layer.weight for block in model]
+    assert all(weight.device_mesh == mesh["tensor"] for weight in weights)
+    with pytest.raises(ValueError, match=r"got weights that are gathered(.)*reshard"):
+        sync_groups(weights, None)
+    for block in model:
+        block.reshard()
+    assert len(sync_groups([block.layer.weight for block in model], None)) in (1, 2)  # all four
+
+
+def test_gathered_weights_do_not_tell_which_ranks_share_amaxes(four: Ranks) -> None:
+    four.run(gathered_at_a_sync)
 
 
 def test_the_scale_is_that_of_the_whole_weight_precomputed_or_not(four: Ranks) -> None:

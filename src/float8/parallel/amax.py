@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, local_tensor
 
 Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
@@ -42,7 +42,12 @@ def mesh_device_type(weights: Iterable[Any]) -> str | None:
 
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    return {mesh for x in tensors if (mesh := getattr(x, "device_mesh", None)) is not None}
+    # Gathered under tensor parallel, a weight knows the mesh of that only, not of FSDP2.
+    return {
+        x.device_mesh
+        for x in tensors
+        if hasattr(x, "device_mesh") and not isinstance(local_tensor(x), Float8Tensor)
+    }
 
 
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
@@ -93,7 +98,7 @@ def sync_groups(
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()
-    if not meshes and any(isinstance(w, Float8Tensor) for w in weights):
+    if not meshes and any(isinstance(local_tensor(w), Float8Tensor) for w in weights):
         raise ValueError(
             "model: got weights that are gathered at the moment, expected shards, which tell the "
             "ranks that share amaxes; call reshard() on the modules that keep their weights, or "

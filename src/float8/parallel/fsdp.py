@@ -63,18 +63,11 @@ class FSDPFloat8Weight(Float8GatherWeight):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """The bytes of this shard, and what is known of the others' without that it travels.
+        """The `uint8` to gather, and what is known without that it travels.
 
-        Args:
-            mesh: 1-D, the ranks of this gather; with tensor parallel the weight has more.
-            outer_size: [N, K] of the gathered weight.
-            outer_stride: not used; the gathered weight is contiguous.
-            module: the layer whose weight this is, or is a copy of, if that is offloaded.
-            mp_policy: FSDP2's; its `param_dtype` is what the shard is rounded to first.
-
-        Returns:
-            `((bytes, ...), metadata)`: `uint8` with the rows of the largest shard, padded with
-            zeros where this one is smaller.
+        The rows are those of the largest shard: where this one is smaller, zeros follow. `mesh` is
+        that of this gather, to which tensor parallel adds another. An offloaded weight comes as a
+        copy of that of `module`.
         """
         param_dtype = mp_policy.param_dtype or self.dtype
         local_tensor(module.weight).param_dtype = param_dtype
@@ -103,12 +96,8 @@ class FSDPFloat8Weight(Float8GatherWeight):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The gathered weight as a `Float8Tensor` [N, K] over the gathered bytes.
 
-        Args:
-            all_gather_outputs: as `received` of `joined`.
-            metadata: by `fsdp_pre_all_gather`.
-            param_dtype: the dtype that the weight reports.
-            out: the result of the first call, whose memory was filled anew: takes the new scale
-                and amax.
+        `out` is the result of the first call, whose memory was filled anew: it takes what did not
+        travel.
         """
         # Made on the stream of the gather, read on this one.
         for made in (metadata.scale, metadata.amax):
@@ -197,11 +186,7 @@ FSDPFloat8Weight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type:
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
-    """0-dim float32: the amax of this rank's shard as it would be cast; None if it has none.
-
-    Args:
-        weight: of a layer; only DTensors of an `FSDPFloat8Weight` have such a shard.
-    """
+    """0-dim float32: the amax of this rank's shard as it would be cast; None if it has none."""
     local = local_tensor(weight)
     if local is weight or not isinstance(local, FSDPFloat8Weight):
         return None

@@ -206,8 +206,6 @@ torch.serialization.add_safe_globals(
 def remember_scale(weight: Tensor, scale: Tensor, param_dtype: torch.dtype) -> None:
     """Keep the scale of a sharded weight as it is now; it holds until the weight is written.
 
-    What goes unnoticed is said in `precompute_float8_dynamic_scale_for_fsdp`.
-
     Args:
         weight: a DTensor of a `Float8GatherWeight`.
         scale: float32 decode scale of the whole weight.
