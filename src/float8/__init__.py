@@ -22,7 +22,6 @@ from float8.convert import (
     plan_conversion,
     swap_linear_with_float8_linear,
 )
-from float8.distributed import precompute_float8_dynamic_scale_for_fsdp
 from float8.fused import (
     linear_keeping_input,
     rms_norm_linear,
@@ -30,6 +29,7 @@ from float8.fused import (
     why_not_fused,
 )
 from float8.linear import Float8Linear
+from float8.parallel import precompute_float8_dynamic_scale_for_fsdp
 from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights

@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.config import CastSite
-from float8.distributed import (
+from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
+from float8.parallel import (
     all_reduce_amax,
     has_precomputable_scales,
     mesh_device_type,

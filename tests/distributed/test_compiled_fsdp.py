@@ -5,6 +5,8 @@ FSDP2's hooks switch the compiler off for themselves, in this torch: compiling "
 a block between them, and a whole model breaks where the first runs, as it does without float8.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,17 +126,25 @@ def test_compiled_forwards_keep_the_gathered_bytes_and_no_copy(either: Ranks, re
     either.run(saved_weights, recipe)
 
 
-def stepped(recipe: str, compile_step: bool, tell: str) -> list[Tensor]:
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=1.0),
+    "foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
+    "for loop": partial(torch.optim.AdamW, lr=0.1, foreach=False),
+    "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
+}
+
+
+def stepped(recipe: str, compile_step: bool, tell: str, kind: str) -> list[Tensor]:
     torch._dynamo.reset()
     model, losses = shard(small(recipe, True)), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = OPTIMIZERS[kind](model.parameters())
     if tell == "attach":
         attach_to_optimizer(model, optimizer)
 
     def step() -> None:
         optimizer.step()
 
-    for _ in range(3):
+    for _ in range(4):
         with traffic() as seen:
             loss = model(torch.ones(4, DIM, device=here())).square().mean()
         assert (seen.all_reduces == 0) == (tell == "attach" and len(losses) > 0)
@@ -149,8 +159,10 @@ def stepped(recipe: str, compile_step: bool, tell: str) -> list[Tensor]:
 
 def compiled_steps() -> None:
     for recipe, tell in (("tensorwise", "attach"), ("tensorwise", "before"), ("delayed", "attach")):
-        eager, compiled = (stepped(recipe, compile_step, tell) for compile_step in (False, True))
+        eager, compiled = (stepped(recipe, compiled, tell, "SGD") for compiled in (False, True))
         assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True)), (recipe, tell)
+    for kind in OPTIMIZERS:  # of others torch compiles another rounding
+        stepped("tensorwise", True, "before", kind)
 
 
 def test_compiled_optimizer_steps(two: Ranks) -> None:

@@ -60,6 +60,7 @@ def load(path: str, recipe: str, expected: dict[str, Tensor], sharded: bool = Tr
             parameter.mul_(0.5)
     model = shard(model) if sharded else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(seeded(0, 16, DIM))
     precompute_float8_dynamic_scale_for_fsdp(model)  # of other weights
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
@@ -120,6 +121,7 @@ def load_in_place(path: str) -> None:
     """Into the tensors of a state dict, and nothing more; hidden width 3: one rank has no row."""
     model, other = (shard(convert(model_of(3), "tensorwise")) for _ in range(2))
     train(model, 1)
+    other(seeded(0, 16, DIM))
     state = other.state_dict()
     dcp.save(model.state_dict(), checkpoint_id=path)
     x = seeded(5, 16, DIM)

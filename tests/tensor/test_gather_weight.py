@@ -1,4 +1,4 @@
-"""`Float8GatherWeight`: a high-precision tensor to everyone, that keeps its plan and its scale."""
+"""`Float8GatherWeight`: a high-precision tensor to everyone, that keeps its spec and its scale."""
 
 import copy
 import io
@@ -11,20 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from float8 import all_linears, convert_to_float8_training, rms_norm_linear, swiglu_feed_forward
-from float8.tensor import Float8GatherWeight, GatherPlan, PrecomputedScale, high_precision
+from float8.quantize.spec import CastSpec
+from float8.tensor import Float8GatherWeight, high_precision, known_scale, remember_scale
 from support.configs import RECIPES
 from support.devices import E4M3, on_devices
 from support.models import FeedForward, forward_backward, seeded
 from support.sharded import CONFIGS
 
-PLAN = GatherPlan(E4M3, False, False)
+SPEC = CastSpec(E4M3)
 
 
 def weight(seed: int = 0, scale: float | None = None, **more) -> Float8GatherWeight:
-    x = Float8GatherWeight(seeded(seed, 6, 4, **more), PLAN)
+    x = Float8GatherWeight(seeded(seed, 6, 4, **more), SPEC)
     if scale is not None:
-        x.set_precomputed(PrecomputedScale(torch.tensor(scale), x.dtype))
+        remember_scale(x, torch.tensor(scale), x.dtype)
     return x
+
+
+def known(x: Tensor) -> float | None:
+    scale = known_scale(x, x.dtype)
+    return None if scale is None else scale.item()
 
 
 VIEWS = {
@@ -63,79 +69,115 @@ def unflattened(x: Float8GatherWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("how", [*VIEWS, *COPIES])
-def test_views_and_copies_keep_plan_and_scale(how: str) -> None:
-    x = weight(scale=0.5)
+def test_views_and_copies_keep_the_spec(how: str) -> None:
+    x = weight()
     y = (VIEWS | COPIES)[how](x)
-    assert type(y) is Float8GatherWeight
-    assert y.plan is PLAN
-    assert y.precomputed == (0.5, torch.float32)
     same = (VIEWS | COPIES)[how](x.high_precision) if how != "unflattened" else x.high_precision
-    assert torch.equal(y.high_precision, same)
+    assert torch.equal(high_precision(y), same)
+    assert type(y) is Float8GatherWeight
+    assert y.spec is SPEC
 
 
 @pytest.mark.parametrize("how", VIEWS)
-def test_a_write_through_any_view_forgets_the_scale_of_all(how: str) -> None:
-    x = weight(scale=0.5)
-    views = {name: view(x) for name, view in VIEWS.items()}
-    views[how].mul_(2)
-    assert x.precomputed is None
-    assert all(view.precomputed is None for view in views.values())
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_write_through_any_view_forgets_the_scale(how: str, mode: type) -> None:
+    x = nn.Parameter(weight())
+    with mode():
+        view = VIEWS[how](x.detach())
+        remember_scale(x, torch.tensor(0.5), x.dtype)
+        VIEWS[how](x.detach())
+        assert known(x) == 0.5  # reading is no writing
+        view.mul_(2)
+    assert known(x) is None
     assert not torch.equal(x.high_precision, seeded(0, 6, 4))
 
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_write_to_a_copy_does_not(how: str) -> None:
     x = weight(scale=0.5)
-    COPIES[how](x).mul_(2)
-    assert x.precomputed is not None
+    copied = COPIES[how](x)
+    assert known(copied) is None
+    if how != "unflattened":  # takes the memory itself
+        copied.mul_(2)
+    assert known(x) == 0.5
 
 
-def test_what_else_writes_forgets_the_scale() -> None:
-    for write in (
-        lambda x: torch._foreach_mul_([x], 2),
-        lambda x: torch.mul(x, 2, out=x),
-        lambda x: x.copy_(weight(1, scale=0.1)),
-        lambda x: nn.init.constant_(x, 1.0),
-        lambda x: x.__setitem__(0, 3.0),
-    ):
-        x = weight(scale=0.5)
-        write(x)
-        assert x.precomputed is None
-        assert not torch.equal(x.high_precision, seeded(0, 6, 4))
+WRITES = {
+    "foreach": lambda x: torch._foreach_mul_([x], 2),
+    "out": lambda x: torch.mul(x, 2, out=x),
+    "copy": lambda x: x.copy_(weight(1)),
+    "init": lambda x: nn.init.constant_(x, 1.0),
+    "item": lambda x: x.__setitem__(0, 3.0),
+    "data": lambda x: x.data.mul_(2),
+    "new data": lambda x: setattr(x, "data", torch.ones(6, 4)),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_else_writes_forgets_the_scale(how: str, mode: type) -> None:
+    x = weight(scale=0.5)
+    with mode():
+        WRITES[how](x)
+    assert known(x) is None
+    assert not torch.equal(x.high_precision, seeded(0, 6, 4))
+
+
+def stepped(x: nn.Parameter, optimizer: type, compiled: bool = False, **options: object) -> None:
+    torch._dynamo.reset()
+    step = optimizer([x], **options).step
+    x.grad = torch.ones(6, 4)
+    (torch.compile(step, backend="aot_eager") if compiled else step)()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("option", ["foreach", "fused", "for loop"])
+def test_a_step_of_an_optimizer_forgets_the_scale(
+    optimizer: type, option: str, compiled: bool
+) -> None:
+    x = nn.Parameter(weight(scale=0.5))
+    remember_scale(x, torch.tensor(0.5), x.dtype)
+    before = high_precision(x).clone()
+    options = {} if option == "for loop" else {option: True}
+    stepped(x, optimizer, compiled, **({"foreach": False} | options))
+    assert not torch.equal(high_precision(x), before)
+    assert known(x) is None
 
 
 @pytest.mark.parametrize("first", ["alias", "scale"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_write_through_a_plain_alias_forgets_the_scale(first: str, mode: type) -> None:
+@pytest.mark.parametrize("how", VIEWS)
+def test_a_write_through_a_plain_alias_forgets_the_scale(how: str, first: str, mode: type) -> None:
     x = weight()
-    views = {name: view(x) for name, view in VIEWS.items()}
-    known = PrecomputedScale(torch.tensor(0.5), x.dtype)
-    for name, view in views.items():
-        for write in (lambda alias: alias.mul_(2), lambda alias: alias.detach()[:1].mul_(2)):
-            with mode():
-                alias = high_precision(view) if first == "alias" else None
-                x.set_precomputed(known)
-                alias = high_precision(view) if alias is None else alias
-                assert type(alias) is Tensor
-                assert x.precomputed == known, name  # reading is no writing
-                high_precision(x.detach())
-                assert x.precomputed == known, name
-                write(alias)
-            assert x.precomputed is None, name
-            assert all(v.precomputed is None for v in views.values())
+    view = VIEWS[how](x)
+    for write in (lambda alias: alias.mul_(2), lambda alias: alias.detach()[:1].mul_(2)):
+        with mode():
+            alias = high_precision(view) if first == "alias" else None
+            remember_scale(x, torch.tensor(0.5), x.dtype)
+            alias = high_precision(view) if alias is None else alias
+            assert type(alias) is Tensor
+            assert known(x) == 0.5  # reading is no writing
+            write(alias)
+        assert known(x) is None
 
 
 def test_a_clone_of_a_plain_alias_is_not_watched() -> None:
     x = weight(scale=0.5)
     high_precision(x).clone().mul_(2)
-    assert x.precomputed is not None
+    assert known(x) == 0.5
+
+
+def test_a_scale_is_for_one_dtype() -> None:
+    x = weight(scale=0.5)
+    assert known_scale(x, torch.bfloat16) is None
 
 
 def test_weights_made_in_inference_mode_have_plain_aliases_too() -> None:
     with torch.inference_mode():
-        x = weight(scale=0.5)
+        x = weight()
         assert torch.equal(high_precision(x), x.high_precision)
-    assert x.precomputed is not None
+        assert torch.equal(high_precision(x[1:3]), x.high_precision[1:3])
 
 
 @pytest.mark.parametrize("how", VIEWS)
@@ -144,14 +186,22 @@ def test_views_in_inference_mode_are_as_torch_makes_them(how: str) -> None:
     with torch.inference_mode():
         expected, view = VIEWS[how](plain), VIEWS[how](x)
         assert view.is_inference() == expected.is_inference()
-        assert torch.equal(view.high_precision, expected)
+        assert torch.equal(high_precision(view), expected)
     view.mul_(2)
-    assert torch.equal(view.high_precision, 2 * expected)
+    assert torch.equal(high_precision(view), 2 * expected)
 
 
-def test_a_change_of_dtype_keeps_the_plan_but_not_the_scale() -> None:
+def test_a_change_of_dtype_keeps_the_spec_but_not_the_scale() -> None:
     y = weight(scale=0.5).to(torch.bfloat16)
-    assert (type(y), y.dtype, y.precomputed) == (Float8GatherWeight, torch.bfloat16, None)
+    assert (type(y), y.dtype, y.spec) == (Float8GatherWeight, torch.bfloat16, SPEC)
+    assert known(y) is None
+
+
+def test_a_view_of_other_bits_is_one_of_the_same_memory() -> None:
+    x = weight(dtype=torch.bfloat16)
+    y = x.view(torch.float16)
+    assert torch.equal(high_precision(y), high_precision(x).view(torch.float16))
+    assert high_precision(y).data_ptr() == high_precision(x).data_ptr()
 
 
 def test_other_ops_give_plain_tensors() -> None:
@@ -177,14 +227,14 @@ def test_copies_outside_of_torch(how: str) -> None:
     assert type(y) is Float8GatherWeight
     assert isinstance(y, nn.Parameter)
     assert not y.requires_grad
-    assert y.plan == x.plan
+    assert y.spec == x.spec
     assert torch.equal(y.high_precision, x.high_precision)
     assert y.high_precision.data_ptr() != x.high_precision.data_ptr()
 
 
 NEW_DATA = {
     "plain": lambda x: torch.full_like(x, 3.0),
-    "of its class": lambda x: Float8GatherWeight(torch.full((6, 4), 3.0), PLAN),
+    "of its class": lambda x: Float8GatherWeight(torch.full((6, 4), 3.0), SPEC),
     "Parameter": lambda x: nn.Parameter(torch.full((6, 4), 3.0)),
     "with other strides": lambda x: torch.full((4, 6), 3.0).t(),
     "part of a vector": lambda x: torch.full((30,), 3.0)[6:].view(6, 4),
@@ -197,7 +247,7 @@ def test_new_data_is_what_the_weight_then_is(kind: str) -> None:
     view = x.data
     new = NEW_DATA[kind](x)
     x.data = new
-    assert x.precomputed is None
+    assert known(x) is None
     assert isinstance(x, Float8GatherWeight)
     assert isinstance(x, nn.Parameter)
     assert x.requires_grad
@@ -205,16 +255,16 @@ def test_new_data_is_what_the_weight_then_is(kind: str) -> None:
     assert (x.detach() + 1 == 4).all()
     assert x.stride() == x.high_precision.stride() == (4, 1)
     assert torch.equal(view.high_precision, seeded(0, 6, 4))
-    x.set_precomputed(PrecomputedScale(torch.tensor(0.5), x.dtype))
+    remember_scale(x, torch.tensor(0.5), x.dtype)
     if isinstance(new, Float8GatherWeight):
         new.mul_(2)
-        assert x.precomputed is None
+        assert known(x) is None
         assert (x.high_precision == 6).all()
 
 
 def test_what_cannot_be_data_is_told() -> None:
     x = nn.Parameter(weight())
-    with pytest.raises(TypeError, match=r"data: got list, expected a torch.Tensor or Float8G"):
+    with pytest.raises(ValueError, match=r"data: got list, expected shape"):
         x.data = [1.0]
     for new in (torch.ones(24), torch.ones(6, 4).bfloat16(), torch.ones(6, 4, device="meta")):
         with pytest.raises(ValueError, match=r"data: got(.)*expected shape \(6, 4\)(.)*FSDP1"):

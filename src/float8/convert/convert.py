@@ -6,7 +6,7 @@ from float8.arguments import require_module
 from float8.config import Float8LinearConfig
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, SkipReason, choose_filter
 from float8.convert.report import set_skip_reason
-from float8.distributed import (
+from float8.parallel import (
     check_gatherable,
     enable_float8_all_gather,
     keep_amaxes_under_ddp,

@@ -1,7 +1,6 @@
 """`Float8Tensor`: float8 data and their scale as one tensor, for borders and for saving."""
 
-import copy
-import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.scale import amax_to_scale
+from float8.tensor.wrapper import Wrapper, restored
 
 
-class Float8Tensor(torch.Tensor):
+class Float8Tensor(Wrapper):
     """A tensor held as float8 data and a scale, which reports its original dtype.
 
     `x ~= data.to(float32) * scale`. It carries float8 where autograd, FSDP or DTensor must see
@@ -26,6 +26,8 @@ class Float8Tensor(torch.Tensor):
         scale: float32 with one element, the decode scale.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
         granularity: what the scale covers; only `TENSORWISE` for now.
+        amax: 0-dim float32: what delayed scaling has to record at each use in training, if
+            anything.
 
     Raises:
         TypeError: a dtype is not one of those named above.
@@ -37,7 +39,6 @@ class Float8Tensor(torch.Tensor):
     _orig_dtype: torch.dtype
     _granularity: ScalingGranularity
     _amax: Tensor | None
-    """0-dim float32: what delayed scaling has to record at each use in training, if anything."""
 
     @staticmethod
     def __new__(
@@ -46,22 +47,26 @@ class Float8Tensor(torch.Tensor):
         scale: Tensor,
         orig_dtype: torch.dtype,
         granularity: ScalingGranularity = ScalingGranularity.TENSORWISE,
+        amax: Tensor | None = None,
     ) -> "Float8Tensor":
         """See the class."""
         _check(data, scale, orig_dtype, granularity)
-        self: Float8Tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.shape,
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=orig_dtype,
-            device=data.device,
-            layout=data.layout,
-        )
-        self._data, self._scale = data, scale
+        self: Float8Tensor = cls._around(data, orig_dtype)
+        self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
-        self._amax = None
         return self
+
+    def _like(
+        self, data: Tensor, each: Callable[[Tensor], Tensor] = lambda field: field
+    ) -> "Float8Tensor":
+        """`data`, whose values are among those of this tensor, with all its other fields.
+
+        Args:
+            data: float8; what moves values only leaves them under the same scale.
+            each: what becomes of the tensors among the other fields.
+        """
+        amax = None if self._amax is None else each(self._amax)
+        return Float8Tensor(data, each(self._scale), self._orig_dtype, self._granularity, amax)
 
     @staticmethod
     def from_high_precision(
@@ -94,37 +99,21 @@ class Float8Tensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"Float8Tensor(data={self._data}, scale={self._scale}, "
-            f"orig_dtype={self._orig_dtype}, granularity={self._granularity.value})"
+            f"orig_dtype={self._orig_dtype}, granularity={self._granularity.value}, "
+            f"amax={self._amax})"
         )
 
     # What torch.compile, saving and copying need to take the tensor apart and rebuild it.
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names = ["_data", "_scale"] if self._amax is None else ["_data", "_scale", "_amax"]
-        return names, {
-            "orig_dtype": self._orig_dtype,
-            "granularity": self._granularity,
-        }
+        return names, {"orig_dtype": self._orig_dtype, "granularity": self._granularity}
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
-        new = Float8Tensor(
-            inner["_data"], inner["_scale"], context["orig_dtype"], context["granularity"]
-        )
-        new._amax = inner.get("_amax")
-        return new
-
-    def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
-        described: list[tuple[Any, ...]] = [
-            (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
-            for name, x in (("data", self._data), ("scale", self._scale))
-        ]
-        known = self._amax is not None
-        described.append((self._orig_dtype, self._granularity.value, self.requires_grad, known))
-        return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
+        return Float8Tensor(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (
@@ -135,22 +124,8 @@ class Float8Tensor(torch.Tensor):
             self._granularity.value,
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
+            self._amax,
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Tensor":
-        # torch's own cannot copy a view: it takes a wrapper's storage for a real one.
-        if not self.is_leaf:
-            raise RuntimeError(
-                "Float8Tensor: got a result of differentiable ops, expected a leaf for deepcopy; "
-                "detach it first"
-            )
-        if id(self) not in memo:
-            function, (data, *rest) = self.__reduce_ex__(None)
-            new = function(copy.deepcopy(data, memo), *copy.deepcopy(rest, memo))
-            new.grad = copy.deepcopy(self.grad, memo)
-            memo[id(self)] = new
-        result: Float8Tensor = memo[id(self)]
-        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -163,9 +138,6 @@ class Float8Tensor(torch.Tensor):
                 f"(views, copies, cat, mm); call .to_original_precision() first"
             )
         return handler(func, args, kwargs or {})
-
-    # Ops are dispatched below autograd; nothing to do above it.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 OP_HANDLERS: dict[Any, Any] = {}
@@ -180,11 +152,11 @@ def _rebuild(
     granularity: str,
     requires_grad: bool,
     is_parameter: bool,
-) -> Float8Tensor:
-    tensor = Float8Tensor(data.view(dtype), scale, orig_dtype, ScalingGranularity(granularity))
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+    amax: Tensor | None = None,
+) -> Tensor:
+    kind = ScalingGranularity(granularity)
+    tensor = Float8Tensor(data.view(dtype), scale, orig_dtype, kind, amax)
+    return restored(tensor, requires_grad, is_parameter)
 
 
 def _check(
@@ -196,6 +168,8 @@ def _check(
         raise TypeError(f"scale: got dtype {scale.dtype}, expected torch.float32")
     if orig_dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}")
+    # The one place that knows what shape of scale belongs to a granularity. Ops rely on it: under
+    # one scale for all, those that move values leave the scale alone.
     if granularity is not ScalingGranularity.TENSORWISE:
         raise ValueError(f"granularity: got {granularity}, expected TENSORWISE")
     if scale.numel() != 1:

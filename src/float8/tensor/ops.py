@@ -11,7 +11,7 @@ from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
 from float8.gemm import Gemm, matmul
 from float8.quantize.spec import Part
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
-from float8.tensor.inference import as_inference_as
+from float8.tensor.wrapper import as_inference_as
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, dict[str, Any]], Any]
@@ -21,15 +21,10 @@ def implements(*ops: Any) -> Callable[[Handler], Handler]:
     """Register a handler for some aten ops."""
 
     def register(handler: Handler) -> Handler:
-        for op in ops:
-            OP_HANDLERS[op] = handler
+        OP_HANDLERS.update(dict.fromkeys(ops, handler))
         return handler
 
     return register
-
-
-def _like(x: Float8Tensor, data: Tensor, scale: Tensor | None = None) -> Float8Tensor:
-    return Float8Tensor(data, x._scale if scale is None else scale, x._orig_dtype, x._granularity)
 
 
 @implements(
@@ -46,133 +41,118 @@ def _like(x: Float8Tensor, data: Tensor, scale: Tensor | None = None) -> Float8T
     aten.as_strided.default,
     aten.alias.default,
     aten.detach.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
 )
-def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Float8Tensor:
+def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Ops that move no values: done on the data; one scale covers all of them."""
     x, *rest = args
     with as_inference_as(x):
-        new = _like(x, func(x._data, *rest, **kwargs))
-    new._amax = x._amax
-    return new
-
-
-@implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
-def _split(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Float8Tensor]:
-    x, *rest = args
-    with as_inference_as(x):
-        return [_like(x, piece) for piece in func(x._data, *rest, **kwargs)]
+        return tree_map_only(Tensor, x._like, func(x._data, *rest, **kwargs))
 
 
 @implements(aten.clone.default)
-def _clone(func: Any, args: Any, kwargs: dict[str, Any]) -> Float8Tensor:
-    x = args[0]
-    return _like(x, func(x._data, **kwargs), x._scale.clone())
-
-
-@implements(aten.cat.default)
-def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Float8Tensor:
-    pieces, *rest = args
-    first = pieces[0]
-    for piece in pieces:
-        if not isinstance(piece, Float8Tensor):
-            raise ValueError(
-                "cat: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
-                "call .to_original_precision() or Float8Tensor.from_high_precision() first"
-            )
-        kinds = [(p._data.dtype, p._orig_dtype) for p in (first, piece)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"cat: got Float8Tensors of {kinds[0]} and {kinds[1]}, expected equal")
-        if not _same_scale(first._scale, piece._scale):
-            raise ValueError(
-                "cat: got Float8Tensors with different scales, expected one scale for all; call "
-                ".to_original_precision() first, or cast all pieces with one scale"
-            )
-    return _like(first, func([piece._data for piece in pieces], *rest, **kwargs))
-
-
-def _same_scale(a: Tensor, b: Tensor) -> bool:
-    # Pieces of one tensor share the scale object; only others cost a look at the values.
-    return a is b or torch.equal(a, b)
-
-
-@implements(aten.copy_.default)
-def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    target, source, *rest = args
-    if not isinstance(target, Float8Tensor):
-        target.copy_(dequantise(source), *rest)
-        return target  # type: ignore[no-any-return]
-    if not isinstance(source, Float8Tensor):
-        raise ValueError(
-            "copy_: got a high-precision source for a Float8Tensor, whose scale views of it may "
-            "share; expected a Float8Tensor: cast it with Float8Tensor.from_high_precision()"
-        )
-    if target._data.dtype != source._data.dtype or target.shape != source.shape:
-        raise ValueError(
-            f"copy_: got {source._data.dtype} of shape {tuple(source.shape)} for "
-            f"{target._data.dtype} of shape {tuple(target.shape)}, expected equal"
-        )
-    whole = target._data.nbytes == target._data.untyped_storage().nbytes()
-    if whole:
-        target._scale.copy_(source._scale, *rest)
-    elif not _same_scale(target._scale, source._scale):
-        raise ValueError(
-            "copy_: got a source with another scale than the tensor that the target is a part "
-            "of, expected the same scale; cast the source with the target's scale"
-        )
-    target._data.copy_(source._data, *rest)
-    return target
+def _clone(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    (x,) = args
+    return x._like(func(x._data, **kwargs), torch.clone)
 
 
 @implements(aten._to_copy.default)
-def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`.to(device)` keeps float8; `.to(dtype)` dequantises, like any change of dtype."""
-    x = args[0]
+    (x,) = args
     dtype = kwargs.pop("dtype", None)
     if dtype is not None and dtype != x._orig_dtype:
-        return func(dequantise(x), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
-    scale_kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return _like(x, func(x._data, **kwargs), func(x._scale, **scale_kwargs))
+        return func(dequantise(x), dtype=dtype, **kwargs)
+    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return x._like(func(x._data, **kwargs), lambda field: func(field, **rest))
+
+
+def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
+    """Raise a `ValueError` if `a`, a Float8Tensor, cannot take what `b` holds."""
+    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
+        raise ValueError(
+            f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
+            f"call .to_original_precision() or Float8Tensor.from_high_precision() first"
+        )
+    same_dtype = op == "copy_" or a._orig_dtype == b._orig_dtype
+    if a._data.dtype != b._data.dtype or not same_dtype:
+        raise ValueError(
+            f"{op}: got Float8Tensors of {a._data.dtype} for {a._orig_dtype} and of "
+            f"{b._data.dtype} for {b._orig_dtype}, expected equal"
+        )
+    # Pieces of one tensor share the scale object; only others cost a look at the values.
+    if scale and a._scale is not b._scale and not torch.equal(a._scale, b._scale):
+        raise ValueError(
+            f"{op}: got Float8Tensors with different scales, expected one scale for all, or for "
+            f"all parts of one; call .to_original_precision() first, or cast all with one scale"
+        )
+
+
+@implements(aten.cat.default)
+def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    pieces, *rest = args
+    for piece in pieces:
+        _require_alike("cat", pieces[0], piece, scale=True)
+    whole = pieces[0]._like(func([piece._data for piece in pieces], *rest, **kwargs))
+    amaxes = [piece._amax for piece in pieces]
+    if any(amax is not amaxes[0] for amax in amaxes):
+        # To be recorded of the whole is the largest; unknown, if that of a piece is.
+        whole._amax = None if any(a is None for a in amaxes) else torch.stack(amaxes).amax()
+    return whole
+
+
+@implements(aten.copy_.default)
+def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source, *rest = args
+    if not isinstance(target, Float8Tensor):
+        return target.copy_(dequantise(source), *rest)
+    # Views share the scale: another one would change the values of what is not written.
+    whole = target._data.nbytes == target._data.untyped_storage().nbytes()
+    _require_alike("copy_", target, source, scale=not whole)
+    if target.shape != source.shape or (target._amax is None) != (source._amax is None):
+        got, expected = (
+            f"shape {tuple(x.shape)}, with{'out' * (x._amax is None)} an amax to record"
+            for x in (source, target)
+        )
+        raise ValueError(f"copy_: got {got}, expected {expected}; clone the source instead")
+    for name in target.__tensor_flatten__()[0] if whole else ["_data"]:
+        getattr(target, name).copy_(getattr(source, name), *rest)
+    return target
 
 
 @implements(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)
-def _new_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+def _new_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A plain tensor of the original dtype: what is to be written there need not fit the scale."""
-    x = args[0]
-    if kwargs.get("dtype") is None:
-        kwargs = {**kwargs, "dtype": x._orig_dtype}
-    return func(x._data, **kwargs)  # type: ignore[no-any-return]
+    (x,) = args
+    dtype = kwargs.pop("dtype", None) or x._orig_dtype
+    return func(x._data, dtype=dtype, **kwargs)
 
 
-@implements(aten.equal.default)
-def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the values are equal, however they are held."""
-    return bool(func(*_high_precision(args)))
-
-
-@implements(aten.is_same_size.default)
-def _is_same_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    return bool(args[0].shape == args[1].shape)
+@implements(aten.equal.default, aten.is_same_size.default)
+def _compare(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Of the values, however they are held."""
+    return func(*_high_precision(args))
 
 
 @implements(aten.mm.default)
-def _mm(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    a, b = args
-    if isinstance(a, Float8Tensor) and isinstance(b, Float8Tensor):
-        return _float8_mm(a, b)
-    return func(*_high_precision(args))  # type: ignore[no-any-return]
+def _mm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if all(isinstance(x, Float8Tensor) for x in args):
+        return _float8_mm(*args)
+    return func(*_high_precision(args))
 
 
 @implements(aten.addmm.default)
-def _addmm(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+def _addmm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     bias, a, b = args
+    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
+        return func(*_high_precision(args), **kwargs)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    if isinstance(a, Float8Tensor) and isinstance(b, Float8Tensor):
-        product = _float8_mm(a, b)
-        if beta == 0:  # as in torch, a NaN in the bias then counts for nothing
-            return torch.mul(product, alpha)
-        bias = dequantise(bias) if isinstance(bias, Float8Tensor) else bias
-        return torch.add(product * alpha, bias, alpha=beta)
-    return func(*_high_precision(args), **kwargs)  # type: ignore[no-any-return]
+    product = _float8_mm(a, b) * alpha
+    # As in torch, a NaN in the bias counts for nothing if beta is 0.
+    return torch.add(product, _high_precision(bias), alpha=beta) if beta else product
 
 
 def _high_precision(args: Any) -> Any:

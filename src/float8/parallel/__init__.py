@@ -3,14 +3,15 @@
 It stands below `convert`, which gives weights the class that FSDP2 gathers in float8, and `sync`.
 """
 
-from float8.distributed.collectives import all_reduce_amax, mesh_device_type, sync_groups
-from float8.distributed.ddp import keep_amaxes_under_ddp
-from float8.distributed.precompute import (
+from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
+from float8.parallel.ddp import keep_amaxes_under_ddp
+from float8.parallel.fsdp import (
+    check_gatherable,
+    enable_float8_all_gather,
     has_precomputable_scales,
     precompute_float8_dynamic_scale_for_fsdp,
+    shard_amax,
 )
-from float8.distributed.weight import shard_amax
-from float8.distributed.wrap import check_gatherable, enable_float8_all_gather
 
 __all__ = [
     "all_reduce_amax",

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, local_tensor
 
 Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
@@ -38,22 +38,29 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | No
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
     """The type of device of the mesh that the weights are on, which they may be offloaded from."""
-    meshes = (getattr(weight, "device_mesh", None) for weight in weights)
-    return next((mesh.device_type for mesh in meshes if mesh is not None), None)
+    return next((mesh.device_type for mesh in _meshes(weights)), None)
+
+
+def _meshes(tensors: Iterable[Any]) -> set[Any]:
+    # Gathered under tensor parallel, a weight knows the mesh of that only, not of FSDP2.
+    return {
+        x.device_mesh
+        for x in tensors
+        if hasattr(x, "device_mesh") and not isinstance(local_tensor(x), Float8Tensor)
+    }
 
 
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
-    """The groups over which a DTensor's parts are spread: one per mesh dim that shards it."""
+    """The groups over which a DTensor's parts are spread: one per mesh dim that shards it.
+
+    Under FSDP2 with tensor parallel there are two, and an amax over both is that of the whole.
+    """
     mesh = weight.device_mesh
     return tuple(
         mesh.get_group(dim)
         for dim, placement in enumerate(weight.placements)
-        if not placement.is_replicate()
+        if not placement.is_replicate() and mesh.size(dim) > 1
     )
-
-
-def _meshes(tensors: Iterable[Any]) -> set[Any]:
-    return {mesh for x in tensors if (mesh := getattr(x, "device_mesh", None)) is not None}
 
 
 def sync_groups(
@@ -91,7 +98,7 @@ def sync_groups(
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()
-    if not meshes and any(isinstance(w, Float8Tensor) for w in weights):
+    if not meshes and any(isinstance(local_tensor(w), Float8Tensor) for w in weights):
         raise ValueError(
             "model: got weights that are gathered at the moment, expected shards, which tell the "
             "ranks that share amaxes; call reshard() on the modules that keep their weights, or "

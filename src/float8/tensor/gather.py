@@ -1,0 +1,262 @@
+"""`Float8GatherWeight`: a weight in high precision that says how it is to be gathered in float8.
+
+To everything but the gather it is the high-precision tensor it holds. What it adds are the spec of
+its cast and, where somebody computed it ahead for all weights together, its scale.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from float8.config import ScalingGranularity, ScalingType
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.quantize.spec import CastSpec
+from float8.tensor.wrapper import Wrapper, as_inference_as, dtensor_like, local_tensor, restored
+
+aten = torch.ops.aten
+_tensor_data: Any = Tensor.data
+
+
+class _KnownScale(NamedTuple):
+    scale: Tensor
+    param_dtype: torch.dtype
+    versions: tuple[int, ...]
+
+
+class Float8GatherWeight(Wrapper):
+    """A high-precision tensor with the spec of the cast in which it is gathered.
+
+    Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
+    of all other ops are plain.
+
+    All views, and the plain tensors that `high_precision` gives, count their writes in one version
+    counter, by which a scale computed ahead is known to be that of other values.
+
+    In its first forward FSDP2 moves shards of any class of their own that it has to pad, where the
+    rows do not divide evenly: a state dict taken before does not follow the model then.
+
+    Args:
+        inner: float32, bfloat16 or float16; shared, not copied.
+        spec: how it is cast.
+        counted: the plain tensor over the same memory whose version counter tells of writes; None:
+            `inner`.
+    """
+
+    spec: CastSpec
+    param_dtype: torch.dtype | None = None
+    """The dtype it is rounded to before the cast, known from its first gather on; then of its views
+    and copies, too, as FSDP2 copies shards on some ranks only, and all must know the same."""
+
+    _inner: Tensor
+    _counted: Tensor
+    _known: _KnownScale | None = None
+
+    @staticmethod
+    def __new__(
+        cls, inner: Tensor, spec: CastSpec, counted: Tensor | None = None
+    ) -> "Float8GatherWeight":
+        """See the class."""
+        self: Float8GatherWeight = cls._around(inner, inner.dtype)
+        self._inner, self.spec = inner, spec
+        self._counted = inner if counted is None else counted
+        return self
+
+    @property
+    def high_precision(self) -> Tensor:
+        """A plain tensor that shares its memory, and its version counter."""
+        if self._inner is self._counted:
+            return self._inner
+        # Ops on what is inside run below the version counters: a view made there has its own.
+        with torch.inference_mode(self._counted.is_inference()):
+            return self._counted.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor. A tensor that is assigned takes the place of the one inside.
+
+        It is shared, or copied if it lies otherwise in its memory.
+
+        Raises:
+            ValueError: its class, shape, dtype or device is another.
+        """
+        view: Tensor = _tensor_data.__get__(self)
+        return view
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        values = high_precision(new)
+        kinds = [
+            f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
+            if type(x) in (Tensor, nn.Parameter)
+            else type(x).__name__
+            for x in (values, self._inner)
+        ]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"data: got {kinds[0]}, expected {kinds[1]}; to change dtype or device, "
+                f"call .to() on the module or assign it a new Parameter; FSDP1 cannot "
+                f"gather in float8: convert with enable_fsdp_float8_all_gather=False for it"
+            )
+        values = values.detach()
+        if (values.stride(), values.storage_offset()) != (self.stride(), self.storage_offset()):
+            values = self._inner.new_empty_strided(self.shape, self.stride()).copy_(values)
+        self._inner = self._counted = values
+        self._known = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._inner}, spec={self.spec})"
+
+    # What torch.compile, saving and copying need to take the tensor apart and rebuild it.
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["_inner"], {"class": type(self), "spec": self.spec}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> "Float8GatherWeight":
+        result: Float8GatherWeight = context["class"](inner["_inner"], context["spec"])
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_parameter = isinstance(self, nn.Parameter)
+        return _rebuild, (type(self), self._inner, self.spec, self.requires_grad, is_parameter)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            result = func(*_plain(args), **_plain(kwargs))
+            written = _written(func, args, kwargs)
+            torch.autograd.graph.increment_version([x._counted for x in written])
+            same = {id(x._inner): x for x in written}
+            return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
+        if not func.is_view and func not in _KEEP:
+            return func(*_plain(args), **_plain(kwargs))
+        source = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Float8GatherWeight))
+        # FSDP2 shards and pads in its first forward, which may be an evaluation in inference mode;
+        # the weights must do for training then.
+        with as_inference_as(source):
+            result = func(*_plain(args), **_plain(kwargs))
+            return tree_map_only(Tensor, lambda x: source._like(func, x), result)
+
+    def _like(self, func: Any, result: Tensor) -> Tensor:
+        """`result` of an op on the inner tensor, as a tensor of this kind."""
+        if result is self._inner:
+            return self
+        if result.dtype not in HIGH_PRECISION_DTYPES:
+            return result
+        shares = func.is_view and result.dtype == self.dtype
+        new = type(self)(result, self.spec, self._counted if shares else None)
+        new.param_dtype = self.param_dtype
+        return new
+
+
+_KEEP = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    # Under inference mode these come as they are; they may return the tensor itself.
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.contiguous.default,
+    aten.pin_memory.default,
+    # Not of its values.
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+}
+"""Ops besides views whose result is of the class too: what sharding and `to_empty` make use of."""
+
+
+def _plain(args: Any) -> Any:
+    return tree_map_only(Float8GatherWeight, lambda x: x._inner, args)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Float8GatherWeight]:
+    given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(x.name) for x in func._schema.arguments if x.is_write]
+    return [x for x in tree_leaves(written) if isinstance(x, Float8GatherWeight)]
+
+
+def _rebuild(
+    kind: type[Float8GatherWeight],
+    inner: Tensor,
+    spec: CastSpec,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Tensor:
+    return restored(kind(inner, spec), requires_grad, is_parameter)
+
+
+torch.serialization.add_safe_globals(
+    [Float8GatherWeight, CastSpec, ScalingGranularity, ScalingType, _rebuild]
+)
+
+
+# ---------------------------------------------------------------- the scale computed ahead
+
+
+def remember_scale(weight: Tensor, scale: Tensor, param_dtype: torch.dtype) -> None:
+    """Keep the scale of a sharded weight as it is now; it holds until the weight is written.
+
+    Args:
+        weight: a DTensor of a `Float8GatherWeight`.
+        scale: float32 decode scale of the whole weight.
+        param_dtype: the dtype that the weight was taken to be rounded to.
+    """
+    local_tensor(weight)._known = _KnownScale(scale, param_dtype, _versions(weight))
+
+
+def known_scale(weight: Tensor, param_dtype: torch.dtype) -> Tensor | None:
+    """The scale that was kept since the weight was last written, if it is for this dtype."""
+    known: _KnownScale | None = getattr(local_tensor(weight), "_known", None)
+    if known is None or known.param_dtype != param_dtype or known.versions != _versions(weight):
+        return None
+    return known.scale
+
+
+def _versions(weight: Tensor) -> tuple[int, ...]:
+    # A DTensor counts the writes of ops on it and of compiled code; its shard those through
+    # `to_local()`, and of ops that take lists, as an optimizer's.
+    local: Float8GatherWeight = local_tensor(weight)
+    return weight._version, local._counted._version, local._inner.data_ptr()
+
+
+# ---------------------------------------------------------------- weights in and out of state dicts
+
+
+# Version counters, which tell of writes, are there outside of inference mode only.
+@torch.inference_mode(False)
+def high_precision(x: Tensor) -> Tensor:
+    """`x` without the spec of its gather, sharing its memory and version counters.
+
+    A DTensor stays one.
+    """
+    local = local_tensor(x)
+    if not isinstance(local, Float8GatherWeight):
+        return x
+    plain = local.high_precision.detach()
+    if local is x:
+        return plain
+    new: Any = x.detach()
+    new._local_tensor = plain
+    return new  # type: ignore[no-any-return]
+
+
+def with_plan_of(new: nn.Parameter, old: Tensor | None) -> nn.Parameter:
+    """`new` as a weight that is gathered as `old`, which it replaces; itself if that is plain."""
+    model, values = local_tensor(old), local_tensor(new)
+    if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
+        return new
+    wrapped = type(model)(values.detach(), model.spec)
+    wrapped.param_dtype = model.param_dtype
+    with torch.no_grad():
+        tensor = wrapped if values is new else dtensor_like(new, wrapped)
+    return nn.Parameter(tensor, requires_grad=new.requires_grad)

@@ -1,0 +1,88 @@
+"""What tensor subclasses around plain tensors have in common, and DTensors seen from below."""
+
+import copy
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Wrapper(torch.Tensor):
+    """A tensor subclass that holds plain tensors; `__reduce_ex__` says how to make one again."""
+
+    @classmethod
+    def _around(cls, inner: Tensor, dtype: torch.dtype) -> Any:
+        """A new one that has the shape, strides and device of `inner`, and reports `dtype`."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=dtype,
+            device=inner.device,
+            layout=inner.layout,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # torch's own cannot copy a view: it takes a wrapper's storage for a real one.
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"{type(self).__name__}: got a result of differentiable ops, expected a leaf for "
+                f"deepcopy; detach it first"
+            )
+        if id(self) not in memo:
+            function, args = self.__reduce_ex__(4)  # type: ignore[no-untyped-call]
+            new = function(*copy.deepcopy(args, memo))
+            new.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = new
+        return memo[id(self)]
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
+        names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = [(name, getattr(self, name)) for name in names]
+        described = [
+            (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
+            for name, x in inner
+        ]
+        key = repr((described, context, self.requires_grad))
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+    # Ops are dispatched below autograd; nothing to do above it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def restored(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    """`tensor`, just rebuilt, as what it was before."""
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
+    """A context for making what is derived from `source`: inference tensors only if it is one.
+
+    Torch's own views of normal tensors are normal in inference mode, too; of a subclass they must
+    be, or they raise ("Cannot set version_counter for inference tensor").
+    """
+    if not torch.is_inference_mode_enabled() or source.is_inference():
+        return nullcontext()
+    return torch.inference_mode(False)
+
+
+# DTensors by their attributes: importing DTensor takes longer than importing all of float8.
+
+
+def local_tensor(x: Any) -> Any:
+    """The shard of a DTensor; anything else as it is."""
+    return getattr(x, "_local_tensor", x)
+
+
+def dtensor_like(x: Any, local: Tensor) -> Tensor:
+    """A DTensor of the mesh, placements and global shape of `x`; shares the memory of `local`."""
+    result: Tensor = type(x).from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+    return result
