@@ -30,7 +30,11 @@ from float8.fused import (
 )
 from float8.linear import Float8Linear
 from float8.plan import plan_conversion
-from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
+from float8.sync import (
+    attach_to_optimizer,
+    forget_float8_amax,
+    sync_float8_amax_and_scale_history,
+)
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
@@ -52,6 +56,7 @@ __all__ = [
     "cached_weights",
     "conversion_report",
     "convert_to_float8_training",
+    "forget_float8_amax",
     "high_precision_state_dict",
     "linear_keeping_input",
     "linear_requires_sync",

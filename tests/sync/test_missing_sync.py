@@ -144,7 +144,7 @@ def test_a_missing_sync_is_noticed_by_any_parameter_of_the_layer(trained: str) -
         layer.adapter = nn.Linear(16, 16)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     x = seeded(0, 4, 16).requires_grad_()
-    model(x).sum().backward()
+    (model(x) + (layer.adapter(x) if trained == "adapter" else 0)).sum().backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match=MISSING):
         model(x)

@@ -6,12 +6,11 @@ from torch import Tensor, nn
 from float8.cast import Operand
 from float8.config import CastSite, Float8LinearConfig
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
-from float8.linear import state
 from float8.linear.cached import current_operand
+from float8.linear.delayed import StatefulLinear, buffer_names
 from float8.linear.function import DelayedScales, Float8LinearFunction, with_leading_dims
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
-from float8.linear.stateful import StatefulLinear
 from float8.linear.weight import float8_operand
 from float8.scaling import DelayedScale
 
@@ -64,18 +63,14 @@ class Float8Linear(StatefulLinear):
         new.__dict__.update(mod.__dict__)
         new.__dict__.update(own_containers(mod))
         if isinstance(mod, Float8Linear):
-            for name in state.buffer_names(mod.config):  # those of its configuration, not ours
+            for name in buffer_names(mod.config):  # those of its configuration, not ours
                 del new._buffers[name]
         new._set_up(config)
         return new
 
     def _set_up(self, config: Float8LinearConfig) -> None:
-        self.config = config
         self.plan = plan_linear(config)
-        self.sync_overdue = False
-        self.cached_weight = self.weight_cache = None
-        state.register_buffers(self, config, self.weight.device)
-        self._watch()
+        self.register_state(config)
 
     # ---------------------------------------------------------------- forward
 
@@ -153,33 +148,28 @@ class Float8Linear(StatefulLinear):
             cached = self.cached_weight
         else:
             cached = None if self.weight_cache is None else current_operand(self, weight)
+        if cached is not None and cached.amax is not None and not self.uses_history:
+            cached = None
         return float8_operand(weight) if cached is None else cached
 
     def weight_state(self) -> DelayedScale | None:
-        """The delayed-scaling state of the weight's cast, if it has one."""
-        return self.delayed_scales().weight
-
-    def check_synced(self) -> None:
-        """Raise a `RuntimeError` before training on where a sync is missing."""
-        if self.sync_overdue and torch.is_grad_enabled():
-            raise RuntimeError(
-                "Float8Linear: the optimizer stepped, but delayed scaling was not synced; call "
-                "sync_float8_amax_and_scale_history(model) once per optimizer step, or "
-                "attach_to_optimizer(model, optimizer) once before training"
-            )
+        """The delayed-scaling state of the weight's cast, if it has one, to train or not."""
+        return self._scales(spare=False).weight
 
     def delayed_scales(self) -> DelayedScales:
-        """The state of this layer's casts with delayed scaling."""
-        if not self._delayed:
+        """The state of the casts that take their scales from the history now."""
+        if not self.delayed or not self.uses_history:
             return _NO_SCALES
         # A compiled graph counts as written what its ops may write: not the amaxes, where a forward
         # without gradients only leaves them alone, since their version counters tell of training.
-        spare = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        return self._scales(spare=torch.compiler.is_compiling() and not torch.is_grad_enabled())
+
+    def _scales(self, *, spare: bool) -> DelayedScales:
         scales = {}
-        for site, scale, amax in self._delayed:
-            recorded: Tensor = getattr(self, amax)
+        for site in self.delayed:
+            recorded: Tensor = getattr(self, site.amax)
             recorded = torch.empty_like(recorded) if spare else recorded
-            scales[site] = DelayedScale(getattr(self, scale), recorded)
+            scales[site.name] = DelayedScale(getattr(self, site.scale), recorded)
         return DelayedScales(**scales)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """Scales: from an amax, and from a history of amaxes. Nothing here communicates."""
 
-from float8.scaling.delayed import UNKNOWN_SCALE, DelayedScale, update_history_and_scale
+from float8.scaling.delayed import UNKNOWN_SCALE, DelayedScale, next_history_and_scale
 from float8.scaling.scale import SMALLEST_AMAX, amax_to_scale
 
 __all__ = [
@@ -8,5 +8,5 @@ __all__ = [
     "UNKNOWN_SCALE",
     "DelayedScale",
     "amax_to_scale",
-    "update_history_and_scale",
+    "next_history_and_scale",
 ]
