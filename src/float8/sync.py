@@ -171,8 +171,8 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     return Attachment(
         [
-            inner.register_step_pre_hook(torch.compiler.disable(before_step)),
-            inner.register_step_post_hook(torch.compiler.disable(after_step)),
+            inner.register_step_pre_hook(torch.compiler.disable(before_step)),  # type: ignore[no-untyped-call]
+            inner.register_step_post_hook(torch.compiler.disable(after_step)),  # type: ignore[no-untyped-call]
         ]
     )
 
@@ -185,7 +185,8 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside; a wrapper may be a `torch.optim.Optimizer` by name only."""
-    inner, outer = optimizer, []
+    outer: list[Any] = []
+    inner = optimizer
     while inner is not None and not any(inner is each for each in outer):
         outer.append(inner)
         wrapped = getattr(inner, "optimizer", None)
@@ -305,7 +306,7 @@ def _over_ranks(
         together = torch.where(both[0] != 0, both.amax(dim=0), both[0])
     else:
         all_reduce_amax(together, ranks, device_type)
-    parts = together.split([len(amax) for amax in amaxes])
+    parts = torch.split(together, [len(amax) for amax in amaxes])
     return [part.to(amax.device) for part, amax in zip(parts, amaxes, strict=True)]
 
 

@@ -206,8 +206,8 @@ class StatefulLinear(nn.Linear):
     # ---------------------------------------------------------------- copies and moves
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = {"cached_weight": None, "weight_cache": None, "agreed": frozenset(), "_seen": None}
-        return {**self.__dict__, **ours}
+        passing = ("cached_weight", "weight_cache", "agreed", "_seen")
+        return {name: value for name, value in self.__dict__.items() if name not in passing}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]

@@ -49,7 +49,7 @@ def next_history_and_scale(
     Returns:
         history and scale, new tensors of the same shapes.
     """
-    latest = amax.nan_to_num(0.0, posinf=0.0).unsqueeze(1)
+    latest = amax.nan_to_num(0.0, 0.0, 0.0).unsqueeze(1)
     pushed = torch.cat([latest, history[:, :-1]], dim=1)
     history = torch.where((amax != 0).unsqueeze(1), pushed, history)
     peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
