@@ -17,7 +17,6 @@ from float8 import (
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.models import forward_backward, fp8_state, seeded
 
-
 SHORT = DelayedScalingConfig(history_len=8)
 
 
