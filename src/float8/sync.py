@@ -97,7 +97,8 @@ def forget_float8_amax(model: nn.Module) -> None:
     """Forget all amaxes recorded since the last sync: for forwards that were no training.
 
     Such as those in which `torch.distributed.pipelining` finds out the shapes of a stage: they run
-    with gradients, on memory that nobody has written.
+    with gradients, on memory that nobody has written, within the first `schedule.step()`. Call this
+    after it, before the optimizer's step; until the next one scales come from the data.
 
     Args:
         model: the converted model, compiled or not.

@@ -1,6 +1,6 @@
 """`Float8Linear`: the module, its autograd function and its delayed-scaling state."""
 
-from float8.linear.delayed import DelayedSite, amax_name, amax_names, buffer_names, scale_name
+from float8.linear.delayed import DelayedSite, amax_name, amax_names, scale_name
 from float8.linear.float8_linear import Float8Linear
 from float8.linear.gemm_kernels import LinearKernels, linear_kernels
 from float8.linear.source import move_hooks, unsupported
@@ -11,7 +11,6 @@ __all__ = [
     "LinearKernels",
     "amax_name",
     "amax_names",
-    "buffer_names",
     "linear_kernels",
     "move_hooks",
     "scale_name",

@@ -37,6 +37,11 @@ class DelayedSite(NamedTuple):
     scale: str
     """Name of the buffer that holds the decode scale of the next step."""
 
+    @property
+    def buffers(self) -> tuple[str, str, str]:
+        """The names of all three."""
+        return self.amax, self.history, self.scale
+
 
 def amax_name(site: CastSite) -> str:
     """Name of the buffer that holds the largest amax since the last sync."""
@@ -68,13 +73,6 @@ def amax_names(config: Float8LinearConfig) -> list[str]:
     return [site.amax for site in delayed_sites(config)]
 
 
-def buffer_names(config: Float8LinearConfig) -> list[str]:
-    """All delayed-scaling buffers of a layer of this configuration."""
-    return [
-        name for site in delayed_sites(config) for name in (site.amax, site.history, site.scale)
-    ]
-
-
 class StatefulLinear(nn.Linear):
     """An `nn.Linear` with that state, and a cast of its weight that may be kept."""
 
@@ -101,13 +99,9 @@ class StatefulLinear(nn.Linear):
         self.reset_state()
 
     def _register_buffers(self, device: torch.device) -> None:
+        history_len = self.config.delayed_scaling_config.history_len
         for site in self.delayed:
-            shapes = {
-                site.amax: (),
-                site.history: (self.config.delayed_scaling_config.history_len,),
-                site.scale: (),
-            }
-            for name, shape in shapes.items():
+            for name, shape in zip(site.buffers, ((), (history_len,), ()), strict=True):
                 self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
 
     @torch.no_grad()
@@ -176,10 +170,10 @@ class StatefulLinear(nn.Linear):
     def check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing.
 
-        It is where a Parameter of the layer was written after an amax was recorded, be it by an
-        optimizer or by hand, and none came in between. That is not noticed by compiled code, nor if
-        what writes does not count versions: fused optimizers, `.data`, and those under FSDP, which
-        write shards. As long as there was no sync at all, scales come from the data.
+        Missing is one between a forward with gradients and the next, if a Parameter of the layer was
+        written after the first: by an optimizer or by hand. Compiled code does not notice, nor is
+        noticed what does not count versions: fused optimizers, `.data`, and FSDP, where shards are
+        written. Before the first sync none is missed: scales come from the data.
         """
         if not (self.delayed and self.config.enable_pre_and_post_forward):
             return
@@ -237,8 +231,7 @@ class StatefulLinear(nn.Linear):
         return self
 
     def _state(self) -> dict[str, Tensor]:
-        names = [name for site in self.delayed for name in (site.amax, site.history, site.scale)]
-        return {name: self.get_buffer(name) for name in names}
+        return {name: self.get_buffer(name) for site in self.delayed for name in site.buffers}
 
     # ---------------------------------------------------------------- checkpoints
 

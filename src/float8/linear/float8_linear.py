@@ -7,7 +7,7 @@ from float8.cast import Operand
 from float8.config import CastSite, Float8LinearConfig
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.cached import current_operand
-from float8.linear.delayed import StatefulLinear, buffer_names
+from float8.linear.delayed import StatefulLinear
 from float8.linear.function import DelayedScales, Float8LinearFunction, with_leading_dims
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
@@ -63,8 +63,9 @@ class Float8Linear(StatefulLinear):
         new.__dict__.update(mod.__dict__)
         new.__dict__.update(own_containers(mod))
         if isinstance(mod, Float8Linear):
-            for name in buffer_names(mod.config):  # those of its configuration, not ours
-                del new._buffers[name]
+            for site in mod.delayed:  # of its configuration, not ours
+                for name in site.buffers:
+                    del new._buffers[name]
         new._set_up(config)
         return new
 
