@@ -170,10 +170,11 @@ class StatefulLinear(nn.Linear):
     def check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing.
 
-        Missing is one between a forward with gradients and the next, if a Parameter of the layer was
-        written after the first: by an optimizer or by hand. Compiled code does not notice, nor is
-        noticed what does not count versions: fused optimizers, `.data`, and FSDP, where shards are
-        written. Before the first sync none is missed: scales come from the data.
+        One is missing between two forwards with gradients if a Parameter of the layer was written
+        in between, by an optimizer or by hand. Compiled code does not notice that, nor is it
+        noticed where no versions are counted: with fused optimizers, through `.data`, and under
+        FSDP, where shards are written. Before the first sync nothing is lost: scales come from the
+        data.
         """
         if not (self.delayed and self.config.enable_pre_and_post_forward):
             return
