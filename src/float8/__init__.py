@@ -28,9 +28,13 @@ from float8.fused import (
     swiglu_feed_forward,
     why_not_fused,
 )
-from float8.linear import Float8Linear
+from float8.linear import Float8Linear, linear
 from float8.parallel import precompute_float8_dynamic_scale_for_fsdp
-from float8.sync import attach_to_optimizer, sync_float8_amax_and_scale_history
+from float8.sync import (
+    attach_to_optimizer,
+    forget_float8_amax,
+    sync_float8_amax_and_scale_history,
+)
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
@@ -52,7 +56,9 @@ __all__ = [
     "cached_weights",
     "conversion_report",
     "convert_to_float8_training",
+    "forget_float8_amax",
     "high_precision_state_dict",
+    "linear",
     "linear_keeping_input",
     "linear_requires_sync",
     "plan_conversion",

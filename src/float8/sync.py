@@ -1,17 +1,17 @@
 """What scaling does once per optimizer step, on one device or on many."""
 
-import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.config import CastSite
-from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
+from float8.formats import FLOAT8_MAX
+from float8.linear import DelayedSite, Float8Linear, amax_name
 from float8.parallel import (
     all_reduce_amax,
     has_precomputable_scales,
@@ -20,14 +20,11 @@ from float8.parallel import (
     shard_amax,
     sync_groups,
 )
-from float8.linear import Float8Linear, StackedState, amax_name, is_current, stack_state
-from float8.quantize.history import update_history_and_scale
+from float8.quantize.history import next_history_and_scale
 
-_stacks: "weakref.WeakKeyDictionary[nn.Module, list[StackedState]]" = weakref.WeakKeyDictionary()
+_Sites = list[tuple[Float8Linear, DelayedSite]]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@torch.inference_mode(False)  # what it creates is written again outside of inference mode
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
     model: nn.Module,
@@ -40,10 +37,13 @@ def sync_float8_amax_and_scale_history(
     Call it once per optimizer step, after the last `backward()` and before the next forward, or
     let `attach_to_optimizer` do so. Amaxes count since the last call, so gradient accumulation
     needs nothing special, and a call where nothing was recorded changes nothing. Does nothing for
-    a model without delayed scaling.
+    a model without delayed scaling. In a single process `torch.compile` takes it whole.
+
+    A layer that trains on without a sync raises a `RuntimeError` where that can be noticed: see
+    `Float8Linear.check_synced`.
 
     Once `torch.distributed` is initialised, amaxes are those of all ranks, through one all-reduce
-    for everything: each rank must call it.
+    for everything: each rank must call it. At the first call ranks also compare their layers.
 
     Args:
         model: the converted model, compiled or not.
@@ -60,51 +60,84 @@ def sync_float8_amax_and_scale_history(
         TypeError: an argument has the wrong type.
         ValueError: no `group` is given, and layers (or, if they do not tell, those parameters) are
             on different meshes, or weights are gathered in float8 at the moment and nothing tells
-            their mesh.
+            their mesh. Or ranks have different layers with delayed scaling; a rank that has none
+            does not take part.
     """
     require_module(model, "model")
-    if fp8_layers is None:
-        linears = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
-    else:
-        linears = _float8_linears(fp8_layers)
-    layers = [layer for layer in linears if layer.config.delayed_sites]
+    layers = _delayed_layers(model if fp8_layers is None else _float8_linears(fp8_layers))
     if not layers:
         return
-    groups = _by_setting(layers)
-    stacks = _stacks.get(model, [])
-    if len(stacks) != len(groups) or not all(map(is_current, stacks, groups.values())):
-        stacks = [stack_state(alike) for alike in groups.values()]
-        _stacks[model] = stacks
-
     _join_tied(layers)
-    amaxes = [torch.stack(stacked.amaxes) for stacked in stacks]
+    settings = _by_setting(layers)
+    amaxes = [torch.stack([_buffer(x, site.amax) for x, site in sites]) for sites in settings]
     if ranks := sync_groups([layer.weight for layer in layers], group, _beside(layers, model)):
-        amaxes = _over_ranks(amaxes, list(groups.values()), ranks)
-    for stacked, amax, (first, *_) in zip(stacks, amaxes, groups.values(), strict=True):
-        update_history_and_scale(
+        _require_same_layers(model, layers, ranks)
+        amaxes = _over_ranks(amaxes, settings, ranks)
+    for amax, sites in zip(amaxes, settings, strict=True):
+        config = sites[0][0].config
+        histories = [_buffer(layer, site.history) for layer, site in sites]
+        scales = [_buffer(layer, site.scale) for layer, site in sites]
+        history, scale = next_history_and_scale(
             amax,
-            stacked.history,
-            stacked.scale,
-            stacked.float8_max,
-            scale_fn_name=first.config.delayed_scaling_config.scale_fn_name,
-            round_to_power_of_2=first.config.round_scales_to_power_of_2,
+            torch.stack(histories),
+            torch.stack(scales),
+            _float8_maxima(sites, amax.device),
+            scale_fn_name=config.delayed_scaling_config.scale_fn_name,
+            round_to_power_of_2=config.round_scales_to_power_of_2,
         )
-        torch._foreach_zero_(stacked.amaxes)
+        torch._foreach_copy_(histories, history.unbind())
+        torch._foreach_copy_(scales, scale.unbind())
+        torch._foreach_zero_([_buffer(layer, site.amax) for layer, site in sites])
     for layer in layers:
         layer.mark_synced()
 
 
-def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
+@torch.no_grad()
+def forget_float8_amax(model: nn.Module) -> None:
+    """Forget all amaxes recorded since the last sync: for forwards that were no training.
 
-    With delayed scaling `sync_float8_amax_and_scale_history(model)` right before
-    the step; with dynamic scaling of weights that FSDP2 gathers in float8
-    `precompute_float8_dynamic_scale_for_fsdp(model)` right after it. Through the optimizer's own
-    hooks. With several optimizers, attach the model to each. Harmless for other models.
+    Such as those in which `torch.distributed.pipelining` finds out the shapes of a stage: they run
+    with gradients, on memory that nobody has written, within the first `schedule.step()`. Call this
+    after it, before the optimizer's step; until the next one scales come from the data.
 
     Args:
         model: the converted model, compiled or not.
-        optimizer: the optimizer that steps its parameters.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+    """
+    require_module(model, "model")
+    for layer in _delayed_layers(model):
+        torch._foreach_zero_([_buffer(layer, site.amax) for site in layer.delayed])
+        layer.mark_synced()
+
+
+class Attachment:
+    """What `attach_to_optimizer` registered."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """End the attachment."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
+    """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
+
+    With delayed scaling `sync_float8_amax_and_scale_history(model)`: right before the step, or, if
+    that is given a closure, right after it: what the closure runs, once or often, is of this step.
+    With dynamic scaling of weights that FSDP2 gathers in float8
+    `precompute_float8_dynamic_scale_for_fsdp(model)` right after the step. Through the optimizer's
+    own hooks. With several optimizers, attach the model to each. Harmless for other models.
+
+    Args:
+        model: the converted model, compiled or not.
+        optimizer: the `torch.optim.Optimizer` that steps its parameters, or what holds it as
+            `.optimizer` or `.base_optimizer`, as the wrappers of accelerate and Lightning do.
+        group: of the sync.
 
     Returns:
         A handle whose `remove()` ends the attachment.
@@ -113,98 +146,66 @@ def attach_to_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> R
         TypeError: an argument has the wrong type.
     """
     require_module(model, "model")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer"
-        )
+    inner = _unwrapped(optimizer)
+    precomputes = has_precomputable_scales(model)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before_step(*_: Any) -> None:
-        sync_float8_amax_and_scale_history(model)
+    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = _closure(args, kwargs)
+        if closure is None:
+            sync_float8_amax_and_scale_history(model, group=group)
+            return None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def after_step(*_: Any) -> None:
-        precompute_float8_dynamic_scale_for_fsdp(model)
+        def evaluate() -> Any:
+            for layer in _delayed_layers(model):
+                layer.expect_new_weights()
+            return closure()
 
-    before = optimizer.register_step_pre_hook(before_step)
-    if not has_precomputable_scales(model):
-        return before
-    return _Both(before, optimizer.register_step_post_hook(after_step))
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluate}
+        return (args[0], evaluate, *args[2:]), kwargs
 
+    def after_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _closure(args, kwargs) is not None:
+            sync_float8_amax_and_scale_history(model, group=group)
+        if precomputes:
+            precompute_float8_dynamic_scale_for_fsdp(model)
 
-class _Both(RemovableHandle):
-    """Two handles as one."""
-
-    def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
-        self._handles = first, second
-        super().__init__(OrderedDict())
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _join_tied(layers: Sequence[Float8Linear]) -> None:
-    """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
-    tied: dict[int, list[Tensor]] = {}
-    for layer in layers:
-        if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
-            amax = layer.get_buffer(amax_name(CastSite.WEIGHT))
-            tied.setdefault(id(layer.weight), []).append(amax)
-    for amaxes in tied.values():
-        if len(amaxes) > 1:
-            largest = torch.stack(amaxes).amax()
-            for amax in amaxes:
-                amax.copy_(largest)
+    return Attachment(
+        [
+            inner.register_step_pre_hook(torch.compiler.disable(before_step)),  # type: ignore[no-untyped-call]
+            inner.register_step_post_hook(torch.compiler.disable(after_step)),  # type: ignore[no-untyped-call]
+        ]
+    )
 
 
-def _over_ranks(
-    amaxes: list[Tensor], groups: list[list[Float8Linear]], ranks: tuple[Any, ...]
-) -> list[Tensor]:
-    """`amaxes`, one per group of layers, over all ranks, with one all-reduce per device."""
-    layers = [layer for alike in groups for layer in alike]
-    device_type = mesh_device_type([layer.weight for layer in layers])
-    gathers = any(layer.config.enable_fsdp_float8_all_gather for layer in layers)
-    reduced: list[Tensor | None] = [None] * len(amaxes)
-    for device in {amax.device: None for amax in amaxes}:
-        here = [i for i, amax in enumerate(amaxes) if amax.device == device]
-        together = torch.cat([amaxes[i] for i in here])
-        if gathers:
-            unused = torch.cat([_of_unused_shards(groups[i], amaxes[i]) for i in here])
-            both = torch.stack([together, unused])
-            all_reduce_amax(both, ranks, device_type)
-            together, unused = both.unbind()
-            together = torch.where(together != 0, torch.maximum(together, unused), together)
-        else:
-            all_reduce_amax(together, ranks, device_type)
-        parts = torch.split(together, [len(amaxes[i]) for i in here])
-        for i, part in zip(here, parts, strict=True):
-            reduced[i] = part
-    return [amax for amax in reduced if amax is not None]
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure in the arguments of a step, of which the first is the optimizer."""
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure
 
 
-def _of_unused_shards(layers: list[Float8Linear], amaxes: Tensor) -> Tensor:
-    """[S] float32: the amaxes of shards in layers that this rank did not run; 0 for all others.
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside; a wrapper may be a `torch.optim.Optimizer` by name only."""
+    outer: list[Any] = []
+    inner = optimizer
+    while inner is not None and not any(inner is each for each in outer):
+        outer.append(inner)
+        wrapped = getattr(inner, "optimizer", None)
+        if wrapped is None and isinstance(inner, torch.optim.Optimizer):
+            return inner
+        inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
+    raise TypeError(
+        f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, or an "
+        f"object that holds one as `.optimizer` or `.base_optimizer`"
+    )
 
-    They count where another rank did: it used these shards, of which it does not know the amaxes.
-    """
-    found, row = torch.zeros_like(amaxes), 0
-    for layer in layers:
-        for site in layer.config.delayed_sites:
-            if site is CastSite.WEIGHT and not layer.has_unsynced_amax():
-                amax = shard_amax(layer.weight)
-                if amax is not None:
-                    found[row] = amax
-            row += 1
-    return found
+
+# ---------------------------------------------------------------- layers
 
 
-def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
-    """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
-    inside = set(layers)
-    for module in model.modules():
-        if hasattr(type(module), "reshard") and not inside.isdisjoint(module.modules()):
-            yield from module.parameters()
+def _delayed_layers(model: nn.Module | list[Float8Linear]) -> list[Float8Linear]:
+    modules = model.modules() if isinstance(model, nn.Module) else model
+    return [layer for layer in modules if isinstance(layer, Float8Linear) and layer.delayed]
 
 
 def _float8_linears(layers: object) -> list[Float8Linear]:
@@ -223,12 +224,110 @@ def _float8_linears(layers: object) -> list[Float8Linear]:
     return linears
 
 
-def _by_setting(layers: Sequence[Float8Linear]) -> dict[Any, list[Float8Linear]]:
-    """Group layers whose state can be stacked and updated as one."""
-    groups: dict[Any, list[Float8Linear]] = {}
+def _by_setting(layers: list[Float8Linear]) -> list[_Sites]:
+    """The sites whose state can be stacked and updated as one; by format within each."""
+    settings: dict[Any, _Sites] = {}
+    for float8_max in FLOAT8_MAX.values():
+        for layer in layers:
+            history = layer.config.delayed_scaling_config
+            rounds = layer.config.round_scales_to_power_of_2
+            for site in layer.delayed:
+                if site.float8_max == float8_max:
+                    device = _buffer(layer, site.amax).device
+                    key = (history.history_len, history.scale_fn_name, rounds, device)
+                    settings.setdefault(key, []).append((layer, site))
+    return list(settings.values())
+
+
+def _float8_maxima(sites: _Sites, device: torch.device) -> Tensor:
+    """[S] float64, made on the device: a copy from the host would wait for it."""
+    numbers = {m: sum(site.float8_max == m for _, site in sites) for m in FLOAT8_MAX.values()}
+    options: Any = {"dtype": torch.float64, "device": device}
+    return torch.cat([torch.full((n,), maximum, **options) for maximum, n in numbers.items()])
+
+
+def _buffer(layer: Float8Linear, name: str) -> Tensor:
+    buffer = layer._buffers[name]
+    assert buffer is not None
+    return buffer
+
+
+def _join_tied(layers: list[Float8Linear]) -> None:
+    """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
+    tied: dict[int, list[Tensor]] = {}
     for layer in layers:
-        config = layer.config
-        device = layer.weight.device
-        key = (config.delayed_scaling_config, config.round_scales_to_power_of_2, device)
-        groups.setdefault(key, []).append(layer)
-    return groups
+        if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
+            tied.setdefault(id(layer.weight), []).append(_buffer(layer, amax_name(CastSite.WEIGHT)))
+    for amaxes in tied.values():
+        if len(amaxes) > 1:
+            torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def _require_same_layers(
+    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...]
+) -> None:
+    """Compare the layers of all ranks, once per group: else they would reduce unlike amaxes."""
+    done = (len(layers), *(group.group_name for group in ranks))
+    if done in layers[0].agreed:
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    mine = tuple(f"{names.get(id(x))!r} {x} {x.config.delayed_scaling_config}" for x in layers)
+    found = {mine}
+    for group in ranks:  # in the end all ranks know the same
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, found, group=group)
+        found = set().union(*gathered)
+    if len(found) > 1:
+        common = set(mine).intersection(*found)
+        differ = sorted({layer for each in found for layer in each if layer not in common})
+        raise ValueError(
+            f"model: got different layers with delayed scaling on the ranks, expected the same on "
+            f"all; convert alike, or say with `group=` which ranks train the same model. Not the "
+            f"same everywhere: {'; '.join(differ[:4]) or 'their order'}"
+            f"{'; ...' if len(differ) > 4 else ''}"
+        )
+    layers[0].agreed |= {done}
+
+
+def _over_ranks(
+    amaxes: list[Tensor], settings: list[_Sites], ranks: tuple[Any, ...]
+) -> list[Tensor]:
+    """`amaxes`, one tensor per setting, over all ranks, with one all-reduce."""
+    device = amaxes[0].device
+    layers = [layer for sites in settings for layer, _ in sites]
+    device_type = mesh_device_type([layer.weight for layer in layers])
+    together = torch.cat([amax.to(device) for amax in amaxes])
+    if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
+        unused = [_of_unused_shards(*each) for each in zip(settings, amaxes, strict=True)]
+        both = torch.stack([together, torch.cat([amax.to(device) for amax in unused])])
+        all_reduce_amax(both, ranks, device_type)
+        together = torch.where(both[0] != 0, both.amax(dim=0), both[0])
+    else:
+        all_reduce_amax(together, ranks, device_type)
+    parts = torch.split(together, [len(amax) for amax in amaxes])
+    return [part.to(amax.device) for part, amax in zip(parts, amaxes, strict=True)]
+
+
+def _of_unused_shards(sites: _Sites, amaxes: Tensor) -> Tensor:
+    """[S] float32: the amaxes of shards in layers that this rank did not run; 0 for all others.
+
+    They count where another rank did: it used these shards, of which it does not know the amaxes.
+    """
+    found = torch.zeros_like(amaxes)
+    for row, (layer, site) in enumerate(sites):
+        if site.name == CastSite.WEIGHT.value and not layer.has_unsynced_amax():
+            amax = shard_amax(layer.weight)
+            if amax is not None:
+                found[row] = amax
+    return found
+
+
+def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
+    """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
+    inside = set(layers)
+    for module in model.modules():
+        if hasattr(type(module), "reshard") and not inside.isdisjoint(module.modules()):
+            yield from module.parameters()

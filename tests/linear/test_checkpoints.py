@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from float8 import (
+    DelayedScalingConfig,
     Float8Linear,
     convert_to_float8_training,
     high_precision_state_dict,
@@ -15,6 +16,8 @@ from float8 import (
 )
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.models import forward_backward, fp8_state, seeded
+
+SHORT = DelayedScalingConfig(history_len=8)
 
 
 def plain() -> nn.Sequential:
@@ -178,3 +181,63 @@ def test_high_precision_state_dict_keeps_a_buffer_of_that_name_elsewhere() -> No
     model[1].register_buffer("fp8_scale_input", torch.ones(()))
     convert_to_float8_training(model, config=delayed())
     assert list(high_precision_state_dict(model)) == ["0.weight", "0.bias", "1.fp8_scale_input"]
+
+
+# ---------------------------------------------------------------- of other libraries
+
+
+def foreign(model: nn.Module, history_len: int = 16) -> dict[str, torch.Tensor]:
+    """Of float8_experimental and torchao <= 0.9: all roles, vectors of one element, encode scales.
+
+    Amaxes stay after a sync; before the first one they are the largest value of the format.
+    """
+    state = dict(model.state_dict())
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Float8Linear):
+            continue
+        for role, largest in (("input", 448.0), ("weight", 448.0), ("grad_output", 57344.0)):
+            prefix = f"{name}.fp8_"
+            history = state.get(f"{prefix}amax_history_{role}", torch.zeros(history_len))
+            scale = state.get(f"{prefix}scale_{role}", torch.zeros(()))
+            synced = bool(history.any())
+            state[f"{prefix}amax_{role}"] = history[:1] if synced else torch.full((1,), largest)
+            state[f"{prefix}amax_history_{role}"] = history
+            state[f"{prefix}scale_{role}"] = (1 / scale if synced else torch.ones(())).reshape(1)
+    return state
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.parametrize("mix", [(DELAYED,) * 3, (DELAYED, DYNAMIC, DELAYED)])
+def test_encode_scales_of_other_libraries_are_converted(mix, synced: bool, assign: bool) -> None:
+    config = mixed(*mix, round_scales_to_power_of_2=True)  # 1 / (1 / scale) is exact
+    model, other = (convert_to_float8_training(plain(), config=config) for _ in "ab")
+    for seed in (0, 1) if synced else ():
+        step(model, seed)
+    step(other, 5)
+    other.load_state_dict(through_file(foreign(model)), assign=assign)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    for seed in (3, 4):
+        results, others = step(model, seed), step(other, seed)
+        assert all(torch.equal(results[name], others[name]) for name in results)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "shapes", [{"scale_input": (4,)}, {"scale_input": (1,)}, {"amax_weight": (3,)}]
+)
+def test_scales_of_other_shapes_are_refused(shapes, assign: bool) -> None:
+    """Torch would take their first element."""
+    model = converted()
+    step(model, 0)
+    state = model.state_dict()
+    for name, shape in shapes.items():
+        state[f"0.fp8_{name}"] = torch.ones(shape)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.fp8_(scale|amax)_\w+: got shape"):
+        converted().load_state_dict(state, assign=assign)
+
+
+def test_a_history_of_another_length_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.fp8_amax_history_input"):
+        converted().load_state_dict(foreign(converted(delayed_scaling_config=SHORT), 8))

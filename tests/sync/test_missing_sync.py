@@ -1,19 +1,22 @@
 """Noticing that a sync of delayed scaling is missing, without false alarms."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as hooked
 
 from float8 import (
     attach_to_optimizer,
     convert_to_float8_training,
+    forget_float8_amax,
     sync_float8_amax_and_scale_history,
 )
 from support.configs import tensorwise
 from support.devices import on_devices
-from support.models import seeded
+from support.models import fp8_state, seeded
 from support.stacks import MISSING, optimizer_of, stack, train
 
 
@@ -144,7 +147,7 @@ def test_a_missing_sync_is_noticed_by_any_parameter_of_the_layer(trained: str) -
         layer.adapter = nn.Linear(16, 16)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     x = seeded(0, 4, 16).requires_grad_()
-    model(x).sum().backward()
+    (model(x) + (layer.adapter(x) if trained == "adapter" else 0)).sum().backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match=MISSING):
         model(x)
@@ -175,3 +178,140 @@ def test_two_models_with_two_optimizers_do_not_raise(first: str, freeze: bool) -
         optimizers[turn].step()
         for optimizer in optimizers.values():
             optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------- how it is noticed
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_step_is_noticed_whatever_the_optimizer(kind, foreach: bool) -> None:
+    model = stack(2)
+    train(model)
+    kind(model.parameters(), lr=0.1, foreach=foreach).step()
+    with pytest.raises(RuntimeError, match=MISSING):
+        train(model)
+
+
+def fused(model: nn.Module) -> None:
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+
+
+@pytest.mark.parametrize("write", [fused, through_data])
+def test_what_counts_no_versions_is_not_noticed(write) -> None:
+    """A limit, which the docstring of `check_synced` names."""
+    model = stack(1)
+    train(model)
+    write(model)
+    train(model)
+
+
+def test_compiled_code_does_not_notice_and_does_not_mind() -> None:
+    """As long as no sync came, it scales by its data."""
+    model = stack(1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        train(compiled, step)
+        optimizer.step()
+        assert model[0].fp8_scale_input.item() == 0
+
+
+def by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict(stack(2).state_dict())
+
+
+def new_parameters(model: nn.Module) -> None:
+    for layer in model:
+        layer.weight = nn.Parameter(2 * layer.weight.detach())
+
+
+def evaluate_others(model: nn.Module) -> None:
+    with torch.no_grad():
+        by_hand(model)
+        model.eval()(seeded(0, 4, 16))
+        model.train()
+
+
+ACTS = [by_hand, load, new_parameters, evaluate_others, lambda model: model.to(torch.bfloat16)]
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("when", ["before", "after a sync"])
+def test_other_writes_are_no_missing_sync(act, when: str) -> None:
+    model = stack(2)
+    if when == "after a sync":
+        train(model)
+        sync_float8_amax_and_scale_history(model)
+    act(model)
+    train(model)
+
+
+@pytest.mark.parametrize("act", [load, new_parameters, lambda model: model.to(torch.bfloat16)])
+def test_other_weights_between_two_forwards_are_no_missing_sync(act) -> None:
+    model = stack(2)
+    train(model)
+    act(model)
+    train(model)
+
+
+def test_functional_calls_with_weights_of_their_own() -> None:
+    model = stack(2)
+    for factor in range(1, 6):
+        weights = {name: factor * p for name, p in model.named_parameters()}
+        weights["0.weight"].add_(1)
+        torch.func.functional_call(model, weights, (seeded(0, 4, 16),)).sum().backward()
+
+
+def test_forgotten_amaxes_need_no_sync() -> None:
+    model = stack(2)
+    train(model)
+    optimizer_of(model).step()
+    forget_float8_amax(model)
+    assert not any(buffer.any() for buffer in fp8_state(model).values())
+    train(model)
+
+
+def test_forget_takes_modules_only() -> None:
+    with pytest.raises(TypeError, match=r"model: got list, expected an nn.Module"):
+        forget_float8_amax([])
+
+
+def test_threads_may_convert_and_step_at_once() -> None:
+    def work(seed: int) -> int:
+        for _ in range(20):
+            model = stack(2)
+            optimizer = optimizer_of(model)
+            attach_to_optimizer(model, optimizer)
+            for step in range(3):
+                train(model, seed + step)
+                optimizer.step()
+        return int((model[0].fp8_amax_history_input > 0).sum())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [3] * 4
+
+
+def test_no_global_hooks() -> None:
+    before = (
+        dict(hooked._global_optimizer_pre_hooks),
+        dict(hooked._global_optimizer_post_hooks),
+    )
+    model = stack(2)
+    attach_to_optimizer(model, optimizer_of(model))
+    train(model)
+    assert before == (
+        dict(hooked._global_optimizer_pre_hooks),
+        dict(hooked._global_optimizer_post_hooks),
+    )

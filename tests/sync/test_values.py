@@ -154,20 +154,17 @@ def test_the_number_of_kernels_does_not_grow_with_the_layers(
         config = DelayedScalingConfig(scale_fn_name=scale_fn_name)
         model = stack(layers, device, delayed_scaling_config=config)
         train(model)
-        sync_float8_amax_and_scale_history(model)  # stacks the state, once
-        train(model)
         with OpCounter() as counter:
             sync_float8_amax_and_scale_history(model)
         ops.append(counter.ops)
     assert ops[0] == ops[1]
-    assert 0 < ops[0].total() < 25
+    views = sum(ops[0][f"aten.{view}"] for view in ("select", "slice", "unbind", "unsqueeze"))
+    assert 0 < ops[0].total() - views < 22
 
 
 @pytest.mark.gpu
 def test_sync_does_not_wait_for_the_gpu() -> None:
     model = stack(4, "cuda")
-    train(model)
-    sync_float8_amax_and_scale_history(model)
     train(model)
     torch.cuda.set_sync_debug_mode("error")
     try:

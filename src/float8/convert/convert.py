@@ -6,12 +6,12 @@ from float8.arguments import require_module
 from float8.config import Float8LinearConfig
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, SkipReason, choose_filter
 from float8.convert.report import set_skip_reason
+from float8.linear import Float8Linear, move_hooks, unsupported
 from float8.parallel import (
     check_gatherable,
     enable_float8_all_gather,
     keep_amaxes_under_ddp,
 )
-from float8.linear import Float8Linear, move_hooks, unsupported
 
 
 def convert_to_float8_training(

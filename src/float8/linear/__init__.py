@@ -1,28 +1,17 @@
 """`Float8Linear`: the module, its autograd function and its delayed-scaling state."""
 
+from float8.linear.delayed import DelayedSite, amax_name, amax_names, scale_name
 from float8.linear.float8_linear import Float8Linear
 from float8.linear.functional import linear
 from float8.linear.source import move_hooks, unsupported
-from float8.linear.state import (
-    StackedState,
-    amax_name,
-    amax_names,
-    buffer_names,
-    is_current,
-    scale_name,
-    stack_state,
-)
 
 __all__ = [
+    "DelayedSite",
     "Float8Linear",
-    "StackedState",
     "amax_name",
     "amax_names",
-    "buffer_names",
-    "is_current",
     "linear",
     "move_hooks",
     "scale_name",
-    "stack_state",
     "unsupported",
 ]

@@ -4,12 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import CastSite, Float8LinearConfig
-from float8.linear import state
 from float8.linear.cached import current_operand
+from float8.linear.delayed import StatefulLinear
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, held_in_float8
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
-from float8.linear.stateful import StatefulLinear
 from float8.quantize.history import DelayedScale
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
@@ -63,18 +62,15 @@ class Float8Linear(StatefulLinear):
         new.__dict__.update(mod.__dict__)
         new.__dict__.update(own_containers(mod))
         if isinstance(mod, Float8Linear):
-            for name in state.buffer_names(mod.config):  # those of its configuration, not ours
-                del new._buffers[name]
+            for site in mod.delayed:  # of its configuration, not ours
+                for name in site.buffers:
+                    del new._buffers[name]
         new._set_up(config)
         return new
 
     def _set_up(self, config: Float8LinearConfig) -> None:
-        self.config = config
         self.plan = plan_linear(config)
-        self.sync_overdue = False
-        self.cached_weight = self.weight_cache = None
-        state.register_buffers(self, config, self.weight.device)
-        self._watch()
+        self.register_state(config)
 
     # ---------------------------------------------------------------- forward
 
@@ -96,12 +92,13 @@ class Float8Linear(StatefulLinear):
                 `pad_inner_dim=False` forbids.
             RuntimeError: a sync of delayed scaling is missing.
         """
-        self.check_synced()
+        scales = NO_SCALES
+        if self.delayed:
+            self.check_synced()
+            scales = self.delayed_scales()
         weight = self.weight  # once: it may be computed
         ready = self.ready_weight(weight) if self.weight_cache is not None else None
-        return apply_linear(
-            input, weight, self.bias, self.plan, self.delayed_scales(), ready, keep_input
-        )
+        return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
     def ready_weight(self, weight: Tensor) -> Quantized | None:
         """The operand of `weight`, this layer's, if it is in float8 already."""
@@ -109,35 +106,30 @@ class Float8Linear(StatefulLinear):
             ready = self.cached_weight
         else:
             ready = None if self.weight_cache is None else current_operand(self, weight)
+        if ready is not None and ready.amax is not None and not self.uses_history:
+            ready = None
         if ready is None and isinstance(weight, Float8Tensor):
             ready = held_in_float8(weight, self.plan)
         return ready
 
     def weight_state(self) -> DelayedScale | None:
-        """The delayed-scaling state of the weight's cast, if it has one."""
-        return self.delayed_scales().weight
-
-    def check_synced(self) -> None:
-        """Raise a `RuntimeError` before training on where a sync is missing."""
-        if self.sync_overdue and torch.is_grad_enabled():
-            raise RuntimeError(
-                "Float8Linear: the optimizer stepped, but delayed scaling was not synced; call "
-                "sync_float8_amax_and_scale_history(model) once per optimizer step, or "
-                "attach_to_optimizer(model, optimizer) once before training"
-            )
+        """The delayed-scaling state of the weight's cast, if it has one, to train or not."""
+        return self._scales(spare=False).weight
 
     def delayed_scales(self) -> DelayedScales:
-        """The state of this layer's casts with delayed scaling."""
-        if not self._delayed:
+        """The state of the casts that take their scales from the history now."""
+        if not self.delayed or not self.uses_history:
             return NO_SCALES
         # A compiled graph counts as written what its ops may write: not the amaxes, where a forward
         # without gradients only leaves them alone, since their version counters tell of training.
-        spare = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        return self._scales(spare=torch.compiler.is_compiling() and not torch.is_grad_enabled())
+
+    def _scales(self, *, spare: bool) -> DelayedScales:
         scales = {}
-        for site, scale, amax in self._delayed:
-            recorded: Tensor = getattr(self, amax)
+        for site in self.delayed:
+            recorded: Tensor = getattr(self, site.amax)
             recorded = torch.empty_like(recorded) if spare else recorded
-            scales[site] = DelayedScale(getattr(self, scale), recorded)
+            scales[site.name] = DelayedScale(getattr(self, site.scale), recorded)
         return DelayedScales(**scales)
 
     def extra_repr(self) -> str:

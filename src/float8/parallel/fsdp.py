@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import CastSite, ScalingGranularity, ScalingType
+from float8.config import CastSite, ScalingGranularity
 from float8.linear import Float8Linear, scale_name
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sharding_groups
-from float8.quantize.spec import CastSpec, Part, Quantized
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import Part, Quantized
 from float8.tensor import (
     Float8GatherWeight,
     Float8Tensor,
@@ -370,7 +370,9 @@ def enable_float8_all_gather(module: nn.Module) -> None:
 
 
 def _converted(weight: nn.Parameter, layer: Float8Linear) -> nn.Parameter:
-    wrapped = FSDPFloat8Weight(weight.data, layer.plan.weight)  # `.data`: no view that refers to the weight
+    wrapped = FSDPFloat8Weight(
+        weight.data, layer.plan.weight
+    )  # `.data`: no view that refers to the weight
     new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
     new.grad = weight.grad
     new.__dict__.update(weight.__dict__)  # what users and optimizers wrote on it

@@ -1,4 +1,4 @@
-"""Delayed scaling: the state of one cast, and the history -> scale update of many at once."""
+"""Delayed scaling: the state of one cast, and history -> scale of many at once."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ NO_STATE = (None, None)
 """What takes the place of a `DelayedScale` where there is none."""
 
 
-def update_history_and_scale(
+def next_history_and_scale(
     amax: Tensor,
     history: Tensor,
     scale: Tensor,
@@ -34,8 +34,8 @@ def update_history_and_scale(
     *,
     scale_fn_name: str,
     round_to_power_of_2: bool,
-) -> None:
-    """Push the step's amaxes into the histories and derive the next scales, in place.
+) -> tuple[Tensor, Tensor]:
+    """The histories with the step's amaxes pushed into them, and the next scales.
 
     Where the amax is 0 (nothing was recorded since the last update, or only zeros) history and
     scale stay as they were, so an update too many forgets nothing. A non-finite amax is recorded
@@ -44,15 +44,18 @@ def update_history_and_scale(
 
     Args:
         amax: [S] float32, recorded since the last update.
-        history: [S, history_len] float32, most recent first; updated.
-        scale: [S] float32; updated.
+        history: [S, history_len] float32, most recent first.
+        scale: [S] float32.
         float8_max: [S] float64, the largest value of each cast's format.
         scale_fn_name: `"max"` or `"most_recent"`, as in `DelayedScalingConfig`.
         round_to_power_of_2: round the scales up to powers of two.
+
+    Returns:
+        history and scale, new tensors of the same shapes.
     """
-    pushed = history.roll(1, dims=1)
-    pushed[:, 0] = torch.where(amax.isfinite(), amax, 0.0)
-    history.copy_(torch.where((amax != 0).unsqueeze(1), pushed, history))
+    latest = amax.nan_to_num(0.0, 0.0, 0.0).unsqueeze(1)
+    pushed = torch.cat([latest, history[:, :-1]], dim=1)
+    history = torch.where((amax != 0).unsqueeze(1), pushed, history)
     peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
     fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
-    scale.copy_(torch.where(peak > 0, fresh, scale))
+    return history, torch.where(peak > 0, fresh, scale)

@@ -102,7 +102,9 @@ def lower(op: Any, body: Callable[..., Any]) -> None:
     def to_ir(x: Any) -> Any:
         if isinstance(x, ir.TensorBox):
             realised = ir.ExternKernel.realize_input(x)
-            return IRTensor(realised if isinstance(realised, ir.TensorBox) else ir.TensorBox(realised))
+            return IRTensor(
+                realised if isinstance(realised, ir.TensorBox) else ir.TensorBox(realised)
+            )
         return [to_ir(item) for item in x] if isinstance(x, (list, tuple)) else x
 
     def from_ir(x: Any) -> Any:

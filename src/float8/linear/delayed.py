@@ -1,0 +1,320 @@
+"""The delayed-scaling state of a layer while it is moved, copied, saved, loaded and synced.
+
+Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
+`fp8_amax_<site>` [], `fp8_amax_history_<site>` [history_len] and `fp8_scale_<site>` []. How the
+layer computes is in `float8_linear.py`, the sync of all layers in `float8.sync`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import CastSite, Float8LinearConfig
+from float8.formats import FLOAT8_MAX
+from float8.linear.cached import WeightCache
+from float8.quantize.history import UNKNOWN_SCALE
+from float8.quantize.spec import Quantized
+from float8.tensor import high_precision, with_plan_of
+
+
+class DelayedSite(NamedTuple):
+    """A cast site with delayed scaling: constants, which a compiler can follow."""
+
+    name: str
+    """As in `CastSite`."""
+
+    float8_max: float
+    """The largest value of its format."""
+
+    amax: str
+    """Name of the buffer that holds the largest amax since the last sync."""
+
+    history: str
+    """Name of the buffer that holds the amaxes of the last steps, most recent first."""
+
+    scale: str
+    """Name of the buffer that holds the decode scale of the next step."""
+
+    @property
+    def buffers(self) -> tuple[str, str, str]:
+        """The names of all three."""
+        return self.amax, self.history, self.scale
+
+
+def amax_name(site: CastSite) -> str:
+    """Name of the buffer that holds the largest amax since the last sync."""
+    return f"fp8_amax_{site.value}"
+
+
+def scale_name(site: CastSite) -> str:
+    """Name of the buffer that holds the decode scale of the next step."""
+    return f"fp8_scale_{site.value}"
+
+
+def delayed_sites(config: Float8LinearConfig) -> tuple[DelayedSite, ...]:
+    """What a layer of this configuration keeps state for."""
+    return tuple(
+        DelayedSite(
+            site.value,
+            FLOAT8_MAX[dtype],
+            amax_name(site),
+            f"fp8_amax_history_{site.value}",
+            scale_name(site),
+        )
+        for site in config.delayed_sites
+        if (dtype := config.cast_config(site).target_dtype) is not None
+    )
+
+
+def amax_names(config: Float8LinearConfig) -> list[str]:
+    """The buffers of a layer of this configuration that differ between ranks until a sync."""
+    return [site.amax for site in delayed_sites(config)]
+
+
+class StatefulLinear(nn.Linear):
+    """An `nn.Linear` with that state, and a cast of its weight that may be kept."""
+
+    config: Float8LinearConfig
+    cached_weight: Quantized | None = None
+    """The weight in float8 inside `float8.cached_weights`."""
+    weight_cache: WeightCache | None = None
+    delayed: tuple[DelayedSite, ...] = ()
+    agreed: frozenset[Any] = frozenset()
+    """Numbers of layers and groups of ranks that were found to have the same layers."""
+    _weight_scale_known = False
+    _seen: dict[int, int] | None = None
+    """The versions of the Parameters when the first amax since the last sync was recorded."""
+    _synced_version = -1
+
+    # ---------------------------------------------------------------- the buffers
+
+    def register_state(self, config: Float8LinearConfig) -> None:
+        """Take this configuration, with fresh buffers."""
+        self.config, self.delayed = config, delayed_sites(config)
+        self.cached_weight = self.weight_cache = None
+        self.agreed = frozenset()
+        self._register_buffers(self.weight.device)
+        self.reset_state()
+
+    def _register_buffers(self, device: torch.device) -> None:
+        history_len = self.config.delayed_scaling_config.history_len
+        for site in self.delayed:
+            for name, shape in zip(site.buffers, ((), (history_len,), ()), strict=True):
+                self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        """Set the buffers to their initial state, in place."""
+        for site in self.delayed:
+            self.get_buffer(site.amax).zero_()
+            self.get_buffer(site.history).zero_()
+            self.get_buffer(site.scale).fill_(self._first_scale)
+        self._state_was_written()
+
+    @property
+    def _first_scale(self) -> float:
+        return UNKNOWN_SCALE if self.config.enable_amax_init else 1.0
+
+    def _state_was_written(self) -> None:
+        self._weight_scale_known = False
+        self.mark_synced()
+
+    def reset_parameters(self) -> None:
+        """Initialise weight and bias as `nn.Linear` does, and forget all amaxes."""
+        super().reset_parameters()
+        if "config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
+            self.reset_state()
+
+    # ---------------------------------------------------------------- which steps it is in
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether casts take scales from the history: to train, not to evaluate.
+
+        The first forward of reentrant activation checkpointing trains, though without gradients.
+        """
+        # In this order: a compiled graph with gradients does not depend on the mode.
+        return torch.is_grad_enabled() or self.training
+
+    def knows_weight_scale(self) -> bool:
+        """Whether a gather, which never sees gradients, takes the scale from the history.
+
+        Looks, on the device, until there is one.
+        """
+        if self.training and not self._weight_scale_known:
+            scale = self.get_buffer(scale_name(CastSite.WEIGHT))
+            self._weight_scale_known = scale.item() != UNKNOWN_SCALE
+        return self.training and self._weight_scale_known
+
+    def has_unsynced_amax(self) -> bool:
+        """Whether an amax of the weight was recorded since the last sync, compiled or not."""
+        return self._amax_version() != self._synced_version
+
+    def mark_synced(self) -> None:
+        """Note that all amaxes recorded so far are in the history, or of no interest."""
+        self.cached_weight = None  # its scale was the last one
+        self._seen = None
+        if not torch.compiler.is_compiling():
+            self._synced_version = self._amax_version()
+
+    def expect_new_weights(self) -> None:
+        """Take it that writes to the weights so far are within one optimizer step."""
+        self._seen = None
+
+    def _amax_version(self) -> int:
+        amax = self._buffers.get(amax_name(CastSite.WEIGHT))
+        return -1 if amax is None or amax.is_inference() else amax._version
+
+    def check_synced(self) -> None:
+        """Raise a `RuntimeError` before training on where a sync is missing.
+
+        One is missing between two forwards with gradients if a Parameter of the layer was written
+        in between, by an optimizer or by hand. Compiled code does not notice that, nor is it
+        noticed where no versions are counted: with fused optimizers, through `.data`, and under
+        FSDP, where shards are written. Before the first sync nothing is lost: scales come from the
+        data.
+        """
+        if not (self.delayed and self.config.enable_pre_and_post_forward):
+            return
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        parameters: Iterable[nn.Parameter | None] = (
+            self.parameters() if self._modules else self._parameters.values()
+        )
+        # Parameters only: other tensors may be computed, and gone by the next forward.
+        versions = {
+            id(p): p._version
+            for p in parameters
+            if isinstance(p, nn.Parameter) and not p.is_inference()
+        }
+        if self._seen is None:
+            self._seen = versions
+        elif any(self._seen.get(key, version) != version for key, version in versions.items()):
+            raise RuntimeError(
+                "Float8Linear: the optimizer stepped, but delayed scaling was not synced; call "
+                "sync_float8_amax_and_scale_history(model) once per optimizer step, or "
+                "attach_to_optimizer(model, optimizer) once before training"
+            )
+
+    # ---------------------------------------------------------------- copies and moves
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("cached_weight", "weight_cache", "agreed", "_seen")
+        return {name: value for name, value in self.__dict__.items() if name not in passing}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        super().__setstate__(pickled)  # type: ignore[no-untyped-call]
+        self.delayed = delayed_sites(self.config)
+        self._state_was_written()  # new buffers count versions anew
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """`nn.Module`'s, which assigning a Parameter calls, too."""
+        super().register_parameter(name, param)
+        self.cached_weight = self._seen = None
+
+    def _replicate_for_data_parallel(self) -> "StatefulLinear":
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.cached_weight = replica.weight_cache = None  # on another device
+        return replica  # type: ignore[no-any-return]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLinear":
+        before = self._state()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self.get_buffer(name)
+            if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits
+                self._buffers[name] = old.to(new.device)
+        if any(old.is_meta for old in before.values()):
+            self.reset_state()  # `to_empty()` left them undefined
+        self._state_was_written()
+        return self
+
+    def _state(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(name) for site in self.delayed for name in site.buffers}
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars and (weight := destination.get(prefix + "weight")) is not None:
+            destination[prefix + "weight"] = high_precision(weight)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing: list[str] = []
+        before, old_weight = self._state(), self._parameters["weight"]
+        state_dict = self._as_ours(state_dict, prefix, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+        )
+        # For assign=True, which replaces tensors by others.
+        if (weight := self._parameters["weight"]) is not old_weight and weight is not None:
+            self._parameters["weight"] = with_plan_of(weight, old_weight)
+        after = self._state()
+        if not self.weight.is_meta and any(buffer.is_meta for buffer in after.values()):
+            self._register_buffers(self.weight.device)
+            self.reset_state()
+        else:
+            for name, new in after.items():
+                if new is not before[name]:  # it may lie in another's storage
+                    self._buffers[name] = new.detach().to(torch.float32, copy=True)
+        ours = {prefix + name for name in before}
+        if ours.isdisjoint(state_dict):  # a checkpoint of the plain model
+            missing = [key for key in missing if key not in ours]
+            if any(prefix + name in state_dict for name in self._parameters):
+                self.reset_state()  # what they knew was of other weights
+        missing_keys.extend(missing)
+        self._state_was_written()  # but no amax was recorded
+
+    def _as_ours(
+        self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+    ) -> dict[str, Any]:
+        """`state_dict` with the state of this layer as we keep it.
+
+        Float8Linear of float8_experimental and of torchao <= 0.9 has buffers of the same names for
+        all three roles, amaxes and scales of shape [1], and encode scales: 1 / ours. Torch would
+        load an element of any vector for a scalar.
+        """
+        scalars = [prefix + name for site in self.delayed for name in (site.amax, site.scale)]
+        shapes = {
+            key: tuple(getattr(state_dict[key], "shape", ()))
+            for key in scalars
+            if key in state_dict
+        }
+        if not any(shapes.values()):
+            return state_dict
+        loaded = dict(state_dict)
+        for key, shape in shapes.items():
+            if shape not in ((), (1,)) or shape != shapes[next(iter(shapes))]:
+                error_msgs.append(
+                    f"size mismatch for {key}: got shape {list(shape)} in the checkpoint, expected "
+                    f"[], or [1] for all of this layer (float8_experimental, torchao <= 0.9)"
+                )
+                loaded[key] = self.get_buffer(key.removeprefix(prefix))
+        for role in ("input", "weight", "grad_output"):
+            if prefix + f"fp8_scale_{role}" not in scalars:
+                for kind in ("amax", "amax_history", "scale"):
+                    loaded.pop(prefix + f"fp8_{kind}_{role}", None)
+        for site in self.delayed:
+            history, scale = loaded.get(prefix + site.history), loaded.get(prefix + site.scale)
+            if scale is not None and scale.dim():
+                known = history is None or bool((history > 0).any())
+                decode = scale.double().reciprocal().float().reshape(())
+                loaded[prefix + site.scale] = (
+                    decode if known else torch.full_like(decode, self._first_scale)
+                )
+            if prefix + site.amax in loaded:  # the history has it
+                loaded[prefix + site.amax] = torch.zeros((), device=self.weight.device)
+        return loaded
