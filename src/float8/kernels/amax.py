@@ -178,7 +178,7 @@ def launch_amax(
 ) -> None:
     """Run the kernel under one launch configuration, into ``parts`` [programs]."""
     launch = _launch(dims, x.dtype, x.device, known_scale is not None, config)
-    launch(x, parts, parts if known_scale is None else known_scale)
+    launch(x, parts, known_scale)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -364,22 +364,9 @@ def launch_cast(
     if plan.col_shape is not None:
         out.append(empty(plan.col_shape, kind.dtype, x))
     if plan.launch is not None:
-        # Any pointer of the same type stands in for one that is absent.
-        along, across = (out[-1], out[0]) if plan.swapped else (out[0], out[-1])
-        some = scale if parts is None else parts
-        assert some is not None
-        plan.launch(
-            x,
-            x if y is None else y,
-            x if rstd is None else rstd,
-            x if weight is None else weight,
-            along,
-            across,
-            some if scale is None else scale,
-            some if parts is None else parts,
-            some if scale_out is None else scale_out,
-            some if amax is None else amax,
-        )
+        row, col = (out[0] if kind.row else None), (out[-1] if kind.col else None)
+        along, across = (col, row) if plan.swapped else (row, col)
+        plan.launch(x, y, rstd, weight, along, across, scale, parts, scale_out, amax)
     return out
 
 
