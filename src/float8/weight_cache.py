@@ -18,6 +18,7 @@ from float8.linear import Float8Linear
 from float8.linear.cached import PLAIN, WeightCache, can_cache, cast_weight, renew
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
+from float8.untraced import untraced
 
 
 def cached_weights(model: nn.Module) -> "CachedWeights":
@@ -69,7 +70,7 @@ class CachedWeights:
         self._memory: dict[Float8Linear, WeightCache] = {}
         self._hooks: list[RemovableHandle] = []
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def __enter__(self) -> None:
         """Cast all weights."""
         self._depth += 1
@@ -93,7 +94,7 @@ class CachedWeights:
             self._close()
             raise
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -130,7 +131,7 @@ class CachedWeights:
                 f"float8.cached_weights: {len(others)} layer(s) cast their weight at each forward, "
                 f"because it is no plain tensor: {', '.join(others[:3])}"
                 f"{', ...' if len(others) > 3 else ''}",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _cast(self, layers: list[Float8Linear]) -> None:
@@ -168,11 +169,11 @@ class CachedWeights:
                     f"write it outside, or through a torch.optim optimizer or load_state_dict"
                 )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _before_step(self, *_: Any) -> None:
         self._require_unchanged()  # after the step nobody can tell
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # By its groups too: an optimizer may write through `.data`.
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
