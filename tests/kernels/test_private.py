@@ -8,26 +8,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from float8.kernels.runtime import private
+from float8 import kernels
+from float8.kernels.runtime import ops, private
+from float8.kernels.runtime.triton import HAS_TRITON
+from kernels.float8_codes import same_bytes
 
 NAMES = re.findall(r'^(\w+) = find\("([\w.]+)"\)', Path(private.__file__).read_text(), re.MULTILINE)
 
-# Forward and backward, eager and compiled, and what they must give.
+# Forward and backward in eager mode: on a GPU through Triton, where there is one.
 TRAIN = """
 import torch
 import float8
 
+gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+device = "cuda" if gpu else "cpu"
+
 def step(run, layer):
     layer.zero_grad(set_to_none=True)
-    x = torch.linspace(-1, 1, 20 * 32).view(20, 32).requires_grad_()
+    x = torch.linspace(-1, 1, 20 * 32, device=device).view(20, 32).requires_grad_()
     run(x).square().sum().backward()
     return x.grad, layer.weight.grad
 
 for recipe in ("tensorwise", "delayed"):
     torch.manual_seed(0)
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    layer = float8.Float8Linear(32, 48, config=config)
+    layer = float8.Float8Linear(32, 48, device=device, config=config)
     for _ in range(2):
         got = step(layer, layer)
         float8.sync_float8_amax_and_scale_history(layer)
@@ -108,3 +115,38 @@ from float8.kernels.runtime import private
 assert private.{name} is None
 """
     assert run(hide + TRAIN + check) == usual
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="nothing to lower without Triton")
+@pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
+def test_another_inductor_leaves_the_ops_opaque(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(op: object, body: object) -> None:
+        raise error("another interface")
+
+    monkeypatch.setattr(ops, "lower", fails)
+    monkeypatch.setattr(ops, "_told", set())
+    torch._dynamo.reset()
+
+    def cast(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return kernels.cast(x, x[0, 0], torch.float8_e4m3fn, row=True, col=True)
+
+    x = torch.rand(20, 40)
+    with pytest.warns(UserWarning, match=r"Inductor calls float8\.cast.*another interface"):
+        compiled = torch.compile(cast, fullgraph=True)(x)
+    for got, want in zip(compiled, cast(x), strict=True):
+        assert same_bytes(got, want)
+
+
+def test_without_private_api_inductor_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(op: object, body: object) -> None:
+        raise AssertionError(op)
+
+    monkeypatch.setattr(ops, "lower", unexpected)
+    monkeypatch.setattr(ops, "_told", set())
+    monkeypatch.setattr(private, "PLAIN_LAUNCH", True)
+    torch._dynamo.reset()
+    x = torch.rand(20, 40)
+    compiled = torch.compile(kernels.transpose_bytes, fullgraph=True)(x.to(torch.float8_e5m2))
+    assert compiled.shape == (40, 20)
