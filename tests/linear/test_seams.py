@@ -12,7 +12,7 @@ from float8.config import ScalingGranularity
 from float8.gemm import Gemm, matmul
 from float8.linear.functional import apply_linear, linear
 from float8.linear.plan import LinearPlan
-from float8.quantize.quantize import quantize
+from float8.quantize.quantize import columns, quantize
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec, Part, Quantized
 from sqnr import same_bits, sqnr
@@ -130,6 +130,11 @@ def test_what_is_kept_of_an_input_with_finer_scales_is_float8() -> None:
 def test_a_granularity_that_nothing_casts_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"got .*AXISWISE.*expected TENSORWISE"):
         quantize(seeded(0, M, K), BY_ROWS, row=True)
+
+
+def test_bytes_are_not_transposed_under_scales_that_are_not() -> None:
+    with pytest.raises(ValueError, match=r"scales of shape \(24, 1\), expected one element"):
+        columns(rows_to_float8(seeded(0, M, K), BY_ROWS))
 
 
 # ---------------------------------------------------------------- an amax of all ranks
