@@ -27,9 +27,10 @@ class Launch:
     """A Triton kernel with all its arguments but the tensors.
 
     The kernel takes its parameters in this order: tensors (None for one that it does not touch),
-    integers, constants. Who keeps a `Launch` must use it for tensors of one set of dtypes. Triton specialises kernels on whether
-    data starts at a multiple of 16 bytes; the first `inputs` tensors may be views that do not, all
-    others are new allocations, which do, or the kernel does not specialise on them.
+    integers, constants. Who keeps a `Launch` must use it for tensors of one set of dtypes. Triton
+    specialises kernels on whether data starts at a multiple of 16 bytes; the first `inputs` tensors
+    may be views that do not, all others are new allocations, which do, or the kernel does not
+    specialise on them.
     """
 
     def __init__(
