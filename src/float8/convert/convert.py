@@ -4,9 +4,9 @@ from torch import nn
 
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
-from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, SkipReason, choose_filter
+from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.report import set_skip_reason
-from float8.linear import Float8Linear, move_hooks, unsupported
+from float8.linear import Float8Linear, move_hooks
 from float8.parallel import (
     check_gatherable,
     enable_float8_all_gather,
@@ -69,7 +69,7 @@ def convert_to_float8_training(
     for fqn, linear in module.named_modules():
         if not isinstance(linear, nn.Linear) or isinstance(linear, Float8Linear):
             continue
-        reason = _reason_to_skip(linear, fqn, config, skip_reason)
+        reason = skip_reason(linear, fqn)
         set_skip_reason(linear, reason)
         if reason is None:
             if config.enable_fsdp_float8_all_gather:
@@ -88,22 +88,8 @@ def convert_to_float8_training(
     return module
 
 
-def swap_linear_with_float8_linear(
-    module: nn.Module,
-    *,
-    module_filter_fn: ModuleFilter | None = None,
-    config: Float8LinearConfig | None = None,
-    tokens_per_step: int = DEFAULT_TOKENS,
-    auto_filter: bool = False,
-) -> nn.Module:
-    """`convert_to_float8_training` by the name that float8_experimental gave it."""
-    return convert_to_float8_training(
-        module,
-        module_filter_fn=module_filter_fn,
-        config=config,
-        tokens_per_step=tokens_per_step,
-        auto_filter=auto_filter,
-    )
+swap_linear_with_float8_linear = convert_to_float8_training
+"""The name that float8_experimental gave it."""
 
 
 def _check_converted_before(
@@ -118,11 +104,3 @@ def _check_converted_before(
                 f"({layer.config.differences(config)}), expected one not converted or with the "
                 f"same config; leave it out with module_filter_fn, or convert the model afresh"
             )
-
-
-def _reason_to_skip(
-    linear: nn.Linear, fqn: str, config: Float8LinearConfig, skip_reason: SkipReason
-) -> str | None:
-    if type(linear) is not nn.Linear:  # no filter need know of these
-        return unsupported(linear, config)
-    return skip_reason(linear, fqn) or unsupported(linear, config)
