@@ -2,12 +2,12 @@
 
 import enum
 import functools
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import get_args
 
 import torch
 
-from float8.config.casting import CastConfig, DelayedScalingConfig
-from float8.config.recipes import Float8LinearRecipeName, recipe_fields
+from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import E4M3, E5M2
 
 
@@ -45,7 +45,14 @@ GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
 }
 
 
-_DELAYED_ONLY = ("delayed_scaling_config", "enable_amax_init", "enable_pre_and_post_forward")
+class Float8LinearRecipeName(enum.Enum):
+    """Names that `Float8LinearConfig.from_recipe_name` knows."""
+
+    TENSORWISE = "tensorwise"
+    """Dynamic scaling, one scale per tensor."""
+
+    DELAYED = "delayed"
+    """Delayed scaling, one scale per tensor; sync once per step, see `attach_to_optimizer`."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +143,10 @@ class Float8LinearConfig:
         self._check_delayed_only()
 
     def _check_types(self) -> None:
-        for name, kind in _FIELD_TYPES.items():
-            value = getattr(self, name)
-            optional = name.removeprefix("cast_config_") in {s.value for s in BASE_SITE}
-            if not isinstance(value, kind) and not (optional and value is None):
-                raise TypeError(f"{name}: got {value!r}, expected a {kind.__name__}")
+        for f in fields(self):
+            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
+            if not isinstance(value, kinds):
+                raise TypeError(f"{f.name}: got {value!r}, expected a {kinds[0].__name__}")
 
     def _check_gemms(self) -> None:
         for gemm, sites in GEMM_OPERANDS.items():
@@ -178,17 +184,16 @@ class Float8LinearConfig:
             )
 
     def _check_delayed_only(self) -> None:
-        if self.delayed_sites:
-            return
-        for f in fields(self):
-            if f.name not in _DELAYED_ONLY:
-                continue
-            default = f.default if f.default is not MISSING else DelayedScalingConfig()
-            if getattr(self, f.name) != default:
+        for name, default in (
+            ("delayed_scaling_config", DelayedScalingConfig()),
+            ("enable_amax_init", True),
+            ("enable_pre_and_post_forward", True),
+        ):
+            if getattr(self, name) != default and not self.delayed_sites:
                 raise ValueError(
-                    f"{f.name}: got {getattr(self, f.name)!r} without delayed scaling, expected "
-                    f"the default {default!r}: it only matters to delayed scaling; "
-                    f"leave it out or use a CastConfig(scaling_type=ScalingType.DELAYED)"
+                    f"{name}: got {getattr(self, name)!r} without delayed scaling, expected the "
+                    f"default {default!r}: it only matters to delayed scaling; leave it out or use "
+                    f"a CastConfig(scaling_type=ScalingType.DELAYED)"
                 )
 
     def cast_config(self, site: CastSite) -> CastConfig:
@@ -237,24 +242,23 @@ class Float8LinearConfig:
         Raises:
             ValueError: the name is unknown; the message lists the known ones.
         """
-        return Float8LinearConfig(**recipe_fields(recipe_name))
+        try:
+            recipe = Float8LinearRecipeName(recipe_name)
+        except ValueError:
+            known = ", ".join(f"'{recipe.value}'" for recipe in Float8LinearRecipeName)
+            raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}") from None
+        scaling = {
+            Float8LinearRecipeName.TENSORWISE: ScalingType.DYNAMIC,
+            Float8LinearRecipeName.DELAYED: ScalingType.DELAYED,
+        }
+        cast = CastConfig(scaling_type=scaling[recipe])
+        return Float8LinearConfig(
+            cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast
+        )
 
 
 def _as_text(value: object) -> str:
     return value.short_str() if isinstance(value, CastConfig) else repr(value)
-
-
-_FIELD_TYPES: dict[str, type] = {
-    **{f"cast_config_{site.value}": CastConfig for site in CastSite},
-    **{f"gemm_config_{gemm}": Float8GemmConfig for gemm in GEMM_OPERANDS},
-    "delayed_scaling_config": DelayedScalingConfig,
-    "enable_fsdp_float8_all_gather": bool,
-    "pad_inner_dim": bool,
-    "emulate": bool,
-    "round_scales_to_power_of_2": bool,
-    "enable_amax_init": bool,
-    "enable_pre_and_post_forward": bool,
-}
 
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
