@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from float8.scaling import UNKNOWN_SCALE, DelayedScale, amax_to_scale, next_history_and_scale
 
-from float8.quantize.history import UNKNOWN_SCALE, DelayedScale, update_history_and_scale
-from float8.quantize.scale import amax_to_scale
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
@@ -61,8 +60,8 @@ def test_delayed_scales_and_amaxes_under_inductor(device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
 def test_history_update_can_be_compiled(device: str, scale_fn_name: str) -> None:
-    def update(amax, history, scale, float8_max) -> None:
-        update_history_and_scale(
+    def update(amax, history, scale, float8_max):
+        return next_history_and_scale(
             amax,
             history,
             scale,
@@ -76,6 +75,8 @@ def test_history_update_can_be_compiled(device: str, scale_fn_name: str) -> None
     states = [(torch.zeros(2, 3, device=device), torch.zeros(2, device=device)) for _ in range(2)]
     for seed in range(5):
         amax = seeded(seed, 2, device=device).abs()
-        update(amax, *states[0], float8_max)
-        compiled(amax, *states[1], float8_max)
+        states = [
+            update(amax, *states[0], float8_max),
+            compiled(amax, *states[1], float8_max),
+        ]
         assert all(same_bits(*pair) for pair in zip(*states, strict=True))

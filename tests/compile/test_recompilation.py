@@ -109,34 +109,36 @@ def test_an_evaluation_between_sync_and_step_is_no_missing_sync(backend: str) ->
         optimizer.step()
 
 
-# ---------------------------------------------------------------- missing syncs, compiled
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_missing_sync_raises_in_compiled_code_too(backend: str) -> None:
-    model = two_layers(delayed())
-    compiled = torch.compile(model, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = seeded(0, 16, 32).requires_grad_()
-    for _ in range(2):
-        compiled(x).sum().backward()
-        sync_float8_amax_and_scale_history(compiled)
-        optimizer.step()
-    compiled(x).sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
-        compiled(x)
-    sync_float8_amax_and_scale_history(compiled)
-    compiled(x)
-
-
-def test_a_missing_sync_raises_under_fullgraph() -> None:
+def test_the_mode_matters_only_without_gradients() -> None:
     model = one_layer(delayed())
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    compiled(seeded(0, 16, 32)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.01).step()
-    with pytest.raises(Exception, match="sync_float8_amax_and_scale_history"):
-        compiled(seeded(0, 16, 32))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for training in (True, False, True):
+        model.train(training)
+        compiled(seeded(0, 16, 32)).sum().backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("passed", [False, True], ids=["closed-over", "argument"])
+def test_a_sync_compiles_whole(passed: bool) -> None:
+    model = two_layers(delayed())
+    eager = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    sync = torch.compile(
+        sync_float8_amax_and_scale_history
+        if passed
+        else lambda _: sync_float8_amax_and_scale_history(model),
+        backend=counter,
+        fullgraph=True,
+    )
+    for step in range(4):
+        for each in (model, eager):
+            each(seeded(step, 16, 32)).sum().backward()
+        sync(model)
+        sync_float8_amax_and_scale_history(eager)
+        for name, buffer in fp8_state(model).items():
+            assert same_bits(buffer, fp8_state(eager)[name]), name
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("model_is_compiled", [False, True], ids=["inner", "wrapper"])

@@ -42,10 +42,10 @@ def test_no_call_that_is_timed_finds_its_casts_done(monkeypatch: pytest.MonkeyPa
             counts[-1] += func.namespace == "float8"
             return func(*args, **(kwargs or {}))
 
-    def milliseconds(calls, device) -> float:
+    def milliseconds(call, device) -> float:
         counts.append(0)
         with CountCasts():
-            calls[0]()
+            call()
         return 1.0
 
     monkeypatch.setattr(measure, "milliseconds", milliseconds)

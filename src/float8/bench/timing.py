@@ -71,11 +71,15 @@ def call_sampler(
     """
     units = len(calls) if per_sample is None else per_sample
 
+    def issue() -> None:
+        for call in calls:
+            call()
+
     def sample() -> float:
         if lead_in is not None and device.type == "cuda":
             with torch.cuda.device(device):
                 lead_in()
-        return milliseconds(calls, device) / units
+        return milliseconds(issue, device) / units
 
     return sample
 

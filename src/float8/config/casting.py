@@ -84,11 +84,6 @@ class CastConfig:
         """Whether the tensor is cast at all."""
         return self.scaling_type is not ScalingType.DISABLED
 
-    @property
-    def has_history(self) -> bool:
-        """Whether a history of amaxes is kept, to be synced once per optimizer step."""
-        return self.scaling_type is ScalingType.DELAYED
-
     def short_str(self) -> str:
         """A few letters for `repr`s, for example `dynamic/e4m3`, or `high precision`."""
         if not self.is_float8:

@@ -5,8 +5,6 @@ import functools
 from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
-import torch
-
 from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import E4M3, E5M2
 
@@ -31,12 +29,6 @@ BASE_SITE: dict[CastSite, CastSite] = {
     CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT: CastSite.GRAD_OUTPUT,
 }
 """A tensor's second use -> its first use, whose configuration it takes when it has none."""
-
-DEFAULT_DTYPE: dict[CastSite, torch.dtype] = {
-    CastSite.INPUT: E4M3,
-    CastSite.WEIGHT: E4M3,
-    CastSite.GRAD_OUTPUT: E5M2,
-}
 
 GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
     "output": (CastSite.INPUT, CastSite.WEIGHT),
@@ -88,9 +80,7 @@ class Float8LinearConfig:
         cast_config_grad_output: grad_output [M, N] of `grad_input`.
         cast_config_grad_output_for_grad_weight: grad_output [M, N] of `grad_weight`; None: as
             `cast_config_grad_output`.
-        gemm_config_output: the GEMM `output`.
-        gemm_config_grad_input: the GEMM `grad_input`.
-        gemm_config_grad_weight: the GEMM `grad_weight`.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each GEMM.
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
             gather it in float8. Needs one cast of the weight for both of its GEMMs. Without effect
             on weights that are not sharded.
@@ -136,7 +126,7 @@ class Float8LinearConfig:
             name = f"cast_config_{site.value}"
             given = getattr(self, name)
             if given is not None and given.is_float8 and given.target_dtype is None:
-                dtype = DEFAULT_DTYPE[BASE_SITE.get(site, site)]
+                dtype = E5M2 if BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT else E4M3
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
         self._check_gemms()
         self._check_all_gather()
@@ -216,7 +206,8 @@ class Float8LinearConfig:
         return tuple(
             site
             for site in CastSite
-            if self.owner(site) is site and self.cast_config(site).has_history
+            if self.owner(site) is site
+            and self.cast_config(site).scaling_type is ScalingType.DELAYED
         )
 
     @property
@@ -226,11 +217,12 @@ class Float8LinearConfig:
 
     def differences(self, other: "Float8LinearConfig") -> str:
         """The fields that differ, as text: `name: this one's value, not other's`."""
-        return "; ".join(
-            f"{f.name}: {_as_text(getattr(self, f.name))}, not {_as_text(getattr(other, f.name))}"
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(other, f.name)
-        )
+
+        def text(value: object) -> str:
+            return value.short_str() if isinstance(value, CastConfig) else repr(value)
+
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return "; ".join(f"{name}: {text(a)}, not {text(b)}" for name, a, b in pairs if a != b)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
@@ -247,18 +239,11 @@ class Float8LinearConfig:
         except ValueError:
             known = ", ".join(f"'{recipe.value}'" for recipe in Float8LinearRecipeName)
             raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}") from None
-        scaling = {
-            Float8LinearRecipeName.TENSORWISE: ScalingType.DYNAMIC,
-            Float8LinearRecipeName.DELAYED: ScalingType.DELAYED,
-        }
-        cast = CastConfig(scaling_type=scaling[recipe])
+        delayed = recipe is Float8LinearRecipeName.DELAYED
+        cast = CastConfig(ScalingType.DELAYED if delayed else ScalingType.DYNAMIC)
         return Float8LinearConfig(
             cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast
         )
-
-
-def _as_text(value: object) -> str:
-    return value.short_str() if isinstance(value, CastConfig) else repr(value)
 
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:

@@ -57,7 +57,7 @@ def measure_linear(
     _check(f"linear {tokens},{in_features},{out_features}", *map(step, layers))
     calls = [issued_at_once([functools.partial(step, layer)], device) for layer in layers]
     # Interleaved, so that a clock that drops while a GPU heats up drops for both alike.
-    turns = [[milliseconds([call], device) for call in calls] for _ in range(_WARMUP + _ROUNDS)]
+    turns = [[milliseconds(call, device) for call in calls] for _ in range(_WARMUP + _ROUNDS)]
     bf16_ms, float8_ms = map(statistics.median, zip(*turns[_WARMUP:], strict=True))
     return LinearTimes(bf16_ms, float8_ms)
 
@@ -94,19 +94,16 @@ def issued_at_once(calls: Sequence[Call], device: torch.device) -> Call:
     return graph.replay
 
 
-def milliseconds(calls: Sequence[Call], device: torch.device) -> float:
-    """The time of `calls` together: by CUDA events on a GPU, by the host's clock elsewhere."""
+def milliseconds(call: Call, device: torch.device) -> float:
+    """The time of a call: by CUDA events on a GPU, by the host's clock elsewhere."""
     if device.type != "cuda":
         began = time.perf_counter()
-        for call in calls:
-            call()
+        call()
         return (time.perf_counter() - began) * 1e3
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        for call in calls:
-            call()
+        call()
         end.record()
         end.synchronize()
-    elapsed: float = start.elapsed_time(end)
-    return elapsed
+    return float(start.elapsed_time(end))

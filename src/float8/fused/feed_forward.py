@@ -53,9 +53,7 @@ def swiglu_feed_forward(
         [..., N], dtype of the (autocast) input.
 
     Raises:
-        TypeError: as `Float8Linear.forward`.
-        ValueError: as `Float8Linear.forward`.
-        RuntimeError: as `Float8Linear.forward`.
+        TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
     source, layers, norm_weight, eps = x, fusable(x, (gate, up, down)), None, 0.0
     if layers is not None and not _fit(x, layers, residual):
@@ -111,21 +109,12 @@ class _FeedForward(torch.autograd.Function):
         if call.residual:
             y = x + y
 
+        weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         ctx.save_for_backward(
-            x if norm_weight is not None else None,
-            norm_weight,
-            rstd,
-            x_col,
-            x8.scale,
-            gate_out,
-            up_out,
-            product.scale,
-            kept_weight(w_gate, gate.ready),
-            gate_scale,
-            kept_weight(w_up, up.ready),
-            up_scale,
-            kept_weight(w_down, down.ready),
-            down_scale,
+            *(x if norm_weight is not None else None, norm_weight, rstd, x_col, x8.scale),
+            *(gate_out, up_out, product.scale),
+            *(kept_weight(weight, layer.ready) for weight, layer in weights),
+            *(gate_scale, up_scale, down_scale),
         )
         ctx.call = call.for_backward()
         return y
@@ -136,7 +125,7 @@ class _FeedForward(torch.autograd.Function):
         call: Call = ctx.call
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
         x, norm_weight, rstd, x_col, x_scale, gate_out, up_out, product_scale = saved[:8]
-        w_gate, gate_scale, w_up, up_scale, w_down, down_scale = saved[8:]
+        w_gate, w_up, w_down, gate_scale, up_scale, down_scale = saved[8:]
         del saved
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, grad_output.dtype

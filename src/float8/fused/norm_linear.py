@@ -38,9 +38,7 @@ def rms_norm_linear(
         One [..., N_i] per layer, dtype of the (autocast) input; then x, if `residual`.
 
     Raises:
-        TypeError: as `Float8Linear.forward`.
-        ValueError: as `Float8Linear.forward`.
-        RuntimeError: as `Float8Linear.forward`.
+        TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
     linears, norm_weight, eps = fusable(x, layers), None, 0.0
     if linears is not None and all(layer.in_features == x.shape[-1] for layer in linears):
