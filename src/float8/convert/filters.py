@@ -29,11 +29,9 @@ class Smallest(NamedTuple):
     """tokens * K * N"""
 
 
-# GPU time of the recipe `tensorwise`, from a model of it (three GEMMs, the bytes that casts move, a
-# fixed time per kernel) that was fitted to GEMMs measured on both GPUs and came within 9 % of the
-# speedups of measured layers (benchmarks/results/h100-linear-eager.json, which all gain and are
-# all above these limits). Over a grid of 9,477 shapes, tokens 512 to 32,768, K and N 256 to 32,768,
-# 95 % are judged as that model does; of the others its speedups lie from 0.86 to 1.11.
+# GPU time of the recipe `tensorwise`, by a model of it that was fitted to GEMMs measured on both
+# GPUs and came within 9 % of measured speedups (benchmarks/results/h100-linear-eager.json). Of 9,477
+# shapes 95 % are judged as by that model; of the others its speedups lie from 0.86 to 1.11.
 SMALLEST = {
     "H100": Smallest(tokens=1024, features=640, product=32e9),
     "H200": Smallest(tokens=640, features=512, product=16e9),

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from float8 import kernels
 from float8.fused import layers as fused
 from float8.fused.layers import Call, fusable, take_apart
-from float8.fused.norm import fused_norm, input_columns, input_operand
+from float8.fused.norm import fused_norm, input_operand
 from float8.linear import Float8Linear
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
@@ -164,7 +164,9 @@ class _FeedForward(torch.autograd.Function):
         del gradients
         of_gate = of_up = None
         if gate.need_grad_weight or up.need_grad_weight:
-            x_part = input_columns(x_col, x, norm_weight, rstd, x_scale, gate)
+            if norm_weight is not None:
+                x_col = kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, plan.input.dtype)
+            x_part = Part(x_col, x_scale)
         if call.need_grad_x:
             of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
             of_up = fused.grad_input(up8, w_up, up_scale, up, dtype)

@@ -43,7 +43,7 @@ def input_operand(
 ) -> tuple[Part, Tensor | None, Tensor | None]:
     """The input of `readers`, x [M, K] or its norm: row data, column data if asked for, rstd [M].
 
-    Of a norm there are no column data: `input_columns` makes them when backward needs them.
+    Of a norm there are no column data: backward makes them by `rms_norm_recast`.
     """
     spec, state, record = readers[0].plan.input, readers[0].scales.input, call.record
     if record and state is not None:  # apart: the amax is that of every reader's input
@@ -61,18 +61,3 @@ def input_operand(
         if record and state is not None and own is not None:
             own.amax.copy_(torch.maximum(own.amax, state.amax))
     return row, columns, rstd
-
-
-def input_columns(
-    col: Tensor | None,
-    x: Tensor | None,
-    norm_weight: Tensor | None,
-    rstd: Tensor | None,
-    scale: Tensor,
-    layer: FusedLayer,
-) -> Part:
-    """Column data of the input of `layer`: as kept, or of x's norm once more."""
-    if x is not None and norm_weight is not None and rstd is not None:
-        col = kernels.rms_norm_recast(x, norm_weight, rstd, scale, layer.plan.input.dtype)
-    assert col is not None
-    return Part(col, scale)

@@ -10,10 +10,11 @@ from torch.autograd.function import once_differentiable
 from float8 import kernels
 from float8.fused import layers as fused
 from float8.fused.layers import Call, fusable, take_apart
-from float8.fused.norm import fused_norm, input_columns, input_operand
+from float8.fused.norm import fused_norm, input_operand
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
 from float8.quantize.quantize import quantize
+from float8.quantize.spec import Part
 
 
 def rms_norm_linear(
@@ -80,7 +81,8 @@ class _NormLinear(torch.autograd.Function):
         of_layers = tuple(zip(call.layers, rest[:n], rest[n:], grad_outputs[:n], strict=True))
         x_col = None
         if any(layer.need_grad_weight and grad is not None for layer, _, _, grad in of_layers):
-            x_col = input_columns(None, x, norm_weight, rstd, x_scale, call.layers[0])
+            dtype = call.layers[0].plan.input.dtype
+            x_col = Part(kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, dtype), x_scale)
         grads_x: list[Tensor] = []
         grad_weights: list[Tensor | None] = [None] * n
         for i, (layer, weight, scale, grad) in enumerate(of_layers):
