@@ -30,8 +30,8 @@ class Smallest(NamedTuple):
 
 
 # GPU time of the recipe `tensorwise`, by a model of it that was fitted to GEMMs measured on both
-# GPUs and came within 9 % of measured speedups (benchmarks/results/h100-linear-eager.json). Of 9,477
-# shapes 95 % are judged as by that model; of the others its speedups lie from 0.86 to 1.11.
+# GPUs and came within 9 % of measured speedups (benchmarks/results/h100-linear-eager.json). Of the
+# 9,477 shapes 95 % are judged as by that model; for the others its speedups lie from 0.86 to 1.11.
 SMALLEST = {
     "H100": Smallest(tokens=1024, features=640, product=32e9),
     "H200": Smallest(tokens=640, features=512, product=16e9),
