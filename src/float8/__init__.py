@@ -19,15 +19,9 @@ from float8.convert import (
     conversion_report,
     convert_to_float8_training,
     high_precision_state_dict,
-    plan_conversion,
     swap_linear_with_float8_linear,
 )
-from float8.fused import (
-    linear_keeping_input,
-    rms_norm_linear,
-    swiglu_feed_forward,
-    why_not_fused,
-)
+from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear, linear
 from float8.parallel import precompute_float8_dynamic_scale_for_fsdp
 from float8.sync import (
@@ -61,7 +55,6 @@ __all__ = [
     "linear",
     "linear_keeping_input",
     "linear_requires_sync",
-    "plan_conversion",
     "precompute_float8_dynamic_scale_for_fsdp",
     "rms_norm_linear",
     "swap_linear_with_float8_linear",

@@ -17,8 +17,8 @@ from float8.bench.memory import peak_bytes, saved_bytes
 from float8.bench.profile import kind_of, profile_block
 from float8.bench.shapes import Shape
 from float8.bench.variants import Variant, make_variants, recipe_config
+from float8.convert.measure import WrongResultError
 from float8.gemm import Gemm
-from float8.measure import WrongResultError
 from float8.quantize.spec import Part
 from sqnr import sqnr
 

@@ -19,7 +19,7 @@ from float8.bench.fsdp_step import Reference, build_and_free
 from float8.bench.fsdp_variants import Plan, sharded_variants
 from float8.bench.ranks import RankFailedError, rank_count, run_ranks
 from float8.cli.main import main
-from float8.measure import WrongResultError
+from float8.convert.measure import WrongResultError
 from support import failing_ranks
 
 TINY = StackSize("tiny", 1, 32)

@@ -1,12 +1,56 @@
-"""Times that only benchmarks take."""
+"""Times are fair: interleaved, medians, per call."""
 
 import time
 
+import pytest
 import torch
 
-from float8.bench.timing import issue_microseconds, steady_sampler
+from float8.bench.timing import (
+    call_sampler,
+    issue_microseconds,
+    kernel_sampler,
+    steady_sampler,
+    take_turns,
+)
 
 CPU = torch.device("cpu")
+
+
+def test_rounds_are_interleaved_and_the_first_ones_do_not_count() -> None:
+    order: list[str] = []
+
+    def sampler(name: str, times: list[float]):
+        def sample() -> float:
+            order.append(name)
+            return times.pop(0)
+
+        return sample
+
+    slow_start = [99.0] * 3
+    medians = take_turns(
+        {"a": sampler("a", [*slow_start, 1, 7, 2]), "b": sampler("b", [*slow_start, 4, 4, 50])}, 3
+    )
+    assert medians == {"a": 2, "b": 4}
+    assert order == ["a", "b"] * 6
+
+
+def test_a_sample_is_the_time_of_one_call() -> None:
+    sample = call_sampler([lambda: time.sleep(0.01)] * 3, CPU)()
+    assert 10 <= sample < 15
+    assert call_sampler([lambda: time.sleep(0.01)], CPU, per_sample=4)() < 5
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_without_the_time_to_issue() -> None:
+    device = torch.device("cuda", 0)
+    x = torch.randn(64, 64, device=device)
+
+    def issue_slowly() -> torch.Tensor:
+        time.sleep(0.002)
+        return x @ x
+
+    assert kernel_sampler([issue_slowly] * 4, device)() < 0.5
+    assert call_sampler([issue_slowly] * 4, device)() > 1.0
 
 
 def test_short_calls_are_repeated_and_long_ones_are_not() -> None:

@@ -34,7 +34,5 @@ def test_aot_inductor_compiles_it(tmp_path: Path) -> None:
 def _model(recipe: str) -> tuple[nn.Module, torch.Tensor]:
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(torch.bfloat16)
     config = Float8LinearConfig.from_recipe_name(recipe)
-    float8.convert_to_float8_training(
-        model, config=config, module_filter_fn=float8.all_linears
-    )
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=float8.all_linears)
     return model.eval(), torch.randn(32, 64, dtype=torch.bfloat16)

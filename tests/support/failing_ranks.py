@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from float8.measure import WrongResultError
+from float8.convert.measure import WrongResultError
 
 
 def fail(report, device: torch.device, how: str) -> None:

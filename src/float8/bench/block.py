@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from float8.bench.memory import peak_bytes
+from float8.bench.quality import check
+from float8.bench.timing import call_sampler, take_turns
 from float8.bench.variants import Variant, many_compilations
-from float8.measure import call_sampler, check, take_turns
 from float8.models.llama import Block, rope_table
 from float8.models.presets import preset
 from float8.sync import sync_float8_amax_and_scale_history

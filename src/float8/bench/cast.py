@@ -12,9 +12,8 @@ from float8 import kernels
 from float8.bench.cast_check import check_case, check_tensor
 from float8.bench.devices import input_sets
 from float8.bench.shapes import Shape
-from float8.bench.timing import issue_microseconds
+from float8.bench.timing import issue_microseconds, kernel_sampler, take_turns
 from float8.formats import E4M3
-from float8.measure import kernel_sampler, take_turns
 from float8.quantize.history import DelayedScale
 from float8.quantize.spec import CastSpec
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.convert.measure import WrongResultError
 from float8.formats import E4M3, E5M2
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast import cast_reference
 from float8.kernels.transpose import transpose_reference
-from float8.measure import WrongResultError
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec

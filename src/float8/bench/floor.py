@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from float8.bench.shapes import Shape
+from float8.bench.timing import call_sampler, kernel_sampler
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
-from float8.measure import call_sampler, kernel_sampler
 from float8.quantize.spec import Part
 
 

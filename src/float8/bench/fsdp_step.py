@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from float8.bench.block import StackSize, bf16_stack
 from float8.bench.fsdp_variants import ShardedVariant
 from float8.bench.traffic import CountedTraffic, Traffic, exposed_ms
-from float8.measure import WrongResultError
+from float8.convert.measure import WrongResultError
 from float8.models.presets import preset
 
 Gradients = dict[str, Tensor]

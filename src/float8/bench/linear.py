@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from float8.bench.floor import float8_gemms_sampler
 from float8.bench.memory import peak_bytes, saved_bytes
+from float8.bench.quality import check
 from float8.bench.shapes import Shape
-from float8.bench.timing import issue_microseconds, steady_sampler
+from float8.bench.timing import issue_microseconds, steady_sampler, take_turns
 from float8.bench.variants import EAGER, HIGH_PRECISION, Variant, many_compilations
-from float8.measure import check, take_turns
 from float8.sync import sync_float8_amax_and_scale_history
 
 Row = dict[str, Any]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from float8.bench.devices import input_sets
+from float8.bench.quality import check
 from float8.bench.shapes import OUTPUT, Shape, gemm_shapes
+from float8.bench.timing import kernel_sampler, take_turns
 from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
 from float8.gemm import Gemm, matmul
-from float8.measure import check, kernel_sampler, take_turns
 from float8.quantize.spec import Part
 
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from float8.measure import WrongResultError
+from float8.convert.measure import WrongResultError
 
 COLLECTIVE_TIMEOUT = 180.0
 """Seconds that a rank waits for the others in one collective; they compile at the same time."""

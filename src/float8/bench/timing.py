@@ -1,15 +1,87 @@
-"""Times that only benchmarks take: of a steady state, and of issuing calls."""
+"""Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from float8.measure import Call, Sampler, call_sampler
+from float8.convert.measure import Call, issued_at_once, milliseconds
+
+Sampler = Callable[[], float]
+"""Takes one sample: milliseconds per call."""
 
 _WARMUP = 3
+
+
+def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]:
+    """Median of each sampler over interleaved rounds, in milliseconds.
+
+    Interleaved, so that a clock that drops while a GPU heats up drops for all alike. A few rounds
+    before those that count are thrown away.
+    """
+    times: dict[str, list[float]] = {name: [] for name in samplers}
+    for turn in range(_WARMUP + rounds):
+        for name, sample in samplers.items():
+            sampled = sample()
+            if turn >= _WARMUP:
+                times[name].append(sampled)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernel_sampler(
+    calls: Sequence[Call], device: torch.device, *, at_least_ms: float = 0.0
+) -> Sampler:
+    """Samples what the GPU needs for `calls`, without the time to issue them.
+
+    On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts.
+
+    Args:
+        calls: The same work on different data. Together larger than the L2 cache, so that no call
+            finds its input there.
+        device: Where they run.
+        at_least_ms: How long a sample takes on a GPU. Long ones show what holds in training, where
+            a GPU is at its limit of power and its clocks drop by a quarter.
+    """
+    if device.type != "cuda":
+        return call_sampler(calls, device)
+    replay = issued_at_once(calls, device)
+    once = call_sampler([replay], device)()
+    replays = max(1, round(at_least_ms / once))
+    return call_sampler([replay] * replays, device, per_sample=len(calls) * replays)
+
+
+def call_sampler(
+    calls: Sequence[Call],
+    device: torch.device,
+    *,
+    per_sample: int | None = None,
+    lead_in: Call | None = None,
+) -> Sampler:
+    """Samples calls issued one after the other: the larger of GPU time and time to issue them.
+
+    Args:
+        calls: What a sample runs.
+        device: Where they run: CUDA events on a GPU, the host's clock elsewhere.
+        per_sample: How many units of work a sample is; None: one per call.
+        lead_in: Issued on a GPU before the clock starts, so that the first call finds it at work,
+            as a training step finds it with the step before.
+    """
+    units = len(calls) if per_sample is None else per_sample
+
+    def issue() -> None:
+        for call in calls:
+            call()
+
+    def sample() -> float:
+        if lead_in is not None and device.type == "cuda":
+            with torch.cuda.device(device):
+                lead_in()
+        return milliseconds(issue, device) / units
+
+    return sample
 
 
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from float8.bench.ranks import RankFailedError
-from float8.measure import WrongResultError
+from float8.convert.measure import WrongResultError
 from float8.trainer.errors import (
     LostRankError,
     OtherRankError,

@@ -10,20 +10,13 @@ import typer
 from torch import nn
 
 from float8.bench.devices import bench_device
+from float8.bench.plan import Judge, LayerPlan, by_measuring, by_size, plan_conversion
 from float8.bench.results import Results, check_output
 from float8.cli.bench_tables import PLAN, print_table
 from float8.cli.options import Debug
 from float8.cli.progress import make_console
 from float8.config import Float8LinearConfig
-from float8.convert import (
-    SMALLEST,
-    Judge,
-    LayerPlan,
-    by_measuring,
-    by_size,
-    known_gpu,
-    plan_conversion,
-)
+from float8.convert.filters import SMALLEST, known_gpu
 from float8.models.llama import Llama
 from float8.models.presets import PRESETS, preset
 from float8.trainer.environment import describe_environment, device_name
@@ -74,7 +67,7 @@ def plan_command(
     judge, where = _judge(measuring, device, gpu, tokens, config)
     with torch.device("meta"):
         llama = Llama(shape.model, shape.seq_len)
-    plan = plan_conversion(llama, module_filter_fn=_not_the_head, judge=judge)
+    plan = plan_conversion(llama, judge, _not_the_head)
     rows = [_row(layer, tokens) for layer in plan]
     how = "measured" if measuring else "judged by size"
     console = make_console()
@@ -123,7 +116,7 @@ def _row(layer: LayerPlan, tokens: int) -> dict[str, Any]:
     elif slower is None:
         fate = "leave: output head"
     else:
-        fate = f"leave: {'slower' if bf16_ms else slower.partition(':')[0]}"
+        fate = f"leave: {slower.partition(':')[0]}"
     return {
         "M": tokens,
         "K": layer.in_features,

@@ -1,20 +1,15 @@
 """Frozen dataclasses that say how a linear layer runs in float8."""
 
-from float8.config.casting import (
-    CastConfig,
-    DelayedScalingConfig,
-    ScalingGranularity,
-    ScalingType,
-)
+from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingGranularity, ScalingType
 from float8.config.linear import (
     BASE_SITE,
     GEMM_OPERANDS,
     CastSite,
     Float8GemmConfig,
     Float8LinearConfig,
+    Float8LinearRecipeName,
     linear_requires_sync,
 )
-from float8.config.recipes import Float8LinearRecipeName
 
 __all__ = [
     "BASE_SITE",

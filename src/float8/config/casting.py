@@ -53,16 +53,15 @@ class CastConfig:
     target_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scaling_type, ScalingType):
-            raise TypeError(
-                f"scaling_type: got {self.scaling_type!r}, expected a ScalingType, "
-                f"for example ScalingType.DYNAMIC"
-            )
-        if not isinstance(self.scaling_granularity, ScalingGranularity):
-            raise TypeError(
-                f"scaling_granularity: got {self.scaling_granularity!r}, expected a "
-                f"ScalingGranularity, for example ScalingGranularity.TENSORWISE"
-            )
+        for name, kind in (
+            ("scaling_type", ScalingType),
+            ("scaling_granularity", ScalingGranularity),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"{name}: got {getattr(self, name)!r}, expected a {kind.__name__}, for example "
+                    f"{next(iter(kind))}"
+                )
         if self.scaling_granularity is not ScalingGranularity.TENSORWISE:
             raise ValueError(
                 f"scaling_granularity: got {self.scaling_granularity}, expected TENSORWISE: "
@@ -84,11 +83,6 @@ class CastConfig:
     def is_float8(self) -> bool:
         """Whether the tensor is cast at all."""
         return self.scaling_type is not ScalingType.DISABLED
-
-    @property
-    def has_history(self) -> bool:
-        """Whether a history of amaxes is kept, to be synced once per optimizer step."""
-        return self.scaling_type is ScalingType.DELAYED
 
     def short_str(self) -> str:
         """A few letters for `repr`s, for example `dynamic/e4m3`, or `high precision`."""

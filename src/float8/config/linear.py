@@ -2,12 +2,10 @@
 
 import enum
 import functools
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import get_args
 
-import torch
-
-from float8.config.casting import CastConfig, DelayedScalingConfig
-from float8.config.recipes import Float8LinearRecipeName, recipe_fields
+from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import E4M3, E5M2
 
 
@@ -32,12 +30,6 @@ BASE_SITE: dict[CastSite, CastSite] = {
 }
 """A tensor's second use -> its first use, whose configuration it takes when it has none."""
 
-DEFAULT_DTYPE: dict[CastSite, torch.dtype] = {
-    CastSite.INPUT: E4M3,
-    CastSite.WEIGHT: E4M3,
-    CastSite.GRAD_OUTPUT: E5M2,
-}
-
 GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
     "output": (CastSite.INPUT, CastSite.WEIGHT),
     "grad_input": (CastSite.GRAD_OUTPUT, CastSite.WEIGHT_FOR_GRAD_INPUT),
@@ -45,7 +37,14 @@ GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
 }
 
 
-_DELAYED_ONLY = ("delayed_scaling_config", "enable_amax_init", "enable_pre_and_post_forward")
+class Float8LinearRecipeName(enum.Enum):
+    """Names that `Float8LinearConfig.from_recipe_name` knows."""
+
+    TENSORWISE = "tensorwise"
+    """Dynamic scaling, one scale per tensor."""
+
+    DELAYED = "delayed"
+    """Delayed scaling, one scale per tensor; sync once per step, see `attach_to_optimizer`."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,7 @@ class Float8LinearConfig:
         cast_config_grad_output: grad_output [M, N] of `grad_input`.
         cast_config_grad_output_for_grad_weight: grad_output [M, N] of `grad_weight`; None: as
             `cast_config_grad_output`.
-        gemm_config_output: the GEMM `output`.
-        gemm_config_grad_input: the GEMM `grad_input`.
-        gemm_config_grad_weight: the GEMM `grad_weight`.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each GEMM.
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
             gather it in float8. Needs one cast of the weight for both of its GEMMs. Without effect
             on weights that are not sharded.
@@ -129,18 +126,17 @@ class Float8LinearConfig:
             name = f"cast_config_{site.value}"
             given = getattr(self, name)
             if given is not None and given.is_float8 and given.target_dtype is None:
-                dtype = DEFAULT_DTYPE[BASE_SITE.get(site, site)]
+                dtype = E5M2 if BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT else E4M3
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
         self._check_gemms()
         self._check_all_gather()
         self._check_delayed_only()
 
     def _check_types(self) -> None:
-        for name, kind in _FIELD_TYPES.items():
-            value = getattr(self, name)
-            optional = name.removeprefix("cast_config_") in {s.value for s in BASE_SITE}
-            if not isinstance(value, kind) and not (optional and value is None):
-                raise TypeError(f"{name}: got {value!r}, expected a {kind.__name__}")
+        for f in fields(self):
+            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
+            if not isinstance(value, kinds):
+                raise TypeError(f"{f.name}: got {value!r}, expected a {kinds[0].__name__}")
 
     def _check_gemms(self) -> None:
         for gemm, sites in GEMM_OPERANDS.items():
@@ -178,17 +174,16 @@ class Float8LinearConfig:
             )
 
     def _check_delayed_only(self) -> None:
-        if self.delayed_sites:
-            return
-        for f in fields(self):
-            if f.name not in _DELAYED_ONLY:
-                continue
-            default = f.default if f.default is not MISSING else DelayedScalingConfig()
-            if getattr(self, f.name) != default:
+        for name, default in (
+            ("delayed_scaling_config", DelayedScalingConfig()),
+            ("enable_amax_init", True),
+            ("enable_pre_and_post_forward", True),
+        ):
+            if getattr(self, name) != default and not self.delayed_sites:
                 raise ValueError(
-                    f"{f.name}: got {getattr(self, f.name)!r} without delayed scaling, expected "
-                    f"the default {default!r}: it only matters to delayed scaling; "
-                    f"leave it out or use a CastConfig(scaling_type=ScalingType.DELAYED)"
+                    f"{name}: got {getattr(self, name)!r} without delayed scaling, expected the "
+                    f"default {default!r}: it only matters to delayed scaling; leave it out or use "
+                    f"a CastConfig(scaling_type=ScalingType.DELAYED)"
                 )
 
     def cast_config(self, site: CastSite) -> CastConfig:
@@ -211,7 +206,8 @@ class Float8LinearConfig:
         return tuple(
             site
             for site in CastSite
-            if self.owner(site) is site and self.cast_config(site).has_history
+            if self.owner(site) is site
+            and self.cast_config(site).scaling_type is ScalingType.DELAYED
         )
 
     @property
@@ -221,11 +217,12 @@ class Float8LinearConfig:
 
     def differences(self, other: "Float8LinearConfig") -> str:
         """The fields that differ, as text: `name: this one's value, not other's`."""
-        return "; ".join(
-            f"{f.name}: {_as_text(getattr(self, f.name))}, not {_as_text(getattr(other, f.name))}"
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(other, f.name)
-        )
+
+        def text(value: object) -> str:
+            return value.short_str() if isinstance(value, CastConfig) else repr(value)
+
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return "; ".join(f"{name}: {text(a)}, not {text(b)}" for name, a, b in pairs if a != b)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
@@ -237,24 +234,16 @@ class Float8LinearConfig:
         Raises:
             ValueError: the name is unknown; the message lists the known ones.
         """
-        return Float8LinearConfig(**recipe_fields(recipe_name))
-
-
-def _as_text(value: object) -> str:
-    return value.short_str() if isinstance(value, CastConfig) else repr(value)
-
-
-_FIELD_TYPES: dict[str, type] = {
-    **{f"cast_config_{site.value}": CastConfig for site in CastSite},
-    **{f"gemm_config_{gemm}": Float8GemmConfig for gemm in GEMM_OPERANDS},
-    "delayed_scaling_config": DelayedScalingConfig,
-    "enable_fsdp_float8_all_gather": bool,
-    "pad_inner_dim": bool,
-    "emulate": bool,
-    "round_scales_to_power_of_2": bool,
-    "enable_amax_init": bool,
-    "enable_pre_and_post_forward": bool,
-}
+        try:
+            recipe = Float8LinearRecipeName(recipe_name)
+        except ValueError:
+            known = ", ".join(f"'{recipe.value}'" for recipe in Float8LinearRecipeName)
+            raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}") from None
+        delayed = recipe is Float8LinearRecipeName.DELAYED
+        cast = CastConfig(ScalingType.DELAYED if delayed else ScalingType.DYNAMIC)
+        return Float8LinearConfig(
+            cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast
+        )
 
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:

@@ -4,9 +4,9 @@ from torch import nn
 
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
-from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, SkipReason, choose_filter
+from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.report import set_skip_reason
-from float8.linear import Float8Linear, move_hooks, unsupported
+from float8.linear import Float8Linear, move_hooks
 from float8.parallel import (
     check_gatherable,
     enable_float8_all_gather,
@@ -63,19 +63,28 @@ def convert_to_float8_training(
             f"Float8LinearConfig.from_recipe_name('tensorwise')"
         )
     skip_reason = choose_filter(module_filter_fn, config, tokens_per_step, auto_filter)
-    _check_converted_before(module, config, module_filter_fn)
+    reasons: dict[nn.Linear, str | None] = {}
+    for fqn, linear in module.named_modules():
+        if isinstance(linear, Float8Linear):
+            if linear.config == config:
+                continue
+            if module_filter_fn is None or module_filter_fn(linear, fqn):
+                raise ValueError(
+                    f"layer {fqn or '(root)'!r}: got a layer already converted with another config "
+                    f"({linear.config.differences(config)}), expected one not converted or with "
+                    f"the same config; leave it out with module_filter_fn, or convert the model "
+                    f"afresh"
+                )
+        elif isinstance(linear, nn.Linear):
+            reasons[linear] = skip_reason(linear, fqn)
+            if reasons[linear] is None and config.enable_fsdp_float8_all_gather:
+                check_gatherable(linear, fqn)
 
     replacements: dict[nn.Module, nn.Module] = {}
-    for fqn, linear in module.named_modules():
-        if not isinstance(linear, nn.Linear) or isinstance(linear, Float8Linear):
-            continue
-        reason = _reason_to_skip(linear, fqn, config, skip_reason)
+    for linear, reason in reasons.items():  # from here on nothing raises
         set_skip_reason(linear, reason)
         if reason is None:
-            if config.enable_fsdp_float8_all_gather:
-                check_gatherable(linear, fqn)
             replacements[linear] = Float8Linear.from_float(linear, config)
-
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in replacements:
@@ -88,41 +97,5 @@ def convert_to_float8_training(
     return module
 
 
-def swap_linear_with_float8_linear(
-    module: nn.Module,
-    *,
-    module_filter_fn: ModuleFilter | None = None,
-    config: Float8LinearConfig | None = None,
-    tokens_per_step: int = DEFAULT_TOKENS,
-    auto_filter: bool = False,
-) -> nn.Module:
-    """`convert_to_float8_training` by the name that float8_experimental gave it."""
-    return convert_to_float8_training(
-        module,
-        module_filter_fn=module_filter_fn,
-        config=config,
-        tokens_per_step=tokens_per_step,
-        auto_filter=auto_filter,
-    )
-
-
-def _check_converted_before(
-    module: nn.Module, config: Float8LinearConfig, module_filter_fn: ModuleFilter | None
-) -> None:
-    for fqn, layer in module.named_modules():
-        if not isinstance(layer, Float8Linear) or layer.config == config:
-            continue
-        if module_filter_fn is None or module_filter_fn(layer, fqn):
-            raise ValueError(
-                f"layer {fqn or '(root)'!r}: got a layer already converted with another config "
-                f"({layer.config.differences(config)}), expected one not converted or with the "
-                f"same config; leave it out with module_filter_fn, or convert the model afresh"
-            )
-
-
-def _reason_to_skip(
-    linear: nn.Linear, fqn: str, config: Float8LinearConfig, skip_reason: SkipReason
-) -> str | None:
-    if type(linear) is not nn.Linear:  # no filter need know of these
-        return unsupported(linear, config)
-    return skip_reason(linear, fqn) or unsupported(linear, config)
+swap_linear_with_float8_linear = convert_to_float8_training
+"""The name that float8_experimental gave it."""

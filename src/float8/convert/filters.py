@@ -1,7 +1,5 @@
 """Which layers to convert: those that a filter takes, or those that float8 makes no slower."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,8 +8,8 @@ import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig
+from float8.convert.measure import measure_linear
 from float8.linear import unsupported
-from float8.measure import measure_linear
 
 DEFAULT_TOKENS = 8192
 
@@ -31,29 +29,13 @@ class Smallest(NamedTuple):
     """tokens * K * N"""
 
 
-# GPU time of the recipe `tensorwise`, from a model of it (three GEMMs, the bytes that casts move, a
-# fixed time per kernel) that was fitted to GEMMs measured on both GPUs and came within 9 % of the
-# speedups of measured layers (benchmarks/results/h100-linear-eager.json, which all gain and are
-# all above these limits). Over a grid of 9,477 shapes, tokens 512 to 32,768, K and N 256 to 32,768,
-# 95 % are judged as that model does; of the others its speedups lie from 0.86 to 1.11.
+# GPU time of the recipe `tensorwise`, by a model of it that was fitted to GEMMs measured on both
+# GPUs and came within 9 % of measured speedups (benchmarks/results/h100-linear-eager.json). Of the
+# 9,477 shapes 95 % are judged as by that model; for the others its speedups lie from 0.86 to 1.11.
 SMALLEST = {
     "H100": Smallest(tokens=1024, features=640, product=32e9),
     "H200": Smallest(tokens=640, features=512, product=16e9),
 }
-
-
-class Verdict(NamedTuple):
-    """What is known of layers of one shape."""
-
-    slower: str | None
-    """What says that float8 is slower; None: it is not."""
-    bf16_ms: float | None = None
-    """Forward and backward, if measured."""
-    float8_ms: float | None = None
-
-
-Judge = Callable[[int, int], Verdict]
-"""`judge(in_features, out_features)`."""
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
@@ -61,54 +43,19 @@ def all_linears(mod: nn.Module, fqn: str) -> bool:
     return True
 
 
-def by_size(tokens: int, gpu: str) -> Judge:
-    """A judge that runs nothing: by what `SMALLEST` says of a GPU."""
+def too_small(gpu: str, tokens: int, in_features: int, out_features: int) -> str | None:
+    """Which limit of `SMALLEST[gpu]` a layer misses, or None."""
     least = SMALLEST[gpu]
-
-    def judge(in_features: int, out_features: int) -> Verdict:
-        for name, value, minimum in (
-            ("tokens", tokens, least.tokens),
-            ("K", in_features, least.features),
-            ("N", out_features, least.features),
-            ("tokens*K*N", tokens * in_features * out_features, least.product),
-        ):
-            if value < minimum:
-                compared = f"{name}={value:.4g} is less than {minimum:.4g}"
-                return Verdict(f"{compared}: float8 is slower there on {gpu}")
-        return Verdict(None)
-
-    return judge
-
-
-def by_measuring(tokens: int, config: Float8LinearConfig, device: torch.device) -> Judge:
-    """A judge that runs a layer of each shape once on `device`."""
-    on_gpu = device.type == "cuda"
-    where = torch.cuda.get_device_name(device) if on_gpu else device.type
-
-    @functools.cache
-    def judge(in_features: int, out_features: int) -> Verdict:
-        # The user's random numbers must not depend on whether something was measured.
-        with torch.random.fork_rng([device] if on_gpu else []):
-            times = measure_linear(tokens, in_features, out_features, device, config)
-        speedup = times.bf16_ms / times.float8_ms
-        measured = f"measured {speedup:.2f}x of bf16 at {tokens} tokens on {where}"
-        return Verdict(measured if speedup < 1 else None, *times)
-
-    return judge
-
-
-def current_gpu() -> torch.device:
-    """The current CUDA device.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "measuring layers needs a CUDA GPU, and there is none here: leave auto_filter out, or "
-            "give plan_conversion a judge such as float8.convert.by_size(8192, 'H100')"
-        )
-    return torch.device("cuda", torch.cuda.current_device())
+    for name, value, minimum in (
+        ("tokens", tokens, least.tokens),
+        ("K", in_features, least.features),
+        ("N", out_features, least.features),
+        ("tokens*K*N", tokens * in_features * out_features, least.product),
+    ):
+        if value < minimum:
+            compared = f"{name}={value:.4g} is less than {minimum:.4g}"
+            return f"{compared}: float8 is slower there on {gpu}"
+    return None
 
 
 def known_gpu(device: torch.device) -> str | None:
@@ -116,9 +63,9 @@ def known_gpu(device: torch.device) -> str | None:
 
     Weights on the CPU or the meta device are taken to be on their way to the current GPU.
     """
-    if device.type in ("cpu", "meta") and torch.cuda.is_available():
-        device = current_gpu()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
     return next((gpu for gpu in SMALLEST if gpu in name), None)
 
 
@@ -128,12 +75,7 @@ def choose_filter(
     tokens_per_step: int,
     auto_filter: bool,
 ) -> SkipReason:
-    """The filter that the arguments of `convert_to_float8_training` ask for.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: the arguments cannot be honoured, alone or together.
-    """
+    """What the arguments of `convert_to_float8_training` ask for; raises as that does."""
     if module_filter_fn is not None and not callable(module_filter_fn):
         raise TypeError(
             f"module_filter_fn: got {type(module_filter_fn).__name__}, expected a function of a "
@@ -146,29 +88,39 @@ def choose_filter(
             f"tokens_per_step: got {tokens_per_step}, expected at least 1: the rows of a layer's "
             f"input, tokens per forward on one device"
         )
-    if module_filter_fn is not None:
-        if auto_filter:
-            raise ValueError(
-                "auto_filter: got True and a module_filter_fn, expected one of the two: a given "
-                "filter decides alone"
-            )
-        return lambda mod, fqn: (
-            None if module_filter_fn(mod, fqn) else "module_filter_fn returned False"
+    if auto_filter and module_filter_fn is not None:
+        raise ValueError(
+            "auto_filter: got True and a module_filter_fn, expected one of the two: a given "
+            "filter decides alone"
         )
-    here = current_gpu() if auto_filter else None
+    if auto_filter and not torch.cuda.is_available():
+        raise ValueError(
+            "auto_filter: got True without a CUDA GPU, expected one to measure layers on: leave "
+            "it out, or choose layers with a module_filter_fn"
+        )
 
     @functools.cache
-    def judge_for(device: torch.device) -> Judge | None:
-        if here is not None:
-            return by_measuring(tokens_per_step, config, device if device.type == "cuda" else here)
-        gpu = known_gpu(device)
-        return None if gpu is None else by_size(tokens_per_step, gpu)
+    def measured(device: torch.device, in_features: int, out_features: int) -> str | None:
+        times = measure_linear(tokens_per_step, in_features, out_features, device, config)
+        speedup, where = times.bf16_ms / times.float8_ms, torch.cuda.get_device_name(device)
+        slower = f"measured {speedup:.2f}x of bf16 at {tokens_per_step} tokens on {where}"
+        return slower if speedup < 1 else None
 
     def skip(linear: nn.Linear, fqn: str) -> str | None:
+        problem = unsupported(linear, config)
+        if type(linear) is not nn.Linear:  # no filter need know of these
+            return problem
+        if module_filter_fn is not None:
+            return problem if module_filter_fn(linear, fqn) else "module_filter_fn returned False"
         # Emulation is for its numerics; what cannot be converted has a better reason than speed.
-        if config.emulate or not config.float8_gemms or unsupported(linear, config) is not None:
-            return None
-        judge = judge_for(linear.weight.device)
-        return None if judge is None else judge(linear.in_features, linear.out_features).slower
+        if problem is not None or config.emulate or not config.float8_gemms:
+            return problem
+        device, shape = linear.weight.device, (linear.in_features, linear.out_features)
+        if auto_filter:
+            if device.type != "cuda":
+                device = torch.device("cuda", torch.cuda.current_device())
+            return measured(device, *shape)
+        gpu = known_gpu(device)
+        return None if gpu is None else too_small(gpu, tokens_per_step, *shape)
 
     return skip

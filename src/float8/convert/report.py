@@ -76,21 +76,17 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if not isinstance(module, nn.Linear):
             continue
         scaling = reason = None
-        if isinstance(module, Float8Linear) and module.config.float8_gemms:
-            scaling = _scaling(module)
-        elif isinstance(module, Float8Linear):
+        if not isinstance(module, Float8Linear):
+            reason = module.__dict__.get(_SKIP_REASON, "not seen by convert_to_float8_training")
+        elif not module.config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
-            reason = module.__dict__.get(_SKIP_REASON, "not seen by convert_to_float8_training")
+            scaling = ", ".join(
+                f"{site.value} {module.config.cast_config(site).short_str()}"
+                for site in CastSite
+                if module.config.owner(site) is site
+            )
         layers.append(
             LayerReport(fqn or "(root)", module.in_features, module.out_features, scaling, reason)
         )
     return ConversionReport(tuple(layers))
-
-
-def _scaling(layer: Float8Linear) -> str:
-    return ", ".join(
-        f"{site.value} {layer.config.cast_config(site).short_str()}"
-        for site in CastSite
-        if layer.config.owner(site) is site
-    )

@@ -14,9 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from float8 import kernels
 from float8.fused import layers as fused
-from float8.fused.call import Call, take_apart
-from float8.fused.layers import compute_dtype, fusable, record_input, with_fresh_amax
-from float8.fused.norm import fused_norm, input_columns, input_operand
+from float8.fused.layers import Call, fusable, take_apart
+from float8.fused.norm import fused_norm, input_operand
 from float8.linear import Float8Linear
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
@@ -54,26 +53,23 @@ def swiglu_feed_forward(
         [..., N], dtype of the (autocast) input.
 
     Raises:
-        TypeError: as `Float8Linear.forward`.
-        ValueError: as `Float8Linear.forward`.
-        RuntimeError: as `Float8Linear.forward`.
+        TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
-    layers = fusable((gate, up, down)) if x.numel() else None
+    source, layers, norm_weight, eps = x, fusable(x, (gate, up, down)), None, 0.0
     if layers is not None and not _fit(x, layers, residual):
         layers = None  # whose own forward says what is wrong
-    source, fused_with = x, None
-    if norm is not None:
-        if layers is not None:
-            fused_with = fused_norm(norm, x, compute_dtype(layers[0], x))
-        x = norm(x) if fused_with is None else x
+    if layers is not None:
+        norm_weight, eps = fused_norm(norm, x, layers[0])
+    if norm is not None and norm_weight is None:
+        x = norm(x)
     if layers is None:
         y = down(F.silu(gate(x)) * up(x))
     else:
-        add = residual and fused_with is not None
-        rows, norm_weight, weights, call = take_apart(x, layers, fused_with, add)
+        fuse_residual = residual and norm_weight is not None
+        rows, weights, call = take_apart(x, layers, norm_weight, eps, fuse_residual)
         y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
         y = with_leading_dims(y, x)
-        residual = residual and not add
+        residual = residual and not fuse_residual
     return source + y if residual else y  # type: ignore[no-any-return]
 
 
@@ -100,10 +96,8 @@ class _FeedForward(torch.autograd.Function):
     ) -> Tensor:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
-        col = call.need_grad_weights[0] or call.need_grad_weights[1]
-        first, amax = with_fresh_amax(gate) if record else (gate, None)
-        x8, x_col, rstd = input_operand(x, norm_weight, call.eps, first, col, record)
-        record_input((gate, up), amax)
+        col = gate.need_grad_weight or up.need_grad_weight
+        x8, x_col, rstd = input_operand(x, norm_weight, call, (gate, up), col)
         gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
         up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
         product = kernels.swiglu_cast(
@@ -115,21 +109,12 @@ class _FeedForward(torch.autograd.Function):
         if call.residual:
             y = x + y
 
+        weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         ctx.save_for_backward(
-            x if norm_weight is not None else None,
-            norm_weight,
-            rstd,
-            x_col,
-            x8.scale,
-            gate_out,
-            up_out,
-            product.scale,
-            kept_weight(w_gate, gate.ready),
-            gate_scale,
-            kept_weight(w_up, up.ready),
-            up_scale,
-            kept_weight(w_down, down.ready),
-            down_scale,
+            *(x if norm_weight is not None else None, norm_weight, rstd, x_col, x8.scale),
+            *(gate_out, up_out, product.scale),
+            *(kept_weight(weight, layer.ready) for weight, layer in weights),
+            *(gate_scale, up_scale, down_scale),
         )
         ctx.call = call.for_backward()
         return y
@@ -140,14 +125,13 @@ class _FeedForward(torch.autograd.Function):
         call: Call = ctx.call
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
         x, norm_weight, rstd, x_col, x_scale, gate_out, up_out, product_scale = saved[:8]
-        w_gate, gate_scale, w_up, up_scale, w_down, down_scale = saved[8:]
+        w_gate, w_up, w_down, gate_scale, up_scale, down_scale = saved[8:]
         del saved
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
-        need_gate, need_up, need_down = call.need_grad_weights
 
         # A residual connection keeps grad_output alive anyway: its column data can wait.
-        col = need_down and not call.residual
+        col = down.need_grad_weight and not call.residual
         spec, state = plan.grad_output, down.scales.grad_output
         g8 = quantize(grad_output, spec, row=True, col=col, state=state, record=record)
         assert g8.row is not None
@@ -165,7 +149,7 @@ class _FeedForward(torch.autograd.Function):
         )
         del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
-        if need_down:
+        if down.need_grad_weight:
             g_col = g8.col
             if g_col is None:
                 g_col = quantize(grad_output, spec, col=True, scale=g8.row.scale).col
@@ -179,15 +163,17 @@ class _FeedForward(torch.autograd.Function):
         up8 = Part(gradients.up.row, gradients.up.scale)
         del gradients
         of_gate = of_up = None
-        if need_gate or need_up:
-            x_part = input_columns(x_col, x, norm_weight, rstd, x_scale, gate)
+        if gate.need_grad_weight or up.need_grad_weight:
+            if norm_weight is not None:
+                x_col = kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, plan.input.dtype)
+            x_part = Part(x_col, x_scale)
         if call.need_grad_x:
             of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
             of_up = fused.grad_input(up8, w_up, up_scale, up, dtype)
-        if need_gate:
+        if gate.need_grad_weight:
             grad_gate = fused.grad_weight(columns(gate8), x_part, gate)
         del gate8
-        if need_up:
+        if up.need_grad_weight:
             grad_up = fused.grad_weight(columns(up8), x_part, up)
         if of_gate is not None and of_up is not None:
             if norm_weight is None:

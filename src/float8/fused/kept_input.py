@@ -20,9 +20,7 @@ def linear_keeping_input(x: Tensor, layer: nn.Module) -> Tensor:
         [..., N], as `layer` returns it.
 
     Raises:
-        TypeError: as `Float8Linear.forward`.
-        ValueError: as `Float8Linear.forward`.
-        RuntimeError: as `Float8Linear.forward`.
+        TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
     # Exactly: a subclass may have another forward.
     keeps = type(layer) is Float8Linear and "forward" not in layer.__dict__

@@ -9,12 +9,12 @@ from torch.autograd.function import once_differentiable
 
 from float8 import kernels
 from float8.fused import layers as fused
-from float8.fused.call import Call, take_apart
-from float8.fused.layers import compute_dtype, fusable, record_input, with_fresh_amax
-from float8.fused.norm import fused_norm, input_columns, input_operand
+from float8.fused.layers import Call, fusable, take_apart
+from float8.fused.norm import fused_norm, input_operand
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
 from float8.quantize.quantize import quantize
+from float8.quantize.spec import Part
 
 
 def rms_norm_linear(
@@ -39,18 +39,16 @@ def rms_norm_linear(
         One [..., N_i] per layer, dtype of the (autocast) input; then x, if `residual`.
 
     Raises:
-        TypeError: as `Float8Linear.forward`.
-        ValueError: as `Float8Linear.forward`.
-        RuntimeError: as `Float8Linear.forward`.
+        TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
-    linears, fused_with = fusable(tuple(layers)) if x.numel() else None, None
+    linears, norm_weight, eps = fusable(x, layers), None, 0.0
     if linears is not None and all(layer.in_features == x.shape[-1] for layer in linears):
-        fused_with = fused_norm(norm, x, compute_dtype(linears[0], x))
-    if linears is None or fused_with is None:
+        norm_weight, eps = fused_norm(norm, x, linears[0])
+    if linears is None or norm_weight is None:
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
         return (*outputs, x) if residual else outputs
-    rows, norm_weight, weights, call = take_apart(x, linears, fused_with, residual)
+    rows, weights, call = take_apart(x, linears, norm_weight, eps, residual)
     outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
     products = tuple(with_leading_dims(y, x) for y in outputs[: len(linears)])
     return (*products, outputs[-1].view(x.shape)) if residual else products
@@ -61,18 +59,15 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        first, record = call.layers[0], call.record
-        first, amax = with_fresh_amax(first) if record else (first, None)
-        x8, _, rstd = input_operand(x, norm_weight, call.eps, first, False, record)
-        record_input(call.layers, amax)
-        outputs, scales = [], []
+        x8, _, rstd = input_operand(x, norm_weight, call, call.layers, False)
+        outputs, scales, kept = [], [], []
         for layer, weight in zip(call.layers, weights, strict=True):
-            y, scale = fused.output(x8, weight, layer, x.dtype, record)
+            y, scale = fused.output(x8, weight, layer, x.dtype, call.record)
             outputs.append(y)
             scales.append(scale)
+            kept.append(kept_weight(weight, layer.ready))
         # In eager mode an output without use has no gradient, not a zero one.
         ctx.set_materialize_grads(False)
-        kept = (kept_weight(w, layer.ready) for w, layer in zip(weights, call.layers, strict=True))
         ctx.save_for_backward(x, norm_weight, rstd, x8.scale, *kept, *scales)
         ctx.call = call.for_backward()
         return (*outputs, x.view_as(x)) if call.residual else tuple(outputs)
@@ -82,42 +77,31 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         x, norm_weight, rstd, x_scale, *rest = ctx.saved_tensors
-        weights, scales = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        residual_grad = grad_outputs[-1] if call.residual else None
+        n = len(call.layers)
+        of_layers = tuple(zip(call.layers, rest[:n], rest[n:], grad_outputs[:n], strict=True))
         x_col = None
-        used = [grad is not None for grad in grad_outputs[: len(call.layers)]]
-        if any(need and there for need, there in zip(call.need_grad_weights, used, strict=True)):
-            x_col = input_columns(None, x, norm_weight, rstd, x_scale, call.layers[0])
+        if any(layer.need_grad_weight and grad is not None for layer, _, _, grad in of_layers):
+            dtype = call.layers[0].plan.input.dtype
+            x_col = Part(kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, dtype), x_scale)
         grads_x: list[Tensor] = []
-        grad_weights: list[Tensor | None] = []
-        for layer, weight, scale, need, grad in zip(
-            call.layers,
-            weights,
-            scales,
-            call.need_grad_weights,
-            grad_outputs[: len(call.layers)],
-            strict=True,
-        ):
+        grad_weights: list[Tensor | None] = [None] * n
+        for i, (layer, weight, scale, grad) in enumerate(of_layers):
+            need = layer.need_grad_weight
             if grad is None or not (call.need_grad_x or need):
-                grad_weights.append(None)
                 continue
-            plan, state = layer.plan, layer.scales.grad_output
-            g8 = quantize(
-                grad, plan.grad_output, row=True, col=need, state=state, record=call.record
-            )
+            spec, state = layer.plan.grad_output, layer.scales.grad_output
+            g8 = quantize(grad, spec, row=True, col=need, state=state, record=call.record)
             assert g8.row is not None
             if call.need_grad_x:
                 grads_x.append(fused.grad_input(g8.row, weight, scale, layer, grad.dtype))
-            if need:
-                assert x_col is not None
-                grad_weights.append(fused.grad_weight(g8.col, x_col, layer))
-            else:
-                grad_weights.append(None)
+            if need and x_col is not None:
+                grad_weights[i] = fused.grad_weight(g8.col, x_col, layer)
         grad_x = grad_norm = None
+        residual_grad = grad_outputs[-1] if call.residual else None
         if grads_x:
             grad_x, grad_norm = kernels.rms_norm_backward(
                 grads_x, x, norm_weight, rstd, residual_grad
             )
-        elif residual_grad is not None and call.need_grad_x:
+        elif call.need_grad_x:
             grad_x = residual_grad
         return grad_x, grad_norm, None, *grad_weights

@@ -18,17 +18,7 @@ def unsupported(mod: nn.Linear, config: Float8LinearConfig) -> str | None:
 
 
 def require_supported(mod: nn.Module, config: Float8LinearConfig, *, float8: bool) -> None:
-    """Raise what `unsupported` says.
-
-    Args:
-        mod: the layer.
-        config: the configuration it shall have.
-        float8: whether `mod` is a `Float8Linear` already, which may be of any subclass.
-
-    Raises:
-        TypeError: the type of `mod`, of `config` or of the weight's elements is the problem.
-        ValueError: anything else is.
-    """
+    """Raise what `unsupported` says; `float8`: `mod` is a `Float8Linear`, of any subclass."""
     if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
     if not isinstance(config, Float8LinearConfig):
@@ -48,11 +38,8 @@ def own_containers(mod: nn.Module) -> dict[str, Any]:
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Hand the hooks of `old`, and the handles that remove them, to its replacement `new`.
-
-    A handle removes its hook from the dict it was registered in: so `new` takes the dicts
-    themselves, and `old` is left with copies.
-    """
+    """Hand the hooks of `old`, and the handles that remove them, to its replacement `new`."""
+    # A handle removes its hook from the dict it was registered in: `new` takes these very dicts.
     for name, copied in own_containers(old).items():
         if "_hooks" in name:
             new.__dict__[name] = old.__dict__[name]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from float8.convert.measure import WrongResultError
+
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
-
-
-class WrongResultError(ArithmeticError):
-    """What was to be timed computes something else than its reference."""
 
 
 def sqnr(reference: Tensor, x: Tensor) -> float:
