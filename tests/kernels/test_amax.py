@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -7,15 +8,14 @@ from torch import Tensor
 from float8.kernels import amax
 from float8.kernels.amax import (
     MAX_PARTS,
-    AmaxLaunch,
+    _amax_kernel,
     amax_reference,
     amax_triton,
-    collapse,
-    join,
-    launch_amax,
-    launch_config,
+    even_shares,
+    is_dense,
     measure,
 )
+from float8.kernels.runtime.launch import Launch
 from kernels.float8_codes import HIGH_PRECISION
 
 high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
@@ -80,31 +80,21 @@ def test_wrong_input_says_what_to_do() -> None:
         amax(torch.ones(2, dtype=torch.int64))
 
 
-def test_collapse() -> None:
+def test_is_dense() -> None:
     x = torch.empty(4, 6, 8)
-    assert collapse(x.shape, x.stride()) == ((192, 1),)
-    y = x.permute(2, 0, 1)
-    assert collapse(y.shape, y.stride()) == ((192, 1),)
-    y = x[:, :, :4]
-    assert collapse(y.shape, y.stride()) == ((24, 8), (4, 1))
-    y = x[:, 1:, 1:]
-    assert collapse(y.shape, y.stride()) == ((4, 48), (5, 8), (7, 1))
-    y = x[:1, :1].expand(4, 6, -1)
-    assert collapse(y.shape, y.stride()) == ((8, 1),)
-    y = x[:1, :1, :1].expand(4, 6, 8)
-    assert collapse(y.shape, y.stride()) == ((1, 1),)
-    assert collapse((), ()) == ((1, 1),)
+    for y in (x, x.permute(2, 0, 1), x[1:], x[:1], torch.empty(()), x.unsqueeze(1)):
+        assert is_dense(y.shape, y.stride())
+    for y in (x[:, :, :4], x[:, 1:], x[..., ::2], x[:1, :1].expand(4, 6, -1)):
+        assert not is_dense(y.shape, y.stride())
 
 
-def test_launch_config_is_pure_and_covers() -> None:
-    for dims in (((1, 1),), ((33_554_432, 1),), ((100, 64), (50, 1)), ((7, 3),)):
-        config = launch_config(dims, 2, sms=132)
-        assert config == launch_config(dims, 2, sms=132)
-        per_program = config.block_r * config.block_c * config.steps * config.rounds
-        assert config.programs <= MAX_PARTS
-        assert config.programs * per_program >= math.prod(n for n, _ in dims)
-    assert launch_config(((8192 * 4096, 1),), 2, sms=132).steps > 1
-    assert launch_config(((100, 1),), 2, sms=132).programs == 1
+def test_shares_cover_all_elements() -> None:
+    for n in (1, 7, 8192, 100_000, 33_554_432, 2**33 + 1):
+        block, steps, rounds, programs = even_shares(n, 8192, 132, steps=2, programs_per_sm=8)
+        assert programs * rounds * steps * block >= n > (programs - 1) * rounds * steps * block
+        assert programs <= MAX_PARTS
+    assert even_shares(8192 * 4096, 8192, 132)[1] > 1
+    assert even_shares(100, 8192, 132) == (8192, 1, 1, 1)
 
 
 class TestTriton:
@@ -158,51 +148,32 @@ class TestTriton:
     @high_precision
     @pytest.mark.parametrize(("steps", "rounds"), [(1, 1), (1, 3), (2, 2), (8, 1)])
     @pytest.mark.parametrize("n", [2048, 2049, 3000])
-    def test_flat_launch_configurations(
+    def test_launch_configurations(
         self, steps: int, rounds: int, n: int, source: torch.dtype, triton_device: torch.device
     ) -> None:
         programs = -(-n // (128 * steps * rounds))
-        config = AmaxLaunch(1, 128, steps, rounds, num_warps=4, programs=programs)
+        launch = Launch(_amax_kernel, programs, triton_device, (n, rounds), (128, steps, False), 4)
         for at in (0, n // 2, n - 1):
             x = torch.rand(n).to(source).to(triton_device)
             x[at] = -2.0
             parts = torch.full((programs,), 99.0, device=triton_device)  # all are written
-            launch_amax(x, parts, ((n, 1),), config)
-            assert_amax(join(parts), x)
-
-    @pytest.mark.parametrize("block", [(1, 16), (4, 32), (64, 16), (32, 256)])
-    def test_strided_launch_configurations(
-        self, block: tuple[int, int], triton_device: torch.device
-    ) -> None:
-        x = torch.rand(20, 50, device=triton_device)[1:, 1:]
-        programs = -(-19 // block[0]) * -(-49 // block[1])
-        config = AmaxLaunch(*block, steps=1, rounds=1, num_warps=4, programs=programs)
-        x[-1, -1] = -2.0
-        parts = torch.full((programs,), 99.0, device=triton_device)
-        launch_amax(x, parts, collapse(x.shape, x.stride()), config)
-        assert_amax(join(parts), x)
-
-    def test_more_parts_than_a_cast_can_join(self, triton_device: torch.device) -> None:
-        x = torch.rand(MAX_PARTS * 8 + 5, 40, device=triton_device)[:, ::2]
-        x[-1, -1] = -2.0
-        config = launch_config(collapse(x.shape, x.stride()), 4, sms=1)
-        assert config.programs > 1
-        parts = measure(x)
-        assert len(parts) <= MAX_PARTS
-        assert_amax(join(parts), x)
+            launch(x, parts, None)
+            assert_amax(parts.amax(), x)
 
     @pytest.mark.parametrize("flat", [True, False])
     def test_nothing_is_read_where_the_scale_is_known(
-        self, flat: bool, triton_device: torch.device
+        self, flat: bool, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         x = torch.ones(40, 50, device=triton_device)
         x = x if flat else x[:, 1:]
-        dims = collapse(x.shape, x.stride())
-        config = launch_config(dims, 4, sms=1)
-        # The same memory, so that what a program leaves unwritten shows.
-        parts = torch.full((config.programs,), 7.0, device=triton_device)
+
+        # So that what a program leaves unwritten shows.
+        def filled(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+            return torch.full(shape, 7.0, dtype=dtype, device=like.device)
+
+        monkeypatch.setattr(importlib.import_module("float8.kernels.amax"), "empty", filled)
         for scale, wanted in ((0.5, 7.0), (0.0, 1.0)):
-            launch_amax(x, parts, dims, config, torch.tensor(scale, device=triton_device))
+            parts = measure(x, torch.tensor(scale, device=triton_device))
             assert bool((parts == wanted).all())
 
 
