@@ -9,12 +9,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
-from float8.config import CastSite
-from float8.formats import FLOAT8_MAX
-from float8.linear import DelayedSite, Float8Linear, amax_name
+from float8.linear import WEIGHT_AMAX, DelayedSite, Float8Linear
 from float8.parallel import (
     all_reduce_amax,
-    has_precomputable_scales,
     mesh_device_type,
     precompute_float8_dynamic_scale_for_fsdp,
     shard_amax,
@@ -68,26 +65,36 @@ def sync_float8_amax_and_scale_history(
     if not layers:
         return
     _join_tied(layers)
-    settings = _by_setting(layers)
-    amaxes = [torch.stack([_buffer(x, site.amax) for x, site in sites]) for sites in settings]
+    # The sites whose state can be stacked and updated as one.
+    alike: dict[Any, _Sites] = {}
+    for layer in layers:
+        history, rounds = (
+            layer.config.delayed_scaling_config,
+            layer.config.round_scales_to_power_of_2,
+        )
+        for site in layer.delayed:
+            device = layer.get_buffer(site.amax).device
+            setting = history.history_len, history.scale_fn_name, site.dtype, rounds, device
+            alike.setdefault(setting, []).append((layer, site))
+    amaxes = [torch.stack(_buffers(sites, "amax")) for sites in alike.values()]
     if ranks := sync_groups([layer.weight for layer in layers], group, _beside(layers, model)):
         _require_same_layers(model, layers, ranks)
-        amaxes = _over_ranks(amaxes, settings, ranks)
-    for amax, sites in zip(amaxes, settings, strict=True):
-        config = sites[0][0].config
-        histories = [_buffer(layer, site.history) for layer, site in sites]
-        scales = [_buffer(layer, site.scale) for layer, site in sites]
-        history, scale = next_history_and_scale(
+        amaxes = _over_ranks(amaxes, list(alike.values()), ranks)
+    for ((_, scale_fn_name, dtype, rounds, _), sites), amax in zip(
+        alike.items(), amaxes, strict=True
+    ):
+        old_histories, old_scales = _buffers(sites, "history"), _buffers(sites, "scale")
+        histories, scales = next_history_and_scale(
             amax,
-            torch.stack(histories),
-            torch.stack(scales),
-            _float8_maxima(sites, amax.device),
-            scale_fn_name=config.delayed_scaling_config.scale_fn_name,
-            round_to_power_of_2=config.round_scales_to_power_of_2,
+            torch.stack(old_histories),
+            torch.stack(old_scales),
+            dtype,
+            scale_fn_name=scale_fn_name,
+            round_to_power_of_2=rounds,
         )
-        torch._foreach_copy_(histories, history.unbind())
-        torch._foreach_copy_(scales, scale.unbind())
-        torch._foreach_zero_([_buffer(layer, site.amax) for layer, site in sites])
+        torch._foreach_copy_(old_histories, histories.unbind())
+        torch._foreach_copy_(old_scales, scales.unbind())
+        torch._foreach_zero_(_buffers(sites, "amax"))
     for layer in layers:
         layer.mark_synced()
 
@@ -108,7 +115,7 @@ def forget_float8_amax(model: nn.Module) -> None:
     """
     require_module(model, "model")
     for layer in _delayed_layers(model):
-        torch._foreach_zero_([_buffer(layer, site.amax) for site in layer.delayed])
+        torch._foreach_zero_([layer.get_buffer(site.amax) for site in layer.delayed])
         layer.mark_synced()
 
 
@@ -147,7 +154,6 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
-    precomputes = has_precomputable_scales(model)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = _closure(args, kwargs)
@@ -167,8 +173,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     def after_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _closure(args, kwargs) is not None:
             sync_float8_amax_and_scale_history(model, group=group)
-        if precomputes:
-            precompute_float8_dynamic_scale_for_fsdp(model)
+        precompute_float8_dynamic_scale_for_fsdp(model)
 
     return Attachment(
         [
@@ -209,47 +214,19 @@ def _delayed_layers(model: nn.Module | list[Float8Linear]) -> list[Float8Linear]
 
 
 def _float8_linears(layers: object) -> list[Float8Linear]:
-    if not isinstance(layers, Iterable):
+    linears: list[Any] = list(layers) if isinstance(layers, Iterable) else []
+    others = [type(x).__name__ for x in linears if not isinstance(x, Float8Linear)]
+    if others or not isinstance(layers, Iterable):
+        got = type(layers).__name__ + (f" with a {others[0]}" if others else "")
         raise TypeError(
-            f"fp8_layers: got {type(layers).__name__}, expected a list of Float8Linear, or None "
-            f"for all of the model"
+            f"fp8_layers: got {got}, expected a list of Float8Linear; leave it out to sync all of "
+            f"the model"
         )
-    linears = list(layers)
-    for layer in linears:
-        if not isinstance(layer, Float8Linear):
-            raise TypeError(
-                f"fp8_layers: got a {type(layer).__name__} in it, expected Float8Linear only; "
-                f"leave fp8_layers out to sync all of the model"
-            )
     return linears
 
 
-def _by_setting(layers: list[Float8Linear]) -> list[_Sites]:
-    """The sites whose state can be stacked and updated as one; by format within each."""
-    settings: dict[Any, _Sites] = {}
-    for float8_max in FLOAT8_MAX.values():
-        for layer in layers:
-            history = layer.config.delayed_scaling_config
-            rounds = layer.config.round_scales_to_power_of_2
-            for site in layer.delayed:
-                if site.float8_max == float8_max:
-                    device = _buffer(layer, site.amax).device
-                    key = (history.history_len, history.scale_fn_name, rounds, device)
-                    settings.setdefault(key, []).append((layer, site))
-    return list(settings.values())
-
-
-def _float8_maxima(sites: _Sites, device: torch.device) -> Tensor:
-    """[S] float64, made on the device: a copy from the host would wait for it."""
-    numbers = {m: sum(site.float8_max == m for _, site in sites) for m in FLOAT8_MAX.values()}
-    options: Any = {"dtype": torch.float64, "device": device}
-    return torch.cat([torch.full((n,), maximum, **options) for maximum, n in numbers.items()])
-
-
-def _buffer(layer: Float8Linear, name: str) -> Tensor:
-    buffer = layer._buffers[name]
-    assert buffer is not None
-    return buffer
+def _buffers(sites: _Sites, kind: str) -> list[Tensor]:
+    return [layer.get_buffer(getattr(site, kind)) for layer, site in sites]
 
 
 def _join_tied(layers: list[Float8Linear]) -> None:
@@ -257,7 +234,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
         if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
-            tied.setdefault(id(layer.weight), []).append(_buffer(layer, amax_name(CastSite.WEIGHT)))
+            tied.setdefault(id(layer.weight), []).append(layer.get_buffer(WEIGHT_AMAX))
     for amaxes in tied.values():
         if len(amaxes) > 1:
             torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
@@ -296,33 +273,20 @@ def _over_ranks(
     amaxes: list[Tensor], settings: list[_Sites], ranks: tuple[Any, ...]
 ) -> list[Tensor]:
     """`amaxes`, one tensor per setting, over all ranks, with one all-reduce."""
-    device = amaxes[0].device
-    layers = [layer for sites in settings for layer, _ in sites]
-    device_type = mesh_device_type([layer.weight for layer in layers])
-    together = torch.cat([amax.to(device) for amax in amaxes])
-    if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
-        unused = [_of_unused_shards(*each) for each in zip(settings, amaxes, strict=True)]
-        both = torch.stack([together, torch.cat([amax.to(device) for amax in unused])])
-        all_reduce_amax(both, ranks, device_type)
-        together = torch.where(both[0] != 0, both.amax(dim=0), both[0])
-    else:
-        all_reduce_amax(together, ranks, device_type)
-    parts = torch.split(together, [len(amax) for amax in amaxes])
-    return [part.to(amax.device) for part, amax in zip(parts, amaxes, strict=True)]
-
-
-def _of_unused_shards(sites: _Sites, amaxes: Tensor) -> Tensor:
-    """[S] float32: the amaxes of shards in layers that this rank did not run; 0 for all others.
-
-    They count where another rank did: it used these shards, of which it does not know the amaxes.
-    """
-    found = torch.zeros_like(amaxes)
-    for row, (layer, site) in enumerate(sites):
-        if site.name == CastSite.WEIGHT.value and not layer.has_unsynced_amax():
+    sites = [each for setting in settings for each in setting]
+    recorded = torch.cat([amax.to(amaxes[0].device) for amax in amaxes])
+    # Where another rank ran a layer that this one did not, it used the shard of this one, too.
+    unused = torch.zeros_like(recorded)
+    for i, (layer, site) in enumerate(sites):
+        if site.amax == WEIGHT_AMAX and not layer.has_unsynced_amax():
             amax = shard_amax(layer.weight)
             if amax is not None:
-                found[row] = amax
-    return found
+                unused[i] = amax
+    both = torch.stack([recorded, unused])
+    all_reduce_amax(both, ranks, mesh_device_type([layer.weight for layer, _ in sites]))
+    together = torch.where(both[0] != 0, both.amax(dim=0), both[0])
+    parts = torch.split(together, [len(amax) for amax in amaxes])
+    return [part.to(amax.device) for part, amax in zip(parts, amaxes, strict=True)]
 
 
 def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
