@@ -19,8 +19,6 @@ from float8.parallel import (
 )
 from float8.quantize.history import next_history_and_scale
 
-_Sites = list[tuple[Float8Linear, DelayedSite]]
-
 
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
@@ -64,37 +62,40 @@ def sync_float8_amax_and_scale_history(
     layers = _delayed_layers(model if fp8_layers is None else _float8_linears(fp8_layers))
     if not layers:
         return
-    _join_tied(layers)
-    # The sites whose state can be stacked and updated as one.
-    alike: dict[Any, _Sites] = {}
-    for layer in layers:
-        history, rounds = (
-            layer.config.delayed_scaling_config,
-            layer.config.round_scales_to_power_of_2,
-        )
-        for site in layer.delayed:
-            device = layer.get_buffer(site.amax).device
-            setting = history.history_len, history.scale_fn_name, site.dtype, rounds, device
-            alike.setdefault(setting, []).append((layer, site))
-    amaxes = [torch.stack(_buffers(sites, "amax")) for sites in alike.values()]
     if ranks := sync_groups([layer.weight for layer in layers], group, _beside(layers, model)):
         _require_same_layers(model, layers, ranks)
-        amaxes = _over_ranks(amaxes, list(alike.values()), ranks)
-    for ((_, scale_fn_name, dtype, rounds, _), sites), amax in zip(
-        alike.items(), amaxes, strict=True
-    ):
-        old_histories, old_scales = _buffers(sites, "history"), _buffers(sites, "scale")
-        histories, scales = next_history_and_scale(
-            amax,
-            torch.stack(old_histories),
-            torch.stack(old_scales),
-            dtype,
+        _share_amaxes(layers, ranks)
+    _join_tied(layers)
+    # What is updated as one tensor, by the largest value of each format.
+    alike: dict[Any, dict[float, list[tuple[Float8Linear, DelayedSite]]]] = {}
+    for layer in layers:
+        config, history = layer.config, layer.config.delayed_scaling_config
+        kind = history.history_len, history.scale_fn_name, config.round_scales_to_power_of_2
+        for site in layer.delayed:
+            device = layer.get_buffer(site.amax).device
+            formats = alike.setdefault((*kind, device), {})
+            formats.setdefault(site.float8_max, []).append((layer, site))
+    for (_, scale_fn_name, rounds, device), formats in alike.items():
+        sites = [each for of_format in formats.values() for each in of_format]
+        # Made on the device: a copy from the host would wait for it.
+        maxima = [
+            torch.full((len(of_format),), float8_max, dtype=torch.float64, device=device)
+            for float8_max, of_format in formats.items()
+        ]
+        amaxes = [layer.get_buffer(site.amax) for layer, site in sites]
+        histories = [layer.get_buffer(site.history) for layer, site in sites]
+        scales = [layer.get_buffer(site.scale) for layer, site in sites]
+        new_histories, new_scales = next_history_and_scale(
+            torch.stack(amaxes),
+            torch.stack(histories),
+            torch.stack(scales),
+            torch.cat(maxima),
             scale_fn_name=scale_fn_name,
             round_to_power_of_2=rounds,
         )
-        torch._foreach_copy_(old_histories, histories.unbind())
-        torch._foreach_copy_(old_scales, scales.unbind())
-        torch._foreach_zero_(_buffers(sites, "amax"))
+        torch._foreach_copy_(histories, new_histories.unbind())
+        torch._foreach_copy_(scales, new_scales.unbind())
+        torch._foreach_zero_(amaxes)
     for layer in layers:
         layer.mark_synced()
 
@@ -184,7 +185,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure in the arguments of a step, of which the first is the optimizer."""
+    """In the arguments of a step, of which the first is the optimizer."""
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure
 
@@ -225,10 +226,6 @@ def _float8_linears(layers: object) -> list[Float8Linear]:
     return linears
 
 
-def _buffers(sites: _Sites, kind: str) -> list[Tensor]:
-    return [layer.get_buffer(getattr(site, kind)) for layer, site in sites]
-
-
 def _join_tied(layers: list[Float8Linear]) -> None:
     """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
@@ -246,7 +243,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...]
 ) -> None:
-    """Compare the layers of all ranks, once per group: else they would reduce unlike amaxes."""
+    """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
     done = (len(layers), *(group.group_name for group in ranks))
     if done in layers[0].agreed:
         return
@@ -264,29 +261,25 @@ def _require_same_layers(
             f"model: got different layers with delayed scaling on the ranks, expected the same on "
             f"all; convert alike, or say with `group=` which ranks train the same model. Not the "
             f"same everywhere: {'; '.join(differ[:4]) or 'their order'}"
-            f"{'; ...' if len(differ) > 4 else ''}"
         )
     layers[0].agreed |= {done}
 
 
-def _over_ranks(
-    amaxes: list[Tensor], settings: list[_Sites], ranks: tuple[Any, ...]
-) -> list[Tensor]:
-    """`amaxes`, one tensor per setting, over all ranks, with one all-reduce."""
-    sites = [each for setting in settings for each in setting]
-    recorded = torch.cat([amax.to(amaxes[0].device) for amax in amaxes])
-    # Where another rank ran a layer that this one did not, it used the shard of this one, too.
-    unused = torch.zeros_like(recorded)
-    for i, (layer, site) in enumerate(sites):
-        if site.amax == WEIGHT_AMAX and not layer.has_unsynced_amax():
-            amax = shard_amax(layer.weight)
-            if amax is not None:
-                unused[i] = amax
-    both = torch.stack([recorded, unused])
-    all_reduce_amax(both, ranks, mesh_device_type([layer.weight for layer, _ in sites]))
-    together = torch.where(both[0] != 0, both.amax(dim=0), both[0])
-    parts = torch.split(together, [len(amax) for amax in amaxes])
-    return [part.to(amax.device) for part, amax in zip(parts, amaxes, strict=True)]
+def _share_amaxes(layers: list[Float8Linear], ranks: tuple[Any, ...]) -> None:
+    """Make the amaxes of this rank those of all, with one all-reduce."""
+    amaxes, shards = [], []
+    for layer in layers:
+        for site in layer.delayed:
+            amaxes.append(layer.get_buffer(site.amax))
+            # Where another rank ran a layer that this one did not, it used this shard, too.
+            unused = site.amax == WEIGHT_AMAX and not layer.has_unsynced_amax()
+            shard = shard_amax(layer.weight) if unused else None
+            shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
+    both = torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
+    all_reduce_amax(both, ranks, mesh_device_type([layer.weight for layer in layers]))
+    recorded, unrecorded = both.chunk(2)
+    together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
+    torch._foreach_copy_(amaxes, together.unbind())
 
 
 def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig
+from float8.formats import FLOAT8_MAX
 from float8.linear.cached import WeightCache
 from float8.quantize.history import UNKNOWN_SCALE
 from float8.quantize.spec import Quantized
@@ -25,9 +26,9 @@ class DelayedSite(NamedTuple):
     """A cast site with delayed scaling: constants, which a compiler can follow."""
 
     name: str
-    """As in `CastSite`; then its format, and the names of its buffers."""
+    """As in `CastSite`; then the largest value of its format, and the names of its buffers."""
 
-    dtype: torch.dtype
+    float8_max: float
     amax: str
     history: str
     scale: str
@@ -45,7 +46,7 @@ def delayed_sites(config: Float8LinearConfig) -> tuple[DelayedSite, ...]:
         dtype = config.cast_config(site).target_dtype
         assert dtype is not None
         names = (f"fp8_{kind}_{site.value}" for kind in ("amax", "amax_history", "scale"))
-        sites.append(DelayedSite(site.value, dtype, *names))
+        sites.append(DelayedSite(site.value, FLOAT8_MAX[dtype], *names))
     return tuple(sites)
 
 

@@ -30,7 +30,7 @@ def next_history_and_scale(
     amax: Tensor,
     history: Tensor,
     scale: Tensor,
-    float8_max: torch.dtype | Tensor,
+    float8_max: Tensor,
     *,
     scale_fn_name: str,
     round_to_power_of_2: bool,
@@ -46,7 +46,7 @@ def next_history_and_scale(
         amax: [S] float32, recorded since the last update.
         history: [S, history_len] float32, most recent first.
         scale: [S] float32.
-        float8_max: the format; or [S] float64, the largest value of each cast's.
+        float8_max: [S] float64, the largest value of each cast's format.
         scale_fn_name: `"max"` or `"most_recent"`, as in `DelayedScalingConfig`.
         round_to_power_of_2: round the scales up to powers of two.
 
