@@ -28,11 +28,39 @@ assert heavy.isdisjoint(set(sys.modules) - modules)
 """
 
 
+def run(program: str) -> str:
+    """What it prints; without warnings."""
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def test_importing_has_no_effect() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", EFFECTS], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run(EFFECTS) == ""
+
+
+def test_importing_leaves_dynamo_and_inductor_alone() -> None:
+    """They take seconds, and who does not compile never needs them."""
+    program = """
+import sys, torch
+before = set(sys.modules)
+import float8
+new = sorted(set(sys.modules) - before)
+print(*[name for name in new if name.startswith(("torch._dynamo", "torch._inductor"))][:3])
+"""
+    assert run(program) == "\n"
+
+
+def test_importing_is_cheap() -> None:
+    """In seconds of the CPU, over `import torch`: the least of three, as others may be at work."""
+    program = """
+import time, torch
+before = time.process_time()
+import float8
+print(time.process_time() - before)
+"""
+    assert min(float(run(program)) for _ in range(3)) <= 0.5
 
 
 def test_public_names_exist() -> None:

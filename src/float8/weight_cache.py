@@ -127,7 +127,7 @@ class CachedWeights:
                 f"float8.cached_weights: {len(others)} layer(s) cast their weight at each forward, "
                 f"because it is no plain tensor: {', '.join(others[:3])}"
                 f"{', ...' if len(others) > 3 else ''}",
-                stacklevel=4,
+                stacklevel=5,
             )
         return found
 

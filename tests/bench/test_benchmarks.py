@@ -17,7 +17,9 @@ from float8.bench.memory import peak_bytes, saved_bytes
 from float8.bench.profile import kind_of, profile_block
 from float8.bench.shapes import Shape
 from float8.bench.variants import Variant, make_variants, recipe_config
+from float8.gemm import Gemm
 from float8.measure import WrongResultError
+from float8.quantize.spec import Part
 from sqnr import sqnr
 
 CPU = torch.device("cpu")
@@ -57,13 +59,13 @@ def test_matmul_of_gradients(device: str) -> None:
 
 
 def test_a_wrong_matmul_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, **options) -> Tensor:
-        product = (a.float() * scale_a) @ (b.float() * scale_b).t()
-        if options["use_fast_accum"]:
+    def wrong(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+        product = (a.data.float() * a.scale) @ (b.data.float() * b.scale).t()
+        if gemm.use_fast_accum:
             product[:, 0] = 0
-        return product.bfloat16()
+        return product.to(out_dtype)
 
-    monkeypatch.setattr(matmul, "scaled_mm", wrong)
+    monkeypatch.setattr(matmul, "matmul", wrong)
     with pytest.raises(WrongResultError, match="matmul output 32,64,48 float8 fast accum: SQNR"):
         flat(matmul.bench_matmul(SHAPES, CPU, 1))
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from float8.scaling import UNKNOWN_SCALE, DelayedScale, amax_to_scale, next_history_and_scale
 
+from float8.quantize.history import UNKNOWN_SCALE, DelayedScale, next_history_and_scale
+from float8.quantize.scale import amax_to_scale
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded

@@ -1,14 +1,14 @@
+import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from float8.kernels._cast_launch import Options, launch_cast, launch_config
-from float8.kernels._tiles import tile_launch
-from float8.kernels.layout import ceil16
 from torch import Tensor
 
-from float8.kernels import _cast_launch
-from float8.kernels.cast import cast_reference, cast_triton
+from float8.formats import ceil16
+from float8.kernels.cast import Kind, _cast_triton, launch_cast, launch_config
+from float8.kernels.cast import cast_reference as twin_of_cast
+from float8.kernels.tiles import tile_launch
 from kernels.float8_codes import (
     FORMATS,
     HIGH_PRECISION,
@@ -24,6 +24,25 @@ SCALES = [1.0, 0.0123, 2.0**-140, 1e-30, 3e38, 0.0, float("inf"), float("nan"), 
 
 formats = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
 high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
+
+
+cast_module = importlib.import_module("float8.kernels.cast")  # `kernels.cast` is the function
+
+
+def layouts_of(cast: Callable[..., list[Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """`cast`, which returns the layouts asked for, as a function that returns both or None."""
+
+    def function(
+        x: Tensor, scale: Tensor, dtype: torch.dtype, *, row: bool, col: bool, pad_rows=False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        out = cast(x, scale, dtype, row, col, pad_rows)
+        assert len(out) == row + col
+        return out[0] if row else None, out[-1] if col else None
+
+    return function
+
+
+cast_reference, cast_triton = layouts_of(twin_of_cast), layouts_of(_cast_triton)
 
 
 def awkward(shape: tuple[int, ...], source: torch.dtype) -> Tensor:
@@ -119,12 +138,12 @@ class TestTriton:
         monkeypatch: pytest.MonkeyPatch,
     ) -> Iterator[None]:
         """Convert by instruction, or by the arithmetic that other devices use."""
-        if request.param and not _cast_launch.has_float8_conversion(triton_device):
+        if request.param and not cast_module.has_float8_conversion(triton_device):
             pytest.skip("this device has no float8 conversion that is right")
-        monkeypatch.setattr(_cast_launch, "has_float8_conversion", lambda _: request.param)
-        _cast_launch._plan.cache_clear()
+        monkeypatch.setattr(cast_module, "has_float8_conversion", lambda _: request.param)
+        cast_module._plan.cache_clear()
         yield
-        _cast_launch._plan.cache_clear()
+        cast_module._plan.cache_clear()
 
     @formats
     @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
@@ -227,7 +246,7 @@ class TestTriton:
         x = awkward((R, C), torch.bfloat16).to(triton_device)
         if group == 2:
             x = x.t()  # read along its first dim
-        out = launch_cast(x, Options(FORMATS[0], True, True, False), scale=s, config=config)
+        out = launch_cast(x, Kind(FORMATS[0], True, True), scale=s, config=config)
         assert_layouts(out, expected_codes(x, 0.7, FORMATS[0]), FORMATS[0], pad_rows=False)
 
 

@@ -1,17 +1,25 @@
 """Casts that choose their scale: the kernels against their twins, bit for bit."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
-from float8.kernels._cast_launch import HISTORY, MEASURED, Options, launch_cast
-from float8.kernels._tiles import tile_launch
-from float8.kernels.cast_delayed import cast_delayed_reference, cast_delayed_triton
-from float8.scaling import amax_to_scale
 from torch import Tensor
 
 from float8.kernels.amax import MAX_PARTS
-from float8.kernels.cast import cast_dynamic_reference, cast_dynamic_triton
+from float8.kernels.cast import (
+    HISTORY,
+    MEASURED,
+    Kind,
+    _cast_delayed_triton,
+    _cast_dynamic_triton,
+    cast_delayed_reference,
+    cast_dynamic_reference,
+    launch_cast,
+)
+from float8.kernels.tiles import tile_launch
+from float8.quantize.scale import amax_to_scale
 from kernels.float8_codes import FORMATS, HIGH_PRECISION, same_bytes
 
 FLAGS = [(True, True, True), (True, False, False), (False, True, False)]
@@ -22,7 +30,7 @@ high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "
 power_of_2 = pytest.mark.parametrize("power_of_2", [False, True])
 
 
-def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+def assert_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     assert torch.equal(got[0].cpu().nan_to_num(-1.0), want[0].cpu().nan_to_num(-1.0))
     assert len(got) == len(want)
     for mine, theirs in zip(got[1:], want[1:], strict=True):
@@ -43,7 +51,7 @@ def test_dynamic(
     x = (torch.randn(shape) * 7).to(source).to(triton_device)
     for y in (x, x.t()):
         for flags in FLAGS:
-            got = cast_dynamic_triton(y, dtype, *flags, power_of_2)
+            got = _cast_dynamic_triton(y, dtype, *flags, power_of_2)
             assert_same(got, cast_dynamic_reference(y, dtype, *flags, power_of_2))
 
 
@@ -55,7 +63,7 @@ def test_dynamic_scale_of_special_amaxes(
 ) -> None:
     x = torch.zeros(20, 30, device=triton_device)
     x[3, 4] = -amax
-    got = cast_dynamic_triton(x, dtype, True, True, False, power_of_2)
+    got = _cast_dynamic_triton(x, dtype, True, True, False, power_of_2)
     assert_same(got, cast_dynamic_reference(x, dtype, True, True, False, power_of_2))
 
 
@@ -77,7 +85,7 @@ def test_delayed(
         x = (torch.randn(40, 33) * factor).to(source).to(triton_device)
         for y, flags in ((x, FLAGS[0]), (x.t(), FLAGS[1]), (x[:, 1:], FLAGS[2])):
             before = mine._version
-            got = cast_delayed_triton(y, known, mine, dtype, *flags, False, record)
+            got = _cast_delayed_triton(y, known, mine, dtype, *flags, False, record)
             want = cast_delayed_reference(y, known, theirs, dtype, *flags, False, record)
             assert_same(got, want)
             assert mine.item() == theirs.item()
@@ -96,7 +104,7 @@ def test_delayed_keeps_what_is_not_finite(
     x = torch.ones(40, 50, device=triton_device)
     x[7, 9] = bad
     for y in (x, torch.ones_like(x)):
-        got = cast_delayed_triton(y, known, mine, FORMATS[0], True, True, False, False, True)
+        got = _cast_delayed_triton(y, known, mine, FORMATS[0], True, True, False, False, True)
         want = cast_delayed_reference(y, known, theirs, FORMATS[0], True, True, False, False, True)
         assert_same(got, want)
         assert not math.isfinite(mine.item())
@@ -113,9 +121,9 @@ def test_any_number_of_parts_is_joined(
     unknown, used = (torch.zeros((), device=triton_device) for _ in range(2))
     for last in (False, True):
         amaxes[-1 if last else 0] = 9.0
-        options = Options(FORMATS[0], True, True, False, source, parts)
+        kind = Kind(FORMATS[0], True, True, False, source, parts)
         config = tile_launch(40, 50, 16, 16, 1)
-        launch_cast(x, options, scale=unknown, parts=amaxes, scale_out=used, config=config)
+        launch_cast(x, kind, scale=unknown, parts=amaxes, scale_out=used, config=config)
         assert torch.equal(used, amax_to_scale(amaxes.max(), FORMATS[0], False))
 
 
@@ -125,12 +133,12 @@ def test_any_number_of_parts_is_joined(
 def test_gpu_matches_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     flags = (True, True, False, False)
-    assert_same(cast_dynamic_triton(x, dtype, *flags), cast_dynamic_reference(x, dtype, *flags))
+    assert_same(_cast_dynamic_triton(x, dtype, *flags), cast_dynamic_reference(x, dtype, *flags))
     for scale in (0.0, 0.01):
         known = torch.tensor(scale, device="cuda")
         mine, theirs = (torch.zeros((), device="cuda") for _ in range(2))
         assert_same(
-            cast_delayed_triton(x, known, mine, dtype, *flags, True),
+            _cast_delayed_triton(x, known, mine, dtype, *flags, True),
             cast_delayed_reference(x, known, theirs, dtype, *flags, True),
         )
         assert torch.equal(mine, theirs)
@@ -143,9 +151,10 @@ def test_in_a_cuda_graph() -> None:
 
     def both() -> list[Tensor]:
         options = (FORMATS[0], True, True, False, False)
-        return cast_dynamic_triton(x, *options) + cast_delayed_triton(
-            x, known, amax, *options, True
-        )
+        return [
+            *_cast_dynamic_triton(x, *options),
+            *_cast_delayed_triton(x, known, amax, *options, True),
+        ]
 
     both()
     torch.cuda.synchronize()

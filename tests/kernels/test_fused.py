@@ -2,24 +2,27 @@
 
 import pytest
 import torch
-from float8.cast import columns
 from torch import Tensor
 
+from float8 import kernels
 from float8.kernels.rms_norm import (
+    _rms_norm_cast_triton,
+    _rms_norm_recast_triton,
     rms_norm_cast_reference,
-    rms_norm_cast_triton,
     rms_norm_recast_reference,
-    rms_norm_recast_triton,
 )
 from float8.kernels.rms_norm_backward import (
     rms_norm_backward_reference,
     rms_norm_backward_triton,
 )
-from float8.kernels.swiglu import swiglu_cast_reference, swiglu_cast_triton
+from float8.kernels.swiglu import _swiglu_cast_triton, swiglu_cast_reference
 from float8.kernels.swiglu_backward import (
+    _swiglu_backward_cast_triton,
     swiglu_backward_cast_reference,
-    swiglu_backward_cast_triton,
 )
+from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import columns
+from float8.quantize.spec import CastSpec, Part
 from kernels.float8_codes import FORMATS
 
 E4M3, E5M2 = FORMATS
@@ -62,7 +65,7 @@ def assert_close(got: Tensor | None, want: Tensor | None) -> None:
 def test_swiglu(shape, scale: float | None, dtype: torch.dtype, triton_device) -> None:
     gate, up, _ = inputs(shape, dtype, triton_device)
     mine, theirs = state(scale, triton_device), state(scale, triton_device)
-    got = swiglu_cast_triton(gate, up, E4M3, *mine, False, True)
+    got = _swiglu_cast_triton(gate, up, E4M3, *mine, False, True)
     want = swiglu_cast_reference(gate, up, E4M3, *theirs, False, True)
     for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
         assert_close(*pair)
@@ -76,7 +79,7 @@ def test_swiglu_backward(shape, scale: float | None, dtype: torch.dtype, triton_
     args = (*inputs(shape, dtype, triton_device), product_scale, E4M3, E5M2)
     mine = state(scale, triton_device) + state(scale, triton_device)
     theirs = state(scale, triton_device) + state(scale, triton_device)
-    got = swiglu_backward_cast_triton(*args, *mine, False, True)
+    got = _swiglu_backward_cast_triton(*args, *mine, False, True)
     want = swiglu_backward_cast_reference(*args, *theirs, False, True)
     for pair in zip((*got, *mine), (*want, *theirs), strict=True):
         assert_close(*pair)
@@ -90,7 +93,7 @@ def test_rms_norm(shape, scale: float | None, dtype, triton_device) -> None:
     for weight_dtype in {torch.float32, dtype}:
         weight = torch.rand(shape[1], device=triton_device).to(weight_dtype)
         mine, theirs = state(scale, triton_device), state(scale, triton_device)
-        got = rms_norm_cast_triton(x, weight, 1e-5, E4M3, *mine, False, True)
+        got = _rms_norm_cast_triton(x, weight, 1e-5, E4M3, *mine, False, True)
         want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, *theirs, False, True)
         for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
             assert_close(*pair)
@@ -103,12 +106,12 @@ def test_rms_norm_recast(shape, dtype, triton_device) -> None:
     x = inputs(shape, dtype, triton_device)[0] * 3
     weight = torch.rand(shape[1], device=triton_device)
     for cast, recast in (
-        (rms_norm_cast_triton, rms_norm_recast_triton),
+        (_rms_norm_cast_triton, _rms_norm_recast_triton),
         (rms_norm_cast_reference, rms_norm_recast_reference),
     ):
         rstd, scale, row = cast(x, weight, 1e-5, E4M3, None, None, False, False)
         col = recast(x, weight, rstd, scale, E4M3)
-        assert torch.equal(col.view(torch.uint8), columns(row).view(torch.uint8))
+        assert torch.equal(col.view(torch.uint8), columns(Part(row, scale)).data.view(torch.uint8))
 
 
 @source
@@ -143,9 +146,9 @@ def test_non_finite_codes_are_nan(bad: float, triton_device: torch.device) -> No
     up[3, 5] = bad
     scale = torch.tensor(0.02, device=triton_device)
     amax = torch.zeros((), device=triton_device)
-    _, row = swiglu_cast_triton(gate, up, E4M3, scale, amax, False, True)
+    _, row = _swiglu_cast_triton(gate, up, E4M3, scale, amax, False, True)
     assert row.float()[3, 5].isnan()
-    product, _, gate_row, *_ = swiglu_backward_cast_triton(
+    product, _, gate_row, *_ = _swiglu_backward_cast_triton(
         grad, gate, up, scale, E4M3, E5M2, scale, amax, scale, amax.clone(), False, False
     )
     assert product.float()[5, 3].isnan()
@@ -158,8 +161,8 @@ def test_strided_inputs(triton_device: torch.device) -> None:
     gate, up = joint.chunk(2, dim=1)
     args = (E4M3, None, None, False, False)
     for pair in zip(
-        swiglu_cast_triton(gate, up, *args),
-        swiglu_cast_triton(gate.contiguous(), up.contiguous(), *args),
+        _swiglu_cast_triton(gate, up, *args),
+        _swiglu_cast_triton(gate.contiguous(), up.contiguous(), *args),
         strict=True,
     ):
         assert_close(*pair)
@@ -174,26 +177,33 @@ def test_one_launch_serves_aligned_and_unaligned_tensors() -> None:
         gate, up = (flat[o : o + 48 * 96].view(48, 96) for o in (0, offset))
         weight = flat[offset : offset + 96]
         args = (E4M3, None, None, False, False)
-        pairs = list(zip(swiglu_cast_triton(gate, up, *args),
+        pairs = list(zip(_swiglu_cast_triton(gate, up, *args),
                          swiglu_cast_reference(gate, up, *args), strict=True))  # fmt: skip
         norm = (1e-5, E4M3, None, None, False, False)
-        pairs += zip(rms_norm_cast_triton(gate, weight, *norm),
+        pairs += zip(_rms_norm_cast_triton(gate, weight, *norm),
                      rms_norm_cast_reference(gate, weight, *norm), strict=True)  # fmt: skip
         rstd, scale, _ = rms_norm_cast_reference(gate, weight, *norm)
-        pairs.append((rms_norm_recast_triton(gate, weight, rstd, scale, E4M3),
+        pairs.append((_rms_norm_recast_triton(gate, weight, rstd, scale, E4M3),
                       rms_norm_recast_reference(gate, weight, rstd, scale, E4M3)))  # fmt: skip
         for pair in pairs:
             assert_close(*pair)
 
 
 def test_wrong_input_says_what_to_do() -> None:
-    x = torch.randn(4, 16)
+    x, spec = torch.randn(4, 16), CastSpec(E4M3)
+    state = DelayedScale(torch.ones(()), torch.zeros(()))
     with pytest.raises(ValueError, match=r"up is .*\(4, 8\).*expected the same shape"):
-        swiglu_cast_reference(x, x[:, :8], E4M3, None, None, False, False)
-    with pytest.raises(ValueError, match="only one of scale and amax"):
-        swiglu_cast_reference(x, x, E4M3, torch.ones(()), None, False, False)
+        kernels.swiglu_cast(x, x[:, :8], spec)
+    with pytest.raises(TypeError, match=r"amax is .*float64.*expected a float32"):
+        kernels.swiglu_cast(x, x, spec, state._replace(amax=state.amax.double()))
     with pytest.raises(ValueError, match=r"weight is .*\(4,\)"):
-        rms_norm_cast_reference(x, x[0, :4], 1e-5, E4M3, None, None, False, False)
+        kernels.rms_norm_cast(x, x[0, :4], 1e-5, spec)
+    with pytest.raises(ValueError, match=r"scale is .*\(4,\).*expected one element"):
+        kernels.rms_norm_cast(x, x[0], 1e-5, spec, state._replace(scale=torch.ones(4)))
+    with pytest.raises(ValueError, match="got one state, expected one for each, or none"):
+        kernels.swiglu_backward_cast(x, x, x, state.scale, E4M3, spec, state)
+    with pytest.raises(ValueError, match=r"gate is .*\(4, 8\).*expected the same shape"):
+        kernels.swiglu_backward_cast(x, x[:, :8], x, state.scale, E4M3, spec)
 
 
 @pytest.mark.gpu

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from float8 import kernels
-from float8.kernels import ops
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast import cast_reference
+from float8.kernels.runtime import ops
 from kernels.float8_codes import FORMATS, same_bytes
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -219,7 +219,7 @@ assert kernels.transpose_bytes(row).shape == (16, 3)
 
 def test_absence_of_triton_is_said_once() -> None:
     ops._warn_without_triton.cache_clear()
-    op = ops._without_triton(amax_reference)
+    op = ops.without_triton(amax_reference)
     with pytest.warns(UserWarning, match="Install triton"):
         assert op(torch.ones(2)) == 1
     with warnings.catch_warnings():

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from float8.kernels._tiles import tile_launch
 from torch import Tensor
 
+from float8.kernels.tiles import tile_launch
 from float8.kernels.transpose import (
     BYTE_DTYPES,
     launch_config,

@@ -7,8 +7,10 @@ from torch import nn
 from float8 import Float8Linear, Float8LinearConfig, conversion_report, convert_to_float8_training
 from sqnr import same_bits
 from support.configs import delayed, tensorwise
-from support.devices import DTYPES, on_devices
+from support.devices import DTYPES, E4M3, on_devices
 from support.models import forward_backward, seeded
+from support.reference import reference_cast, reference_scale
+from support.spies import GemmSpy
 
 CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 K, N = 32, 48
@@ -77,6 +79,38 @@ def test_strides_of_the_gradient_do_not_change_the_values(
         got = forward_backward(layer, x, g)
         wanted = forward_backward(layer, x, g.contiguous())
         assert [name for name in wanted if not same_bits(got[name], wanted[name])] == []
+
+
+@on_devices
+@CONFIGS
+@pytest.mark.parametrize("way", ["in place", "data", "data in place", "strides", "numpy"])
+def test_an_activation_written_between_two_layers_takes_effect(
+    device: str, config: Float8LinearConfig, way: str
+) -> None:
+    """Even where no version counter tells of it: nothing is remembered of an input."""
+    if way == "numpy" and device != "cpu":
+        pytest.skip("NumPy writes the CPU's memory only")
+    first, second = (Float8Linear(K, N, bias=False, device=device, config=config) for _ in "ab")
+    x = seeded(0, 16, K, device=device).requires_grad_() * 1
+    first(x)
+    with torch.no_grad():
+        if way == "in place":
+            x.mul_(3)
+        elif way == "data":
+            x.data = 3 * x.data
+        elif way == "data in place":
+            x.data.mul_(3)
+        elif way == "strides":
+            x.data = (3 * x.data).t().contiguous().t()
+        else:
+            x.detach().numpy()[:] *= 3
+    with GemmSpy() as spy:
+        second(x)
+    (gemm,) = spy.gemms
+    wanted = 3 * seeded(0, 16, K, device=device)
+    scale = reference_scale(wanted, E4M3)
+    assert same_bits(gemm[0], reference_cast(wanted, scale, E4M3))
+    assert same_bits(gemm[1], scale)
 
 
 @on_devices

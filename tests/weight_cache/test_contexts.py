@@ -5,10 +5,11 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import float8
 from float8 import Float8Linear, Float8Tensor, cached_weights
+from float8.quantize.spec import Quantized
 from sqnr import same_bits
 from support.configs import delayed, tensorwise
 from support.microbatches import (
@@ -90,6 +91,11 @@ def test_contexts_within_contexts() -> None:
     assert_closed(model)
 
 
+def tensors_of(operand: Quantized) -> list[Tensor]:
+    tensors = [*operand.row, *operand.col]
+    return tensors if operand.amax is None else [*tensors, operand.amax]
+
+
 @BOTH
 def test_entered_again_it_takes_the_same_memory_and_new_values(config) -> None:
     model = model_of(config)
@@ -98,8 +104,8 @@ def test_entered_again_it_takes_the_same_memory_and_new_values(config) -> None:
     for _ in range(2):
         with caching:
             operands = [layer.cached_weight for layer in layers_of(model)]
-            seen.append([[t.data_ptr() for t in operand if t is not None] for operand in operands])
-            rows = [operand.row.float() * operand.scale for operand in operands]
+            seen.append([[t.data_ptr() for t in tensors_of(operand)] for operand in operands])
+            rows = [operand.row.data.float() * operand.row.scale for operand in operands]
         for layer, row in zip(layers_of(model), rows, strict=True):
             torch.testing.assert_close(row, layer.weight.detach(), rtol=0.07, atol=1e-3)
         with torch.no_grad():  # outside, any write will do

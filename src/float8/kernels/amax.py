@@ -60,20 +60,12 @@ def amax_triton(x: Tensor) -> Tensor:
 
 
 def measure(x: Tensor, known_scale: Tensor | None = None) -> Tensor:
-    """The amaxes of the parts of ``x`` that the programs of one kernel read.
+    """[P] float32: the amaxes of the parts of ``x`` that the programs of one kernel read.
 
-    Their maximum is the amax of ``x``. It is left to the kernel that follows, which needs it
-    anyway: to join the parts here would take another launch.
-
-    A tensor that is dense in any order of its dims is read flat, one with up to two strided dims
-    is read where it lies, and one with more is copied first.
-
-    Args:
-        x: float32, bfloat16 or float16, not empty; any shape and strides.
-        known_scale: 0-dim float32; where it is not 0 nothing is read and nothing is written.
-
-    Returns:
-        [P] float32, P at most ``MAX_PARTS``.
+    Their maximum, the amax of ``x``, is left to the kernel that follows, which needs it anyway: to
+    join them here would take another launch. A tensor that is dense in any order of its dims is
+    read flat, one with up to two strided dims where it lies, and one with more is copied first.
+    Where ``known_scale`` is given and not 0, nothing is read and nothing is written.
     """
     dims, config, copy = _plan(x.shape, x.stride(), x.element_size(), x.device)
     parts = empty((config.programs,), torch.float32, x)
@@ -138,8 +130,7 @@ def even_shares(
 ) -> tuple[int, int, int, int]:
     """Share ``n`` elements among as many programs as run at once, or few times as many.
 
-    Returns:
-        (block, steps, rounds, programs): each program reads ``steps * rounds`` blocks.
+    Returns (block, steps, rounds, programs): each program reads ``steps * rounds`` blocks.
     """
     blocks = -(-n // block)
     if blocks < 8 * sms:
@@ -178,7 +169,7 @@ def launch_amax(
 ) -> None:
     """Run the kernel under one launch configuration, into ``parts`` [programs]."""
     launch = _launch(dims, x.dtype, x.device, known_scale is not None, config)
-    launch(x, parts, parts if known_scale is None else known_scale)
+    launch(x, parts, known_scale)
 
 
 @functools.lru_cache(maxsize=4096)

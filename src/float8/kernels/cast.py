@@ -91,21 +91,10 @@ def cast(
 def cast_dynamic(
     x: Tensor, spec: CastSpec, *, row: bool, col: bool, pad_rows: bool = False
 ) -> Cast:
-    """Cast ``x`` with the scale from its own amax, in two launches.
+    """Cast ``x`` with the scale from its own amax, in two launches; all else as :func:`cast`.
 
     The same as ``cast(x, amax_to_scale(amax(x), ...), ...)``, bit for bit, and for eager mode: to
     a compiler the amax is better left apart.
-
-    Args:
-        x: as in :func:`cast`.
-        spec: format, and whether the scale is rounded up to a power of two.
-        row: as in :func:`cast`.
-        col: as in :func:`cast`.
-        pad_rows: as in :func:`cast`.
-
-    Raises:
-        TypeError: as :func:`cast`.
-        ValueError: as :func:`cast`.
     """
     check_cast(x, spec.dtype, row, col)
     args = (x, spec.dtype, row, col, pad_rows, spec.power_of_2)
@@ -128,19 +117,9 @@ def cast_delayed(
 ) -> Cast:
     """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
 
-    Args:
-        x: as in :func:`cast`.
-        spec: format, and whether a scale from the amax is rounded up to a power of two.
-        state: the scale, where it is 0 (unknown) taken from the amax of ``x`` as in
-            :func:`cast_dynamic`; and the amax, raised in place to that of ``x``. A NaN stays.
-        row: as in :func:`cast`.
-        col: as in :func:`cast`.
-        pad_rows: as in :func:`cast`.
-        record: whether to write the amax.
-
-    Raises:
-        TypeError: as :func:`cast`.
-        ValueError: as :func:`cast`.
+    The scale of ``state`` is used, or where it is 0 (unknown) that from the amax of ``x``, as in
+    :func:`cast_dynamic`. Its amax is raised in place to that of ``x`` if ``record``; a NaN stays.
+    All else as :func:`cast`.
     """
     scale, amax = state
     check_cast(x, spec.dtype, row, col)
@@ -282,7 +261,7 @@ def _fixed(
 
 # ---------------------------------------------------------------- Triton
 
-# What is cast: x itself, silu(x) * y, or x * rstd * weight.
+# What is cast: x itself, silu(x) * y, or x * rstd * weight; contiguous unless PLAIN.
 PLAIN, SWIGLU, RMS_NORM = 0, 1, 2
 
 # Where the kernel takes the scale from: it is given; measured, from amaxes to be joined; or from
@@ -294,37 +273,27 @@ _ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
 
 
 class Kind(NamedTuple):
-    """What a launch of the kernel does: all that it is compiled for."""
+    """What a launch of the kernel does: all that it is compiled for, but its input."""
 
     dtype: torch.dtype
     row: bool
     col: bool
     pad_rows: bool = False
     source: int = GIVEN
-    parts: int = 0
-    """How many amaxes there are to join, unless `GIVEN`."""
-
+    parts: int = 0  # amaxes to join, unless GIVEN
     power_of_2: bool = False
     record: bool = False
-    """Whether the amax of what is cast is joined into a tensor."""
-
     producer: int = PLAIN
-    """x must be contiguous unless `PLAIN`."""
-
-    weight_dtype: torch.dtype | None = None
-    """That of the norm's weight."""
+    weight_dtype: torch.dtype | None = None  # of the norm
 
 
 class _Plan(NamedTuple):
     """A planned cast of tensors of one shape, layout and dtype."""
 
-    launch: Launch | None
-    """None where there is nothing to do."""
-
+    launch: Launch | None  # None where there is nothing to do
     row_shape: tuple[int, int] | None
     col_shape: tuple[int, int] | None
-    swapped: bool
-    """The kernel reads x.t(), and so takes the outputs in the other order."""
+    swapped: bool  # the kernel reads x.t(), and so takes the outputs in the other order
 
 
 def launch_cast(
@@ -340,22 +309,11 @@ def launch_cast(
     weight: Tensor | None = None,
     config: TileLaunch | None = None,
 ) -> list[Tensor]:
-    """Cast ``x`` [R, C].
+    """Cast ``x`` [R, C]: row data, column data, those asked for.
 
-    Args:
-        x: float32, bfloat16 or float16.
-        kind: what to make of it.
-        scale: 0-dim float32, the decode scale (`GIVEN`) or that of the history.
-        parts: [P] float32 as from `measure`, unless `GIVEN`.
-        scale_out: 0-dim float32, receives the scale used, unless `GIVEN`.
-        amax: 0-dim float32, raised to the amax of what is cast if ``kind.record``.
-        y: [R, C] as ``x``, for `SWIGLU`.
-        rstd: [R] float32, for `RMS_NORM`.
-        weight: [C] of dtype ``kind.weight_dtype``, for `RMS_NORM`.
-        config: launch configuration; None for the usual one.
-
-    Returns:
-        Row data, column data: those asked for.
+    ``scale`` is the given one or the history's, ``parts`` [P] are amaxes from `measure`,
+    ``scale_out`` receives the scale used, and ``amax`` is raised if ``kind.record``. `SWIGLU` reads
+    ``y`` [R, C] too, `RMS_NORM` ``rstd`` [R] and ``weight`` [C].
     """
     plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
     out = []
@@ -364,34 +322,14 @@ def launch_cast(
     if plan.col_shape is not None:
         out.append(empty(plan.col_shape, kind.dtype, x))
     if plan.launch is not None:
-        # Any pointer of the same type stands in for one that is absent.
-        along, across = (out[-1], out[0]) if plan.swapped else (out[0], out[-1])
-        some = scale if parts is None else parts
-        assert some is not None
-        plan.launch(
-            x,
-            x if y is None else y,
-            x if rstd is None else rstd,
-            x if weight is None else weight,
-            along,
-            across,
-            some if scale is None else scale,
-            some if parts is None else parts,
-            some if scale_out is None else scale_out,
-            some if amax is None else amax,
-        )
+        row, col = (out[0] if kind.row else None), (out[-1] if kind.col else None)
+        along, across = (col, row) if plan.swapped else (row, col)
+        plan.launch(x, y, rstd, weight, along, across, scale, parts, scale_out, amax)
     return out
 
 
 def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
-    """Launch configuration for [R, C], where ``C`` is the dim along which x is contiguous.
-
-    Args:
-        R: size of the other dim.
-        C: size of the dim along which x is read.
-        across: whether the copy that is contiguous along ``R`` is written.
-        sms: multiprocessors of the device.
-    """
+    """For [R, C] read along ``C``; ``across``: the copy contiguous along ``R`` is written too."""
     # 128 x 128 writes whole 128-byte lines in both layouts.
     both = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
     return fitting(R, C, sms, both if across else ((16, 256, 4), (16, 128, 2)))

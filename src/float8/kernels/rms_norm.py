@@ -83,21 +83,8 @@ def rms_norm_recast(
 ) -> Tensor:
     """Column data of what :func:`rms_norm_cast` made row data of, with the same scale.
 
-    For backward, which has x anyway and so need not keep them.
-
-    Args:
-        x: as given to :func:`rms_norm_cast`.
-        weight: likewise.
-        rstd: [R] float32, as returned by it.
-        scale: 0-dim float32, likewise.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-
-    Returns:
-        [ceil16(C), ceil16(R)] of ``dtype``.
-
-    Raises:
-        TypeError: as :func:`rms_norm_cast`.
-        ValueError: as :func:`rms_norm_cast`.
+    For backward, which has x anyway and so need not keep them: [ceil16(C), ceil16(R)] from what
+    :func:`rms_norm_cast` was given and returned.
     """
     check_rms_norm(x, weight)
     check_scalar("scale", scale, x)

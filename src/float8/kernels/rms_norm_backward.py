@@ -119,10 +119,9 @@ def rms_norm_backward_triton(
     R, C = x.shape
     grad_x = empty((R, C), x.dtype, x)
     parts = empty((launch.programs, C), torch.float32, x)
-    # Any pointer of the same type stands in for one that is absent.
-    residual = x if residual_grad is None else residual_grad.contiguous()
-    tensors += [x] * (_MOST_GRADS - len(tensors))
-    launch(*tensors, x, residual, weight, rstd, grad_x, parts)
+    residual = None if residual_grad is None else residual_grad.contiguous()
+    absent = [None] * (_MOST_GRADS - len(tensors))
+    launch(*tensors, *absent, x, residual, weight, rstd, grad_x, parts)
     return grad_x, parts.sum(dim=0).to(weight.dtype)
 
 

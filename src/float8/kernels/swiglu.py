@@ -119,7 +119,7 @@ def _measure(gate: Tensor, up: Tensor, known_scale: Tensor | None) -> Tensor:
     """The amaxes of the parts of ``silu(gate) * up``; see `amax.measure`."""
     launch = _launch(gate.numel(), gate.dtype, gate.device, known_scale is not None)
     parts = empty((launch.programs,), torch.float32, gate)
-    launch(gate, up, parts, parts if known_scale is None else known_scale)
+    launch(gate, up, parts, known_scale)
     return parts
 
 

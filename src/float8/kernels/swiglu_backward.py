@@ -153,20 +153,15 @@ def _swiglu_backward_cast_triton(
     known = gate_scale is not None
     measure = _measure_launch(grad.numel(), grad.dtype, grad.device, known)
     parts = empty((2 * measure.programs,), torch.float32, grad)
-
-    def some(x: Tensor | None) -> Tensor:
-        return parts if x is None else x  # any pointer of the same type stands in
-
-    measure(grad, gate, up, parts, some(gate_scale), some(up_scale))
+    measure(grad, gate, up, parts, gate_scale, up_scale)
     kind = _Kind(product_dtype, dtype, known, measure.programs, power_of_2, record and known)
     _cast_launch(grad.shape, grad.dtype, grad.device, kind)(
         *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
-        *(some(gate_scale), gate_used, some(gate_amax)),
-        *(some(up_scale), up_used, some(up_amax)),
+        *(gate_scale, gate_used, gate_amax, up_scale, up_used, up_amax),
     )
     if kind.record:
-        mark_written(some(gate_amax))
-        mark_written(some(up_amax))
+        mark_written(gate_amax)
+        mark_written(up_amax)
     return out
 
 

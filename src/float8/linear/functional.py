@@ -39,6 +39,7 @@ class DelayedScales(NamedTuple):
 
 
 NO_SCALES = DelayedScales()
+DYNAMIC = Float8LinearConfig()  # made here, where Dynamo need not follow
 
 
 def linear(
@@ -66,7 +67,7 @@ def linear(
             forbids; or `config` has delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False.
     """
-    config = Float8LinearConfig() if config is None else config
+    config = DYNAMIC if config is None else config
     if config.delayed_sites:
         raise ValueError(
             "linear: got a config with delayed scaling, expected dynamic scaling: histories belong "

@@ -3,6 +3,8 @@
 import functools
 from typing import NamedTuple
 
+import torch
+
 from float8.config import BASE_SITE, GEMM_OPERANDS, CastSite, Float8LinearConfig
 from float8.formats import E4M3
 from float8.gemm import Gemm
@@ -27,10 +29,13 @@ class LinearPlan(NamedTuple):
     pad: bool
 
 
-@functools.cache  # a configuration is frozen; layers of equal ones share a plan
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
-    """Resolve `config`."""
+    """Resolve `config`; it is frozen, so layers of equal ones share a plan."""
+    # Dynamo looks through a cache, but warns of it.
+    return _resolved(config) if torch.compiler.is_compiling() else _cached(config)
 
+
+def _resolved(config: Float8LinearConfig) -> LinearPlan:
     def cast(site: CastSite) -> CastSpec:
         cast_config = config.cast_config(site)
         return CastSpec(
@@ -60,3 +65,6 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
         grad_weight=gemm("grad_weight"),
         pad=config.pad_inner_dim,
     )
+
+
+_cached = functools.cache(_resolved)

@@ -95,5 +95,14 @@ def padded(row: Part) -> Part:
 
 
 def columns(row: Part, after: Tensor | None = None) -> Part:
-    """Column data of row data: under one scale, the bytes transposed; `after` as `kernels.cast`."""
+    """Column data of row data: the bytes transposed; `after` as `kernels.cast`.
+
+    Raises:
+        ValueError: there is more than one scale, so that columns have others than rows.
+    """
+    if row.scale.numel() != 1:
+        raise ValueError(
+            f"columns: got scales of shape {tuple(row.scale.shape)}, expected one element; columns "
+            f"have scales of their own: cast the tensor with `quantize(..., col=True)`"
+        )
     return Part(kernels.transpose_bytes(padded(row).data, after=after), row.scale)

@@ -80,12 +80,12 @@ class IRTensor:
         from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
         configured = triton.autotune([triton.Config({}, num_warps=launch.num_warps)], key=[])
-        values = (*(tensor.box for tensor in tensors), *launch.rest)
+        boxes = [None if tensor is None else tensor.box for tensor in tensors]
         _inductor("ir").UserDefinedTritonKernel(
             kernel_idx=kernel_side_table.add_kernel(configured(launch.kernel)),
             grid=[(launch.programs, 1, 1)],
             tma_descriptor_metadata={},
-            kernel_args=dict(zip(launch.kernel.arg_names, values, strict=True)),
+            kernel_args=dict(zip(launch.kernel.arg_names, (*boxes, *launch.rest), strict=True)),
         )
 
 

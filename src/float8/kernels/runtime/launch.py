@@ -26,10 +26,11 @@ _binaries: dict[tuple[object, ...], Any] = {}
 class Launch:
     """A Triton kernel with all its arguments but the tensors.
 
-    The kernel takes its parameters in this order: tensors, integers, constants. Who keeps a
-    `Launch` must use it for tensors of one set of dtypes. Triton specialises kernels on whether
-    data starts at a multiple of 16 bytes; the first `inputs` tensors may be views that do not, all
-    others are new allocations, which do, or the kernel does not specialise on them.
+    The kernel takes its parameters in this order: tensors (None for one that it does not touch),
+    integers, constants. Who keeps a `Launch` must use it for tensors of one set of dtypes. Triton
+    specialises kernels on whether data starts at a multiple of 16 bytes; the first `inputs` tensors
+    may be views that do not, all others are new allocations, which do, or the kernel does not
+    specialise on them.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class Launch:
                 self(*tensors)
             return
         # Addresses, since Triton would ask each tensor, and the driver about each answer.
-        addresses = [x.data_ptr() for x in tensors]
-        aligned = tuple([address % 16 == 0 for address in addresses[: self.inputs]])
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        aligned = tuple([not address or address % 16 == 0 for address in addresses[: self.inputs]])
         run = self._compiled.get(aligned)
         if run is None:
-            kind = (*self._kind, aligned, tuple(x.dtype for x in tensors))
+            dtypes = tuple(None if x is None else x.dtype for x in tensors)
+            kind = (*self._kind, aligned, dtypes)
             binary = _binaries.get(kind)
             if binary is None:
                 binary = self._launch(tensors)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from float8.scaling import SMALLEST_AMAX, amax_to_scale
 
+from float8.quantize.scale import SMALLEST_AMAX, amax_to_scale
 from sqnr import same_bits
 from support.devices import E4M3, E5M2, FLOAT8_MAX, on_devices
 

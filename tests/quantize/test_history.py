@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from float8.scaling import UNKNOWN_SCALE, next_history_and_scale
 
+from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
 from support.devices import on_devices
 from support.simulation import SimulatedHistory
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from float8.scaling import UNKNOWN_SCALE, DelayedScale
 
+from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from sqnr import same_bits
 from support.devices import E4M3, E5M2, on_devices
 from support.scales import delayed_scale, dynamic_scale

@@ -6,17 +6,19 @@ import pytest
 import torch
 
 import tolerances
-from float8.gemm import scaled_mm
+from float8.config import ScalingGranularity
+from float8.gemm import Gemm, matmul
+from float8.quantize.spec import Part
 from sqnr import sqnr
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
 
 
 def operands(format_a: torch.dtype, format_b: torch.dtype, device: str):
-    """`a [M, K], scale_a, b [N, K], scale_b`."""
+    """`a` [M, K] and `b` [N, K]."""
     a = seeded(0, 7, 96, device=device).mul(50).to(format_a)
     b = seeded(1, 48, 96, device=device).mul(50).to(format_b)
-    return a, torch.tensor(0.25, device=device), b, torch.tensor(0.5, device=device)
+    return Part(a, torch.tensor(0.25, device=device)), Part(b, torch.tensor(0.5, device=device))
 
 
 FORMATS = pytest.mark.parametrize(
@@ -32,17 +34,10 @@ FORMATS = pytest.mark.parametrize(
 @pytest.mark.parametrize("emulate", [False, True], ids=["float8", "emulated"])
 @pytest.mark.parametrize("use_fast_accum", [False, True], ids=["", "fast"])
 def test_product(device, format_a, format_b, out_dtype, emulate, use_fast_accum) -> None:
-    a, scale_a, b, scale_b = operands(format_a, format_b, device)
-    got = scaled_mm(
-        a,
-        scale_a,
-        b,
-        scale_b,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-        emulate=emulate,
-    )
-    wanted = (a.double() * scale_a.double()) @ (b.double() * scale_b.double()).t()
+    a, b = operands(format_a, format_b, device)
+    got = matmul(a, b, gemm=Gemm(use_fast_accum, emulate), out_dtype=out_dtype)
+    wide_a, wide_b = (part.data.double() * part.scale.double() for part in (a, b))
+    wanted = wide_a @ wide_b.t()
     assert got.dtype == out_dtype
     assert got.shape == (7, 48)
     assert sqnr(wanted, got) > tolerances.GEMM
@@ -51,10 +46,10 @@ def test_product(device, format_a, format_b, out_dtype, emulate, use_fast_accum)
 @on_devices
 @pytest.mark.parametrize("emulate", [False, True], ids=["float8", "emulated"])
 def test_autocast_leaves_the_product_alone(device: str, emulate: bool) -> None:
-    a, scale_a, b, scale_b = operands(E4M3, E4M3, device)
+    a, b = operands(E4M3, E4M3, device)
 
     def run() -> torch.Tensor:
-        return scaled_mm(a, scale_a, b, scale_b, out_dtype=torch.float32, emulate=emulate)
+        return matmul(a, b, gemm=Gemm(emulate=emulate), out_dtype=torch.float32)
 
     wanted = run()
     with torch.autocast(device, torch.bfloat16):
@@ -65,14 +60,29 @@ def test_autocast_leaves_the_product_alone(device: str, emulate: bool) -> None:
 def test_emulation_takes_any_dims(device: str) -> None:
     a, b = seeded(0, 3, 5, device=device).to(E4M3), seeded(1, 7, 5, device=device).to(E4M3)
     one = torch.ones((), device=device)
-    got = scaled_mm(a, one, b, one, out_dtype=torch.float32, emulate=True)
+    got = matmul(Part(a, one), Part(b, one), gemm=Gemm(emulate=True), out_dtype=torch.float32)
     assert sqnr(a.double() @ b.double().t(), got) > tolerances.GEMM
 
 
 def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("float8.gemm.scaled_mm")
+    module = importlib.import_module("float8.gemm.matmul")
     monkeypatch.setattr(module, "lacks_float8_gemm", lambda device: "an old GPU")
-    a = torch.empty(16, 16, dtype=E4M3, device="meta")
-    one = torch.empty((), device="meta")
+    a = Part(torch.empty(16, 16, dtype=E4M3, device="meta"), torch.empty((), device="meta"))
     with pytest.raises(RuntimeError, match=r"an old GPU; set emulate=True"):
-        scaled_mm(a, one, a, one, out_dtype=torch.float32)
+        matmul(a, a, gemm=Gemm(), out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("emulate", [False, True], ids=["float8", "emulated"])
+def test_scales_of_another_shape_are_refused(emulate: bool) -> None:
+    a, b = operands(E4M3, E4M3, "cpu")
+    by_rows = Part(a.data, torch.ones(7, 1))
+    for pair in ((by_rows, b), (b, by_rows)):
+        with pytest.raises(ValueError, match=r"\(7, 1\).*expected one element each"):
+            matmul(*pair, gemm=Gemm(emulate=emulate), out_dtype=torch.float32)
+
+
+def test_granularities_that_nothing_multiplies_are_refused() -> None:
+    a, b = operands(E4M3, E4M3, "cpu")
+    finer = (ScalingGranularity.AXISWISE, ScalingGranularity.TENSORWISE)
+    with pytest.raises(NotImplementedError, match=r"got .*AXISWISE.*expected .*TENSORWISE"):
+        matmul(a, b, gemm=Gemm(granularities=finer), out_dtype=torch.float32)

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from float8.cast import cast_operand
-from float8.scaling import SMALLEST_AMAX
 
+from float8.quantize.quantize import quantize
+from float8.quantize.scale import SMALLEST_AMAX
+from float8.quantize.spec import CastSpec
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, FLOAT8_MAX, on_devices
 from support.scales import dynamic_scale
@@ -31,7 +32,7 @@ def test_dynamic_scale_of_zeros_casts_zeros_to_zeros(device: str, dtype: torch.d
     x = torch.zeros(16, 32, dtype=dtype, device=device)
     scale = dynamic_scale(x, E4M3, False)
     assert scale.item() == torch.tensor(SMALLEST_AMAX / 448.0, dtype=torch.float64).float().item()
-    assert cast_operand(x, scale, E4M3, row=True).row.float().abs().max() == 0
+    assert quantize(x, CastSpec(E4M3), row=True, scale=scale).row.data.float().abs().max() == 0
 
 
 @on_devices
@@ -46,7 +47,9 @@ def test_smallest_subnormal_survives_the_cast(
     scale = dynamic_scale(x, E4M3, round_to_power_of_2)
     assert math.isfinite(scale.item())
     assert math.isfinite((1.0 / scale).item())
-    back = cast_operand(x, scale, E4M3, row=True).row.double() * scale.double()
+    row = quantize(x, CastSpec(E4M3), row=True, scale=scale).row
+    assert row.scale is scale
+    back = row.data.double() * scale.double()
     assert bool((back - x.double()).abs().le(x.double() / 16).all())
 
 

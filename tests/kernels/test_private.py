@@ -1,0 +1,152 @@
+"""The private API of torch that float8 uses: all of it can be missing, or turned off."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.kernels.runtime import ops, private
+from float8.kernels.runtime.triton import HAS_TRITON
+from kernels.float8_codes import same_bytes
+
+NAMES = re.findall(r'^(\w+) = find\("([\w.]+)"\)', Path(private.__file__).read_text(), re.MULTILINE)
+
+# Forward and backward in eager mode: on a GPU through Triton, where there is one.
+TRAIN = """
+import torch
+import float8
+
+gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+device = "cuda" if gpu else "cpu"
+
+def step(run, layer):
+    layer.zero_grad(set_to_none=True)
+    x = torch.linspace(-1, 1, 20 * 32, device=device).view(20, 32).requires_grad_()
+    run(x).square().sum().backward()
+    return x.grad, layer.weight.grad
+
+for recipe in ("tensorwise", "delayed"):
+    torch.manual_seed(0)
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    layer = float8.Float8Linear(32, 48, device=device, config=config)
+    for _ in range(2):
+        got = step(layer, layer)
+        float8.sync_float8_amax_and_scale_history(layer)
+    print([g.double().sum().item().hex() for g in got])
+"""
+
+
+def run(program: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def usual() -> str:
+    """What training gives with all of it."""
+    return run(TRAIN)
+
+
+def test_the_names_of_this_torch_are_found() -> None:
+    """Else eager mode is slower than it could be, and nobody notices."""
+    assert len(NAMES) >= 5
+    for name, path in NAMES:
+        if "cuda" not in path or torch.backends.cuda.is_built():
+            assert getattr(private, name) is not None, path
+
+
+def test_one_variable_turns_all_of_it_off(usual: str) -> None:
+    names = [name for name, _ in NAMES]
+    check = f"""
+from float8.kernels.runtime import launch, private
+assert private.PLAIN_LAUNCH
+assert [getattr(private, name) for name in {names}] == [None] * {len(names)}
+assert private.find("nn.Linear") is None
+assert not launch.takes_triton_directly()
+assert not launch._CACHED
+"""
+    assert run(TRAIN + check, FLOAT8_PLAIN_LAUNCH="1") == usual
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_other_values_turn_nothing_off(value: str) -> None:
+    run(
+        "from float8.kernels.runtime import private\n"
+        "assert not private.PLAIN_LAUNCH\n"
+        "assert private.find('nn.Linear') is not None",
+        FLOAT8_PLAIN_LAUNCH=value,
+    )
+
+
+@pytest.mark.parametrize(("name", "path"), NAMES, ids=[name for name, _ in NAMES])
+def test_a_torch_without_one_of_them_trains_the_same(name: str, path: str, usual: str) -> None:
+    """Gone before float8 is imported, and for float8 alone: torch itself needs some of them."""
+    parent, _, last = path.rpartition(".")
+    hide = f"""
+import sys, types
+import torch
+
+class Without(types.ModuleType):
+    def __getattr__(self, wanted):
+        if wanted == {last!r} and sys._getframe(1).f_globals["__name__"].startswith("float8."):
+            raise AttributeError(wanted)
+        return getattr(owner, wanted)
+
+holder, owner = torch, torch
+for part in {parent!r}.split("."):
+    holder, owner = owner, getattr(owner, part)
+setattr(holder, {parent!r}.split(".")[-1], Without("without"))
+"""
+    check = f"""
+from float8.kernels.runtime import private
+assert private.{name} is None
+"""
+    assert run(hide + TRAIN + check) == usual
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="nothing to lower without Triton")
+@pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
+def test_another_inductor_leaves_the_ops_opaque(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(op: object, body: object) -> None:
+        raise error("another interface")
+
+    monkeypatch.setattr(ops, "lower", fails)
+    monkeypatch.setattr(ops, "_told", set())
+    torch._dynamo.reset()
+
+    def cast(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return kernels.cast(x, x[0, 0], torch.float8_e4m3fn, row=True, col=True)
+
+    x = torch.rand(20, 40)
+    with pytest.warns(UserWarning, match=r"Inductor calls float8\.cast.*another interface"):
+        compiled = torch.compile(cast, fullgraph=True)(x)
+    for got, want in zip(compiled, cast(x), strict=True):
+        assert same_bytes(got, want)
+
+
+def test_without_private_api_inductor_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(op: object, body: object) -> None:
+        raise AssertionError(op)
+
+    monkeypatch.setattr(ops, "lower", unexpected)
+    monkeypatch.setattr(ops, "_told", set())
+    monkeypatch.setattr(private, "PLAIN_LAUNCH", True)
+    torch._dynamo.reset()
+    x = torch.rand(20, 40)
+    compiled = torch.compile(kernels.transpose_bytes, fullgraph=True)(x.to(torch.float8_e5m2))
+    assert compiled.shape == (40, 20)
