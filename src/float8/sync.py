@@ -59,7 +59,7 @@ def sync_float8_amax_and_scale_history(
             does not take part.
     """
     require_module(model, "model")
-    layers = _delayed_layers(model if fp8_layers is None else _float8_linears(fp8_layers))
+    layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
     if not layers:
         return
     if ranks := sync_groups([layer.weight for layer in layers], group, _beside(layers, model)):
@@ -115,7 +115,7 @@ def forget_float8_amax(model: nn.Module) -> None:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    for layer in _delayed_layers(model):
+    for layer in _delayed_layers(model.modules()):
         torch._foreach_zero_([layer.get_buffer(site.amax) for site in layer.delayed])
         layer.mark_synced()
 
@@ -163,7 +163,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
             return None
 
         def evaluate() -> Any:
-            for layer in _delayed_layers(model):
+            for layer in _delayed_layers(model.modules()):
                 layer.expect_new_weights()
             return closure()
 
@@ -209,12 +209,11 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- layers
 
 
-def _delayed_layers(model: nn.Module | list[Float8Linear]) -> list[Float8Linear]:
-    modules = model.modules() if isinstance(model, nn.Module) else model
+def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
     return [layer for layer in modules if isinstance(layer, Float8Linear) and layer.delayed]
 
 
-def _float8_linears(layers: object) -> list[Float8Linear]:
+def _listed(layers: object) -> list[Float8Linear]:
     linears: list[Any] = list(layers) if isinstance(layers, Iterable) else []
     others = [type(x).__name__ for x in linears if not isinstance(x, Float8Linear)]
     if others or not isinstance(layers, Iterable):

@@ -34,10 +34,9 @@ def cached_weights(model: nn.Module) -> "CachedWeights":
 
     A weight that changes inside is cast again: at the step of any `torch.optim` optimizer, after
     `load_state_dict`, `.to()`, `reset_parameters()`, a sync of delayed scaling, for a new Parameter
-    in its place, and in eager mode after a write by hand (`weight.mul_(2)` under `no_grad`). For a
-    layer that only compiled code runs, a write by hand raises a `RuntimeError` at the next
-    optimizer step or on exit; one that both run counts as eager. Only writes that hide from the
-    tensor's version counter (`weight.data.mul_(2)`, a raw pointer) go unnoticed: make them outside.
+    in its place, and in eager mode after a write by hand. For a layer that only compiled code runs,
+    a write by hand raises a `RuntimeError` at the next optimizer step or on exit. Only writes that
+    hide from version counters (`weight.data.mul_(2)`, a raw pointer) go unnoticed.
 
     Run the backward inside too: under eager activation checkpointing it must be, elsewhere it may
     come later, unless the same object is entered again before, which writes into that memory.
@@ -125,8 +124,7 @@ class CachedWeights:
         if others:
             warnings.warn(
                 f"float8.cached_weights: {len(others)} layer(s) cast their weight at each forward, "
-                f"because it is no plain tensor: {', '.join(others[:3])}"
-                f"{', ...' if len(others) > 3 else ''}",
+                f"because it is no plain tensor: {', '.join(others[:3])} ...",
                 stacklevel=5,
             )
         return found

@@ -48,7 +48,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
     """The groups over which a DTensor's parts are spread: one per mesh dim that shards it.
 
-    Under FSDP2 with tensor parallel there are two, and an amax over both is that of the whole.
+    Under FSDP2 with tensor parallel there are two: over both it is the amax of the whole.
     """
     mesh = weight.device_mesh
     return tuple(

