@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.linear import Float8Linear
-from float8.linear.cached import PLAIN, WeightCache, can_cache, cast_weight, renew
+from float8.linear.cached import PLAIN, WeightCache, can_cache, cast_weight
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
 from float8.untraced import untraced
@@ -141,7 +141,7 @@ class CachedWeights:
             key = (id(weight), layer if layer.plan.weight.delayed else layer.plan.weight)
             if key not in done:
                 done[key] = cast_weight(layer, weight, cache.memory_for(weight))
-            renew(layer, cache, weight, done[key])
+            cache.keep(layer, done[key], weight)
 
     def _close(self) -> None:
         for hook in self._hooks:

@@ -43,10 +43,10 @@ class WeightCache:
         """Where an operand of this very weight was before."""
         return self.operand if self._weight is weight else None
 
-    def keep(self, operand: Quantized, weight: Tensor) -> None:
-        """Note that `operand` was made of `weight` as it is now."""
-        self.operand, self._weight = operand, weight
-        self._state = weight._version, weight.data_ptr()
+    def keep(self, layer: Any, operand: Quantized, weight: Tensor) -> None:
+        """Make `operand`, just made of `weight`, the cached one of `layer`."""
+        layer.cached_weight = self.operand = operand
+        self._weight, self._state = weight, (weight._version, weight.data_ptr())
 
 
 # In what follows `layer` is a `Float8Linear`, which stands above this module.
@@ -80,15 +80,9 @@ def current_operand(layer: Any, weight: Tensor) -> Quantized | None:
         if not can_cache(layer, weight):
             return None
         # Not where the old one lies, which a backward still to come may read.
-        renew(layer, cache, weight, cast_weight(layer, weight))
+        cache.keep(layer, cast_weight(layer, weight), weight)
     cache.seen_by_eager = True
     return layer.cached_weight  # type: ignore[no-any-return]
-
-
-def renew(layer: Any, cache: WeightCache, weight: Tensor, operand: Quantized) -> None:
-    """Make `operand`, just made of `weight`, the cached one."""
-    cache.keep(operand, weight)
-    layer.cached_weight = operand
 
 
 # What is made in inference mode cannot be saved for a backward.
