@@ -9,20 +9,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
-from float8.config import CastSite
-from float8.formats import FLOAT8_MAX
-from float8.linear import DelayedSite, Float8Linear, amax_name
+from float8.linear import WEIGHT_AMAX, DelayedSite, Float8Linear
 from float8.parallel import (
     all_reduce_amax,
-    has_precomputable_scales,
     mesh_device_type,
     precompute_float8_dynamic_scale_for_fsdp,
     shard_amax,
     sync_groups,
 )
 from float8.quantize.history import next_history_and_scale
-
-_Sites = list[tuple[Float8Linear, DelayedSite]]
 
 
 @torch.no_grad()
@@ -64,30 +59,43 @@ def sync_float8_amax_and_scale_history(
             does not take part.
     """
     require_module(model, "model")
-    layers = _delayed_layers(model if fp8_layers is None else _float8_linears(fp8_layers))
+    layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
     if not layers:
         return
-    _join_tied(layers)
-    settings = _by_setting(layers)
-    amaxes = [torch.stack([_buffer(x, site.amax) for x, site in sites]) for sites in settings]
     if ranks := sync_groups([layer.weight for layer in layers], group, _beside(layers, model)):
         _require_same_layers(model, layers, ranks)
-        amaxes = _over_ranks(amaxes, settings, ranks)
-    for amax, sites in zip(amaxes, settings, strict=True):
-        config = sites[0][0].config
-        histories = [_buffer(layer, site.history) for layer, site in sites]
-        scales = [_buffer(layer, site.scale) for layer, site in sites]
-        history, scale = next_history_and_scale(
-            amax,
+        _share_amaxes(layers, ranks)
+    _join_tied(layers)
+    # What is updated as one tensor, by the largest value of each format.
+    alike: dict[Any, dict[float, list[tuple[Float8Linear, DelayedSite]]]] = {}
+    for layer in layers:
+        config, history = layer.config, layer.config.delayed_scaling_config
+        kind = history.history_len, history.scale_fn_name, config.round_scales_to_power_of_2
+        for site in layer.delayed:
+            device = layer.get_buffer(site.amax).device
+            formats = alike.setdefault((*kind, device), {})
+            formats.setdefault(site.float8_max, []).append((layer, site))
+    for (_, scale_fn_name, rounds, device), formats in alike.items():
+        sites = [each for of_format in formats.values() for each in of_format]
+        # Made on the device: a copy from the host would wait for it.
+        maxima = [
+            torch.full((len(of_format),), float8_max, dtype=torch.float64, device=device)
+            for float8_max, of_format in formats.items()
+        ]
+        amaxes = [layer.get_buffer(site.amax) for layer, site in sites]
+        histories = [layer.get_buffer(site.history) for layer, site in sites]
+        scales = [layer.get_buffer(site.scale) for layer, site in sites]
+        new_histories, new_scales = next_history_and_scale(
+            torch.stack(amaxes),
             torch.stack(histories),
             torch.stack(scales),
-            _float8_maxima(sites, amax.device),
-            scale_fn_name=config.delayed_scaling_config.scale_fn_name,
-            round_to_power_of_2=config.round_scales_to_power_of_2,
+            torch.cat(maxima),
+            scale_fn_name=scale_fn_name,
+            round_to_power_of_2=rounds,
         )
-        torch._foreach_copy_(histories, history.unbind())
-        torch._foreach_copy_(scales, scale.unbind())
-        torch._foreach_zero_([_buffer(layer, site.amax) for layer, site in sites])
+        torch._foreach_copy_(histories, new_histories.unbind())
+        torch._foreach_copy_(scales, new_scales.unbind())
+        torch._foreach_zero_(amaxes)
     for layer in layers:
         layer.mark_synced()
 
@@ -107,8 +115,8 @@ def forget_float8_amax(model: nn.Module) -> None:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    for layer in _delayed_layers(model):
-        torch._foreach_zero_([_buffer(layer, site.amax) for site in layer.delayed])
+    for layer in _delayed_layers(model.modules()):
+        torch._foreach_zero_([layer.get_buffer(site.amax) for site in layer.delayed])
         layer.mark_synced()
 
 
@@ -147,7 +155,6 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
-    precomputes = has_precomputable_scales(model)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = _closure(args, kwargs)
@@ -156,7 +163,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
             return None
 
         def evaluate() -> Any:
-            for layer in _delayed_layers(model):
+            for layer in _delayed_layers(model.modules()):
                 layer.expect_new_weights()
             return closure()
 
@@ -167,8 +174,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     def after_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _closure(args, kwargs) is not None:
             sync_float8_amax_and_scale_history(model, group=group)
-        if precomputes:
-            precompute_float8_dynamic_scale_for_fsdp(model)
+        precompute_float8_dynamic_scale_for_fsdp(model)
 
     return Attachment(
         [
@@ -179,7 +185,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure in the arguments of a step, of which the first is the optimizer."""
+    """In the arguments of a step, of which the first is the optimizer."""
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure
 
@@ -203,53 +209,20 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- layers
 
 
-def _delayed_layers(model: nn.Module | list[Float8Linear]) -> list[Float8Linear]:
-    modules = model.modules() if isinstance(model, nn.Module) else model
+def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
     return [layer for layer in modules if isinstance(layer, Float8Linear) and layer.delayed]
 
 
-def _float8_linears(layers: object) -> list[Float8Linear]:
-    if not isinstance(layers, Iterable):
+def _listed(layers: object) -> list[Float8Linear]:
+    linears: list[Any] = list(layers) if isinstance(layers, Iterable) else []
+    others = [type(x).__name__ for x in linears if not isinstance(x, Float8Linear)]
+    if others or not isinstance(layers, Iterable):
+        got = type(layers).__name__ + (f" with a {others[0]}" if others else "")
         raise TypeError(
-            f"fp8_layers: got {type(layers).__name__}, expected a list of Float8Linear, or None "
-            f"for all of the model"
+            f"fp8_layers: got {got}, expected a list of Float8Linear; leave it out to sync all of "
+            f"the model"
         )
-    linears = list(layers)
-    for layer in linears:
-        if not isinstance(layer, Float8Linear):
-            raise TypeError(
-                f"fp8_layers: got a {type(layer).__name__} in it, expected Float8Linear only; "
-                f"leave fp8_layers out to sync all of the model"
-            )
     return linears
-
-
-def _by_setting(layers: list[Float8Linear]) -> list[_Sites]:
-    """The sites whose state can be stacked and updated as one; by format within each."""
-    settings: dict[Any, _Sites] = {}
-    for float8_max in FLOAT8_MAX.values():
-        for layer in layers:
-            history = layer.config.delayed_scaling_config
-            rounds = layer.config.round_scales_to_power_of_2
-            for site in layer.delayed:
-                if site.float8_max == float8_max:
-                    device = _buffer(layer, site.amax).device
-                    key = (history.history_len, history.scale_fn_name, rounds, device)
-                    settings.setdefault(key, []).append((layer, site))
-    return list(settings.values())
-
-
-def _float8_maxima(sites: _Sites, device: torch.device) -> Tensor:
-    """[S] float64, made on the device: a copy from the host would wait for it."""
-    numbers = {m: sum(site.float8_max == m for _, site in sites) for m in FLOAT8_MAX.values()}
-    options: Any = {"dtype": torch.float64, "device": device}
-    return torch.cat([torch.full((n,), maximum, **options) for maximum, n in numbers.items()])
-
-
-def _buffer(layer: Float8Linear, name: str) -> Tensor:
-    buffer = layer._buffers[name]
-    assert buffer is not None
-    return buffer
 
 
 def _join_tied(layers: list[Float8Linear]) -> None:
@@ -257,7 +230,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
         if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
-            tied.setdefault(id(layer.weight), []).append(_buffer(layer, amax_name(CastSite.WEIGHT)))
+            tied.setdefault(id(layer.weight), []).append(layer.get_buffer(WEIGHT_AMAX))
     for amaxes in tied.values():
         if len(amaxes) > 1:
             torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
@@ -269,7 +242,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...]
 ) -> None:
-    """Compare the layers of all ranks, once per group: else they would reduce unlike amaxes."""
+    """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
     done = (len(layers), *(group.group_name for group in ranks))
     if done in layers[0].agreed:
         return
@@ -287,42 +260,25 @@ def _require_same_layers(
             f"model: got different layers with delayed scaling on the ranks, expected the same on "
             f"all; convert alike, or say with `group=` which ranks train the same model. Not the "
             f"same everywhere: {'; '.join(differ[:4]) or 'their order'}"
-            f"{'; ...' if len(differ) > 4 else ''}"
         )
     layers[0].agreed |= {done}
 
 
-def _over_ranks(
-    amaxes: list[Tensor], settings: list[_Sites], ranks: tuple[Any, ...]
-) -> list[Tensor]:
-    """`amaxes`, one tensor per setting, over all ranks, with one all-reduce."""
-    device = amaxes[0].device
-    layers = [layer for sites in settings for layer, _ in sites]
-    device_type = mesh_device_type([layer.weight for layer in layers])
-    together = torch.cat([amax.to(device) for amax in amaxes])
-    if any(layer.config.enable_fsdp_float8_all_gather for layer in layers):
-        unused = [_of_unused_shards(*each) for each in zip(settings, amaxes, strict=True)]
-        both = torch.stack([together, torch.cat([amax.to(device) for amax in unused])])
-        all_reduce_amax(both, ranks, device_type)
-        together = torch.where(both[0] != 0, both.amax(dim=0), both[0])
-    else:
-        all_reduce_amax(together, ranks, device_type)
-    parts = torch.split(together, [len(amax) for amax in amaxes])
-    return [part.to(amax.device) for part, amax in zip(parts, amaxes, strict=True)]
-
-
-def _of_unused_shards(sites: _Sites, amaxes: Tensor) -> Tensor:
-    """[S] float32: the amaxes of shards in layers that this rank did not run; 0 for all others.
-
-    They count where another rank did: it used these shards, of which it does not know the amaxes.
-    """
-    found = torch.zeros_like(amaxes)
-    for row, (layer, site) in enumerate(sites):
-        if site.name == CastSite.WEIGHT.value and not layer.has_unsynced_amax():
-            amax = shard_amax(layer.weight)
-            if amax is not None:
-                found[row] = amax
-    return found
+def _share_amaxes(layers: list[Float8Linear], ranks: tuple[Any, ...]) -> None:
+    """Make the amaxes of this rank those of all, with one all-reduce."""
+    amaxes, shards = [], []
+    for layer in layers:
+        for site in layer.delayed:
+            amaxes.append(layer.get_buffer(site.amax))
+            # Where another rank ran a layer that this one did not, it used this shard, too.
+            unused = site.amax == WEIGHT_AMAX and not layer.has_unsynced_amax()
+            shard = shard_amax(layer.weight) if unused else None
+            shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
+    both = torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
+    all_reduce_amax(both, ranks, mesh_device_type([layer.weight for layer in layers]))
+    recorded, unrecorded = both.chunk(2)
+    together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
+    torch._foreach_copy_(amaxes, together.unbind())
 
 
 def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:

@@ -1,12 +1,11 @@
 """Weights cast once for all microbatches of gradient accumulation."""
 
 import warnings
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.linear import Float8Linear
-from float8.linear.cached import PLAIN, WeightCache, can_cache, cast_weight, renew
+from float8.linear.cached import PLAIN, WeightCache, can_cache, cast_weight
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
 from float8.untraced import untraced
@@ -35,10 +34,9 @@ def cached_weights(model: nn.Module) -> "CachedWeights":
 
     A weight that changes inside is cast again: at the step of any `torch.optim` optimizer, after
     `load_state_dict`, `.to()`, `reset_parameters()`, a sync of delayed scaling, for a new Parameter
-    in its place, and in eager mode after a write by hand (`weight.mul_(2)` under `no_grad`). For a
-    layer that only compiled code runs, a write by hand raises a `RuntimeError` at the next
-    optimizer step or on exit; one that both run counts as eager. Only writes that hide from the
-    tensor's version counter (`weight.data.mul_(2)`, a raw pointer) go unnoticed: make them outside.
+    in its place, and in eager mode after a write by hand. For a layer that only compiled code runs,
+    a write by hand raises a `RuntimeError` at the next optimizer step or on exit. Only writes that
+    hide from version counters (`weight.data.mul_(2)`, a raw pointer) go unnoticed.
 
     Run the backward inside too: under eager activation checkpointing it must be, elsewhere it may
     come later, unless the same object is entered again before, which writes into that memory.
@@ -77,13 +75,10 @@ class CachedWeights:
         if self._depth > 1:
             return
         try:
-            self._open = dict(self._find())
-            self._memory = {
-                layer: cache for layer, cache in self._memory.items() if layer in self._open
-            }
-            for layer in self._open:
-                layer.weight_cache = self._memory.setdefault(layer, WeightCache())
-                layer.weight_cache.seen_by_eager = False
+            self._open = self._find()
+            self._memory = {x: self._memory.get(x) or WeightCache() for x in self._open}
+            for layer, cache in self._memory.items():
+                layer.weight_cache, cache.seen_by_eager = cache, False
             self._cast(list(self._open))
             if self._open:
                 self._hooks = [
@@ -115,38 +110,38 @@ class CachedWeights:
         finally:
             self._close()
 
-    def _find(self) -> Iterator[tuple[Float8Linear, str]]:
+    def _find(self) -> dict[Float8Linear, str]:
         """The layers to cache, and their names; warns of those that should be but cannot."""
-        others = []
+        found, others = {}, []
         for name, layer in self._model.named_modules():
             if not isinstance(layer, Float8Linear) or layer.weight_cache is not None:
                 continue
             weight = layer._parameters.get("weight")  # not one that is computed at each access
             if can_cache(layer, weight):
-                yield layer, name
+                found[layer] = name
             elif weight is not None and type(weight) not in (*PLAIN, Float8Tensor):
                 others.append(f"{name or '(root)'} ({type(weight).__name__})")
         if others:
             warnings.warn(
                 f"float8.cached_weights: {len(others)} layer(s) cast their weight at each forward, "
-                f"because it is no plain tensor: {', '.join(others[:3])}"
-                f"{', ...' if len(others) > 3 else ''}",
+                f"because it is no plain tensor: {', '.join(others[:3])} ...",
                 stacklevel=5,
             )
+        return found
 
     def _cast(self, layers: list[Float8Linear]) -> None:
         """Cast the weights of `layers`; one that several layers share only once."""
         done: dict[Any, Quantized] = {}
         for layer in layers:
-            weight, cache = layer._parameters.get("weight"), layer.weight_cache
+            weight, cache = layer._parameters.get("weight"), self._memory[layer]
             layer.cached_weight = None
-            if weight is None or cache is None or not can_cache(layer, weight):
+            if weight is None or not can_cache(layer, weight):
                 continue
             # With delayed scaling each layer has a scale of its own.
             key = (id(weight), layer if layer.plan.weight.delayed else layer.plan.weight)
             if key not in done:
                 done[key] = cast_weight(layer, weight, cache.memory_for(weight))
-            renew(layer, cache, weight, done[key])
+            cache.keep(layer, done[key], weight)
 
     def _close(self) -> None:
         for hook in self._hooks:
@@ -159,8 +154,8 @@ class CachedWeights:
 
     def _require_unchanged(self) -> None:
         for layer, name in self._open.items():
-            cache = layer.weight_cache
-            if layer.cached_weight is None or cache is None or cache.seen_by_eager:
+            cache = self._memory[layer]
+            if layer.cached_weight is None or cache.seen_by_eager:
                 continue  # not used, or compared at each use
             if not cache.holds(layer._parameters.get("weight")):
                 raise RuntimeError(
@@ -177,12 +172,9 @@ class CachedWeights:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # By its groups too: an optimizer may write through `.data`.
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-        def changed(layer: Float8Linear) -> bool:
-            weight: Tensor | None = layer._parameters.get("weight")
-            cache = layer.weight_cache
-            return cache is not None and (
-                id(weight) in stepped or layer.cached_weight is None or not cache.holds(weight)
-            )
-
-        self._cast([layer for layer in self._open if changed(layer)])
+        changed = []
+        for layer, cache in self._memory.items():
+            weight = layer._parameters.get("weight")
+            if id(weight) in stepped or layer.cached_weight is None or not cache.holds(weight):
+                changed.append(layer)
+        self._cast(changed)

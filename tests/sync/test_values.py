@@ -122,8 +122,8 @@ def test_a_sync_of_nothing_changes_nothing(device: str, scale_fn_name: str, betw
         ([], None, "model: got list, expected an nn.Module"),
         (nn.ReLU(), 3, "fp8_layers: got int, expected a list of Float8Linear"),
         (nn.ReLU(), Float8Linear(16, 16), "fp8_layers: got Float8Linear, expected a list"),
-        (nn.ReLU(), [nn.Linear(1, 1)], "fp8_layers: got a Linear in it, expected Float8Linear"),
-        (nn.ReLU(), "0", "fp8_layers: got a str in it, expected Float8Linear only"),
+        (nn.ReLU(), [nn.Linear(1, 1)], "fp8_layers: got list with a Linear, expected a list"),
+        (nn.ReLU(), "0", "fp8_layers: got str with a str, expected a list of Float8Linear"),
     ],
 )
 def test_arguments_of_a_wrong_type(model, layers, message: str) -> None:

@@ -7,13 +7,12 @@ cannot; it takes `layer.cached_weight` as an input of its graph. So whatever can
 what cannot, a write by hand, is told from the version counter before its result is used.
 """
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from float8.linear.plan import LinearPlan
-from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import quantize
 from float8.quantize.spec import Quantized
 
@@ -32,46 +31,33 @@ class WeightCache:
         """Whether eager code asked for the operand, and so compared it with the weight."""
 
         self._weight: Tensor | None = None
-        self._version = self._address = -1
+        self._state = (-1, -1)
 
     def holds(self, weight: Tensor | None) -> bool:
         """Whether the operand was made of `weight` as it is, as far as its counters tell."""
-        return (
-            weight is not None
-            and self._weight is weight
-            and self._version == weight._version
-            and self._address == weight.data_ptr()
-        )
+        if weight is None or self._weight is not weight:
+            return False
+        return self._state == (weight._version, weight.data_ptr())
 
     def memory_for(self, weight: Tensor) -> Quantized | None:
         """Where an operand of this very weight was before."""
         return self.operand if self._weight is weight else None
 
-    def keep(self, operand: Quantized, weight: Tensor) -> None:
-        """Note that `operand` was made of `weight` as it is now."""
-        self.operand = operand
-        self._weight, self._version, self._address = weight, weight._version, weight.data_ptr()
+    def keep(self, layer: Any, operand: Quantized, weight: Tensor) -> None:
+        """Make `operand`, just made of `weight`, the cached one of `layer`."""
+        layer.cached_weight = self.operand = operand
+        self._weight, self._state = weight, (weight._version, weight.data_ptr())
 
 
-class CachingLayer(Protocol):
-    """What caching needs of a `Float8Linear`."""
-
-    plan: LinearPlan
-    in_features: int
-    out_features: int
-    cached_weight: Quantized | None
-    weight_cache: WeightCache | None
-
-    def weight_state(self) -> DelayedScale | None:
-        """The delayed-scaling state of the weight's cast, if it has one."""
+# In what follows `layer` is a `Float8Linear`, which stands above this module.
 
 
-def can_cache(layer: CachingLayer, weight: Tensor | None) -> bool:
+def can_cache(layer: Any, weight: Tensor | None) -> bool:
     """Whether one cast of `weight` serves both GEMMs that take it, and can be kept."""
     plan = layer.plan
     return (
-        type(weight) in PLAIN
-        and weight is not None
+        weight is not None
+        and type(weight) in PLAIN
         and plan.share_weight
         and plan.output is not None
         and plan.grad_input is not None
@@ -81,7 +67,7 @@ def can_cache(layer: CachingLayer, weight: Tensor | None) -> bool:
     )
 
 
-def current_operand(layer: CachingLayer, weight: Tensor) -> Quantized | None:
+def current_operand(layer: Any, weight: Tensor) -> Quantized | None:
     """The cached operand of `weight`, made again if that has changed; eager mode only.
 
     None if it must not be used: by what is recorded to be run again later.
@@ -94,30 +80,19 @@ def current_operand(layer: CachingLayer, weight: Tensor) -> Quantized | None:
         if not can_cache(layer, weight):
             return None
         # Not where the old one lies, which a backward still to come may read.
-        renew(layer, cache, weight, cast_weight(layer, weight))
+        cache.keep(layer, cast_weight(layer, weight), weight)
     cache.seen_by_eager = True
-    return layer.cached_weight
-
-
-def renew(layer: CachingLayer, cache: WeightCache, weight: Tensor, operand: Quantized) -> None:
-    """Make `operand`, just made of `weight`, the cached one."""
-    cache.keep(operand, weight)
-    layer.cached_weight = operand
+    return layer.cached_weight  # type: ignore[no-any-return]
 
 
 # What is made in inference mode cannot be saved for a backward.
 @torch.inference_mode(False)
 @torch.no_grad()
-def cast_weight(layer: CachingLayer, weight: Tensor, memory: Quantized | None = None) -> Quantized:
-    """Cast `weight` [N, K] to both layouts in one read, as `layer` would for its GEMMs.
+def cast_weight(layer: Any, weight: Tensor, memory: Quantized | None = None) -> Quantized:
+    """Cast `weight` [N, K] to both layouts in one read, into `memory` if that has the right shapes.
 
     With delayed scaling nothing is recorded yet: the operand carries its amax, and each forward
     records it that would have recorded the cast's.
-
-    Args:
-        layer: whose plan and delayed-scaling state are used.
-        weight: float32, bfloat16 or float16.
-        memory: an operand that is overwritten, so that addresses stay, if it has the right shape.
     """
     spec, state = layer.plan.weight, layer.weight_state()
     amax = None
@@ -126,19 +101,14 @@ def cast_weight(layer: CachingLayer, weight: Tensor, memory: Quantized | None = 
         state = state._replace(amax=amax)
     made = quantize(weight, spec, row=True, col=True, pad_rows=True, state=state, record=True)
     made = made._replace(amax=amax)
-    old, new = (_tensors(operand) for operand in (memory, made))
-    if memory is None or [x.shape for x in old] != [x.shape for x in new]:
+    if memory is None:
+        return made
+    old, new = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in (memory, made))
+    if [x.shape for x in old] != [x.shape for x in new]:
         return made
     for target, source in zip(old, new, strict=True):
         target.copy_(source)
     return memory
-
-
-def _tensors(operand: Quantized | None) -> list[Tensor]:
-    if operand is None or operand.row is None or operand.col is None:
-        return []
-    tensors = [*operand.row, operand.col.data]  # one scale for both
-    return tensors if operand.amax is None else [*tensors, operand.amax]
 
 
 def _is_recording(weight: Tensor) -> bool:

@@ -1,41 +1,37 @@
 """The delayed-scaling state of a layer while it is moved, copied, saved, loaded and synced.
 
 Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
-`fp8_amax_<site>` [], `fp8_amax_history_<site>` [history_len] and `fp8_scale_<site>` []. How the
-layer computes is in `float8_linear.py`, the sync of all layers in `float8.sync`.
+`fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
+those of the last steps, most recent first; and `fp8_scale_<site>` [], the decode scale of the next.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastSite, Float8LinearConfig
+from float8.config import Float8LinearConfig
 from float8.formats import FLOAT8_MAX
 from float8.linear.cached import WeightCache
 from float8.quantize.history import UNKNOWN_SCALE
 from float8.quantize.spec import Quantized
 from float8.tensor import high_precision, with_plan_of
 
+WEIGHT_AMAX = "fp8_amax_weight"
+WEIGHT_SCALE = "fp8_scale_weight"
+
 
 class DelayedSite(NamedTuple):
     """A cast site with delayed scaling: constants, which a compiler can follow."""
 
     name: str
-    """As in `CastSite`."""
+    """As in `CastSite`; then the largest value of its format, and the names of its buffers."""
 
     float8_max: float
-    """The largest value of its format."""
-
     amax: str
-    """Name of the buffer that holds the largest amax since the last sync."""
-
     history: str
-    """Name of the buffer that holds the amaxes of the last steps, most recent first."""
-
     scale: str
-    """Name of the buffer that holds the decode scale of the next step."""
 
     @property
     def buffers(self) -> tuple[str, str, str]:
@@ -43,34 +39,15 @@ class DelayedSite(NamedTuple):
         return self.amax, self.history, self.scale
 
 
-def amax_name(site: CastSite) -> str:
-    """Name of the buffer that holds the largest amax since the last sync."""
-    return f"fp8_amax_{site.value}"
-
-
-def scale_name(site: CastSite) -> str:
-    """Name of the buffer that holds the decode scale of the next step."""
-    return f"fp8_scale_{site.value}"
-
-
 def delayed_sites(config: Float8LinearConfig) -> tuple[DelayedSite, ...]:
     """What a layer of this configuration keeps state for."""
-    return tuple(
-        DelayedSite(
-            site.value,
-            FLOAT8_MAX[dtype],
-            amax_name(site),
-            f"fp8_amax_history_{site.value}",
-            scale_name(site),
-        )
-        for site in config.delayed_sites
-        if (dtype := config.cast_config(site).target_dtype) is not None
-    )
-
-
-def amax_names(config: Float8LinearConfig) -> list[str]:
-    """The buffers of a layer of this configuration that differ between ranks until a sync."""
-    return [site.amax for site in delayed_sites(config)]
+    sites = []
+    for site in config.delayed_sites:
+        dtype = config.cast_config(site).target_dtype
+        assert dtype is not None
+        names = (f"fp8_{kind}_{site.value}" for kind in ("amax", "amax_history", "scale"))
+        sites.append(DelayedSite(site.value, FLOAT8_MAX[dtype], *names))
+    return tuple(sites)
 
 
 class StatefulLinear(nn.Linear):
@@ -139,13 +116,9 @@ class StatefulLinear(nn.Linear):
         return torch.is_grad_enabled() or self.training
 
     def knows_weight_scale(self) -> bool:
-        """Whether a gather, which never sees gradients, takes the scale from the history.
-
-        Looks, on the device, until there is one.
-        """
+        """Whether a gather takes the scale from the history; asks the device until there is one."""
         if self.training and not self._weight_scale_known:
-            scale = self.get_buffer(scale_name(CastSite.WEIGHT))
-            self._weight_scale_known = scale.item() != UNKNOWN_SCALE
+            self._weight_scale_known = self.get_buffer(WEIGHT_SCALE).item() != UNKNOWN_SCALE
         return self.training and self._weight_scale_known
 
     def has_unsynced_amax(self) -> bool:
@@ -164,7 +137,7 @@ class StatefulLinear(nn.Linear):
         self._seen = None
 
     def _amax_version(self) -> int:
-        amax = self._buffers.get(amax_name(CastSite.WEIGHT))
+        amax = self._buffers.get(WEIGHT_AMAX)
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def check_synced(self) -> None:
@@ -173,20 +146,15 @@ class StatefulLinear(nn.Linear):
         One is missing between two forwards with gradients if a Parameter of the layer was written
         in between, by an optimizer or by hand. Compiled code does not notice that, nor is it
         noticed where no versions are counted: with fused optimizers, through `.data`, and under
-        FSDP, where shards are written. Before the first sync nothing is lost: scales come from the
-        data.
+        FSDP, where shards are written.
         """
-        if not (self.delayed and self.config.enable_pre_and_post_forward):
+        checks = self.delayed and self.config.enable_pre_and_post_forward
+        if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        parameters: Iterable[nn.Parameter | None] = (
-            self.parameters() if self._modules else self._parameters.values()
-        )
         # Parameters only: other tensors may be computed, and gone by the next forward.
         versions = {
             id(p): p._version
-            for p in parameters
+            for p in self.parameters()
             if isinstance(p, nn.Parameter) and not p.is_inference()
         }
         if self._seen is None:
@@ -289,32 +257,27 @@ class StatefulLinear(nn.Linear):
         """
         scalars = [prefix + name for site in self.delayed for name in (site.amax, site.scale)]
         shapes = {
-            key: tuple(getattr(state_dict[key], "shape", ()))
-            for key in scalars
-            if key in state_dict
+            key: list(getattr(state_dict[key], "shape", ())) for key in scalars if key in state_dict
         }
         if not any(shapes.values()):
             return state_dict
         loaded = dict(state_dict)
         for key, shape in shapes.items():
-            if shape not in ((), (1,)) or shape != shapes[next(iter(shapes))]:
+            if any(other != [1] for other in shapes.values()):
                 error_msgs.append(
-                    f"size mismatch for {key}: got shape {list(shape)} in the checkpoint, expected "
-                    f"[], or [1] for all of this layer (float8_experimental, torchao <= 0.9)"
+                    f"size mismatch for {key}: got shape {shape} in the checkpoint, expected [], "
+                    f"or [1] for all of this layer (float8_experimental, torchao <= 0.9)"
                 )
                 loaded[key] = self.get_buffer(key.removeprefix(prefix))
+            elif "fp8_amax" in key:  # the history has it
+                loaded[key] = torch.zeros((), device=self.weight.device)
+            else:
+                history = loaded.get(key.replace("fp8_scale", "fp8_amax_history"))
+                known = history is None or bool((history > 0).any())
+                decode = loaded[key].double().reciprocal().float().reshape(())
+                loaded[key] = decode if known else torch.full_like(decode, self._first_scale)
         for role in ("input", "weight", "grad_output"):
             if prefix + f"fp8_scale_{role}" not in scalars:
                 for kind in ("amax", "amax_history", "scale"):
                     loaded.pop(prefix + f"fp8_{kind}_{role}", None)
-        for site in self.delayed:
-            history, scale = loaded.get(prefix + site.history), loaded.get(prefix + site.scale)
-            if scale is not None and scale.dim():
-                known = history is None or bool((history > 0).any())
-                decode = scale.double().reciprocal().float().reshape(())
-                loaded[prefix + site.scale] = (
-                    decode if known else torch.full_like(decode, self._first_scale)
-                )
-            if prefix + site.amax in loaded:  # the history has it
-                loaded[prefix + site.amax] = torch.zeros((), device=self.weight.device)
         return loaded

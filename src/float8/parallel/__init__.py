@@ -8,7 +8,6 @@ from float8.parallel.ddp import keep_amaxes_under_ddp
 from float8.parallel.fsdp import (
     check_gatherable,
     enable_float8_all_gather,
-    has_precomputable_scales,
     precompute_float8_dynamic_scale_for_fsdp,
     shard_amax,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "all_reduce_amax",
     "check_gatherable",
     "enable_float8_all_gather",
-    "has_precomputable_scales",
     "keep_amaxes_under_ddp",
     "mesh_device_type",
     "precompute_float8_dynamic_scale_for_fsdp",

@@ -17,13 +17,8 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | No
     """Raise `amax` to the maximum over all ranks of `groups`, one group after the other.
 
     A NaN on one rank is a NaN on all, which a maximum of floats does not promise: it is one of
-    their bit patterns, whose order is that of the numbers, with NaN above all.
-
-    Args:
-        amax: float32, contiguous, >= 0 or NaN; written.
-        groups: none: nothing is done.
-        device_type: where the groups can reduce, on the current device of the type: that of the
-            mesh, where `amax` may be offloaded. None: where `amax` is.
+    their bit patterns, whose order is that of the numbers, with NaN above all. `device_type` is
+    where the groups can reduce, as `amax` may be offloaded; None: where it is.
     """
     if not groups:
         return
@@ -53,7 +48,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
 def sharding_groups(weight: Any) -> tuple[Group, ...]:
     """The groups over which a DTensor's parts are spread: one per mesh dim that shards it.
 
-    Under FSDP2 with tensor parallel there are two, and an amax over both is that of the whole.
+    Under FSDP2 with tensor parallel there are two: over both it is the amax of the whole.
     """
     mesh = weight.device_mesh
     return tuple(
@@ -66,19 +61,9 @@ def sharding_groups(weight: Any) -> tuple[Group, ...]:
 def sync_groups(
     weights: Iterable[Any], group: Group | None, others: Iterable[Any] = ()
 ) -> tuple[Group, ...]:
-    """The groups over which the amaxes of layers with these weights are reduced.
+    """The groups over which the amaxes of layers with these weights are reduced: see the sync.
 
-    Args:
-        weights: of the layers; under FSDP2 and tensor parallel they are DTensors.
-        group: what the user asks for. None: all ranks of the mesh that the weights are on, of
-            whatever dims it has (HSDP: replicas and shards, FSDP2 with tensor parallel: both), or
-            all there are.
-        others: what tells the mesh where no weight does, as all are gathered; read only then.
-
-    Raises:
-        TypeError: `group` is no process group.
-        ValueError: the weights are on different meshes, or all gathered at the moment, so that
-            they do not tell their mesh.
+    `others` tell the mesh where no weight does, as all are gathered; they are read only then.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ()

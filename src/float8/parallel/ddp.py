@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from float8.linear import Float8Linear, amax_names
+from float8.linear import Float8Linear
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of the wrapped module in which DDP looks up the names of what it leaves alone."""
@@ -17,10 +17,10 @@ def keep_amaxes_under_ddp(module: nn.Module) -> None:
     """
     for root in module.modules():
         names = [
-            f"{prefix}.{name}" if prefix else name
+            f"{prefix}.{site.amax}" if prefix else site.amax
             for prefix, layer in root.named_modules()
             if isinstance(layer, Float8Linear)
-            for name in amax_names(layer.config)
+            for site in layer.delayed
         ]
         if names:
             ignored = [*getattr(root, _IGNORED, ())]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import CastSite, ScalingGranularity
-from float8.linear import Float8Linear, scale_name
+from float8.config import ScalingGranularity
+from float8.linear import WEIGHT_SCALE, Float8Linear
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sharding_groups
 from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import quantize
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import Part, Quantized
 from float8.tensor import (
@@ -28,8 +29,6 @@ from float8.tensor import (
     remember_scale,
 )
 from float8.untraced import untraced
-
-_SCALE = scale_name(CastSite.WEIGHT)
 
 
 class GatherMetadata(NamedTuple):
@@ -64,11 +63,10 @@ class FSDPFloat8Weight(Float8GatherWeight):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """The `uint8` to gather, and what is known without that it travels.
+        """The `uint8` to gather, with zeros below up to the rows of the largest shard.
 
-        The rows are those of the largest shard: where this one is smaller, zeros follow. `mesh` is
-        that of this gather, to which tensor parallel adds another. An offloaded weight comes as a
-        copy of that of `module`.
+        `mesh` is that of this gather, to which tensor parallel adds another. An offloaded weight
+        comes as a copy of that of `module`.
         """
         param_dtype = mp_policy.param_dtype or self.dtype
         local_tensor(module.weight).param_dtype = param_dtype
@@ -80,10 +78,10 @@ class FSDPFloat8Weight(Float8GatherWeight):
         rows = data.shape[0]
         if data.shape[1] == outer_size[1] and rows != outer_size[0]:
             rows = -(-outer_size[0] // mesh.size())
-        travels = self.spec.granularity is not ScalingGranularity.TENSORWISE
-        sent = (data, scale) if travels else (data,)
-        metadata = GatherMetadata(None if travels else scale, cast.amax, outer_size)
-        return tuple(_padded_bytes(x, rows) for x in sent), metadata
+        if self.spec.granularity is ScalingGranularity.TENSORWISE:
+            return (_padded_bytes(data, rows),), GatherMetadata(scale, cast.amax, outer_size)
+        sent = _padded_bytes(data, rows), _padded_bytes(scale, rows)
+        return sent, GatherMetadata(None, cast.amax, outer_size)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -97,80 +95,57 @@ class FSDPFloat8Weight(Float8GatherWeight):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The gathered weight as a `Float8Tensor` [N, K] over the gathered bytes.
 
-        `out` is the result of the first call, whose memory was filled anew: it takes what did not
-        travel.
+        `out` is the result of the first call, over the same memory, which was filled anew.
         """
         # Made on the stream of the gather, read on this one.
         for made in (metadata.scale, metadata.amax):
             if made is not None and made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
+        new = self.joined(all_gather_outputs, metadata, param_dtype)
         if out is None:
-            return self.joined(all_gather_outputs, metadata, param_dtype), ()
-        gathered = local_tensor(out)
-        if not isinstance(gathered, Float8Tensor):  # of a class with another `joined`
-            gathered.copy_(self.joined(all_gather_outputs, metadata, param_dtype))
-            return None
-        if metadata.scale is not None:  # else it is in the memory that was filled
-            gathered._scale = metadata.scale
-        gathered._amax = metadata.amax
+            return new, ()
+        old = local_tensor(out)
+        if isinstance(old, Float8Tensor) and isinstance(new, Float8Tensor):
+            old._scale, old._amax = new._scale, new._amax
+        else:
+            old.copy_(new)
         return None
 
     def cast_shard(self, module: Any, param_dtype: torch.dtype) -> Quantized:
-        """Cast the shard [rows, K]; there may be no rows.
+        """Cast the shard [rows, K] of the weight of `module`, rounded to `param_dtype` first.
 
-        With delayed scaling each forward in training records the amax that comes along, of the
-        shard; the sync makes it that of the whole weight.
-
-        Args:
-            module: the layer, with the whole weight as a DTensor.
-            param_dtype: what FSDP2 computes in, to which the shard is rounded first.
-
-        Returns:
-            Row data [rows, K], not padded. The scale is 0-dim and that of the whole weight for
-            `TENSORWISE`; for any other granularity, [rows, C], it is that of the shard, and
-            travels with the data.
+        There may be no rows. Row data come without padding. Their scale is that of the whole weight
+        under `TENSORWISE`; under other granularities those of the shard, [rows, C], which travel.
+        With delayed scaling the amax of the shard comes along for each forward in training to
+        record; the sync makes it that of the whole weight.
         """
         shard = self.high_precision.to(param_dtype)
-        spec, scale, amax = self.spec, None, None
-        if not spec.delayed:
+        scale = state = amax = None
+        if not self.spec.delayed:
             scale = known_scale(module.weight, shard.dtype)
-        elif module.knows_weight_scale():
-            scale = module.get_buffer(_SCALE)
-            amax = torch.zeros_like(scale)
-            if shard.numel():
-                state = DelayedScale(scale, amax)
-                done = kernels.cast_delayed(shard, spec, state, row=True, col=False)
-                return self._quantized(done.row, shard, done.scale, amax)
-            scale = scale.clone()  # which a sync does not change
-        if scale is None:
-            amax = _amax(shard)
-            whole = amax.clone()
-            all_reduce_amax(whole, sharding_groups(module.weight))
-            scale = amax_to_scale(whole, spec.dtype, spec.power_of_2)
-        scale = scale.to(shard.device)  # a known one may be offloaded
-        if shard.numel():
-            data, _ = kernels.cast(shard, scale, spec.dtype, row=True, col=False)
+            scale = None if scale is None else scale.to(shard.device)  # it may be offloaded
         else:
-            data = shard.to(spec.dtype)
-        return self._quantized(data, shard, scale, amax if spec.delayed else None)
+            amax = torch.zeros((), dtype=torch.float32, device=shard.device)
+            if module.knows_weight_scale():
+                state = DelayedScale(module.get_buffer(WEIGHT_SCALE).to(shard.device), amax)
 
-    def _quantized(
-        self, data: Tensor | None, shard: Tensor, scale: Tensor, amax: Tensor | None
-    ) -> Quantized:
-        assert data is not None
-        data = data[:, : shard.shape[1]]  # without padding for GEMMs
-        return Quantized(Part(data, scale), None, self.spec, amax)
+        def of_all(own: Tensor) -> Tensor:
+            if amax is not None:
+                amax.copy_(own)
+            all_reduce_amax(own, sharding_groups(module.weight))
+            return own
+
+        made = quantize(
+            shard, self.spec, row=True, state=state, record=True, scale=scale, reduce=of_all
+        )
+        assert made.row is not None
+        row = Part(made.row.data[:, : shard.shape[1]], made.row.scale)
+        return Quantized(row, None, self.spec, amax)
 
     def joined(
         self, received: tuple[Tensor, ...], metadata: GatherMetadata, param_dtype: torch.dtype
     ) -> Tensor:
-        """The whole weight [N, K] over the memory of what all ranks sent.
-
-        Args:
-            received: `uint8`, the data and, if they travel, the scales; rows of padding at the end.
-            metadata: this rank's.
-            param_dtype: the dtype that the weight reports.
-        """
+        """The whole weight [N, K], reporting `param_dtype`, over what all ranks sent, padded."""
         size, scale = metadata.outer_size, metadata.scale
         data = received[0].view(-1)[: size.numel()].view(size).view(self.spec.dtype)
         if scale is None:
@@ -190,19 +165,14 @@ def shard_amax(weight: Tensor) -> Tensor | None:
     local = local_tensor(weight)
     if local is weight or not isinstance(local, FSDPFloat8Weight):
         return None
-    return _amax(local.high_precision.to(local.param_dtype or local.dtype))
-
-
-def _amax(shard: Tensor) -> Tensor:
-    return kernels.amax(shard) if shard.numel() else shard.new_zeros((), dtype=torch.float32)
+    return kernels.amax(local.high_precision.to(local.param_dtype or local.dtype))
 
 
 def _padded_bytes(x: Tensor, rows: int) -> Tensor:
     """`x` [R, C] as [rows, C * bytes of an element] `uint8`, contiguous; R may be 0."""
     bytes_ = x.contiguous().view(torch.uint8)
     missing = rows - bytes_.shape[0]
-    assert missing >= 0
-    return torch.nn.functional.pad(bytes_, (0, 0, 0, missing)) if missing else bytes_
+    return nn.functional.pad(bytes_, (0, 0, 0, missing)) if missing else bytes_
 
 
 torch.serialization.add_safe_globals([FSDPFloat8Weight])
@@ -218,8 +188,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Compute the scales of all weights with dynamic scaling and float8 all-gather at once.
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so: one all-reduce then
-    serves all weights (one per mesh dim that shards them). Without it, each gather does an
-    all-reduce of its own, with the same result; so it remains before the first forward, and for
+    serves all weights of a dtype (one per mesh dim that shards them). Without it, each gather does
+    an all-reduce of its own, with the same result; so it remains before the first forward, and for
     weights with so few rows that some ranks hold none. Does nothing for a model without such
     weights or not sharded. All ranks must call it.
 
@@ -237,48 +207,34 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
     """
     require_module(model, "model")
-    meshes: dict[Any, dict[Any, list[Tensor]]] = {}
+    alike: dict[Any, list[Tensor]] = {}
     for weight in _sharded_weights(model):
         shard: Float8GatherWeight = local_tensor(weight)
         where = (sharding_groups(weight), mesh_device_type([weight]), shard.device)
-        alike = (shard.dtype, shard.param_dtype, shard.spec)
-        meshes.setdefault(where, {}).setdefault(alike, []).append(weight)
-    for (groups, device_type, _), kinds in meshes.items():
-        amaxes = []
-        for (_, param_dtype, _), weights in kinds.items():
-            shards = [local_tensor(weight).high_precision for weight in weights]
-            norms = torch.stack(torch._foreach_norm(shards, float("inf")))
-            # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
-            amaxes.append(norms.to(param_dtype).to(torch.float32))
-        amax = torch.cat(amaxes)
+        alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.spec), []).append(weight)
+    for (groups, device_type, _, _, param_dtype, spec), weights in alike.items():
+        shards = [local_tensor(weight).high_precision for weight in weights]
+        norms = torch.stack(torch._foreach_norm(shards, float("inf")))
+        # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
+        amax = norms.to(param_dtype).to(torch.float32)
         all_reduce_amax(amax, groups, device_type)
-        parts = torch.split(amax, [len(part) for part in amaxes])
-        for ((_, param_dtype, spec), weights), part in zip(kinds.items(), parts, strict=True):
-            # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
-            spaced = amax.new_empty(len(weights), 4)
-            spaced[:, 0] = amax_to_scale(part, spec.dtype, spec.power_of_2)
-            for weight, scale in zip(weights, spaced[:, 0].unbind(), strict=True):
-                remember_scale(weight, scale, param_dtype)
-
-
-def has_precomputable_scales(model: nn.Module) -> bool:
-    """Whether `precompute_float8_dynamic_scale_for_fsdp` may have something to do, once sharded."""
-    return any(True for _ in _dynamic_layers(model))
-
-
-def _dynamic_layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
-    for name, layer in model.named_modules():
-        if (
-            isinstance(layer, Float8Linear)
-            and layer.config.enable_fsdp_float8_all_gather
-            and not layer.plan.weight.delayed
-        ):
-            yield name, layer
+        # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
+        spaced = amax.new_empty(len(weights), 4)
+        spaced[:, 0] = amax_to_scale(amax, spec.dtype, spec.power_of_2)
+        for weight, scale in zip(weights, spaced[:, 0].unbind(), strict=True):
+            remember_scale(weight, scale, param_dtype)
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Each weight once, also if layers share it."""
-    for weight, name in {layer.weight: name for name, layer in _dynamic_layers(model)}.items():
+    """The weights with a scale to compute ahead, each once, also if layers share it."""
+    names = {
+        layer.weight: name
+        for name, layer in model.named_modules()
+        if isinstance(layer, Float8Linear)
+        and layer.config.enable_fsdp_float8_all_gather
+        and not layer.plan.weight.delayed
+    }
+    for weight, name in names.items():
         local = local_tensor(weight)
         if isinstance(local, Float8Tensor):
             raise ValueError(
@@ -299,10 +255,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _on_all_ranks(weight: Any) -> bool:
-    """Whether each rank holds a part. All must agree on whether the weight was written since.
-
-    Loading a checkpoint in place writes nothing where a shard is empty.
-    """
+    """Whether each rank holds rows. No load writes an empty shard, yet ranks must agree on it."""
     ranks: dict[int, int] = {}
     for mesh_dim, placement in enumerate(weight.placements):
         if not placement.is_replicate():
@@ -315,18 +268,18 @@ def _on_all_ranks(weight: Any) -> bool:
 
 def check_gatherable(linear: nn.Linear, fqn: str) -> None:
     """Raise a `ValueError` if the weight of a layer to be converted is sharded or has hooks."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     if hasattr(linear.weight, "device_mesh"):
-        raise ValueError(
-            f"layer {fqn or '(root)'!r}: got a DTensor as weight, expected a plain tensor with "
-            f"enable_fsdp_float8_all_gather=True; convert the model first, then call fully_shard"
-        )
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(linear.weight, name, None):
-            raise ValueError(
-                f"layer {fqn or '(root)'!r}: got a weight with gradient hooks, which would be "
-                f"lost, expected none with enable_fsdp_float8_all_gather=True; register them on "
-                f"the weight after the conversion"
-            )
+        got, do = "a DTensor as weight", "convert the model first, then call fully_shard"
+    elif any(getattr(linear.weight, name, None) for name in hooks):
+        got = "a weight with gradient hooks, which would be lost"
+        do = "register them on the weight after the conversion"
+    else:
+        return
+    raise ValueError(
+        f"layer {fqn or '(root)'!r}: got {got}, expected a plain tensor without hooks with "
+        f"enable_fsdp_float8_all_gather=True; {do}"
+    )
 
 
 def enable_float8_all_gather(module: nn.Module) -> None:
@@ -334,10 +287,8 @@ def enable_float8_all_gather(module: nn.Module) -> None:
 
     The Parameters become Parameters of a subclass over the same memory. They stay the same objects,
     for optimizers and ties, unless torch cannot swap them (a weak reference to one exists, or a
-    graph that used it); then they are replaced, tied ones alike, with a warning.
-
-    A weight that something else than `Float8Linear` uses too, such as an embedding, stays plain:
-    what is gathered in float8 cannot be looked up in.
+    graph that used it). A weight that an embedding uses, too, stays plain: bytes cannot be looked
+    up in.
     """
     users: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for name, part in module.named_modules():
@@ -354,30 +305,22 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             or any(layer.config != layers[0].config for layer in layers)
         ):
             continue
-        new = _converted(weight, layers[0])
-        for layer in layers:
-            layer._parameters["weight"] = new
-        if new is not weight:
+        # `.data`: no view that refers to the weight.
+        wrapped = FSDPFloat8Weight(weight.data, layers[0].plan.weight)
+        new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+        new.grad = weight.grad
+        new.__dict__.update(weight.__dict__)  # what users and optimizers wrote on it
+        try:
+            torch.utils.swap_tensors(weight, new)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # nothing has changed then
             new_objects.append(uses[0][0] or "(root)")
+            for layer in layers:
+                layer._parameters["weight"] = new
     if new_objects:
         warnings.warn(
             f"float8: the weights of {len(new_objects)} layer(s) are new Parameters, because "
             f"something refers to the old ones (a compiled forward, a graph, a weakref): "
-            f"{', '.join(new_objects[:3])}{', ...' if len(new_objects) > 3 else ''}. An optimizer "
-            f"made before the conversion does not train them: make it afterwards",
+            f"{', '.join(new_objects[:3])} ... An optimizer made before the conversion does not "
+            f"train them: make it afterwards",
             stacklevel=3,
         )
-
-
-def _converted(weight: nn.Parameter, layer: Float8Linear) -> nn.Parameter:
-    wrapped = FSDPFloat8Weight(
-        weight.data, layer.plan.weight
-    )  # `.data`: no view that refers to the weight
-    new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
-    new.grad = weight.grad
-    new.__dict__.update(weight.__dict__)  # what users and optimizers wrote on it
-    try:
-        torch.utils.swap_tensors(weight, new)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # nothing has changed then
-        return new
-    return weight

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.quantize.scale import amax_to_scale
-from float8.tensor.wrapper import Wrapper, restored
+from float8.quantize.quantize import quantize
+from float8.quantize.spec import CastSpec
+from float8.tensor.wrapper import Wrapper
 
 
 class Float8Tensor(Wrapper):
@@ -50,7 +50,19 @@ class Float8Tensor(Wrapper):
         amax: Tensor | None = None,
     ) -> "Float8Tensor":
         """See the class."""
-        _check(data, scale, orig_dtype, granularity)
+        if data.dtype not in FLOAT8_MAX:
+            raise TypeError(f"data: got dtype {data.dtype}, expected one of {tuple(FLOAT8_MAX)}")
+        if scale.dtype != torch.float32:
+            raise TypeError(f"scale: got dtype {scale.dtype}, expected torch.float32")
+        if orig_dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(
+                f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
+            )
+        # Ops rely on it: under one scale for all, those that move values leave the scale alone.
+        if granularity is not ScalingGranularity.TENSORWISE:
+            raise ValueError(f"granularity: got {granularity}, expected TENSORWISE")
+        if scale.numel() != 1:
+            raise ValueError(f"scale: got shape {tuple(scale.shape)}, expected one element")
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
@@ -59,12 +71,7 @@ class Float8Tensor(Wrapper):
     def _like(
         self, data: Tensor, each: Callable[[Tensor], Tensor] = lambda field: field
     ) -> "Float8Tensor":
-        """`data`, whose values are among those of this tensor, with all its other fields.
-
-        Args:
-            data: float8; what moves values only leaves them under the same scale.
-            each: what becomes of the tensors among the other fields.
-        """
+        """`data`, values of this tensor, with its other fields, tensors among them by `each`."""
         amax = None if self._amax is None else each(self._amax)
         return Float8Tensor(data, each(self._scale), self._orig_dtype, self._granularity, amax)
 
@@ -83,11 +90,10 @@ class Float8Tensor(Wrapper):
             dtype: float8 format.
             scale: float32 with one element; None: from the amax of `x`.
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
+
+        Raises:
+            TypeError: a dtype is not one of those named above.
         """
-        if x.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"x: got dtype {x.dtype}, expected one of {HIGH_PRECISION_DTYPES}")
-        if dtype not in FLOAT8_MAX:
-            raise TypeError(f"dtype: got {dtype}, expected one of {tuple(FLOAT8_MAX)}")
         return _ToFloat8.apply(  # type: ignore[no-any-return, no-untyped-call]
             x, dtype, scale, round_scales_to_power_of_2
         )
@@ -103,8 +109,6 @@ class Float8Tensor(Wrapper):
             f"amax={self._amax})"
         )
 
-    # What torch.compile, saving and copying need to take the tensor apart and rebuild it.
-
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names = ["_data", "_scale"] if self._amax is None else ["_data", "_scale", "_amax"]
         return names, {"orig_dtype": self._orig_dtype, "granularity": self._granularity}
@@ -114,18 +118,6 @@ class Float8Tensor(Wrapper):
         inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
         return Float8Tensor(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (
-            self._data.view(torch.uint8),  # plain pickle cannot take float8 storages
-            self._data.dtype,
-            self._scale,
-            self._orig_dtype,
-            self._granularity.value,
-            self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
-            self._amax,
-        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -144,54 +136,19 @@ OP_HANDLERS: dict[Any, Any] = {}
 """aten op -> handler(func, args, kwargs); filled by `float8.tensor.ops`."""
 
 
-def _rebuild(
-    data: Tensor,
-    dtype: torch.dtype,
-    scale: Tensor,
-    orig_dtype: torch.dtype,
-    granularity: str,
-    requires_grad: bool,
-    is_parameter: bool,
-    amax: Tensor | None = None,
-) -> Tensor:
-    kind = ScalingGranularity(granularity)
-    tensor = Float8Tensor(data.view(dtype), scale, orig_dtype, kind, amax)
-    return restored(tensor, requires_grad, is_parameter)
-
-
-def _check(
-    data: Tensor, scale: Tensor, orig_dtype: torch.dtype, granularity: ScalingGranularity
-) -> None:
-    if data.dtype not in FLOAT8_MAX:
-        raise TypeError(f"data: got dtype {data.dtype}, expected one of {tuple(FLOAT8_MAX)}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"scale: got dtype {scale.dtype}, expected torch.float32")
-    if orig_dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}")
-    # The one place that knows what shape of scale belongs to a granularity. Ops rely on it: under
-    # one scale for all, those that move values leave the scale alone.
-    if granularity is not ScalingGranularity.TENSORWISE:
-        raise ValueError(f"granularity: got {granularity}, expected TENSORWISE")
-    if scale.numel() != 1:
-        raise ValueError(f"scale: got shape {tuple(scale.shape)}, expected one element")
-
-
 class _ToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, scale: Tensor | None, to_power_of_2: bool
     ) -> Float8Tensor:
-        if scale is None:
-            scale = amax_to_scale(kernels.amax(x), dtype, to_power_of_2)
-        if x.numel() == 0:
-            return Float8Tensor(x.new_empty(x.shape, dtype=dtype), scale, x.dtype)
-        # The kernel pads to GEMM alignment; a Float8Tensor has exactly the shape of `x`.
-        rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-        data, _ = kernels.cast(rows, scale, dtype, row=True, col=False)
-        assert data is not None
-        if data.shape[1] != rows.shape[1]:
+        spec = CastSpec(dtype, power_of_2=to_power_of_2)
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
+        made = quantize(rows, spec, row=True, scale=scale).row
+        assert made is not None
+        data = made.data
+        if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone()
-        return Float8Tensor(data.reshape(x.shape), scale, x.dtype)
+        return Float8Tensor(data.reshape(x.shape), made.scale, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,4 +170,4 @@ def dequantise(x: Float8Tensor) -> Tensor:
     return (x._data.to(torch.float32) * x._scale).to(x._orig_dtype)
 
 
-torch.serialization.add_safe_globals([Float8Tensor, _rebuild])
+torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])

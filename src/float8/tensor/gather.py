@@ -4,7 +4,7 @@ To everything but the gather it is the high-precision tensor it holds. What it a
 its cast and, where somebody computed it ahead for all weights together, its scale.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.config import ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize.spec import CastSpec
-from float8.tensor.wrapper import Wrapper, as_inference_as, dtensor_like, local_tensor, restored
+from float8.tensor.wrapper import Wrapper, as_inference_as, local_tensor
 
 aten = torch.ops.aten
 _tensor_data: Any = Tensor.data
-
-
-class _KnownScale(NamedTuple):
-    scale: Tensor
-    param_dtype: torch.dtype
-    versions: tuple[int, ...]
 
 
 class Float8GatherWeight(Wrapper):
@@ -46,12 +40,13 @@ class Float8GatherWeight(Wrapper):
 
     spec: CastSpec
     param_dtype: torch.dtype | None = None
-    """The dtype it is rounded to before the cast, known from its first gather on; then of its views
-    and copies, too, as FSDP2 copies shards on some ranks only, and all must know the same."""
+    """It is rounded to before the cast; known from the first gather on, of views and copies, too:
+    FSDP2 copies shards on some ranks only, and all must know the same."""
 
     _inner: Tensor
     _counted: Tensor
-    _known: _KnownScale | None = None
+    _known: tuple[Tensor, torch.dtype, tuple[int, ...]] | None = None
+    """A scale, the dtype and the versions it is of."""
 
     @staticmethod
     def __new__(
@@ -87,15 +82,10 @@ class Float8GatherWeight(Wrapper):
     @data.setter
     def data(self, new: Tensor) -> None:
         values = high_precision(new)
-        kinds = [
-            f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
-            if type(x) in (Tensor, nn.Parameter)
-            else type(x).__name__
-            for x in (values, self._inner)
-        ]
-        if kinds[0] != kinds[1]:
+        got, expected = _described(values), _described(self._inner)
+        if got != expected:
             raise ValueError(
-                f"data: got {kinds[0]}, expected {kinds[1]}; to change dtype or device, "
+                f"data: got {got}, expected {expected}; to change dtype or device, "
                 f"call .to() on the module or assign it a new Parameter; FSDP1 cannot "
                 f"gather in float8: convert with enable_fsdp_float8_all_gather=False for it"
             )
@@ -108,8 +98,6 @@ class Float8GatherWeight(Wrapper):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._inner}, spec={self.spec})"
 
-    # What torch.compile, saving and copying need to take the tensor apart and rebuild it.
-
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return ["_inner"], {"class": type(self), "spec": self.spec}
 
@@ -120,10 +108,6 @@ class Float8GatherWeight(Wrapper):
         result: Float8GatherWeight = context["class"](inner["_inner"], context["spec"])
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (type(self), self._inner, self.spec, self.requires_grad, is_parameter)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -131,7 +115,10 @@ class Float8GatherWeight(Wrapper):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             result = func(*_plain(args), **_plain(kwargs))
-            written = _written(func, args, kwargs)
+            parameters = func._schema.arguments
+            given = dict(zip((x.name for x in parameters), args, strict=False)) | kwargs
+            leaves = tree_leaves([given.get(x.name) for x in parameters if x.is_write])
+            written = [x for x in leaves if isinstance(x, Float8GatherWeight)]
             torch.autograd.graph.increment_version([x._counted for x in written])
             same = {id(x._inner): x for x in written}
             return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
@@ -175,28 +162,18 @@ _KEEP = {
 """Ops besides views whose result is of the class too: what sharding and `to_empty` make use of."""
 
 
+def _described(x: Any) -> str:
+    if type(x) not in (Tensor, nn.Parameter):
+        return type(x).__name__
+    return f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
+
+
 def _plain(args: Any) -> Any:
     return tree_map_only(Float8GatherWeight, lambda x: x._inner, args)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Float8GatherWeight]:
-    given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
-    written = [given.get(x.name) for x in func._schema.arguments if x.is_write]
-    return [x for x in tree_leaves(written) if isinstance(x, Float8GatherWeight)]
-
-
-def _rebuild(
-    kind: type[Float8GatherWeight],
-    inner: Tensor,
-    spec: CastSpec,
-    requires_grad: bool,
-    is_parameter: bool,
-) -> Tensor:
-    return restored(kind(inner, spec), requires_grad, is_parameter)
-
-
 torch.serialization.add_safe_globals(
-    [Float8GatherWeight, CastSpec, ScalingGranularity, ScalingType, _rebuild]
+    [Float8GatherWeight, CastSpec, ScalingGranularity, ScalingType]
 )
 
 
@@ -204,22 +181,16 @@ torch.serialization.add_safe_globals(
 
 
 def remember_scale(weight: Tensor, scale: Tensor, param_dtype: torch.dtype) -> None:
-    """Keep the scale of a sharded weight as it is now; it holds until the weight is written.
-
-    Args:
-        weight: a DTensor of a `Float8GatherWeight`.
-        scale: float32 decode scale of the whole weight.
-        param_dtype: the dtype that the weight was taken to be rounded to.
-    """
-    local_tensor(weight)._known = _KnownScale(scale, param_dtype, _versions(weight))
+    """Keep the scale of a weight, rounded to `param_dtype`, until the weight is written."""
+    local_tensor(weight)._known = scale, param_dtype, _versions(weight)
 
 
 def known_scale(weight: Tensor, param_dtype: torch.dtype) -> Tensor | None:
     """The scale that was kept since the weight was last written, if it is for this dtype."""
-    known: _KnownScale | None = getattr(local_tensor(weight), "_known", None)
-    if known is None or known.param_dtype != param_dtype or known.versions != _versions(weight):
+    known = local_tensor(weight)._known
+    if known is None or known[1:] != (param_dtype, _versions(weight)):
         return None
-    return known.scale
+    return known[0]  # type: ignore[no-any-return]
 
 
 def _versions(weight: Tensor) -> tuple[int, ...]:
@@ -235,10 +206,7 @@ def _versions(weight: Tensor) -> tuple[int, ...]:
 # Version counters, which tell of writes, are there outside of inference mode only.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """`x` without the spec of its gather, sharing its memory and version counters.
-
-    A DTensor stays one.
-    """
+    """`x`, maybe a DTensor, without the spec of its gather; shares memory and version counters."""
     local = local_tensor(x)
     if not isinstance(local, Float8GatherWeight):
         return x
@@ -250,13 +218,15 @@ def high_precision(x: Tensor) -> Tensor:
     return new  # type: ignore[no-any-return]
 
 
-def with_plan_of(new: nn.Parameter, old: Tensor | None) -> nn.Parameter:
+def with_plan_of(new: Any, old: Tensor | None) -> nn.Parameter:
     """`new` as a weight that is gathered as `old`, which it replaces; itself if that is plain."""
     model, values = local_tensor(old), local_tensor(new)
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
-        return new
-    wrapped = type(model)(values.detach(), model.spec)
-    wrapped.param_dtype = model.param_dtype
-    with torch.no_grad():
-        tensor = wrapped if values is new else dtensor_like(new, wrapped)
+        return new  # type: ignore[no-any-return]
+    tensor: Any = type(model)(values.detach(), model.spec)
+    tensor.param_dtype = model.param_dtype
+    if values is not new:
+        with torch.no_grad():
+            like = {"run_check": False, "shape": new.shape, "stride": new.stride()}
+            tensor = type(new).from_local(tensor, new.device_mesh, new.placements, **like)
     return nn.Parameter(tensor, requires_grad=new.requires_grad)

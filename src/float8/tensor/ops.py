@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
+from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
+from float8.quantize.quantize import padded
 from float8.quantize.spec import Part
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.wrapper import as_inference_as
@@ -123,44 +124,37 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-@implements(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)
-def _new_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A plain tensor of the original dtype: what is to be written there need not fit the scale."""
-    (x,) = args
-    dtype = kwargs.pop("dtype", None) or x._orig_dtype
-    return func(x._data, dtype=dtype, **kwargs)
-
-
-@implements(aten.equal.default, aten.is_same_size.default)
-def _compare(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Of the values, however they are held."""
-    return func(*_high_precision(args))
-
-
-@implements(aten.mm.default)
-def _mm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if all(isinstance(x, Float8Tensor) for x in args):
-        return _float8_mm(*args)
-    return func(*_high_precision(args))
-
-
-@implements(aten.addmm.default)
-def _addmm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    bias, a, b = args
+@implements(aten.mm.default, aten.addmm.default)
+def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    *bias, a, b = args
     if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
-        return func(*_high_precision(args), **kwargs)
+        return _of_values(func, args, kwargs)
+    product = _float8_mm(a, b)
+    if not bias:
+        return product
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    product = _float8_mm(a, b) * alpha
     # As in torch, a NaN in the bias counts for nothing if beta is 0.
-    return torch.add(product, _high_precision(bias), alpha=beta) if beta else product
+    return torch.add(product * alpha, *_dequantised(bias), alpha=beta) if beta else product * alpha
 
 
-def _high_precision(args: Any) -> Any:
+@implements(
+    aten.equal.default,
+    aten.is_same_size.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+)
+def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Of the values, however they are held: a new tensor is plain, as its values may be any."""
+    return func(*_dequantised(args), **kwargs)
+
+
+def _dequantised(args: Any) -> Any:
     return tree_map_only(Float8Tensor, dequantise, args)
 
 
 def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
-    """`a @ b` [M, K] x [K, N] as a scaled GEMM on data laid out along K and padded to 16."""
+    """`a @ b`, [M, K] x [K, N], as a scaled GEMM on data laid out along K and padded to 16."""
     if a._orig_dtype != b._orig_dtype:
         raise ValueError(
             f"mm: got Float8Tensors of original dtypes {a._orig_dtype} and {b._orig_dtype}, "
@@ -171,22 +165,14 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
             f"mm: got two Float8Tensors of {E5M2}, expected at least one {E4M3}: tensor cores have "
             f"no e5m2 x e5m2; call .to_original_precision() on one of them"
         )
-    columns = b.shape[1]
     product = matmul(
-        Part(_gemm_layout(a._data), a._scale),
-        Part(_gemm_layout(b._data.t(), pad_rows=True), b._scale),
+        _operand(a._data, a._scale),
+        _operand(b._data.t(), b._scale),
         gemm=Gemm(),
         out_dtype=a._orig_dtype,
     )
-    return product if product.shape[1] == columns else product[:, :columns]
+    return product[: a.shape[0], : b.shape[1]]
 
 
-def _gemm_layout(data: Tensor, pad_rows: bool = False) -> Tensor:
-    """[R, C] float8 -> contiguous along C, C (and R if `pad_rows`) padded with zeros to 16."""
-    rows, columns = data.shape
-    pad_bottom = -rows % GEMM_ALIGNMENT if pad_rows else 0
-    pad_right = -columns % GEMM_ALIGNMENT
-    if pad_bottom or pad_right:
-        bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, pad_right, 0, pad_bottom))
-        data = bytes_.view(data.dtype)
-    return data.contiguous()
+def _operand(data: Tensor, scale: Tensor) -> Part:
+    return Part(padded(Part(data, scale)).data.contiguous(), scale)

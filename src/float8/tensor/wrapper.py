@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from float8.formats import FLOAT8_MAX
 
 
 class Wrapper(torch.Tensor):
-    """A tensor subclass that holds plain tensors; `__reduce_ex__` says how to make one again."""
+    """A tensor subclass that holds plain tensors; `__tensor_flatten__` says which."""
 
     @classmethod
     def _around(cls, inner: Tensor, dtype: torch.dtype) -> Any:
@@ -25,6 +27,16 @@ class Wrapper(torch.Tensor):
             layout=inner.layout,
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {}
+        for name in names:
+            x: Tensor = getattr(self, name)
+            # Plain pickle cannot take float8 storages.
+            inner[name] = x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x, x.dtype
+        is_parameter = isinstance(self, nn.Parameter)
+        return _rebuild, (type(self), inner, context, self.requires_grad, is_parameter)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch's own cannot copy a view: it takes a wrapper's storage for a real one.
         if not self.is_leaf:
@@ -33,7 +45,7 @@ class Wrapper(torch.Tensor):
                 f"deepcopy; detach it first"
             )
         if id(self) not in memo:
-            function, args = self.__reduce_ex__(4)  # type: ignore[no-untyped-call]
+            function, args = self.__reduce_ex__(4)
             new = function(*copy.deepcopy(args, memo))
             new.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = new
@@ -42,10 +54,9 @@ class Wrapper(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = [(name, getattr(self, name)) for name in names]
         described = [
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
-            for name, x in inner
+            for name, x in ((name, getattr(self, name)) for name in names)
         ]
         key = repr((described, context, self.requires_grad))
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
@@ -54,11 +65,21 @@ class Wrapper(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def restored(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
-    """`tensor`, just rebuilt, as what it was before."""
+def _rebuild(
+    kind: Any,
+    inner: dict[str, tuple[Tensor, torch.dtype]],
+    context: dict[str, Any],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Tensor:
+    fields = {name: x.view(dtype) for name, (x, dtype) in inner.items()}
+    tensor: Tensor = kind.__tensor_unflatten__(fields, context, None, None)
     if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
+        return nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
@@ -78,11 +99,3 @@ def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
 def local_tensor(x: Any) -> Any:
     """The shard of a DTensor; anything else as it is."""
     return getattr(x, "_local_tensor", x)
-
-
-def dtensor_like(x: Any, local: Tensor) -> Tensor:
-    """A DTensor of the mesh, placements and global shape of `x`; shares the memory of `local`."""
-    result: Tensor = type(x).from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
-    return result
