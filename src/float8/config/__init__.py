@@ -3,6 +3,7 @@
 from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingGranularity, ScalingType
 from float8.config.linear import (
     BASE_SITE,
+    CAST_SITES,
     GEMM_OPERANDS,
     CastSite,
     Float8GemmConfig,
@@ -13,6 +14,7 @@ from float8.config.linear import (
 
 __all__ = [
     "BASE_SITE",
+    "CAST_SITES",
     "GEMM_OPERANDS",
     "CastConfig",
     "CastSite",

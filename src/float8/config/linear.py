@@ -23,6 +23,9 @@ class CastSite(enum.Enum):
     GRAD_OUTPUT_FOR_GRAD_WEIGHT = "grad_output_for_grad_weight"
 
 
+CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)
+"""All of them: Dynamo (torch 2.11) cannot iterate over the enum itself."""
+
 BASE_SITE: dict[CastSite, CastSite] = {
     CastSite.INPUT_FOR_GRAD_WEIGHT: CastSite.INPUT,
     CastSite.WEIGHT_FOR_GRAD_INPUT: CastSite.WEIGHT,
@@ -205,7 +208,7 @@ class Float8LinearConfig:
         """The sites that own delayed-scaling state, in a fixed order."""
         return tuple(
             site
-            for site in CastSite
+            for site in CAST_SITES
             if self.owner(site) is site
             and self.cast_config(site).scaling_type is ScalingType.DELAYED
         )

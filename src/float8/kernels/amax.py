@@ -12,15 +12,17 @@ from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 
 
-def amax(x: Tensor) -> Tensor:
+def amax(x: Tensor, *, by_rows: bool = False) -> Tensor:
     """Return max(abs(x)).
 
-    Under ``torch.compile`` this is plain torch code, row by row, which Inductor fuses into whatever
-    produces ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In
-    eager mode it is one kernel, ``torch.ops.float8.amax``.
+    Under ``torch.compile`` this is plain torch code, which Inductor fuses into whatever produces
+    ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In eager mode
+    it is one kernel, ``torch.ops.float8.amax``.
 
     Args:
         x: any shape and strides; float32, bfloat16 or float16.
+        by_rows: under ``torch.compile``, take the amax of each row first: that fuses into producers
+            of any shape. Such a kernel cannot overwrite what it reads, which takes memory.
 
     Returns:
         A 0-dim float32 tensor on the same device: NaN if any element is NaN, else Inf if any is
@@ -31,8 +33,10 @@ def amax(x: Tensor) -> Tensor:
     """
     check_high_precision("amax", x)
     if torch.compiler.is_compiling():
-        x = x.detach().abs()
-        return amax_reference(x.amax(dim=-1) if x.dim() > 1 and x.shape[-1] else x)
+        x = x.detach()
+        if by_rows and x.dim() > 1 and x.numel() != 0:
+            x = x.abs().amax(dim=-1)
+        return amax_reference(x)
     if x.is_cuda and takes_triton_directly(x):
         return amax_triton(x)
     result: Tensor = torch.ops.float8.amax.default(x)

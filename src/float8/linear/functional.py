@@ -241,7 +241,8 @@ class _Linear(torch.autograd.Function):
 
         if plan.output is not None:
             col = float8_grad_weight and plan.share_input and not keep_input
-            x = quantize(input, plan.input, row=True, col=col, state=scales.input, record=record)
+            spec, state = plan.input, scales.input
+            x = quantize(input, spec, row=True, col=col, state=state, record=record, by_rows=True)
             assert x.row is not None
             w = weight_rows(weight, ready, plan.weight, scales.weight, record)
             y = output(x.row, w, plan.output, input.dtype, N)

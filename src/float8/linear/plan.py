@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from float8.config import BASE_SITE, GEMM_OPERANDS, CastSite, Float8LinearConfig
+from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastSite, Float8LinearConfig
 from float8.formats import E4M3
 from float8.gemm import Gemm
 from float8.quantize.spec import CastSpec
@@ -56,7 +56,7 @@ def _resolved(config: Float8LinearConfig) -> LinearPlan:
         return config.owner(site) is BASE_SITE[site]
 
     return LinearPlan(
-        **{site.value: cast(site) for site in CastSite},
+        **{site.value: cast(site) for site in CAST_SITES},
         share_input=shared(CastSite.INPUT_FOR_GRAD_WEIGHT),
         share_weight=shared(CastSite.WEIGHT_FOR_GRAD_INPUT),
         share_grad_output=shared(CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT),

@@ -28,6 +28,7 @@ def quantize(
     scale: Tensor | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
     after: Tensor | None = None,
+    by_rows: bool = False,
 ) -> Quantized:
     """Cast `x` to float8.
 
@@ -44,6 +45,7 @@ def quantize(
         reduce: takes the amax of `x` and returns that of the whole tensor, of which `x` is the part
             of this rank; called where the scale comes from `x`.
         after: what a compiler must have computed first, see `kernels.cast`.
+        by_rows: how a compiler takes the amax, see `kernels.amax`.
 
     Returns:
         Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
@@ -71,7 +73,7 @@ def quantize(
     else:
         if scale is None:
             # Apart from the cast: so Inductor takes the amax in the kernel that produces x.
-            amax = kernels.amax(x)
+            amax = kernels.amax(x, by_rows=by_rows)
             amax = amax if reduce is None else reduce(amax)
             scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
         row_data, col_data = kernels.cast(
