@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.codegen import custom_extern_kernel_codegen, wrapper
+from torch._inductor.utils import run_and_get_code
 
 from float8 import kernels
-from float8.kernels.runtime import ops, private
-from float8.kernels.runtime.triton import HAS_TRITON
+from float8.kernels.runtime import private
 from kernels.float8_codes import same_bytes
 
 NAMES = re.findall(r'^(\w+) = find\("([\w.]+)"\)', Path(private.__file__).read_text(), re.MULTILINE)
@@ -117,36 +118,48 @@ assert private.{name} is None
     assert run(hide + TRAIN + check) == usual
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="nothing to lower without Triton")
-@pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
-def test_another_inductor_leaves_the_ops_opaque(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(op: object, body: object) -> None:
-        raise error("another interface")
-
-    monkeypatch.setattr(ops, "lower", fails)
-    monkeypatch.setattr(ops, "_told", set())
+def generated(x: Tensor) -> str:
+    """What Inductor makes of a cast of `x`, after checking its bits."""
     torch._dynamo.reset()
 
     def cast(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return kernels.cast(x, x[0, 0], torch.float8_e4m3fn, row=True, col=True)
+        return kernels.cast(x * 2, x[0, 0], torch.float8_e4m3fn, row=True, col=True)
 
-    x = torch.rand(20, 40)
-    with pytest.warns(UserWarning, match=r"Inductor calls float8\.cast.*another interface"):
-        compiled = torch.compile(cast, fullgraph=True)(x)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled, code = run_and_get_code(torch.compile(cast, fullgraph=True), x)
     for got, want in zip(compiled, cast(x), strict=True):
         assert same_bytes(got, want)
+    return "\n".join(line for line in code[0].splitlines() if "#" not in line)
 
 
-def test_without_private_api_inductor_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unexpected(op: object, body: object) -> None:
-        raise AssertionError(op)
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Inductor's, without our ops."""
+    empty: dict[str, object] = {}
+    monkeypatch.setattr(custom_extern_kernel_codegen, "CUSTOM_EXTERN_KERNEL_CODEGEN", empty)
+    monkeypatch.setattr(wrapper, "CUSTOM_EXTERN_KERNEL_CODEGEN", empty)
+    return empty
 
-    monkeypatch.setattr(ops, "lower", unexpected)
-    monkeypatch.setattr(ops, "_told", set())
+
+def test_generated_code_calls_ops_itself(registry: dict[str, object]) -> None:
+    code = generated(torch.rand(20, 40))
+    assert " = float8_ops.cast(" in code
+    assert "torch.ops.float8.cast.default(" not in code
+    assert list(registry) == ["torch.ops.float8.cast.default"]
+
+
+def test_another_inductor_calls_ops_through_the_dispatcher(
+    registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(custom_extern_kernel_codegen, "CustomCodegen")
+    code = generated(torch.rand(20, 40))
+    assert "float8_ops" not in code
+    assert " = torch.ops.float8.cast.default(" in code
+
+
+def test_without_private_api_inductor_is_told_nothing(
+    registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(private, "PLAIN_LAUNCH", True)
-    torch._dynamo.reset()
-    x = torch.rand(20, 40)
-    compiled = torch.compile(kernels.transpose_bytes, fullgraph=True)(x.to(torch.float8_e5m2))
-    assert compiled.shape == (40, 20)
+    assert "float8_ops" not in generated(torch.rand(20, 40))
+    assert not registry

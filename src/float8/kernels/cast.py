@@ -16,8 +16,8 @@ from float8.kernels.amax import amax_reference, float32_bits, magnitude_bits, me
 from float8.kernels.checks import check_high_precision, check_scalar, describe
 from float8.kernels.numeric import scale_of_amax, to_float8_bits, to_float8_words, to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
-from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.swiglu_math import swiglu
 from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
@@ -84,7 +84,7 @@ def cast(
     if x.is_cuda and takes_triton_directly(x, scale):
         out = _cast_triton(*args)
     else:
-        out = torch.ops.float8.cast.default(*args, after, BUILD)
+        out = torch.ops.float8.cast.default(*args, after)
     return out[0] if row else None, out[-1] if col else None
 
 
@@ -101,7 +101,7 @@ def cast_dynamic(
     if x.is_cuda and takes_triton_directly(x):
         out = _cast_dynamic_triton(*args)
     else:
-        out = torch.ops.float8.cast_dynamic.default(*args, BUILD)
+        out = torch.ops.float8.cast_dynamic.default(*args)
     return Cast(out[0], out[1] if row else None, out[-1] if col else None)
 
 
@@ -129,7 +129,7 @@ def cast_delayed(
     if x.is_cuda and takes_triton_directly(x, scale, amax):
         out = _cast_delayed_triton(*args)
     else:
-        out = torch.ops.float8.cast_delayed.default(*args, BUILD)
+        out = torch.ops.float8.cast_delayed.default(*args)
     return Cast(out[0], out[1] if row else None, out[2] if col else None)
 
 
@@ -170,7 +170,7 @@ def cast_reference(
     row: bool,
     col: bool,
     pad_rows: bool = False,
-    *_: object,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast`: the layouts asked for."""
     data = to_float8(x, scale, dtype).view(torch.uint8)
@@ -191,7 +191,6 @@ def cast_dynamic_reference(
     col: bool,
     pad_rows: bool,
     power_of_2: bool,
-    *_: object,
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast_dynamic`: the scale, then the layouts asked for."""
     scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
@@ -208,7 +207,6 @@ def cast_delayed_reference(
     pad_rows: bool,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch twin of :func:`cast_delayed`: scale, row data, column data."""
     own = amax_reference(x)
@@ -398,7 +396,13 @@ def power_of_2_above(parts: int) -> int:
 
 
 def _cast_triton(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, *_: object
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     return launch_cast(x, Kind(dtype, row, col, pad_rows), scale=scale)
 
@@ -410,7 +414,6 @@ def _cast_dynamic_triton(
     col: bool,
     pad_rows: bool,
     power_of_2: bool,
-    *_: object,
 ) -> list[Tensor]:
     if x.numel() == 0:
         return cast_dynamic_reference(x, dtype, row, col, pad_rows, power_of_2)
@@ -430,7 +433,6 @@ def _cast_delayed_triton(
     pad_rows: bool,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return cast_delayed_reference(x, scale, amax, dtype, row, col, pad_rows, power_of_2, record)
@@ -439,7 +441,7 @@ def _cast_delayed_triton(
     kind = Kind(dtype, row, col, pad_rows, HISTORY, parts.shape[0], power_of_2, record)
     data = launch_cast(x, kind, scale=scale, parts=parts, scale_out=used, amax=amax)
     if record:
-        mark_written(amax)
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
     return _fixed(x, used, data, row, col)
 
 
@@ -644,21 +646,21 @@ def _cast_delayed_fake(
 
 register(
     "cast(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool pad_rows, "
-    "Tensor? after=None, str build='') -> Tensor[]",
+    "Tensor? after=None) -> Tensor[]",
     plain=cast_reference,
     triton=_cast_triton,
     fake=_cast_fake,
 )
 register(
     "cast_dynamic(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
-    "bool power_of_2, str build='') -> Tensor[]",
+    "bool power_of_2) -> Tensor[]",
     plain=cast_dynamic_reference,
     triton=_cast_dynamic_triton,
     fake=cast_dynamic_fake,
 )
 register(
     "cast_delayed(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType dtype, bool row, bool col, "
-    "bool pad_rows, bool power_of_2, bool record, str build='') -> (Tensor, Tensor, Tensor)",
+    "bool pad_rows, bool power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
     plain=cast_delayed_reference,
     triton=_cast_delayed_triton,
     fake=_cast_delayed_fake,

@@ -22,8 +22,8 @@ from float8.kernels.cast import (
 from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion
-from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
-from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.quantize.history import NO_STATE, DelayedScale
 from float8.quantize.spec import CastSpec
@@ -74,7 +74,7 @@ def rms_norm_cast(
     if x.is_cuda and takes_triton_directly(x, weight, scale, amax):
         out = _rms_norm_cast_triton(*args)
     else:
-        out = torch.ops.float8.rms_norm_cast.default(*args, BUILD)
+        out = torch.ops.float8.rms_norm_cast.default(*args)
     return NormCast(out[0], Cast(out[1], out[2], None))
 
 
@@ -91,7 +91,7 @@ def rms_norm_recast(
     args = (x, weight, rstd, scale, dtype)
     if x.is_cuda and takes_triton_directly(x, weight, rstd, scale):
         return _rms_norm_recast_triton(*args)
-    out: Tensor = torch.ops.float8.rms_norm_recast.default(*args, BUILD)
+    out: Tensor = torch.ops.float8.rms_norm_recast.default(*args)
     return out
 
 
@@ -120,7 +120,6 @@ def rms_norm_cast_reference(
     amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch twin of :func:`rms_norm_cast`: rstd, the scale used, row data."""
     x = x.to(torch.float32)
@@ -131,7 +130,7 @@ def rms_norm_cast_reference(
 
 
 def rms_norm_recast_reference(
-    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype, *_: object
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Plain-torch twin of :func:`rms_norm_recast`."""
     normed = x.to(torch.float32) * rstd[:, None] * weight.to(torch.float32)
@@ -147,7 +146,6 @@ def _rms_norm_cast_triton(
     amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     rstd = empty((x.shape[0],), torch.float32, x)
@@ -171,12 +169,12 @@ def _rms_norm_cast_triton(
         x, kind, scale=scale, parts=parts, scale_out=used, amax=amax, rstd=rstd, weight=weight
     )
     if amax is not None and record:
-        mark_written(amax)
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
     return rstd, used, row
 
 
 def _rms_norm_recast_triton(
-    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype, *_: object
+    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     kind = Kind(dtype, False, True, source=GIVEN, producer=RMS_NORM, weight_dtype=weight.dtype)
@@ -254,14 +252,14 @@ def _rms_norm_recast_fake(
 
 register(
     "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, Tensor? scale, "
-    "Tensor(a!)? amax, bool power_of_2, bool record, str build='') -> (Tensor, Tensor, Tensor)",
+    "Tensor(a!)? amax, bool power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
     plain=rms_norm_cast_reference,
     triton=_rms_norm_cast_triton,
     fake=_rms_norm_cast_fake,
 )
 register(
-    "rms_norm_recast(Tensor x, Tensor weight, Tensor rstd, Tensor scale, ScalarType dtype, "
-    "str build='') -> Tensor",
+    "rms_norm_recast(Tensor x, Tensor weight, Tensor rstd, Tensor scale, ScalarType dtype) "
+    "-> Tensor",
     plain=rms_norm_recast_reference,
     triton=_rms_norm_recast_triton,
     fake=_rms_norm_recast_fake,

@@ -11,7 +11,7 @@ from float8.kernels.numeric import to_float32
 from float8.kernels.rms_norm import WIDEST_NORM, whole_row
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
-from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 
 _MOST_GRADS = 3  # that one launch sums up
@@ -47,7 +47,7 @@ def rms_norm_backward(
     args = (list(grads), x, weight, rstd, residual_grad)
     if x.is_cuda and takes_triton_directly(x, weight, rstd, residual_grad, *grads):
         return rms_norm_backward_triton(*args)
-    out: tuple[Tensor, Tensor] = torch.ops.float8.rms_norm_backward.default(*args, BUILD)
+    out: tuple[Tensor, Tensor] = torch.ops.float8.rms_norm_backward.default(*args)
     return out
 
 
@@ -76,7 +76,6 @@ def rms_norm_backward_reference(
     weight: Tensor,
     rstd: Tensor,
     residual_grad: Tensor | None,
-    *_: object,
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of the kernel; see :func:`rms_norm_backward`."""
     grad = grads[0].to(torch.float32)
@@ -98,7 +97,6 @@ def rms_norm_backward_triton(
     weight: Tensor,
     rstd: Tensor,
     residual_grad: Tensor | None,
-    *_: object,
 ) -> tuple[Tensor, Tensor]:
     """Triton kernel; see :func:`rms_norm_backward`."""
     if len(grads) > _MOST_GRADS:
@@ -201,7 +199,7 @@ def _rms_norm_backward_fake(
 
 register(
     "rms_norm_backward(Tensor[] grads, Tensor x, Tensor weight, Tensor rstd, "
-    "Tensor? residual_grad, str build='') -> (Tensor, Tensor)",
+    "Tensor? residual_grad) -> (Tensor, Tensor)",
     plain=rms_norm_backward_reference,
     triton=rms_norm_backward_triton,
     fake=_rms_norm_backward_fake,

@@ -20,8 +20,8 @@ from float8.kernels.cast import (
 from float8.kernels.checks import check_same, check_state
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
-from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.swiglu_math import swiglu
 from float8.quantize.history import NO_STATE, DelayedScale
@@ -60,7 +60,7 @@ def swiglu_cast(
     if gate.is_cuda and takes_triton_directly(gate, up, scale, amax):
         out = _swiglu_cast_triton(*args)
     else:
-        out = torch.ops.float8.swiglu_cast.default(*args, BUILD)
+        out = torch.ops.float8.swiglu_cast.default(*args)
     return Cast(out[0], out[1], None)
 
 
@@ -78,7 +78,6 @@ def swiglu_cast_reference(
     amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of :func:`swiglu_cast`: the scale used, row data."""
     product = swiglu_reference(gate, up)
@@ -94,7 +93,6 @@ def _swiglu_cast_triton(
     amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> tuple[Tensor, Tensor]:
     gate, up = gate.contiguous(), up.contiguous()
     parts = _measure(gate, up, scale)
@@ -111,7 +109,7 @@ def _swiglu_cast_triton(
     )
     (row,) = launch_cast(gate, kind, scale=scale, parts=parts, scale_out=used, amax=amax, y=up)
     if amax is not None and record:
-        mark_written(amax)
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
     return used, row
 
 
@@ -171,7 +169,7 @@ def _swiglu_cast_fake(
 
 register(
     "swiglu_cast(Tensor gate, Tensor up, ScalarType dtype, Tensor? scale, Tensor(a!)? amax, "
-    "bool power_of_2, bool record, str build='') -> (Tensor, Tensor)",
+    "bool power_of_2, bool record) -> (Tensor, Tensor)",
     plain=swiglu_cast_reference,
     triton=_swiglu_cast_triton,
     fake=_swiglu_cast_fake,

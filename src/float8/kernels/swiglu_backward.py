@@ -25,8 +25,8 @@ from float8.kernels.cast import (
 from float8.kernels.checks import check_same, check_scalar, check_state
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, empty, mark_written, takes_triton_directly
-from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.swiglu_math import swiglu_backward
 from float8.kernels.tiles import fitting, load, tile_at, tile_of_program
@@ -97,7 +97,7 @@ def swiglu_backward_cast(
     if grad.is_cuda and takes_triton_directly(*tensors, *states):
         out = _swiglu_backward_cast_triton(*args)
     else:
-        out = torch.ops.float8.swiglu_backward_cast.default(*args, BUILD)
+        out = torch.ops.float8.swiglu_backward_cast.default(*args)
     product, gate_used, gate_row, up_used, up_row = out
     return SwigluGradients(product, Cast(gate_used, gate_row, None), Cast(up_used, up_row, None))
 
@@ -115,7 +115,6 @@ def swiglu_backward_cast_reference(
     up_amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> _Results:
     """Plain-torch twin of :func:`swiglu_backward_cast`."""
     grad, gate, up = (x.to(torch.float32) for x in (grad, gate, up))
@@ -146,7 +145,6 @@ def _swiglu_backward_cast_triton(
     up_amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-    *_: object,
 ) -> _Results:
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     out = product, gate_used, gate_row, up_used, up_row = _allocate(grad, product_dtype, dtype)
@@ -159,9 +157,8 @@ def _swiglu_backward_cast_triton(
         *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
         *(gate_scale, gate_used, gate_amax, up_scale, up_used, up_amax),
     )
-    if kind.record:
-        mark_written(gate_amax)
-        mark_written(up_amax)
+    if record and gate_amax is not None and up_amax is not None:
+        torch.autograd.graph.increment_version([gate_amax, up_amax])  # as PyTorch does
     return out
 
 
@@ -369,7 +366,7 @@ def _swiglu_backward_cast_fake(
 register(
     "swiglu_backward_cast(Tensor grad, Tensor gate, Tensor up, Tensor product_scale, "
     "ScalarType product_dtype, ScalarType dtype, Tensor? gate_scale, Tensor(a!)? gate_amax, "
-    "Tensor? up_scale, Tensor(b!)? up_amax, bool power_of_2, bool record, str build='') "
+    "Tensor? up_scale, Tensor(b!)? up_amax, bool power_of_2, bool record) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     plain=swiglu_backward_cast_reference,
     triton=_swiglu_backward_cast_triton,

@@ -9,7 +9,7 @@ from float8.formats import FLOAT8_MAX
 from float8.kernels.checks import describe
 from float8.kernels.runtime.device import sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
-from float8.kernels.runtime.ops import BUILD, register
+from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import (
     TileLaunch,
@@ -41,7 +41,7 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
     check_transpose(data)
     if data.is_cuda and takes_triton_directly(data):
         return transpose_triton(data)
-    result: Tensor = torch.ops.float8.transpose.default(data, after, BUILD)
+    result: Tensor = torch.ops.float8.transpose.default(data, after)
     return result
 
 
@@ -59,7 +59,7 @@ def check_transpose(data: Tensor) -> None:
         )
 
 
-def transpose_reference(data: Tensor, *_: object) -> Tensor:
+def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     """Plain-torch twin of the kernel; see :func:`transpose_bytes`."""
     # A view as uint8 because float8 copies are not implemented on every backend, and clone
     # because contiguous() would return the input itself where its transpose is contiguous.
@@ -67,7 +67,7 @@ def transpose_reference(data: Tensor, *_: object) -> Tensor:
     return flipped.view(data.dtype)
 
 
-def transpose_triton(data: Tensor, *_: object) -> Tensor:
+def transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
     """Triton kernel; see :func:`transpose_bytes`."""
     R, C = data.shape
     return launch_transpose(data, launch_config(R, C, sms=sm_count(data.device)))
@@ -154,7 +154,7 @@ def _transpose_fake(data: Tensor, *_: object) -> Tensor:
 
 
 register(
-    "transpose(Tensor data, Tensor? after=None, str build='') -> Tensor",
+    "transpose(Tensor data, Tensor? after=None) -> Tensor",
     plain=transpose_reference,
     triton=transpose_triton,
     fake=_transpose_fake,

@@ -1,4 +1,4 @@
-"""Launching Triton kernels cheaply in eager mode, and handing them to Inductor when it compiles.
+"""Launching Triton kernels cheaply.
 
 Triton's own launch inspects every argument, which costs several times what the launch does. Here
 everything but the tensors of a launch is fixed when it is planned, so that all launches after the
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from float8.kernels.runtime import private
-from float8.kernels.runtime.ir import IRTensor
 from float8.kernels.runtime.triton import HAS_TRITON
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -55,11 +54,8 @@ class Launch:
         self._kind = (kernel, device, kinds, constants, num_warps)
         self._compiled: dict[tuple[bool, ...], Callable[..., object]] = {}
 
-    def __call__(self, *tensors: Any) -> None:
+    def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the device of the tensors, which need not be the current one."""
-        if isinstance(tensors[0], IRTensor):
-            tensors[0].emit(self, tensors)
-            return
         device = self.device
         if device.type != "cuda":  # Triton's interpreter
             self._launch(tensors)
@@ -88,7 +84,7 @@ class Launch:
             run = self._compiled[aligned] = binary[(self.programs, 1, 1)]
         run(*addresses, *self.rest, stream=private.current_stream(device.index))
 
-    def _launch(self, tensors: tuple[Any, ...]) -> Any:
+    def _launch(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """Launch as Triton documents it; returns the compiled kernel (None in its interpreter)."""
         return self.kernel[(self.programs,)](*tensors, *self.rest, num_warps=self.num_warps)
 
@@ -110,11 +106,8 @@ def takes_triton_directly(*tensors: Tensor | None) -> bool:
     return private.dispatch_modes() == 0 and private.functorch_levels() is None
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Any) -> Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """Uninitialised, contiguous, of at most two dims, on the device of `like`."""
-    if isinstance(like, IRTensor):
-        made: Tensor = like.new_empty(shape, dtype=dtype)
-        return made
     device = like.device
     if (
         private.empty_strided_cuda is not None
@@ -126,9 +119,3 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Any) -> Tensor:
         result: Tensor = private.empty_strided_cuda(shape, strides, dtype)
         return result
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def mark_written(x: Any) -> None:
-    """Count up the version of what a kernel wrote in place, as PyTorch's own ops do."""
-    if not isinstance(x, IRTensor):
-        torch.autograd.graph.increment_version(x)

@@ -3,35 +3,32 @@
 The Library API rather than the ``custom_op`` decorator, which costs several times as much per call
 in eager mode. CPU runs the plain-torch twins; CUDA runs Triton, or the twins where Triton is not
 installed (a warning says so once). The ops are not differentiable: their results never require
-grad. To AOTAutograd they are opaque; Inductor runs their Triton code, see ``ir``.
+grad.
+
+Compilers see them as opaque ops, so that equal casts (q/k/v read one tensor) are merged, and
+memory is planned with what they really allocate. The program that Inductor generates then calls
+their code itself, past PyTorch's dispatcher, which would take as long as the call.
 """
 
 import functools
-import hashlib
+import importlib
 import sys
+import types
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from float8.kernels.runtime import private
-from float8.kernels.runtime.ir import lower
 from float8.kernels.runtime.triton import HAS_TRITON
-
-
-def _hash_of_kernels() -> str:
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.blake2b(b"".join(f.read_bytes() for f in files), digest_size=8).hexdigest()
-
-
-BUILD = _hash_of_kernels()
-"""An argument of ops that Inductor lowers, which does nothing: compilers keep what they generate on
-disk, by the ops and their arguments, and generated code holds our kernels' source."""
 
 # Any, because torch leaves this class untyped.
 _library: Any = torch.library.Library("float8", "DEF")  # type: ignore[no-untyped-call]
+
+
+direct = types.SimpleNamespace()
+"""What generated code calls: each op by its name."""
 
 
 def register(
@@ -46,43 +43,55 @@ def register(
     Args:
         schema: of the op.
         plain: its plain-torch twin, takes and returns what the schema says.
-        triton: its Triton code, likewise; run by Inductor too, on `IRTensor`s.
+        triton: its Triton code, likewise.
         fake: makes uninitialised results.
     """
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).split("::")[-1]
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
+    on_cuda = triton if HAS_TRITON else without_triton(plain)
     _library.impl(name, plain, "CPU")
-    _library.impl(name, triton if HAS_TRITON else without_triton(plain), "CUDA")
+    _library.impl(name, on_cuda, "CUDA")
     # Straight to the kernel: saves the eager autograd wrapper, and its results, which carry no
     # gradient, then don't claim to.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    op = getattr(torch.ops.float8, name).default
+
+    def on_any_device(first: Any, *rest: Any, **named: Any) -> Any:
+        x = first[0] if isinstance(first, list) else first
+        return (on_cuda if x.is_cuda else plain)(first, *rest, **named)
+
+    setattr(direct, name, on_any_device)
 
     @functools.wraps(fake)
     def traced(*args: Any) -> Any:
-        _tell_inductor(op, triton)
+        _tell_inductor(name)
         return fake(*args)
 
     torch.library.register_fake(f"float8::{name}", traced, lib=_library)
 
 
-_told: set[Any] = set()
+_REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
-def _tell_inductor(op: Any, body: Callable[..., Any]) -> None:
-    """Register how an op is lowered, the first time that Inductor traces it.
+def _tell_inductor(name: str) -> None:
+    """Register how Inductor calls an op, when it traces it: importing Inductor takes seconds.
 
-    Not before: importing Inductor takes seconds. Where its interface is another one than expected,
-    the op stays opaque.
+    Where Inductor's interface is another one, generated code calls the op through the dispatcher.
     """
-    if op in _told or "torch._inductor.lowering" not in sys.modules:
+    if _REGISTRY not in sys.modules or private.PLAIN_LAUNCH:
         return
-    _told.add(op)
-    if HAS_TRITON and not private.PLAIN_LAUNCH:
-        try:
-            lower(op, body)
-        except (AttributeError, ImportError, TypeError) as error:
-            warnings.warn(f"float8: Inductor calls {op} through PyTorch: {error}", stacklevel=2)
+    module: Any = sys.modules[_REGISTRY]
+    known = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
+    op = f"torch.ops.float8.{name}.default"
+    if known is None or not hasattr(module, "CustomCodegen") or op in known:
+        return
+
+    def generate(node: Any, writeline: Callable[[str], None]) -> None:
+        graph = importlib.import_module("torch._inductor.virtualized").V.graph
+        graph.wrapper_code.add_import_once(f"from {__name__} import direct as float8_ops")
+        arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        writeline(f"{node.get_name()} = float8_ops.{name}({arguments})")
+
+    known[op] = module.CustomCodegen(python=generate)
 
 
 @functools.cache
@@ -97,8 +106,8 @@ def _warn_without_triton() -> None:
 def without_triton(plain: Callable[..., Any]) -> Callable[..., Any]:
     """``plain``, saying so on its first use rather than on import."""
 
-    def op(*args: object) -> Any:
+    def op(*args: object, **named: object) -> Any:
         _warn_without_triton()
-        return plain(*args)
+        return plain(*args, **named)
 
     return op
