@@ -1,8 +1,8 @@
 """`Float8Linear`: the module, its autograd function and its delayed-scaling state."""
 
 from float8.linear.delayed import WEIGHT_AMAX, WEIGHT_SCALE, DelayedSite
-from float8.linear.float8_linear import Float8Linear
 from float8.linear.functional import linear
+from float8.linear.module import Float8Linear
 from float8.linear.source import move_hooks, unsupported
 
 __all__ = [
