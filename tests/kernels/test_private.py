@@ -141,7 +141,10 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return empty
 
 
-def test_generated_code_calls_ops_itself(registry: dict[str, object]) -> None:
+def test_generated_code_calls_ops_itself(
+    registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "PLAIN_LAUNCH", False)
     code = generated(torch.rand(20, 40))
     assert " = float8_ops.cast(" in code
     assert "torch.ops.float8.cast.default(" not in code
@@ -151,6 +154,7 @@ def test_generated_code_calls_ops_itself(registry: dict[str, object]) -> None:
 def test_another_inductor_calls_ops_through_the_dispatcher(
     registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(private, "PLAIN_LAUNCH", False)
     monkeypatch.delattr(custom_extern_kernel_codegen, "CustomCodegen")
     code = generated(torch.rand(20, 40))
     assert "float8_ops" not in code
