@@ -18,6 +18,7 @@ from float8.parallel import (
     sync_groups,
 )
 from float8.quantize.history import next_history_and_scale
+from float8.untraced import untraced
 
 
 @torch.no_grad()
@@ -123,13 +124,18 @@ def forget_float8_amax(model: nn.Module) -> None:
 class Attachment:
     """What `attach_to_optimizer` registered."""
 
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self._handles = handles
+    def __init__(self, layers: list[Float8Linear], handles: list[RemovableHandle]) -> None:
+        self._layers, self._handles = layers, handles
+        for layer in layers:
+            layer.attached = True
 
     def remove(self) -> None:
         """End the attachment."""
         for handle in self._handles:
             handle.remove()
+        for layer in self._layers:
+            layer.attached = False
+            layer.forget_weights()
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
@@ -156,20 +162,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     require_module(model, "model")
     inner = _unwrapped(optimizer)
 
-    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = _closure(args, kwargs)
-        if closure is None:
+    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _closure(args, kwargs) is None:
             sync_float8_amax_and_scale_history(model, group=group)
-            return None
-
-        def evaluate() -> Any:
-            for layer in _delayed_layers(model.modules()):
-                layer.expect_new_weights()
-            return closure()
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluate}
-        return (args[0], evaluate, *args[2:]), kwargs
 
     def after_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _closure(args, kwargs) is not None:
@@ -177,10 +172,11 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         precompute_float8_dynamic_scale_for_fsdp(model)
 
     return Attachment(
+        _delayed_layers(model.modules()),
         [
-            inner.register_step_pre_hook(torch.compiler.disable(before_step)),  # type: ignore[no-untyped-call]
-            inner.register_step_post_hook(torch.compiler.disable(after_step)),  # type: ignore[no-untyped-call]
-        ]
+            inner.register_step_pre_hook(untraced(before_step)),
+            inner.register_step_post_hook(untraced(after_step)),
+        ],
     )
 
 

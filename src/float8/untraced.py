@@ -17,10 +17,12 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     `torch.compiler.disable` as a decorator does so, too, but imports Dynamo, which takes a second.
     """
 
+    @functools.cache
+    def disabled() -> Callable[_P, _R]:
+        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if "torch._dynamo" in sys.modules:
-            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-        return function(*args, **kwargs)
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return call

@@ -109,14 +109,14 @@ def test_an_evaluation_between_sync_and_step_is_no_missing_sync(backend: str) ->
         optimizer.step()
 
 
-def test_the_mode_matters_only_without_gradients() -> None:
+def test_each_mode_is_compiled_once() -> None:
     model = one_layer(delayed())
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for training in (True, False, True):
+    for training in (True, False, True, False):
         model.train(training)
         compiled(seeded(0, 16, 32)).sum().backward()
-    assert counter.frame_count == 1
+    assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("passed", [False, True], ids=["closed-over", "argument"])

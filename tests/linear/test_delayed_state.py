@@ -178,11 +178,25 @@ def test_nothing_is_recorded_without_gradients(device: str, known: bool, trainin
 
 
 @on_devices
-def test_training_in_eval_mode_records_all_the_same(device: str) -> None:
-    """As with dropout switched off: the mode says nothing about whether gradients are taken."""
-    models = trained(device), trained(device)
-    models[0].eval()
-    assert_train_alike(*models)
+def test_training_in_eval_mode_scales_by_the_data_and_records(device: str) -> None:
+    """As with dropout switched off: histories go on, though evaluation does not read them."""
+    layer = Float8Linear(32, 48, bias=False, device=device, config=delayed()).eval()
+    dynamic = Float8Linear.from_float(layer, tensorwise())
+    x, g = seeded(0, 16, 32, device=device), seeded(1, 16, 48, device=device)
+    for factor in (1, 100):
+        results = []
+        for each in (layer, dynamic):
+            leaf = (factor * x).requires_grad_()
+            output = each(leaf)
+            results.append((output, *torch.autograd.grad(output, (leaf, each.weight), g)))
+        assert all(map(torch.equal, *results))
+        assert layer.fp8_amax_input.item() == (factor * x).abs().max().item()
+        assert layer.fp8_amax_grad_output.item() == g.abs().max().item()
+        sync_float8_amax_and_scale_history(layer)
+    assert layer.fp8_amax_history_input[:2].tolist() == [
+        (100 * x).abs().max().item(),
+        x.abs().max().item(),
+    ]
 
 
 def reset(module: nn.Module) -> None:

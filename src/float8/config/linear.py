@@ -1,7 +1,6 @@
 """The configuration of `Float8Linear`: six casts, three GEMMs and a few switches."""
 
 import enum
-import functools
 from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
@@ -131,6 +130,14 @@ class Float8LinearConfig:
             if given is not None and given.is_float8 and given.target_dtype is None:
                 dtype = E5M2 if BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT else E4M3
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
+        # Kept, since it is asked for at every optimizer step, of every layer.
+        delayed = tuple(
+            site
+            for site in CAST_SITES
+            if self.owner(site) is site
+            and self.cast_config(site).scaling_type is ScalingType.DELAYED
+        )
+        object.__setattr__(self, "_delayed_sites", delayed)
         self._check_gemms()
         self._check_all_gather()
         self._check_delayed_only()
@@ -203,15 +210,11 @@ class Float8LinearConfig:
         """Whether the GEMM `"output"`, `"grad_input"` or `"grad_weight"` runs in float8."""
         return self.cast_config(GEMM_OPERANDS[gemm][0]).is_float8
 
-    @functools.cached_property  # asked for at every optimizer step, of every layer
+    @property
     def delayed_sites(self) -> tuple[CastSite, ...]:
         """The sites that own delayed-scaling state, in a fixed order."""
-        return tuple(
-            site
-            for site in CAST_SITES
-            if self.owner(site) is site
-            and self.cast_config(site).scaling_type is ScalingType.DELAYED
-        )
+        sites: tuple[CastSite, ...] = self.__dict__["_delayed_sites"]
+        return sites
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:

@@ -300,7 +300,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
     tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    # The tile as four tiles of every fourth row: see _tiles. 64-bit, so that offsets are.
+    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3

@@ -129,7 +129,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     c_out = tl.trans(c)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
     if WORDS:
-        # The tile as four tiles of every fourth row: see _tiles.
+        # The tile as four tiles of every fourth row: see `tiles`.
         quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
         inside = (quad < R // 4) & (c < C)
         b0 = load(in_ptr + (quad * 4) * stride_r, inside, EVEN)

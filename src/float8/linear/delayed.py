@@ -58,6 +58,8 @@ class StatefulLinear(nn.Linear):
     """The weight in float8 inside `float8.cached_weights`."""
     weight_cache: WeightCache | None = None
     delayed: tuple[DelayedSite, ...] = ()
+    attached = False
+    """Whether an optimizer syncs it, so that no sync can be missing."""
     agreed: frozenset[Any] = frozenset()
     """Numbers of layers and groups of ranks that were found to have the same layers."""
     _weight_scale_known = False
@@ -108,12 +110,12 @@ class StatefulLinear(nn.Linear):
 
     @property
     def uses_history(self) -> bool:
-        """Whether casts take scales from the history: to train, not to evaluate.
+        """Whether casts take scales from the history: in training mode.
 
-        The first forward of reentrant activation checkpointing trains, though without gradients.
+        With gradients or without: the first forward of reentrant activation checkpointing has none.
+        Amaxes are recorded wherever gradients are taken.
         """
-        # In this order: a compiled graph with gradients does not depend on the mode.
-        return torch.is_grad_enabled() or self.training
+        return self.training
 
     def knows_weight_scale(self) -> bool:
         """Whether a gather takes the scale from the history; asks the device until there is one."""
@@ -132,8 +134,8 @@ class StatefulLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             self._synced_version = self._amax_version()
 
-    def expect_new_weights(self) -> None:
-        """Take it that writes to the weights so far are within one optimizer step."""
+    def forget_weights(self) -> None:
+        """Take the weights as they are at the next forward for those of the step it is in."""
         self._seen = None
 
     def _amax_version(self) -> int:
@@ -143,33 +145,33 @@ class StatefulLinear(nn.Linear):
     def check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing.
 
-        One is missing between two forwards with gradients if a Parameter of the layer was written
-        in between, by an optimizer or by hand. Compiled code does not notice that, nor is it
-        noticed where no versions are counted: with fused optimizers, through `.data`, and under
-        FSDP, where shards are written.
+        One is missing between two forwards with gradients if a trained Parameter of the layer was
+        written in between, by an optimizer or by hand, unless the layer is attached to an
+        optimizer. Compiled code does not notice that, nor is it noticed where no versions are
+        counted: with fused optimizers, through `.data`, and under FSDP, where shards are written.
         """
-        checks = self.delayed and self.config.enable_pre_and_post_forward
+        checks = self.delayed and self.config.enable_pre_and_post_forward and not self.attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         # Parameters only: other tensors may be computed, and gone by the next forward.
         versions = {
             id(p): p._version
             for p in self.parameters()
-            if isinstance(p, nn.Parameter) and not p.is_inference()
+            if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
         }
         if self._seen is None:
             self._seen = versions
         elif any(self._seen.get(key, version) != version for key, version in versions.items()):
             raise RuntimeError(
-                "Float8Linear: the optimizer stepped, but delayed scaling was not synced; call "
-                "sync_float8_amax_and_scale_history(model) once per optimizer step, or "
-                "attach_to_optimizer(model, optimizer) once before training"
+                "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
+                "scaling was not synced; call sync_float8_amax_and_scale_history(model) once per "
+                "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
 
     # ---------------------------------------------------------------- copies and moves
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("cached_weight", "weight_cache", "agreed", "_seen")
+        passing = ("cached_weight", "weight_cache", "agreed", "attached", "_seen")
         return {name: value for name, value in self.__dict__.items() if name not in passing}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -222,13 +224,14 @@ class StatefulLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         missing: list[str] = []
-        before, old_weight = self._state(), self._parameters["weight"]
+        before, old_weight = self._state(), self._parameters.get("weight")
         state_dict = self._as_ours(state_dict, prefix, error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
         )
         # For assign=True, which replaces tensors by others.
-        if (weight := self._parameters["weight"]) is not old_weight and weight is not None:
+        weight = self._parameters.get("weight")  # none of its own where it is computed
+        if weight is not old_weight and weight is not None:
             self._parameters["weight"] = with_plan_of(weight, old_weight)
         after = self._state()
         if not self.weight.is_meta and any(buffer.is_meta for buffer in after.values()):

@@ -62,12 +62,23 @@ def linear(
         [..., N], dtype of the (autocast) input.
 
     Raises:
-        TypeError: the dtype of `input` is not that of the weight, or no supported one.
+        TypeError: the dtype of `input` is not that of the weight, or no supported one; or `config`
+            is no `Float8LinearConfig`.
         ValueError: the last dim of `input` is not K, or needs padding that `pad_inner_dim=False`
-            forbids; or `config` has delayed scaling.
+            forbids; weight or bias has another shape; or `config` has delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False.
     """
     config = DYNAMIC if config is None else config
+    if not isinstance(config, Float8LinearConfig):
+        raise TypeError(
+            f"linear: got a config of type {type(config).__name__}, expected a Float8LinearConfig, "
+            f"for example Float8LinearConfig.from_recipe_name('tensorwise')"
+        )
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ValueError(
+            f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "
+            f"{None if bias is None else tuple(bias.shape)}, expected [N, K] and [N]"
+        )
     if config.delayed_sites:
         raise ValueError(
             "linear: got a config with delayed scaling, expected dynamic scaling: histories belong "
@@ -141,11 +152,17 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; cast one of them or use torch.autocast"
         )
-    if input.dtype not in HIGH_PRECISION_DTYPES:
+    if isinstance(input, Float8Tensor):
         raise TypeError(
-            f"Float8Linear: got input of dtype {input.dtype}, expected one of "
-            f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; cast it first"
+            "Float8Linear: got a Float8Tensor as input, expected a tensor in high precision; call "
+            "input.to_original_precision()"
         )
+    for name, x in (("input", input), ("weight", weight)):
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(
+                f"Float8Linear: got {name} of dtype {x.dtype}, expected one of "
+                f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; cast it first"
+            )
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
@@ -174,6 +191,13 @@ def with_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
 
 def held_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of a weight that is float8; no bytes are copied."""
+    if weight._data.dtype != plan.weight.dtype or not plan.share_weight:
+        raise ValueError(
+            f"Float8Linear: got a weight in {weight._data.dtype}, expected one in high precision: "
+            f"it is to be cast to {plan.weight.dtype}"
+            f"{'' if plan.share_weight else ', and in another way for grad_input'}; call "
+            f"weight.to_original_precision(), or configure its casts alike"
+        )
     return Quantized(Part(weight._data, weight._scale), None, plan.weight, weight._amax)
 
 

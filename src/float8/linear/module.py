@@ -9,7 +9,7 @@ from float8.linear.delayed import StatefulLinear
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, held_in_float8
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import own_containers, require_supported
-from float8.quantize.history import DelayedScale
+from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
 
@@ -114,22 +114,26 @@ class Float8Linear(StatefulLinear):
 
     def weight_state(self) -> DelayedScale | None:
         """The delayed-scaling state of the weight's cast, if it has one, to train or not."""
-        return self._scales(spare=False).weight
+        return self._scales(history=True, record=True).weight
 
     def delayed_scales(self) -> DelayedScales:
-        """The state of the casts that take their scales from the history now."""
-        if not self.delayed or not self.uses_history:
+        """The state of the casts: they take scales from it in training, and record amaxes."""
+        record = torch.is_grad_enabled()
+        if not self.delayed or not (record or self.uses_history):
             return NO_SCALES
-        # A compiled graph counts as written what its ops may write: not the amaxes, where a forward
-        # without gradients only leaves them alone, since their version counters tell of training.
-        return self._scales(spare=torch.compiler.is_compiling() and not torch.is_grad_enabled())
+        # A compiled graph counts as written what its ops may write: so where nothing is recorded,
+        # they are given another tensor, since version counters of amaxes tell of training.
+        record = record or not torch.compiler.is_compiling()
+        return self._scales(history=self.uses_history, record=record)
 
-    def _scales(self, *, spare: bool) -> DelayedScales:
+    def _scales(self, *, history: bool, record: bool) -> DelayedScales:
         scales = {}
         for site in self.delayed:
-            recorded: Tensor = getattr(self, site.amax)
-            recorded = torch.empty_like(recorded) if spare else recorded
-            scales[site.name] = DelayedScale(getattr(self, site.scale), recorded)
+            amax, scale = getattr(self, site.amax), getattr(self, site.scale)
+            scales[site.name] = DelayedScale(
+                scale if history else torch.full_like(scale, UNKNOWN_SCALE),
+                amax if record else torch.empty_like(amax),
+            )
         return DelayedScales(**scales)
 
     def extra_repr(self) -> str:

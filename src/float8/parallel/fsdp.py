@@ -135,8 +135,9 @@ class FSDPFloat8Weight(Float8GatherWeight):
             all_reduce_amax(own, sharding_groups(module.weight))
             return own
 
+        reduce = of_all if state is None else None  # the sync reduces what a history records
         made = quantize(
-            shard, self.spec, row=True, state=state, record=True, scale=scale, reduce=of_all
+            shard, self.spec, row=True, state=state, record=True, scale=scale, reduce=reduce
         )
         assert made.row is not None
         row = Part(made.row.data[:, : shard.shape[1]], made.row.scale)

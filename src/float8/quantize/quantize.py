@@ -53,12 +53,17 @@ def quantize(
 
     Raises:
         TypeError: a dtype is not one of those above.
-        ValueError: `x` is not 2-D, or no layout is asked for.
-        NotImplementedError: nothing casts under the granularity of `spec`.
+        ValueError: `x` is not 2-D, no layout is asked for, or both `state` and `reduce` are given.
+        NotImplementedError: nothing casts under the granularity of `spec`, or not by a history.
     """
+    if state is not None and reduce is not None:
+        raise ValueError("quantize: got state and reduce, expected one: a history is reduced later")
     if spec.granularity is not ScalingGranularity.TENSORWISE:
-        if spec.granularity not in FINER:
-            raise NotImplementedError(f"quantize: got {spec.granularity}, expected TENSORWISE")
+        if spec.granularity not in FINER or state is not None:
+            raise NotImplementedError(
+                f"quantize: got {spec.granularity}, with{'out' * (state is None)} a history, "
+                f"expected TENSORWISE, or one of {list(FINER)} without"
+            )
         return FINER[spec.granularity](
             x, spec, row=row, col=col, pad_rows=pad_rows, scale=scale, reduce=reduce, after=after
         )

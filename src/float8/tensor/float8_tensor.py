@@ -147,7 +147,7 @@ class _ToFloat8(torch.autograd.Function):
         assert made is not None
         data = made.data
         if data.shape != rows.shape:  # padded for a GEMM
-            data = data[:, : rows.shape[1]].clone()
+            data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
         return Float8Tensor(data.reshape(x.shape), made.scale, x.dtype)
 
     @staticmethod

@@ -97,7 +97,9 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
     for piece in pieces:
         _require_alike("cat", pieces[0], piece, scale=True)
-    whole = pieces[0]._like(func([piece._data for piece in pieces], *rest, **kwargs))
+    data = func([piece._data for piece in pieces], *rest, **kwargs)
+    whole = pieces[0]._like(data)
+    whole._scale = whole._scale.clone()  # a write in place reaches it, too
     amaxes = [piece._amax for piece in pieces]
     if any(amax is not amaxes[0] for amax in amaxes):
         # To be recorded of the whole is the largest; unknown, if that of a piece is.
