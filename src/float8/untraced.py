@@ -16,13 +16,14 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     `torch.compiler.disable` as a decorator does so, too, but imports Dynamo, which takes a second.
     """
-
-    @functools.cache
-    def disabled() -> Callable[_P, _R]:
-        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    disabled: list[Callable[_P, _R]] = []  # made once; Dynamo warns of `functools.cache`
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
 
     return call
