@@ -158,12 +158,14 @@ def number(row: Row, key: str, digits: int) -> str:
 
 
 def source(results: Results, path: Path) -> str:
-    """Where it was measured, with a link to the file that says the rest."""
+    """Where it was measured, and the command that measures what is left of it today."""
     environment = results["environment"]
+    command = environment["command"]
+    for recipe in REMOVED:
+        command = command.replace(f",{recipe}", "")
     link = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     return (
-        f"{environment['device']}, torch {environment['torch']} "
-        f"([results]({link}), `{environment['command']}`)."
+        f"{environment['device']}, torch {environment['torch']} ([results]({link}), `{command}`)."
     )
 
 
