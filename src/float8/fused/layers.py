@@ -45,9 +45,7 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         if has_hooks(layer):
             return "one layer has hooks"
         weight = layer.weight
-        if type(weight) not in (*PLAIN, Float8Tensor) and not isinstance(
-            weight, Float8GatherWeight
-        ):
+        if type(weight) not in _WEIGHTS and not isinstance(weight, Float8GatherWeight):
             return f"one weight is a {type(weight).__name__}"
         if weight.dtype != first.weight.dtype:
             return "the weights have different dtypes"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels.amax import amax_reference, float32_bits, magnitude_bits, measure
-from float8.kernels.checks import check_high_precision, check_scalar, describe
+from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
 from float8.kernels.numeric import scale_of_amax, to_float8_bits, to_float8_words, to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
@@ -123,8 +123,7 @@ def cast_delayed(
     """
     scale, amax = state
     check_cast(x, spec.dtype, row, col)
-    check_scalar("scale", scale, x)
-    check_scalar("amax", amax, x)
+    check_state(state, x)
     args = (x, scale, amax, spec.dtype, row, col, pad_rows, spec.power_of_2, record)
     if x.is_cuda and takes_triton_directly(x, scale, amax):
         out = _cast_delayed_triton(*args)
@@ -236,7 +235,7 @@ def choose_scale_reference(
 def allocate(x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool) -> list[Tensor]:
     """Uninitialised layouts, those asked for; sizes may be symbolic."""
     R, C = x.shape
-    Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16
+    Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16  # `ceil16`, without calls in eager mode
     out = []
     if row:
         out.append(x.new_empty((Rp if pad_rows else R, Cp), dtype=dtype))

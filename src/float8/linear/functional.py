@@ -206,8 +206,7 @@ def held_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
 
 def output(x: Part, w: Part, gemm: Gemm, dtype: torch.dtype, N: int) -> Tensor:
     """`input @ weight.T` [M, N] of row data of both."""
-    y = matmul(x, w, gemm=gemm, out_dtype=dtype)
-    return y if y.shape[1] == N else _trimmed(y, N)
+    return _trimmed(matmul(x, w, gemm=gemm, out_dtype=dtype), N)
 
 
 def grad_input(g: Part, w: Part, gemm: Gemm, dtype: torch.dtype, K: int) -> Tensor:

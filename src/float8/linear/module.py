@@ -102,10 +102,8 @@ class Float8Linear(StatefulLinear):
 
     def ready_weight(self, weight: Tensor) -> Quantized | None:
         """The operand of `weight`, this layer's, if it is in float8 already."""
-        if torch.compiler.is_compiling():
-            ready = self.cached_weight
-        else:
-            ready = None if self.weight_cache is None else current_operand(self, weight)
+        compiling = torch.compiler.is_compiling()
+        ready = self.cached_weight if compiling else current_operand(self, weight)
         if ready is not None and ready.amax is not None and not self.uses_history:
             ready = None
         if ready is None and isinstance(weight, Float8Tensor):

@@ -1,4 +1,4 @@
 """High precision -> float8: how a tensor is cast, and what a GEMM reads of it.
 
-`spec` and `scale` know nothing of kernels; `cast` runs them.
+`spec`, `scale` and `history` know nothing of kernels; `quantize` runs them.
 """
