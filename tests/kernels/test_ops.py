@@ -212,7 +212,7 @@ from float8 import kernels
 assert kernels.amax(torch.tensor([1.0, -2.0])).item() == 2.0
 row, col = kernels.cast(torch.ones(3, 5), torch.ones(()), torch.float8_e5m2, row=True, col=True)
 assert row.shape == (3, 16) and col.shape == (16, 16)
-assert kernels.transpose_bytes(row).shape == (16, 3)
+assert kernels.transpose_bytes(row).shape == (16, 16)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

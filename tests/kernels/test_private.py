@@ -66,7 +66,7 @@ def test_the_names_of_this_torch_are_found() -> None:
     """Else eager mode is slower than it could be, and nobody notices."""
     assert len(NAMES) >= 5
     for name, path in NAMES:
-        if "cuda" not in path or torch.backends.cuda.is_built():
+        if "cuda" not in path.lower() or torch.backends.cuda.is_built():
             assert getattr(private, name) is not None, path
 
 
@@ -109,7 +109,7 @@ class Without(types.ModuleType):
 
 holder, owner = torch, torch
 for part in {parent!r}.split("."):
-    holder, owner = owner, getattr(owner, part)
+    holder, owner = owner, getattr(owner, part, None)
 setattr(holder, {parent!r}.split(".")[-1], Without("without"))
 """
     check = f"""
@@ -147,7 +147,7 @@ def test_generated_code_calls_ops_itself(
 ) -> None:
     monkeypatch.setattr(private, "PLAIN_LAUNCH", False)
     code = generated(torch.rand(20, 40))
-    assert " = float8_ops.cast(" in code
+    assert " = float8_cpu.cast(" in code
     assert "torch.ops.float8.cast.default(" not in code
     assert list(registry) == ["torch.ops.float8.cast.default"]
 
@@ -158,7 +158,7 @@ def test_another_inductor_calls_ops_through_the_dispatcher(
     monkeypatch.setattr(private, "PLAIN_LAUNCH", False)
     monkeypatch.delattr(custom_extern_kernel_codegen, "CustomCodegen")
     code = generated(torch.rand(20, 40))
-    assert "float8_ops" not in code
+    assert "float8_cpu" not in code
     assert " = torch.ops.float8.cast.default(" in code
 
 
@@ -166,5 +166,5 @@ def test_without_private_api_inductor_is_told_nothing(
     registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(private, "PLAIN_LAUNCH", True)
-    assert "float8_ops" not in generated(torch.rand(20, 40))
+    assert "float8_cpu" not in generated(torch.rand(20, 40))
     assert not registry

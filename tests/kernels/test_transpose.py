@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from float8.formats import ceil16
 from float8.kernels.tiles import tile_launch
 from float8.kernels.transpose import (
     BYTE_DTYPES,
@@ -28,8 +29,10 @@ def random_bytes(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 
 def assert_transposed(out: Tensor, data: Tensor) -> None:
-    expected = data.cpu().view(torch.uint8).t().contiguous().view(data.dtype)
-    assert same_bytes(out.cpu(), expected)
+    R, C = data.shape
+    expected = torch.zeros(ceil16(C), ceil16(R), dtype=torch.uint8)
+    expected[:C, :R] = data.cpu().view(torch.uint8).t()
+    assert same_bytes(out.cpu(), expected.view(data.dtype))
 
 
 @byte_dtypes
@@ -61,7 +64,7 @@ class TestTriton:
         data = VIEWS[view](random_bytes((40, 72), torch.float8_e5m2).to(triton_device))
         assert_transposed(transpose_triton(data), data)
 
-    @pytest.mark.parametrize("tile", [(128, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4)])
+    @pytest.mark.parametrize("tile", [(128, 128, 8), (64, 64, 4), (32, 64, 4)])
     @pytest.mark.parametrize("fit", ["even", "words", "bytes"])
     @pytest.mark.parametrize("group", [1, 8])
     def test_launch_configurations(

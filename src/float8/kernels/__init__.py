@@ -5,7 +5,7 @@ One kernel, one file: what it computes, its plain-torch twin, its Triton code, i
 """
 
 from float8.kernels.amax import amax
-from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic
+from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic, to_float8
 from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast, rms_norm_recast
 from float8.kernels.rms_norm_backward import rms_norm_backward
 from float8.kernels.swiglu import swiglu_cast
@@ -24,5 +24,6 @@ __all__ = [
     "rms_norm_recast",
     "swiglu_backward_cast",
     "swiglu_cast",
+    "to_float8",
     "transpose_bytes",
 ]

@@ -12,7 +12,7 @@ from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 
 
-def amax(x: Tensor, *, by_rows: bool = False) -> Tensor:
+def amax(x: Tensor) -> Tensor:
     """Return max(abs(x)).
 
     Under ``torch.compile`` this is plain torch code, which Inductor fuses into whatever produces
@@ -21,8 +21,6 @@ def amax(x: Tensor, *, by_rows: bool = False) -> Tensor:
 
     Args:
         x: any shape and strides; float32, bfloat16 or float16.
-        by_rows: under ``torch.compile``, take the amax of each row first: that fuses into producers
-            of any shape. Such a kernel cannot overwrite what it reads, which takes memory.
 
     Returns:
         A 0-dim float32 tensor on the same device: NaN if any element is NaN, else Inf if any is
@@ -34,8 +32,8 @@ def amax(x: Tensor, *, by_rows: bool = False) -> Tensor:
     check_high_precision("amax", x)
     if torch.compiler.is_compiling():
         x = x.detach()
-        if by_rows and x.dim() > 1 and x.numel() != 0:
-            x = x.abs().amax(dim=-1)
+        if x.dim() > 1 and x.numel() != 0:
+            x = x.abs().amax(dim=-1)  # of rows first: that fuses into producers of any shape
         return amax_reference(x)
     if x.is_cuda and takes_triton_directly(x):
         return amax_triton(x)

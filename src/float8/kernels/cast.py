@@ -154,12 +154,16 @@ def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The arithmetic of :func:`cast`, elementwise on any shape: x -> float8 of the same shape."""
-    limit = FLOAT8_MAX[dtype]
-    v = x.to(torch.float32) * (1.0 / scale.reshape(()))
+    # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
+    limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
+    # By way of float64, which makes the quotient correctly rounded in compiled code too.
+    inverse = (1.0 / scale.reshape(()).to(torch.float64)).to(torch.float32)
+    v = x.to(torch.float32) * inverse
     # Saturate here and not in the conversion: torch releases differ in what they make of Inf.
-    v = v.clamp(-limit, limit)  # keeps NaN
-    # One NaN for all, also in its sign bit, which differs between CPUs and GPUs.
-    return torch.where(x.isfinite() & ~v.isnan(), v, torch.nan).to(dtype)
+    data = v.clamp(-limit, limit).to(dtype).view(torch.uint8)
+    # One NaN for all, also in its sign bit, which differs between CPUs and GPUs. As a byte, since a
+    # compiler does not see that two expressions with a NaN in them are the same.
+    return torch.where(x.isfinite() & ~v.isnan(), data, 0x7F).view(dtype)
 
 
 def cast_reference(
@@ -377,7 +381,7 @@ def _plan(
         config.group,
     )
     integers = (R, C, stride_r, stride_c, kind.parts)
-    inputs = 4 if kind.producer != PLAIN else 1  # x, y, rstd and weight
+    inputs = {PLAIN: 1, SWIGLU: 2, RMS_NORM: 3}[kind.producer]  # x; x, y; x, rstd, weight
     launch = Launch(
         _cast_kernel, config.programs, device, integers, constants, config.num_warps, inputs=inputs
     )

@@ -142,7 +142,7 @@ def _launch(
         (R, C, rows),
         (grads, residual, block, has_float8_conversion(device)),
         num_warps,
-        inputs=7,
+        inputs=grads + residual + 3,
     )
 
 

@@ -22,7 +22,7 @@ from float8.gemm import Gemm, matmul
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.weight import kept_weight, weight_columns, weight_rows
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import quantize
+from float8.quantize.quantize import quantize, recast
 from float8.quantize.spec import Part, Quantized
 from float8.tensor import Float8Tensor
 
@@ -111,8 +111,10 @@ def apply_linear(
         keep_input: save `input` itself for backward, and cast it again there: for one that somebody
             keeps anyway. Without effect on an input that must be copied first.
     """
-    source, grad = input, torch.is_grad_enabled()
-    input = check_input(input, weight)
+    grad = torch.is_grad_enabled()
+    source, input = input, check_input(input, weight)
+    # A copy made for this layer alone is nobody else's.
+    keep_input = keep_input and input is source and input.is_contiguous()
     K = weight.shape[1]
     rows = input if input.dim() == 2 else input.reshape(-1, K)
     if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
@@ -133,8 +135,7 @@ def apply_linear(
             grad,
             grad and input.requires_grad,
             need_grad_weight,
-            # A copy made for this layer alone is nobody else's.
-            keep_input and plan.share_input and input is source and input.is_contiguous(),
+            plan.share_input and (torch.compiler.is_compiling() or keep_input),
         )
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
         output = with_leading_dims(output, input)
@@ -265,7 +266,7 @@ class _Linear(torch.autograd.Function):
         if plan.output is not None:
             col = float8_grad_weight and plan.share_input and not keep_input
             spec, state = plan.input, scales.input
-            x = quantize(input, spec, row=True, col=col, state=state, record=record, by_rows=True)
+            x = quantize(input, spec, row=True, col=col, state=state, record=record, fuse_amax=True)
             assert x.row is not None
             w = weight_rows(weight, ready, plan.weight, scales.weight, record)
             y = output(x.row, w, plan.output, input.dtype, N)
@@ -328,11 +329,10 @@ class _Linear(torch.autograd.Function):
             if not plan.share_grad_output:
                 spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
                 g = quantize(grad_output, spec, col=True, state=state, record=record)
-            x: Part | None = Part(saved_input, input_scale)
-            if saved_input.dtype not in FLOAT8_MAX:
-                x = quantize(saved_input, plan.input, col=True, scale=input_scale).col
             assert g is not None and g.col is not None and plan.grad_weight is not None  # noqa: PT018
-            assert x is not None
+            x = Part(saved_input, input_scale)
+            if saved_input.dtype not in FLOAT8_MAX:
+                x = recast(saved_input, plan.input, input_scale)
             dw = grad_weight(g.col, x, plan.grad_weight, ctx.weight_dtype, N, K)
         elif ctx.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)

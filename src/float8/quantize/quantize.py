@@ -28,7 +28,7 @@ def quantize(
     scale: Tensor | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
     after: Tensor | None = None,
-    by_rows: bool = False,
+    fuse_amax: bool = False,
 ) -> Quantized:
     """Cast `x` to float8.
 
@@ -45,7 +45,8 @@ def quantize(
         reduce: takes the amax of `x` and returns that of the whole tensor, of which `x` is the part
             of this rank; called where the scale comes from `x`.
         after: what a compiler must have computed first, see `kernels.cast`.
-        by_rows: how a compiler takes the amax, see `kernels.amax`.
+        fuse_amax: let a compiler take the amax in the kernel that produces `x`. Without effect in
+            eager mode, where that kernel has run.
 
     Returns:
         Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
@@ -71,14 +72,13 @@ def quantize(
         scale, row_data, col_data = kernels.cast_delayed(
             x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
         )
-    elif scale is None and reduce is None and not torch.compiler.is_compiling():
+    elif scale is None and reduce is None and not (fuse_amax and torch.compiler.is_compiling()):
         scale, row_data, col_data = kernels.cast_dynamic(
             x, spec, row=row, col=col, pad_rows=pad_rows
         )
     else:
         if scale is None:
-            # Apart from the cast: so Inductor takes the amax in the kernel that produces x.
-            amax = kernels.amax(x, by_rows=by_rows)
+            amax = kernels.amax(x)
             amax = amax if reduce is None else reduce(amax)
             scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
         row_data, col_data = kernels.cast(
@@ -89,6 +89,26 @@ def quantize(
         None if col_data is None else Part(col_data, scale),
         spec,
     )
+
+
+def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
+    """Column data of `x` [R, C], which was cast before, under the same scale.
+
+    Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
+    not keep `x` from forward to backward, but can make it again from what it keeps anyway, say an
+    activation function from its input, in the kernel that casts. It then casts what that kernel
+    has before it rounds to the dtype of `x`.
+
+    Args:
+        x: as for `quantize`.
+        spec: of the cast before.
+        scale: of the cast before.
+    """
+    if torch.compiler.is_compiling() and spec.granularity is ScalingGranularity.TENSORWISE:
+        return columns(Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale))
+    made = quantize(x, spec, col=True, scale=scale).col
+    assert made is not None
+    return made
 
 
 def padded(row: Part) -> Part:
@@ -112,4 +132,4 @@ def columns(row: Part, after: Tensor | None = None) -> Part:
             f"columns: got scales of shape {tuple(row.scale.shape)}, expected one element; columns "
             f"have scales of their own: cast the tensor with `quantize(..., col=True)`"
         )
-    return Part(kernels.transpose_bytes(padded(row).data, after=after), row.scale)
+    return Part(kernels.transpose_bytes(row.data, after=after), row.scale)

@@ -27,8 +27,11 @@ from float8.kernels.runtime.triton import HAS_TRITON
 _library: Any = torch.library.Library("float8", "DEF")  # type: ignore[no-untyped-call]
 
 
-direct = types.SimpleNamespace()
-"""What generated code calls: each op by its name."""
+cpu, cuda = types.SimpleNamespace(), types.SimpleNamespace()
+"""What generated code calls: the ops of a device by their names.
+
+Inductor keeps generated code on disk, past an upgrade of this library: the names of these two, and
+of this file, must stay."""
 
 
 def register(
@@ -49,17 +52,12 @@ def register(
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).split("::")[-1]
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
     on_cuda = triton if HAS_TRITON else without_triton(plain)
-    _library.impl(name, plain, "CPU")
-    _library.impl(name, on_cuda, "CUDA")
+    for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", on_cuda)):
+        _library.impl(name, body, key)
+        setattr(device, name, body)
     # Straight to the kernel: saves the eager autograd wrapper, and its results, which carry no
     # gradient, then don't claim to.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-
-    def on_any_device(first: Any, *rest: Any, **named: Any) -> Any:
-        x = first[0] if isinstance(first, list) else first
-        return (on_cuda if x.is_cuda else plain)(first, *rest, **named)
-
-    setattr(direct, name, on_any_device)
 
     @functools.wraps(fake)
     def traced(*args: Any) -> Any:
@@ -87,9 +85,10 @@ def _tell_inductor(name: str) -> None:
 
     def generate(node: Any, writeline: Callable[[str], None]) -> None:
         graph = importlib.import_module("torch._inductor.virtualized").V.graph
-        graph.wrapper_code.add_import_once(f"from {__name__} import direct as float8_ops")
+        device = node.get_device().type
+        graph.wrapper_code.add_import_once(f"from {__name__} import {device} as float8_{device}")
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
-        writeline(f"{node.get_name()} = float8_ops.{name}({arguments})")
+        writeline(f"{node.get_name()} = float8_{device}.{name}({arguments})")
 
     known[op] = module.CustomCodegen(python=generate)
 

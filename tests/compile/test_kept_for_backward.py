@@ -1,0 +1,84 @@
+"""Compiled code makes again in backward what it can make from tensors that it keeps anyway."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import run_fw_bw_and_get_code
+
+from float8 import convert_to_float8_training
+from float8.quantize.quantize import recast
+from float8.quantize.spec import CastSpec
+from sqnr import same_bits
+from support.configs import delayed, tensorwise
+from support.devices import E4M3, E5M2, on_devices
+from support.spies import saved_tensors
+
+configs = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
+
+class FeedForward(nn.Module):
+    """As its users write it: three layers read what a norm and an activation function made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.w1, self.w3 = nn.Linear(32, 96, bias=False), nn.Linear(32, 96, bias=False)
+        self.w2 = nn.Linear(96, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def feed_forward(config) -> nn.Module:
+    torch.manual_seed(0)
+    return convert_to_float8_training(FeedForward().bfloat16(), config=config)
+
+
+@configs
+def test_inputs_are_not_kept_in_float8(config) -> None:
+    model = torch.compile(feed_forward(config), fullgraph=True)
+    x = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
+    with saved_tensors() as saved:
+        model(x).sum().backward()
+    parameters = {p.data_ptr() for p in model.parameters()}
+    kept = sorted(
+        (tuple(t.shape), t.dtype)
+        for t in saved
+        if t.numel() > 48 and t.data_ptr() not in parameters
+    )
+    assert kept == [((48, 32), torch.bfloat16), *2 * [((48, 96), torch.bfloat16)]]
+
+
+def test_layers_that_read_one_tensor_share_what_is_made_again() -> None:
+    model = torch.compile(feed_forward(tensorwise()), fullgraph=True)
+    x = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, (forward, backward) = run_fw_bw_and_get_code(lambda: model(x))
+    casts, transposes = "float8_cpu.cast(", "float8_cpu.transpose("
+    assert (forward.count(casts), forward.count(transposes)) == (2, 0)
+    assert (backward.count(casts), backward.count(transposes)) == (3, 2)  # three weights
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_what_is_made_again_has_the_same_bits(dtype: torch.dtype, device: str) -> None:
+    every_number = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = every_number.view(256, 256).to(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(recast, fullgraph=True, dynamic=False)
+    for scale in (1.0, 0.0123, 3.3e5, 2.0**-108, float("inf"), float("nan")):
+        args = (x, CastSpec(dtype), torch.tensor(scale, device=device))
+        assert same_bits(compiled(*args).data, recast(*args).data), scale
+
+
+def test_odd_shapes_are_padded_alike() -> None:
+    x = torch.randn(19, 37)
+    torch._dynamo.reset()
+    compiled = torch.compile(recast, fullgraph=True, dynamic=True)
+    for rows in (19, 5, 16):
+        args = (x[:rows], CastSpec(E4M3), torch.tensor(0.01))
+        assert compiled(*args).data.shape == (48, -(-rows // 16) * 16)
+        assert same_bits(compiled(*args).data, recast(*args).data)
