@@ -162,7 +162,8 @@ class TestCompile:
             x = torch.randn(rows, 48, device=device)
             for got, want in zip(compiled(x), scaled_cast(x), strict=True):
                 assert same_bytes(got, want)
-        assert counter.frame_count == 1
+        # torch 2.11 also hands over an empty graph.
+        assert len([g for g in counter.graphs if g.graph.find_nodes(op="output")[0].args[0]]) == 1
 
     def test_amax_is_left_to_the_compiler_and_cast_is_opaque(self, device: str) -> None:
         torch._dynamo.reset()
