@@ -5,8 +5,8 @@
     grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
 
 What is saved for backward is float8: the transposed copy of the input, made in the same read as
-its row data; or the input itself where somebody else keeps it. Of the weight only what exists
-anyway is kept, see `float8.linear.weight`.
+its row data; or the input itself where somebody else keeps it, and under a compiler, which chooses
+what to keep. Of the weight only what exists anyway is kept, see `float8.linear.weight`.
 """
 
 from collections.abc import Iterable
