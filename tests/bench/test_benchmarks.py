@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import Float8GemmConfig, Float8LinearConfig
-from float8.bench import block, cast, cast_check, linear, matmul
-from float8.bench.block import StackSize, StackStep, bench_block
-from float8.bench.memory import peak_bytes, saved_bytes
-from float8.bench.profile import kind_of, profile_block
-from float8.bench.shapes import Shape
-from float8.bench.variants import Variant, make_variants, recipe_config
 from float8.convert.measure import WrongResultError
 from float8.gemm import Gemm
 from float8.quantize.spec import Part
+from float8_lab.bench import block, cast, cast_check, linear, matmul
+from float8_lab.bench.block import StackSize, StackStep, bench_block
+from float8_lab.bench.memory import peak_bytes, saved_bytes
+from float8_lab.bench.profile import kind_of, profile_block
+from float8_lab.bench.shapes import Shape
+from float8_lab.bench.variants import Variant, make_variants, recipe_config
 from sqnr import sqnr
 
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from float8.bench import fsdp
-from float8.bench.block import Stack, StackSize
-from float8.bench.fsdp_step import Reference, build_and_free
-from float8.bench.fsdp_variants import Plan, sharded_variants
-from float8.bench.ranks import RankFailedError, rank_count, run_ranks
-from float8.cli.main import main
 from float8.convert.measure import WrongResultError
+from float8_lab.bench import fsdp
+from float8_lab.bench.block import Stack, StackSize
+from float8_lab.bench.fsdp_step import Reference, build_and_free
+from float8_lab.bench.fsdp_variants import Plan, sharded_variants
+from float8_lab.bench.ranks import RankFailedError, rank_count, run_ranks
+from float8_lab.cli.main import main
 from support import failing_ranks
 
 TINY = StackSize("tiny", 1, 32)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from float8.bench.peers import find_peer, peer_version
-from float8.bench.variants import make_variants
+from float8_lab.bench.peers import find_peer, peer_version
+from float8_lab.bench.variants import make_variants
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from float8 import Float8LinearConfig, all_linears
-from float8.bench import plan
-from float8.bench.plan import Verdict, by_measuring, by_size, plan_conversion
 from float8.convert.filters import SMALLEST
 from float8.convert.measure import LinearTimes
+from float8_lab.bench import plan
+from float8_lab.bench.plan import Verdict, by_measuring, by_size, plan_conversion
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

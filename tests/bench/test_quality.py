@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from float8.bench import quality
-from float8.bench.quality import check, sqnr
 from float8.convert.measure import WrongResultError
+from float8_lab.bench import quality
+from float8_lab.bench.quality import check, sqnr
 
 X = torch.randn(64, 64)
 

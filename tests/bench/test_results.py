@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from float8.bench.plot import plot_speedups
-from float8.bench.results import Results, check_output
+from float8_lab.bench.plot import plot_speedups
+from float8_lab.bench.results import Results, check_output
 
 ROWS = [
     {"M": 64, "K": 32, "N": 16, "recipe": "bf16", "mode": "eager", "speedup": 1.0, "db": math.inf},

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from float8.bench.timing import (
+from float8_lab.bench.timing import (
     call_sampler,
     issue_microseconds,
     kernel_sampler,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.profiler import DeviceType
 
-from float8.bench.traffic import CountedTraffic, Traffic, exposed, exposed_ms
+from float8_lab.bench.traffic import CountedTraffic, Traffic, exposed, exposed_ms
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.bench import matmul
-from float8.cli.main import main
+from float8_lab.bench import matmul
+from float8_lab.cli.main import main
 
 CPU = ["--device", "cpu", "--rounds", "1"]
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import float8
-from float8.cli.main import main
-from float8.trainer.environment import float8_version
+from float8_lab.cli.main import main
+from float8_lab.trainer.environment import float8_version
 
 QUICK = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
 QUICK.append("--no-tensorboard")
@@ -46,7 +46,7 @@ def train(*words: str) -> int:
 
 
 def spawn(words: Sequence[str], **options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "float8.cli.main", *words]
+    command = [sys.executable, "-m", "float8_lab.cli.main", *words]
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.cli.main import main
+from float8_lab.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from float8.bench.block import StackSize
-from float8.bench.fsdp_step import build_and_free
-from float8.bench.fsdp_variants import FLOAT8, Plan, sharded_variants
-from float8.bench.variants import many_compilations
-from float8.models.llama import Block, rope_table
-from float8.models.presets import ModelConfig
+from float8_lab.bench.block import StackSize
+from float8_lab.bench.fsdp_step import build_and_free
+from float8_lab.bench.fsdp_variants import FLOAT8, Plan, sharded_variants
+from float8_lab.bench.variants import many_compilations
+from float8_lab.models.llama import Block, rope_table
+from float8_lab.models.presets import ModelConfig
 from support.configs import RECIPES
 from support.ranks import Ranks
 from support.sharded import DIM, Run, convert, here, model_of, shard, traffic, train

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from float8.trainer.metrics import Observer, StepRecord
+from float8_lab.trainer.metrics import Observer, StepRecord
 
 
 class Listener(Observer):

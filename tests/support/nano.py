@@ -1,6 +1,6 @@
 """The smallest Llama."""
 
-from float8.models.presets import ModelConfig, Preset
+from float8_lab.models.presets import ModelConfig, Preset
 
 NANO = Preset(
     ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, init_std=0.1),

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from float8.cli.main import main
-from float8.trainer import checkpoint, loop
+from float8_lab.cli.main import main
+from float8_lab.trainer import checkpoint, loop
 
 
 def at_second_call(function: Callable[..., Any], act: Callable[[], None]) -> Callable[..., Any]:

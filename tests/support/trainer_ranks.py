@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from float8.cli.main import main
-from float8.models import presets
-from float8.trainer import checkpoint as checkpoint_files
-from float8.trainer import loop
-from float8.trainer.checkpoint import save_checkpoint
-from float8.trainer.config import TrainConfig
-from float8.trainer.data import Corpus, load_corpus
-from float8.trainer.errors import TrainerError
-from float8.trainer.interrupt import StopRequest
-from float8.trainer.metrics import read_metrics
-from float8.trainer.ranks import join_ranks
-from float8.trainer.run_folder import RunFolder
-from float8.trainer.state import capture_state
-from float8.trainer.train import train
+from float8_lab.cli.main import main
+from float8_lab.models import presets
+from float8_lab.trainer import checkpoint as checkpoint_files
+from float8_lab.trainer import loop
+from float8_lab.trainer.checkpoint import save_checkpoint
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.data import Corpus, load_corpus
+from float8_lab.trainer.errors import TrainerError
+from float8_lab.trainer.interrupt import StopRequest
+from float8_lab.trainer.metrics import read_metrics
+from float8_lab.trainer.ranks import join_ranks
+from float8_lab.trainer.run_folder import RunFolder
+from float8_lab.trainer.state import capture_state
+from float8_lab.trainer.train import train
 from support.listener import Listener
 from support.nano import NANO
 from support.sharded import traffic

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.models import presets
-from float8.models.presets import Preset
-from float8.trainer.config import TrainConfig
-from float8.trainer.data import Corpus, load_corpus
+from float8_lab.models import presets
+from float8_lab.models.presets import Preset
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.data import Corpus, load_corpus
 from support.nano import NANO
 
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.trainer import checkpoint
-from float8.trainer.checkpoint import (
+from float8_lab.trainer import checkpoint
+from float8_lab.trainer.checkpoint import (
     check_checkpoint,
     list_checkpoints,
     read_state,
     read_tensors,
     save_checkpoint,
 )
-from float8.trainer.errors import CheckpointError
-from float8.trainer.run_folder import find_checkpoint
+from float8_lab.trainer.errors import CheckpointError
+from float8_lab.trainer.run_folder import find_checkpoint
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.trainer.data import (
+from float8_lab.trainer.data import (
     Corpus,
     check_length,
     load_corpus,
     train_batch,
     validation_batches,
 )
-from float8.trainer.errors import DataError
+from float8_lab.trainer.errors import DataError
 
 
 def files_of(text: torch.Tensor) -> list[bytes]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import float8
-from float8.trainer.environment import describe_environment
+from float8_lab.trainer.environment import describe_environment
 
 
 def test_the_version_is_known_without_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:

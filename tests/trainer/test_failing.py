@@ -10,16 +10,16 @@ import torch
 
 from float8.convert import ConversionReport
 from float8.convert.report import LayerReport
-from float8.trainer import build, loop
-from float8.trainer.config import TrainConfig
-from float8.trainer.errors import (
+from float8_lab.trainer import build, loop
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.errors import (
     ConfigError,
     OutOfMemoryError,
     TrainingDivergedError,
 )
-from float8.trainer.metrics import read_metrics
-from float8.trainer.run_folder import find_checkpoint
-from float8.trainer.train import train
+from float8_lab.trainer.metrics import read_metrics
+from float8_lab.trainer.run_folder import find_checkpoint
+from float8_lab.trainer.train import train
 from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]

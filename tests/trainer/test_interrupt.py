@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from float8.trainer.interrupt import stop_on_signals
+from float8_lab.trainer.interrupt import stop_on_signals
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.trainer import measure
-from float8.trainer.environment import describe_environment, public_path
-from float8.trainer.measure import PeakMemory, StepTimer
+from float8_lab.trainer import measure
+from float8_lab.trainer.environment import describe_environment, public_path
+from float8_lab.trainer.measure import PeakMemory, StepTimer
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from float8.trainer.config import TrainConfig
-from float8.trainer.data import Corpus
-from float8.trainer.metrics import (
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.metrics import (
     JsonLines,
     Metrics,
     RunInfo,

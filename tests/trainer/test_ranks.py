@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from float8.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
-from float8.trainer.errors import ConfigError, LostRankError
-from float8.trainer.metrics import read_metrics
-from float8.trainer.ranks import Ranks as TrainerRanks
-from float8.trainer.ranks import explain_lost_rank, join_ranks
-from float8.trainer.run_folder import find_checkpoint
+from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
+from float8_lab.trainer.errors import ConfigError, LostRankError
+from float8_lab.trainer.metrics import read_metrics
+from float8_lab.trainer.ranks import Ranks as TrainerRanks
+from float8_lab.trainer.ranks import explain_lost_rank, join_ranks
+from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
 from support import trainer_ranks as work
 from support.ranks import Ranks

@@ -12,13 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from float8.trainer import loop
-from float8.trainer.compare import compare
-from float8.trainer.config import TrainConfig
-from float8.trainer.errors import ConfigError
-from float8.trainer.interrupt import StopRequest
-from float8.trainer.metrics import Observer, read_metrics
-from float8.trainer.plot import smooth
+from float8_lab.trainer import loop
+from float8_lab.trainer.compare import compare
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.errors import ConfigError
+from float8_lab.trainer.interrupt import StopRequest
+from float8_lab.trainer.metrics import Observer, read_metrics
+from float8_lab.trainer.plot import smooth
 
 MakeConfig = Callable[..., TrainConfig]
 

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.trainer import loop
-from float8.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
-from float8.trainer.config import TrainConfig
-from float8.trainer.data import Corpus
-from float8.trainer.errors import (
+from float8_lab.trainer import loop
+from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.errors import (
     CheckpointError,
     ConfigError,
 )
-from float8.trainer.interrupt import StopRequest
-from float8.trainer.metrics import read_metrics
-from float8.trainer.run_folder import find_checkpoint, saved_config
-from float8.trainer.train import train
+from float8_lab.trainer.interrupt import StopRequest
+from float8_lab.trainer.metrics import read_metrics
+from float8_lab.trainer.run_folder import find_checkpoint, saved_config
+from float8_lab.trainer.train import train
 from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from float8.cli import main as main_module
-from float8.cli.main import main
-from float8.trainer.checkpoint import read_tensors
-from float8.trainer.metrics import read_metrics
-from float8.trainer.run_folder import find_checkpoint
+from float8_lab.cli import main as main_module
+from float8_lab.cli.main import main
+from float8_lab.trainer.checkpoint import read_tensors
+from float8_lab.trainer.metrics import read_metrics
+from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
 from support import trainer_ranks as work
 from support.ranks import Ranks
@@ -101,7 +101,7 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(here: Path) -> None:
 
 
 def test_an_error_that_all_ranks_meet_is_said_once(here: Path) -> None:
-    words = ["-m", "float8.cli.main", "train", "--data", "missing", *SHORT]
+    words = ["-m", "float8_lab.cli.main", "train", "--data", "missing", *SHORT]
     code, out, err = end_of(torchrun(here, *words))
     assert code != 0
     assert out == ""
@@ -110,7 +110,7 @@ def test_an_error_that_all_ranks_meet_is_said_once(here: Path) -> None:
 
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
-    words = ["-m", "float8.cli.main", *TRAIN, "--steps", "100000", "--output", "run"]
+    words = ["-m", "float8_lab.cli.main", *TRAIN, "--steps", "100000", "--output", "run"]
     process = torchrun(here, *words)
     metrics = here / "run" / "metrics.jsonl"
     deadline = time.monotonic() + DEADLINE

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from float8.trainer.config import TrainConfig
-from float8.trainer.errors import (
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.errors import (
     ConfigError,
 )
-from float8.trainer.train import train
+from float8_lab.trainer.train import train
 
 MakeConfig = Callable[..., TrainConfig]
 

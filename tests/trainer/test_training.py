@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from float8 import cached_weights
-from float8.trainer import data, loop
-from float8.trainer.checkpoint import list_checkpoints, read_tensors
-from float8.trainer.config import TrainConfig
-from float8.trainer.data import Corpus
-from float8.trainer.metrics import read_metrics
-from float8.trainer.train import train
+from float8_lab.trainer import data, loop
+from float8_lab.trainer.checkpoint import list_checkpoints, read_tensors
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.metrics import read_metrics
+from float8_lab.trainer.train import train
 from sqnr import same_bits
 from support.listener import Listener
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from float8.trainer.compare import compare
-from float8.trainer.config import TrainConfig
-from float8.trainer.metrics import read_metrics
+from float8_lab.trainer.compare import compare
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.gpu
 

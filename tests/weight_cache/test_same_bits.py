@@ -21,8 +21,8 @@ from float8 import (
     kernels,
     sync_float8_amax_and_scale_history,
 )
-from float8.models.llama import Block, rope_table
-from float8.models.presets import ModelConfig
+from float8_lab.models.llama import Block, rope_table
+from float8_lab.models.presets import ModelConfig
 from sqnr import same_bits
 from support.configs import DISABLED, MIXES, delayed, mixed, tensorwise
 from support.devices import E4M3, E5M2, on_devices

@@ -1,0 +1,139 @@
+"""`float8 plan`: which layers of a model to convert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from float8.config import Float8LinearConfig
+from float8.convert.filters import SMALLEST, known_gpu
+from float8_lab.bench.devices import bench_device
+from float8_lab.bench.plan import Judge, LayerPlan, by_measuring, by_size, plan_conversion
+from float8_lab.bench.results import Results, check_output
+from float8_lab.cli.bench_tables import PLAN, print_table
+from float8_lab.cli.options import Debug
+from float8_lab.cli.progress import make_console
+from float8_lab.models.llama import Llama
+from float8_lab.models.presets import PRESETS, preset
+from float8_lab.trainer.environment import describe_environment, device_name
+
+_DEFAULT_GPU = "H100"
+
+
+def plan_command(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "llama3-8b",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward on one device.")] = 8192,
+    recipe: Annotated[str, typer.Option(help="tensorwise or delayed.")] = "tensorwise",
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--by-size",
+            help="Run a layer of each shape, or compare its size with stored limits.",
+            show_default="measure if there is a GPU",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Judge by size for {' or '.join(SMALLEST)}.",
+            show_default=f"the one here, or {_DEFAULT_GPU} without one",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where to measure: cuda, cuda:N or cpu.", show_default="cuda"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan: .json or .csv.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show for each linear layer of a model whether float8 makes it faster.
+
+    The output head is left in high precision, as the reference trainer does. GPU time only: what
+    the CPU needs to issue kernels is not in it.
+    """
+    if output is not None:
+        check_output(output)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    shape = preset(model)
+    if gpu is not None and measure:
+        raise ValueError("--gpu is for judging by size: leave it or --measure out")
+    measuring = torch.cuda.is_available() and gpu is None if measure is None else measure
+    judge, where = _judge(measuring, device, gpu, tokens, config)
+    with torch.device("meta"):
+        llama = Llama(shape.model, shape.seq_len)
+    plan = plan_conversion(llama, judge, _not_the_head)
+    rows = [_row(layer, tokens) for layer in plan]
+    how = "measured" if measuring else "judged by size"
+    console = make_console()
+    title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}"
+    if measuring:
+        title += "; ms of forward + backward"
+    print_table(console, title, PLAN, rows)
+    gain = {"linear_speedup": _speedup(rows)} if measuring else {}
+    for speedup in gain.values():
+        console.print(f"all linear layers: {speedup:.2f}x of bf16")
+    if output is not None:
+        settings = {"model": model, "tokens": tokens, "recipe": recipe, "how": how, "for": where}
+        environment = describe_environment(
+            torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
+        Results("plan", environment, settings, rows, gain).write(output)
+        console.print(f"results: {output}")
+
+
+def _judge(
+    measuring: bool, device: str | None, gpu: str | None, tokens: int, config: Float8LinearConfig
+) -> tuple[Judge, str]:
+    """The judge, and for what it judges."""
+    if measuring:
+        place = bench_device(device or "cuda")
+        return by_measuring(tokens, config, place), device_name(place)
+    if device is not None:
+        raise ValueError("--device is where to measure: leave it or --by-size out")
+    if gpu is None:
+        gpu = known_gpu(torch.device("cpu")) if torch.cuda.is_available() else _DEFAULT_GPU
+    if gpu is None:
+        raise ValueError("the limits of this GPU are not known: measure, or name another by --gpu")
+    if gpu not in SMALLEST:
+        raise ValueError(f"gpu: got {gpu!r}, expected one of {', '.join(SMALLEST)}")
+    return by_size(tokens, gpu), gpu
+
+
+def _not_the_head(mod: nn.Module, fqn: str) -> bool:
+    return fqn != "output"
+
+
+def _row(layer: LayerPlan, tokens: int) -> dict[str, Any]:
+    slower, bf16_ms, float8_ms = layer.verdict
+    if layer.convert:
+        fate = "convert"
+    elif slower is None:
+        fate = "leave: output head"
+    else:
+        fate = f"leave: {slower.partition(':')[0]}"
+    return {
+        "M": tokens,
+        "K": layer.in_features,
+        "N": layer.out_features,
+        "count": len(layer.names),
+        "layers": " ".join(dict.fromkeys(name.rpartition(".")[2] for name in layer.names)),
+        "bf16_ms": bf16_ms,
+        "float8_ms": float8_ms,
+        "speedup": bf16_ms / float8_ms if bf16_ms and float8_ms else None,
+        "fate": fate,
+    }
+
+
+def _speedup(rows: list[dict[str, Any]]) -> float:
+    """Of all linear layers together, as planned."""
+    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+    planned = sum(
+        row["count"] * row["float8_ms" if row["fate"] == "convert" else "bf16_ms"] for row in rows
+    )
+    return float(bf16 / planned)

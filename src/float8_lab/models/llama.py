@@ -1,0 +1,252 @@
+"""A Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
+
+Every matrix multiply of a block is an `nn.Linear` without bias under its own name, so that
+`convert_to_float8_training` can swap it. The head is called `output`, to be left out by name.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward
+from float8_lab.models.presets import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square of the last dim, then multiply by a learned weight.
+
+    Computed in float32 and returned in the input's dtype, so the residual stream keeps its dtype
+    under autocast.
+    """
+
+    is_rms_norm = True  # may be fused with the layers that read it
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., dim]; same shape and dtype out."""
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+def rope_table(head_dim: int, seq_len: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's rotation angles.
+
+    Args:
+        head_dim: Width of one attention head; even.
+        seq_len: Number of positions.
+        theta: Base of the frequencies.
+
+    Returns:
+        cos and sin, each [seq_len, head_dim / 2] float32.
+    """
+    # float64 until the end: a float32 angle of position 8191 is off by up to 5e-4 radians.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    positions = torch.arange(seq_len, dtype=torch.float64)
+    angles = torch.outer(positions, theta**-exponents)
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + head_dim / 2) of every head by its position's angles.
+
+    Args:
+        x: [batch, seq, heads, head_dim].
+        cos: [seq, head_dim / 2] float32.
+        sin: [seq, head_dim / 2] float32.
+
+    Returns:
+        The rotated heads, same shape and dtype as x.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions, added to its input.
+
+    Key and value heads are shared by query heads.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, kv_dim, bias=False)
+        self.value = nn.Linear(config.dim, kv_dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
+        """X plus what attention makes of norm(x [batch, seq, dim]).
+
+        cos and sin are [seq, head_dim / 2] float32.
+        """
+        batch, seq, _ = x.shape
+        heads = (batch, seq, -1, self.head_dim)
+        layers = (self.query, self.key, self.value)
+        query, key, value, x = rms_norm_linear(x, norm, layers, residual=True)
+        # Transposed as views only: attention reads and writes these strides as they are.
+        query = apply_rope(query.view(heads), cos, sin).transpose(1, 2)
+        key = apply_rope(key.view(heads), cos, sin).transpose(1, 2)
+        value = value.view(heads).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = mixed.transpose(1, 2).reshape(batch, seq, -1)
+        return x + linear_keeping_input(mixed, self.out)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, added to its input: x + down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """X plus the SwiGLU of norm(x [batch, seq, dim]); same shape out."""
+        return swiglu_feed_forward(x, self.gate, self.up, self.down, norm=norm, residual=True)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add attention and feed-forward to x [batch, seq, dim]."""
+        x = self.attention(x, self.attention_norm, cos, sin)
+        return self.feed_forward(x, self.feed_forward_norm)  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """The language model: token ids in, next-token logits out.
+
+    Parameters are float32 and uninitialised noise until `init_weights`; use `build_llama`.
+
+    Args:
+        config: Shape of the model.
+        max_seq_len: Longest sequence that `forward` takes.
+        activation_checkpointing: Keep only each block's input for backward and run the block
+            again there: about a third more compute for a fraction of the activation memory.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, config: ModelConfig, max_seq_len: int, *, activation_checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.max_seq_len = max_seq_len
+        self.activation_checkpointing = activation_checkpointing
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        empty = torch.empty(max_seq_len, config.head_dim // 2)
+        self.register_buffer("cos", empty, persistent=False)
+        self.register_buffer("sin", empty.clone(), persistent=False)
+
+    def init_weights(self, seed: int) -> None:
+        """Fill parameters and buffers from `seed`, tie the head; equal on every run of a device.
+
+        Normal with standard deviation `init_std`; the two projections that write to the residual
+        stream are scaled by 1 / sqrt(2 * n_layers), so that its variance does not grow with depth.
+        Of a sharded model each rank fills its shards, with what they hold of the whole one.
+        """
+        device = self.embedding.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        weight_std = self.config.init_std
+        residual_std = weight_std / (2 * self.config.n_layers) ** 0.5
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.fill_(1.0)
+                    continue
+                writes_residual = name.endswith(
+                    ("attention.out.weight", "feed_forward.down.weight")
+                )
+                std = residual_std if writes_residual else weight_std
+                if isinstance(parameter, DTensor):  # one whole parameter at a time, no more
+                    whole = torch.empty(parameter.shape, device=device)
+                    whole.normal_(0.0, std, generator=generator)
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+                else:
+                    parameter.normal_(0.0, std, generator=generator)
+            cos, sin = rope_table(self.config.head_dim, self.max_seq_len, self.config.rope_theta)
+            self.cos.copy_(cos)
+            self.sin.copy_(sin)
+        self.tie_head()
+
+    def tie_head(self) -> None:
+        """Let the head share the embedding's weight, if the config says so."""
+        if self.config.tied_head:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the token after each position.
+
+        Args:
+            tokens: [batch, seq] int64 ids below `vocab_size`, seq at most `max_seq_len`.
+
+        Returns:
+            Logits [batch, seq, vocab_size], in the autocast dtype if autocast is on, else float32.
+
+        Raises:
+            ValueError: If the sequences are longer than `max_seq_len`.
+        """
+        seq = tokens.shape[1]
+        if seq > self.max_seq_len:
+            raise ValueError(
+                f"sequence of {seq} tokens, but the model was built for {self.max_seq_len}"
+            )
+        x = self.embedding(tokens)
+        device_type = tokens.device.type
+        if torch.is_autocast_enabled(device_type):
+            # autocast leaves embeddings alone; without this the residual stream would be float32.
+            x = x.to(torch.get_autocast_dtype(device_type))
+        cos, sin = self.cos[:seq], self.sin[:seq]
+        for block in self.layers:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+def build_llama(
+    config: ModelConfig,
+    max_seq_len: int,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    activation_checkpointing: bool = False,
+) -> Llama:
+    """Build and initialise a `Llama` directly on `device`, parameters in float32.
+
+    Made on the meta device first, so that nothing is initialised twice and the global random
+    state stays untouched.
+    """
+    with torch.device("meta"):
+        model = Llama(config, max_seq_len, activation_checkpointing=activation_checkpointing)
+    model.to_empty(device=device)
+    model.init_weights(seed)
+    return model

@@ -1,0 +1,119 @@
+"""From settings to a model: converted to float8, compiled, sharded, initialised."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from float8 import conversion_report, convert_to_float8_training
+from float8_lab.models.llama import Llama, build_llama
+from float8_lab.models.presets import ModelConfig
+from float8_lab.trainer.config import DTYPES, TrainConfig, float8_config
+from float8_lab.trainer.errors import ConfigError
+from float8_lab.trainer.ranks import ALONE, Ranks
+
+
+def build_model(
+    config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
+) -> tuple[Llama, str]:
+    """Build the run's model: converted, compiled, sharded and initialised as the settings say.
+
+    Collective if it is sharded.
+
+    Returns:
+        The model, and what was converted as text (empty for high precision).
+
+    Raises:
+        ConfigError: (a `ValueError`) if the recipe does not work with this model or device.
+    """
+    if ranks.sharded:
+        # No rank has room for a whole model: it gets memory when each rank has its shards.
+        with torch.device("meta"):
+            model = Llama(
+                config.model_config(),
+                config.seq_len,
+                activation_checkpointing=config.activation_checkpointing,
+            )
+            model.tie_head()
+    else:
+        model = build_llama(
+            config.model_config(),
+            config.seq_len,
+            seed=config.seed,
+            device=device,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+    conversion = ranks.together(
+        lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather)
+    )
+    if config.compile:
+        # Blocks are alike, so one compilation serves all; the names of parameters stay.
+        for block in (*model.layers, model.norm):
+            block.compile(fullgraph=True, dynamic=False)
+    if ranks.sharded:
+        _shard(model, config, device, ranks)
+        model.to_empty(device=device)
+        model.init_weights(config.seed)
+    return model, conversion
+
+
+def _shard(model: Llama, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
+    """Shard each block, and what is around them as one.
+
+    No mixed precision policy: weights are gathered as they are, or in float8 if the config says
+    so, and autocast does the rest, so that the numbers are those of one device.
+    """
+    mesh = ranks.mesh(device.type, config.hsdp)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """The context of the forward pass: autocast to the run's dtype, nothing for float32."""
+    dtype = DTYPES[config.dtype]
+    if dtype == torch.float32:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def load_libraries(config: TrainConfig, device: torch.device) -> None:
+    """Take one step of a very small model with the run's recipe, and throw it away.
+
+    What is loaded and allocated once per process on first use (50 MiB on a CPU) is then there
+    before a run's memory is measured, instead of being counted against the first run.
+
+    Raises:
+        ConfigError: (a `ValueError`) if the recipe does not work on this device.
+    """
+    shape = ModelConfig(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64)
+    model = build_llama(shape, 16, seed=0, device=device)
+    _convert(model, config.recipe, float8_all_gather=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
+    with autocast(config, device):
+        logits = model(tokens)
+    logits.float().logsumexp(-1).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _convert(model: Llama, recipe: str, float8_all_gather: bool) -> str:
+    settings = float8_config(recipe)
+    if settings is None:
+        return ""
+    try:
+        settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=float8_all_gather)
+        convert_to_float8_training(
+            model, config=settings, module_filter_fn=lambda _, name: name != "output"
+        )
+    except ValueError as error:
+        raise ConfigError(f"recipe {recipe!r}: {error}") from error
+    report = conversion_report(model)
+    if not report.converted:
+        reasons = {str(layer.skip_reason) for layer in report.skipped if layer.fqn != "output"}
+        raise ConfigError(f"recipe {recipe!r} converted no layer: {'; '.join(sorted(reasons))}")
+    return str(report)

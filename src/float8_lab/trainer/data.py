@@ -1,0 +1,227 @@
+"""Byte-level text: read files, split them by file, and address batches by number.
+
+A token is a byte. Files are joined with a NUL byte, which no text contains. Nothing is
+downloaded: the default corpus is the source code of the Python standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from float8_lab.trainer.errors import DataError
+
+SEPARATOR = b"\0"
+VALIDATION_FRACTION = 0.1
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation text, held in memory.
+
+    Attributes:
+        name: What was read, for reports; holds no path of the machine for the default corpus.
+        train: [bytes] uint8.
+        validation: [bytes] uint8; no file is in both.
+        train_files: Number of files in `train`.
+        validation_files: Number of files in `validation`.
+        skipped_files: Files left out because they are not UTF-8 text or not readable.
+        fingerprint: Hash of all text in order; equal only for equal data.
+    """
+
+    name: str
+    train: Tensor
+    validation: Tensor
+    train_files: int
+    validation_files: int
+    skipped_files: int
+    fingerprint: str
+
+
+def load_corpus(path: str | Path | None = None) -> Corpus:
+    """Read a file, a folder, or by default the Python standard library's sources.
+
+    A folder is read in sorted order, hidden files and folders left out, and each file goes to
+    train or validation by a hash of its path inside the folder, so the split stays the same
+    wherever the folder lies and whatever is added to it. A single file is cut: its last tenth
+    is the validation text.
+
+    Args:
+        path: File or folder; None for the `.py` files of the standard library.
+
+    Raises:
+        DataError: (a `ValueError`) if nothing is there, or nothing of it is readable text.
+    """
+    if path is None:
+        return _read_folder(
+            Path(sysconfig.get_paths()["stdlib"]), "Python standard library", suffix=".py"
+        )
+    root = Path(path)
+    if root.is_file():
+        return _read_file(root)
+    if root.is_dir():
+        return _read_folder(root, str(path))
+    raise DataError(f"no data at {path}: give an existing file or folder of text")
+
+
+def _read_file(path: Path) -> Corpus:
+    text = _read_text(path)
+    if text is None:
+        raise DataError(f"{path} is not readable UTF-8 text")
+    cut = int(len(text) * (1 - VALIDATION_FRACTION))
+    return _corpus(path.name, [text[:cut]], [text[cut:]], skipped=0)
+
+
+def _read_folder(root: Path, name: str, suffix: str = "") -> Corpus:
+    texts: dict[str, bytes] = {}
+    skipped = 0
+    for file in _walk(root, suffix):
+        text = _read_text(file)
+        if text:
+            texts[file.relative_to(root).as_posix()] = text
+        elif text is None:
+            skipped += 1
+    if not texts:
+        raise DataError(f"no readable UTF-8 text in the folder {root}: {skipped} file(s) skipped")
+    if len(texts) == 1:
+        return _read_file(root / next(iter(texts)))
+    places = {relative: _hash_place(relative) for relative in texts}
+    held_out = {relative for relative, place in places.items() if place < VALIDATION_FRACTION}
+    # With few files a side may be empty; then the file nearest to that side moves over.
+    if not held_out:
+        held_out = {min(places, key=places.__getitem__)}
+    elif len(held_out) == len(texts):
+        held_out.remove(max(places, key=places.__getitem__))
+    train = [text for relative, text in texts.items() if relative not in held_out]
+    validation = [text for relative, text in texts.items() if relative in held_out]
+    return _corpus(name, train, validation, skipped)
+
+
+def _walk(root: Path, suffix: str) -> Iterator[Path]:
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(
+            sub for sub in subfolders if sub not in _SKIPPED_FOLDERS and not sub.startswith(".")
+        )
+        for file in sorted(files):
+            if file.endswith(suffix) and not file.startswith("."):
+                yield Path(folder, file)
+
+
+def _read_text(path: Path) -> bytes | None:
+    """The file's bytes, None if they are not UTF-8 text or cannot be read."""
+    if not path.is_file():  # A pipe or a socket would block; a dangling link has nothing to read.
+        return None
+    try:
+        text = path.read_bytes()
+        text.decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if SEPARATOR in text else text
+
+
+def _hash_place(relative: str) -> float:
+    """A number in [0, 1) that depends on the path alone."""
+    digest = hashlib.sha256(relative.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _corpus(name: str, train: list[bytes], validation: list[bytes], skipped: int) -> Corpus:
+    joined = {"train": SEPARATOR.join(train), "validation": SEPARATOR.join(validation)}
+    for split, text in joined.items():
+        if not text:
+            raise DataError(
+                f"{name}: no text left for the {split} split; give more or larger files"
+            )
+    fingerprint = hashlib.sha256()
+    for text in joined.values():
+        fingerprint.update(len(text).to_bytes(8, "big") + text)
+    return Corpus(
+        name=name,
+        train=torch.frombuffer(bytearray(joined["train"]), dtype=torch.uint8),
+        validation=torch.frombuffer(bytearray(joined["validation"]), dtype=torch.uint8),
+        train_files=len(train),
+        validation_files=len(validation),
+        skipped_files=skipped,
+        fingerprint=fingerprint.hexdigest()[:16],
+    )
+
+
+def check_length(corpus: Corpus, seq_len: int) -> None:
+    """Make sure that both splits hold at least one sequence and its next token.
+
+    Raises:
+        DataError: (a `ValueError`) naming the split that is too short.
+    """
+    for split in ("train", "validation"):
+        size = len(getattr(corpus, split))
+        if size < seq_len + 1:
+            raise DataError(
+                f"the {split} split of {corpus.name} has {size} bytes, but a sequence needs "
+                f"{seq_len + 1}: lower --seq-len or give more text"
+            )
+
+
+def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len: int) -> Tensor:
+    """Cut sequences number `first` to `first + batch_size - 1` of an endless, seeded order.
+
+    Sequence i depends on (seed, i) alone: not on how sequences are grouped into batches,
+    microbatches or ranks, nor on what was read before. That is what makes resuming exact.
+
+    Args:
+        text: [bytes] uint8.
+        seed: Which order.
+        first: Number of the first sequence.
+        batch_size: How many sequences.
+        seq_len: Tokens per sequence, without the next one.
+
+    Returns:
+        [batch_size, seq_len + 1] uint8.
+    """
+    places = len(text) - seq_len
+    order = _mix(seed)
+    batch = torch.empty(batch_size, seq_len + 1, dtype=torch.uint8)  # fails at once if too large
+    for row in range(batch_size):
+        start = _mix(order + first + row) % places
+        batch[row] = text[start : start + seq_len + 1]
+    return batch
+
+
+def validation_batches(
+    text: Tensor, *, batches: int, batch_size: int, seq_len: int
+) -> Iterator[Tensor]:
+    """Cut sequences spread evenly over the validation text, always the same ones.
+
+    They overlap if the text is shorter than all of them together.
+
+    Args:
+        text: [bytes] uint8.
+        batches: How many batches.
+        batch_size: Sequences per batch.
+        seq_len: Tokens per sequence, without the next one.
+
+    Yields:
+        [batch_size, seq_len + 1] uint8.
+    """
+    last = len(text) - seq_len - 1
+    count = batches * batch_size
+    starts = [last * i // max(count - 1, 1) for i in range(count)]
+    for begin in range(0, count, batch_size):
+        rows = starts[begin : begin + batch_size]
+        yield torch.stack([text[start : start + seq_len + 1] for start in rows])
+
+
+def _mix(value: int) -> int:
+    """Scramble 64 bits so that neighbouring numbers land far apart (a bijection)."""
+    value = (value * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK
+    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
+    value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & _MASK
+    return value ^ (value >> 32)

@@ -1,0 +1,257 @@
+"""The training loop: steps, validation, checkpoints, and telling observers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from float8 import attach_to_optimizer, cached_weights
+from float8_lab.trainer import data, optim
+from float8_lab.trainer.build import autocast, build_model
+from float8_lab.trainer.checkpoint import read_state, read_tensors, save_checkpoint
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.errors import TrainingDivergedError
+from float8_lab.trainer.interrupt import StopRequest
+from float8_lab.trainer.measure import PeakMemory, StepTimer
+from float8_lab.trainer.metrics import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    STOPPED,
+    Observer,
+    RunInfo,
+    StepRecord,
+    ValidationRecord,
+)
+from float8_lab.trainer.ranks import ALONE, Ranks
+from float8_lab.trainer.run_folder import RunFolder, describe_corpus
+from float8_lab.trainer.state import capture_state, empty_state, restore_state
+
+WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
+
+
+class Trainer:
+    """A run under way: model, optimizer, and how many steps are done."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: data.Corpus,
+        folder: RunFolder,
+        observers: Sequence[Observer] = (),
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.folder = folder
+        self.observers = observers
+        self.ranks = ranks
+        self.device = ranks.together(lambda: ranks.device(config.device))
+        self.memory = PeakMemory(self.device)
+        self.timer = StepTimer(self.device)
+        self.step = 0
+        self.last_checkpoint: Path | None = None
+        torch.manual_seed(config.seed)
+        self._mine = ranks.share(config.batch_size)
+        self.model, self.conversion = build_model(config, self.device, ranks)
+        self.optimizer = optim.build_optimizer(self.model, config)
+        attach_to_optimizer(self.model, self.optimizer)
+        self._first_step = 0
+        self._saved_step = self._validated_step = -1
+        self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go back to where `checkpoint` was written."""
+        self.step = self._first_step = int(read_state(checkpoint)["step"])
+        empty = empty_state(self.model) if self.ranks.sharded else None
+        tensors = read_tensors(checkpoint, empty, self.ranks)
+        restore_state(tensors, self.model, self.optimizer, self.device)
+        self._saved_step, self.last_checkpoint = self.step, checkpoint
+
+    def run(self, stop: StopRequest) -> str:
+        """Train until the last step, a request to stop, or `stop_after`; returns the status."""
+        config = self.config
+        info = RunInfo(
+            config,
+            self.corpus,
+            self.model.config.num_parameters,
+            self.conversion,
+            self.step,
+            self.ranks.size,
+        )
+        self._tell("on_start", info)
+        self.model.train()
+        try:
+            while self.step < config.last_step and not self.ranks.any(stop.requested):
+                self._train_step()
+                self._tell("on_step", self.step)
+                self._do_what_is_due()
+            status = self._finish(self.ranks.any(stop.requested))
+        except BaseException:
+            # Whatever happened, the steps that were done go on record: of several ranks, which
+            # may not be there any more, those that were reduced.
+            with contextlib.suppress(Exception):
+                if self.ranks.size == 1:
+                    self._report(check=False)
+            with contextlib.suppress(Exception):
+                self._tell("on_end", FAILED, self.step)
+            raise
+        self._tell("on_end", status, self.step)
+        return status
+
+    def _train_step(self) -> None:
+        config, step = self.config, self.step + 1
+        self.timer.start()
+        optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
+        loss = torch.zeros((), device=self.device)
+        several = config.accumulate > 1
+        # A block's gathered weights exist for the time of its forward only: nothing to keep.
+        keep = several and not self.ranks.sharded
+        with cached_weights(self.model) if keep else contextlib.nullcontext():
+            for index in range((step - 1) * config.accumulate, step * config.accumulate):
+                batch = data.train_batch(
+                    self.corpus.train,
+                    seed=config.seed,
+                    first=index * config.batch_size + self._mine.start,
+                    batch_size=self._mine.stop - self._mine.start,
+                    seq_len=config.seq_len,
+                )
+                if several and isinstance(self.model, FSDPModule):
+                    # Gradients become shards at once: no rank has room for those of a whole
+                    # model. Only replicas can wait for the last.
+                    last = index == step * config.accumulate - 1
+                    self.model.set_requires_all_reduce(last)
+                part = self._loss(batch) / config.accumulate
+                part.backward()  # type: ignore[no-untyped-call]
+                loss += part.detach()
+        norm = optim.clip_gradients(self.model, config.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.timer.stop()
+        self._pending.append((loss, norm))
+        self.step = step
+
+    def _do_what_is_due(self) -> None:
+        """Report, validate and save at their intervals, in this order."""
+        config = self.config
+
+        def due(interval: int) -> bool:
+            return interval > 0 and self.step % interval == 0
+
+        if due(config.log_interval):
+            self._report(check=True)
+        if due(config.eval_interval):
+            self._validate()
+        if due(config.checkpoint_interval):
+            self._save()
+
+    def _finish(self, stopping: bool) -> str:
+        """Report, validate and save what the last step still lacks; returns the status."""
+        self._report(check=True)
+        finished = self.step >= self.config.steps
+        if finished and self._validated_step != self.step:
+            self._validate()
+        if self.config.final_checkpoint or not finished:
+            self._save()
+        if finished:
+            return FINISHED
+        return INTERRUPTED if stopping else STOPPED
+
+    def _validate(self) -> None:
+        self._report(check=True)
+        self._validated_step = self.step
+        self._tell("on_validation", ValidationRecord(self.step, self.validate()))
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        """Mean loss of this rank's batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
+        if self.device.type == "cuda":
+            batch = batch.pin_memory().to(self.device, non_blocking=True)
+        tokens = batch.long()
+        with autocast(self.config, self.device):
+            logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the validation batches, nats per byte; collective."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in data.validation_batches(
+            self.corpus.validation,
+            batches=self.config.eval_batches,
+            batch_size=self.config.batch_size,
+            seq_len=self.config.seq_len,
+        ):
+            total += self._loss(batch[self._mine])
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # The root stays gathered until a backward.
+        self.model.train()
+        return self.ranks.mean(total).item() / self.config.eval_batches
+
+    def _report(self, *, check: bool) -> None:
+        """Read the losses since the last time from the device and pass them on; collective.
+
+        Raises:
+            TrainingDivergedError: If `check` and one of them is not finite.
+        """
+        if not self._pending:
+            return
+        losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
+        values = list(zip(self.ranks.mean(losses).tolist(), norms.tolist(), strict=True))
+        seconds = self.timer.collect()
+        first = self.step - len(values) + 1
+        untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
+        memory = self.ranks.max(self.memory.read())
+        records = [
+            StepRecord(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=optim.learning_rate(step, self.config),
+                seconds=duration,
+                tokens=self.config.tokens_per_step,
+                timed=step - self._first_step > untimed,
+                memory_bytes=memory,
+            )
+            for step, (loss, norm), duration in zip(
+                range(first, first + len(values)), values, seconds, strict=True
+            )
+        ]
+        self._pending = []
+        self._tell("on_records", records)
+        bad = next((record for record in records if not record.finite), None)
+        if check and bad is not None:
+            kept = self.last_checkpoint
+            raise TrainingDivergedError(
+                f"training diverged at step {bad.step}: loss {bad.loss}, gradient norm "
+                f"{bad.grad_norm}. The metrics are in {self.folder.metrics}"
+                + (f", the last checkpoint is {kept}" if kept else "")
+                + "; try a lower --learning-rate or a longer --warmup-steps",
+                bad.step,
+            )
+
+    def _save(self) -> None:
+        if self._saved_step == self.step:
+            return
+        self._report(check=True)  # A run that has diverged must not replace good checkpoints.
+        state = {"config": self.config.to_dict(), "corpus": describe_corpus(self.corpus)}
+        self.last_checkpoint = save_checkpoint(
+            self.folder.checkpoints,
+            self.step,
+            capture_state(self.model, self.optimizer, self.device),
+            state,
+            keep=self.config.keep_checkpoints,
+            ranks=self.ranks,
+        )
+        self._saved_step = self.step
+        self._tell("on_checkpoint", self.last_checkpoint)
+
+    def _tell(self, event: str, *values: object) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(*values)

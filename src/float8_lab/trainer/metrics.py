@@ -1,0 +1,284 @@
+"""What a run reports while it goes, who listens, and how the record is read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.errors import ConfigError
+
+FINISHED = "finished"
+INTERRUPTED = "interrupted"
+STOPPED = "stopped"
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known when a run starts.
+
+    Attributes:
+        config: The run's settings.
+        corpus: The data.
+        parameters: Number of trained parameters.
+        conversion: What was converted to float8, as text; empty for high precision.
+        start_step: Steps already done; 0 unless resumed.
+        ranks: Processes that train together.
+    """
+
+    config: TrainConfig
+    corpus: Corpus
+    parameters: int
+    conversion: str
+    start_step: int
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: Counted from 1.
+        loss: Mean training loss over the step's tokens, those of all ranks, nats per byte.
+        grad_norm: Global gradient norm before clipping.
+        learning_rate: Of this step.
+        seconds: Duration, on the first rank.
+        tokens: Tokens seen in this step, by all ranks.
+        timed: Whether the step counts for throughput, being past compilation and warm-up.
+        memory_bytes: Peak memory until now, of the rank that took most; None where it cannot be
+            measured.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    tokens: int
+    timed: bool
+    memory_bytes: int | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether training can go on from here."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One validation: mean loss in nats per byte after `step` optimizer steps."""
+
+    step: int
+    loss: float
+
+
+class Observer:
+    """Someone who is told what happens; every method may be left as it is.
+
+    Calls come in this order: `on_start`, then per step `on_step` (cheap: the device is still
+    working), now and then `on_records` with the steps since the last time, `on_validation` and
+    `on_checkpoint`, and at last `on_end` (only if the run ends in an orderly way) and `close`.
+    """
+
+    def on_start(self, info: RunInfo) -> None:
+        """The run is about to take its first step."""
+
+    def on_step(self, step: int) -> None:
+        """Step `step` was sent to the device."""
+
+    def on_records(self, records: Sequence[StepRecord]) -> None:
+        """These steps are done, oldest first."""
+
+    def on_validation(self, record: ValidationRecord) -> None:
+        """A validation is done."""
+
+    def on_checkpoint(self, path: Path) -> None:
+        """A checkpoint was written."""
+
+    def on_end(self, status: str, step: int) -> None:
+        """The run ended after `step` with one of the statuses of this module."""
+
+    def close(self) -> None:
+        """Let go of files and terminals; called whatever happened."""
+
+
+class JsonLines(Observer):
+    """Append one JSON object per event to a file, flushed whenever steps are reported.
+
+    Non-finite numbers are written as the strings "nan", "inf" and "-inf".
+    """
+
+    def __init__(self, path: Path) -> None:
+        # A killed process may have left half a line: start on a fresh one.
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a")
+        if torn:
+            self._file.write("\n")
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        safe = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        self._file.write(json.dumps({"kind": kind, **safe}, allow_nan=False) + "\n")
+
+    def on_start(self, info: RunInfo) -> None:
+        """Note where the run starts."""
+        self._write("start", {"step": info.start_step, "time": time.time()})
+        self._file.flush()
+
+    def on_records(self, records: Sequence[StepRecord]) -> None:
+        """Write the steps."""
+        for record in records:
+            speed = round(record.tokens / record.seconds, 1) if record.seconds else None
+            self._write("train", {**dataclasses.asdict(record), "tokens_per_s": speed})
+        self._file.flush()
+
+    def on_validation(self, record: ValidationRecord) -> None:
+        """Write the validation loss."""
+        self._write("validation", dataclasses.asdict(record))
+        self._file.flush()
+
+    def on_end(self, status: str, step: int) -> None:
+        """Note how the run ended."""
+        self._write("end", {"step": step, "status": status, "time": time.time()})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard(Observer):
+    """Write the curves as TensorBoard events.
+
+    Raises:
+        ConfigError: (a `ValueError`) if the tensorboard package is not installed.
+    """
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        try:
+            # Here and not above: it takes a second to import, also for runs that don't want it.
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "TensorBoard is not installed: run pip install 'float8[cli]' "
+                "or turn its events off with --no-tensorboard"
+            ) from error
+        purge = start_step + 1 if start_step else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+
+    def on_records(self, records: Sequence[StepRecord]) -> None:
+        """Write the steps."""
+        for record in records:
+            self._scalar("loss/train", record.loss, record.step)
+            self._scalar("optimizer/grad_norm", record.grad_norm, record.step)
+            self._scalar("optimizer/learning_rate", record.learning_rate, record.step)
+            if record.timed:
+                self._scalar("speed/tokens_per_s", record.tokens / record.seconds, record.step)
+            if record.memory_bytes is not None:
+                self._scalar("memory/peak_gib", record.memory_bytes / 2**30, record.step)
+
+    def on_validation(self, record: ValidationRecord) -> None:
+        """Write the validation loss."""
+        self._scalar("loss/validation", record.loss, record.step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+@dataclass
+class Metrics:
+    """A run's record as read back: steps and validations in order, each step once.
+
+    Attributes:
+        train: Steps.
+        validation: Validations.
+        status: How the run ended; empty if it is still going or was killed.
+    """
+
+    train: list[StepRecord] = field(default_factory=list)
+    validation: list[ValidationRecord] = field(default_factory=list)
+    status: str = ""
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read what `JsonLines` wrote, across resumes.
+
+    Steps that a resumed run took again count once, as taken last; half-written lines, which a
+    killed process can leave, are passed over.
+    """
+    metrics = Metrics()
+    for line in path.read_text().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        kind, step = event.pop("kind"), event["step"]
+        if kind == "start":
+            metrics.train = [record for record in metrics.train if record.step <= step]
+            metrics.validation = [record for record in metrics.validation if record.step <= step]
+            metrics.status = ""
+        elif kind == "train":
+            event.pop("tokens_per_s")
+            event["loss"], event["grad_norm"] = float(event["loss"]), float(event["grad_norm"])
+            metrics.train.append(StepRecord(**event))
+        elif kind == "validation":
+            metrics.validation.append(ValidationRecord(step, float(event["loss"])))
+        elif kind == "end":
+            metrics.status = event["status"]
+    return metrics
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers by which runs are compared; None where a run has not got that far.
+
+    Attributes:
+        steps: Optimizer steps done.
+        train_loss: Mean training loss over the last `train_loss_steps` steps, nats per byte.
+        train_loss_steps: A tenth of the steps, at most 100: one step's loss is too noisy.
+        val_loss: Last validation loss, nats per byte.
+        tokens_per_s: Median over the steps past compilation and warm-up.
+        step_seconds: Median over the same steps.
+        peak_memory_bytes: Highest peak reported.
+    """
+
+    steps: int
+    train_loss: float | None
+    train_loss_steps: int
+    val_loss: float | None
+    tokens_per_s: float | None
+    step_seconds: float | None
+    peak_memory_bytes: int | None
+
+
+def summarize(metrics: Metrics) -> Summary:
+    """Boil a run's record down to a `Summary`."""
+    steps = len(metrics.train)
+    last = metrics.train[-min(max(steps // 10, 1), 100) :]
+    timed = sorted((r.seconds, r.tokens) for r in metrics.train if r.timed and r.seconds > 0)
+    middle = timed[len(timed) // 2] if timed else None
+    peaks = [r.memory_bytes for r in metrics.train if r.memory_bytes is not None]
+    return Summary(
+        steps=metrics.train[-1].step if metrics.train else 0,
+        train_loss=sum(r.loss for r in last) / len(last) if last else None,
+        train_loss_steps=len(last),
+        val_loss=metrics.validation[-1].loss if metrics.validation else None,
+        tokens_per_s=middle[1] / middle[0] if middle else None,
+        step_seconds=middle[0] if middle else None,
+        peak_memory_bytes=max(peaks, default=None),
+    )

@@ -1,0 +1,222 @@
+"""The folder of one run: what lies where, and what may be done with one that exists.
+
+- `config.json`: settings and data of the run
+- `conversion.txt`: what was converted to float8, layer by layer
+- `metrics.jsonl`: one line per step and validation
+- `tensorboard/`: the same for TensorBoard
+- `checkpoints/`: see `checkpoint`
+- `failed-1/`: the same of an earlier run that failed before its first checkpoint
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from float8_lab.trainer.checkpoint import (
+    is_checkpoint,
+    list_checkpoints,
+    read_state,
+)
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.errors import CheckpointError, ConfigError
+from float8_lab.trainer.metrics import FAILED, read_metrics
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside a run's folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """Settings and data, JSON."""
+        return self.path / "config.json"
+
+    @property
+    def conversion(self) -> Path:
+        """What was converted to float8; not there for high precision."""
+        return self.path / "conversion.txt"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def used(self) -> bool:
+        """Whether a run was written here before."""
+        recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return recorded or bool(list_checkpoints(self.checkpoints))
+
+    @property
+    def failed_early(self) -> bool:
+        """Whether the run that was written here ended in an error before its first checkpoint."""
+        return (
+            not list_checkpoints(self.checkpoints)
+            and self.metrics.exists()
+            and read_metrics(self.metrics).status == FAILED
+        )
+
+
+def describe_corpus(corpus: Corpus) -> dict[str, Any]:
+    """What was trained on, JSON-ready: sizes in bytes, files and the fingerprint."""
+    return {
+        "name": corpus.name,
+        "train_bytes": len(corpus.train),
+        "validation_bytes": len(corpus.validation),
+        "train_files": corpus.train_files,
+        "validation_files": corpus.validation_files,
+        "skipped_files": corpus.skipped_files,
+        "fingerprint": corpus.fingerprint,
+    }
+
+
+def open_run_folder(
+    config: TrainConfig, corpus: Corpus, *, checkpoint: Path | None = None
+) -> RunFolder:
+    """Make the run's folder and write its `config.json`.
+
+    What a run left there that failed before its first checkpoint goes to `failed-1`, `failed-2`
+    and so on.
+
+    Args:
+        config: Settings of the run.
+        corpus: Data of the run.
+        checkpoint: What the run resumes from; its own run may go on in the same folder.
+
+    Raises:
+        ConfigError: (a `ValueError`) if another run lies there, or it cannot be written.
+    """
+    folder = RunFolder(Path(config.output))
+    own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
+    failed = folder.failed_early
+    if folder.used and not own and not failed:
+        way_on = (
+            f"continue it with --resume {folder.path}"
+            if list_checkpoints(folder.checkpoints)
+            else "it has no checkpoint to go on from, so delete it if it is not running any more"
+        )
+        raise ConfigError(
+            f"{folder.path} already holds a run: {way_on}, or choose another folder with --output"
+        )
+    try:
+        if failed:
+            _set_aside(folder)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        content = {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
+        folder.config.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder.path}: {error}") from error
+    return folder
+
+
+def _set_aside(folder: RunFolder) -> None:
+    number = next(n for n in itertools.count(1) if not (folder.path / f"failed-{n}").exists())
+    target = folder.path / f"failed-{number}"
+    target.mkdir()
+    parts = (folder.config, folder.conversion, folder.metrics, folder.tensorboard)
+    for path in (*parts, folder.checkpoints):
+        if path.exists():
+            path.rename(target / path.name)
+
+
+def read_config_file(folder: RunFolder) -> dict[str, Any]:
+    """What `config.json` holds, for `check_same_run`.
+
+    Raises:
+        ConfigError: (a `ValueError`) if it is missing or damaged.
+    """
+    try:
+        saved: dict[str, Any] = json.loads(folder.config.read_text())
+        TrainConfig.from_dict(saved["config"])
+        str(saved["corpus"]["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(
+            f"cannot read the settings of the run in {folder.path} from {folder.config.name} "
+            f"({problem}): delete that folder to have the run done again"
+        ) from error
+    return saved
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest one of the run that lies there.
+
+    Its files are not looked at: see `check_checkpoint`.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    if is_checkpoint(path):
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"nothing to resume at {path}: give a run's folder or a checkpoint")
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not checkpoints:
+        raise CheckpointError(f"no checkpoint in {path}: the run was not saved")
+    return checkpoints[-1]
+
+
+def saved_config(checkpoint: Path, *, output: str | None = None) -> TrainConfig:
+    """The settings of the run a checkpoint belongs to, for one process that is not sharded.
+
+    Args:
+        checkpoint: A checkpoint, of which only the settings are read.
+        output: Where to continue; None for the folder in which the checkpoint lies.
+    """
+    config = TrainConfig.from_dict(read_state(checkpoint)["config"])
+    return config.replace(
+        output=output or str(checkpoint.parent.parent),
+        stop_after=0,
+        fsdp=False,
+        fsdp_float8_all_gather=False,
+        hsdp=1,
+    )
+
+
+def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
+    """Make sure that a run goes on with the settings and the data it began with.
+
+    It may go on on another GPU, as each of several ranks does.
+
+    Args:
+        config: Settings to go on with.
+        corpus: Data to go on with.
+        saved: Has "config" and "corpus" as this module writes them.
+        where: What is resumed, for the message.
+
+    Raises:
+        ConfigError: (a `ValueError`) listing what differs.
+    """
+    old = TrainConfig.from_dict(saved["config"])
+    wrong = [
+        f"{name} was {before!r} and is now {now!r}"
+        for name, (now, before) in config.differences(old).items()
+        if name != "device" or torch.device(now).type != torch.device(before).type
+    ]
+    before, now = saved["corpus"]["fingerprint"], corpus.fingerprint
+    if before != now:
+        wrong.append(f"the text of the data has changed (fingerprint {before} and now {now})")
+    if wrong:
+        raise ConfigError(
+            f"cannot resume {where} with different settings: {'; '.join(wrong)}. "
+            "Use the settings of the run, or start a new one with another --output"
+        )
