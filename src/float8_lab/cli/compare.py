@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
-from float8_lab.cli import options
-from float8_lab.cli.options import OUTPUT
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, takes_settings
 from float8_lab.cli.progress import ConsoleProgress, make_console
 from float8_lab.trainer.compare import Comparison, compare
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
 from float8_lab.trainer.ranks import refuse
 from float8_lab.trainer.report import HEADINGS, cells
@@ -22,8 +21,20 @@ from float8_lab.trainer.report import HEADINGS, cells
 FAILED_EXIT = 1
 
 
+@takes_settings(
+    but=(
+        "recipe",
+        "fsdp",
+        "fsdp_float8_all_gather",
+        "hsdp",
+        "output",
+        "keep_checkpoints",
+        "stop_after",
+    ),
+    shown={"eval_interval": "a fifth of the steps"},
+)
 def compare_command(
-    context: typer.Context,
+    given: dict[str, Any],
     recipes: Annotated[
         list[str],
         typer.Argument(
@@ -31,26 +42,6 @@ def compare_command(
             help="Recipes to hold against high precision, which is always run first.",
         ),
     ],
-    model: options.Model = None,
-    data: options.Data = None,
-    seq_len: options.SeqLen = None,
-    vocab_size: options.VocabSize = None,
-    tied_head: options.TiedHead = None,
-    seed: options.Seed = None,
-    steps: options.Steps = None,
-    batch_size: options.BatchSize = None,
-    accumulate: options.Accumulate = None,
-    learning_rate: options.LearningRate = None,
-    min_lr_ratio: options.MinLrRatio = None,
-    warmup_steps: options.WarmupSteps = None,
-    weight_decay: options.WeightDecay = None,
-    beta1: options.Beta1 = None,
-    beta2: options.Beta2 = None,
-    grad_clip: options.GradClip = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    compile: options.Compile = None,
-    activation_checkpointing: options.ActivationCheckpointing = None,
     output: Annotated[
         str, typer.Option(help="Folder of the comparison.", rich_help_panel=OUTPUT)
     ] = "runs/compare",
@@ -70,17 +61,6 @@ def compare_command(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
-    log_interval: options.LogInterval = None,
-    eval_interval: Annotated[
-        int | None,
-        options.option(
-            "--eval-interval", "Steps between validations.", OUTPUT, "a fifth of the steps"
-        ),
-    ] = None,
-    eval_batches: options.EvalBatches = None,
-    checkpoint_interval: options.CheckpointInterval = None,
-    tensorboard: options.Tensorboard = None,
-    debug: options.Debug = False,
 ) -> None:
     """Train high precision and each RECIPE from the same seed on the same data, and compare.
 
@@ -89,12 +69,11 @@ def compare_command(
     """
     if "RANK" in os.environ:
         refuse("float8 compare got ranks of torchrun, but keeps to one device: run it without")
-    given = {"final_checkpoint": False, **options.settings(context)}
-    config = TrainConfig.create(**given)
-    if eval_interval is None:
+    config = TrainConfig.create(final_checkpoint=False, output=output, **given)
+    if "eval_interval" not in given:
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     console = make_console()
-    with stop_on_signals(options.STOP_NOTICE) as stop:
+    with stop_on_signals(STOP_NOTICE) as stop:
         comparison = compare(
             config,
             recipes,
@@ -109,7 +88,7 @@ def compare_command(
         console.print(f"loss curves: {comparison.plot}")
     if comparison.interrupted:
         console.print("interrupted: go on with the same command and --resume")
-        raise typer.Exit(options.INTERRUPTED_EXIT)
+        raise typer.Exit(INTERRUPTED_EXIT)
     for row in comparison.failed:
         sys.stderr.write(f"error: {row.recipe}: {row.error}\n")
     if comparison.failed:

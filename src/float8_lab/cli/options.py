@@ -1,4 +1,4 @@
-"""Options that the training commands share, and how they become settings.
+"""Options of the training commands, made of the settings themselves.
 
 Every option is None unless it is given, so that defaults stay in one place, `TrainConfig.create`,
 and a resumed run can tell what was asked for now from what it was started with.
@@ -6,20 +6,16 @@ and a resumed run can tell what was asked for now from what it was started with.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from float8_lab.models.presets import PRESETS
-from float8_lab.trainer.config import DTYPES, TrainConfig
-
-MODEL = "Model and data"
-OPTIMIZER = "Optimizer"
-DEVICE = "Speed and memory"
-OUTPUT = "Output"
-BY_MODEL = "by model"
+from float8_lab.trainer.config import SETTINGS, TrainConfig
 
 INTERRUPTED_EXIT = 130
 STOP_NOTICE = "stopping after this step, with a checkpoint (again: stop at once)"
@@ -41,144 +37,70 @@ def _set_debug(context: typer.Context, wanted: bool) -> None:
         context.ensure_object(Session).debug = True
 
 
-def settings(context: typer.Context) -> dict[str, Any]:
-    """The options that were given and are fields of `TrainConfig`."""
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    return {
-        name: value
-        for name, value in context.params.items()
-        if name in fields and value is not None
-    }
-
-
-def option(name: str, text: str, panel: str, default: str | bool = False) -> Any:
-    """An option with its text, its panel in the help page, and what holds if it is not given."""
-    return typer.Option(name, help=text, rich_help_panel=panel, show_default=default)
-
-
-Model = Annotated[str | None, option("--model", f"One of {', '.join(PRESETS)}.", MODEL, "tiny")]
-VocabSize = Annotated[
-    int | None,
-    option("--vocab-size", "Rows of embedding and head; the data needs 256.", MODEL, BY_MODEL),
-]
-TiedHead = Annotated[
-    bool | None,
-    option(
-        "--tied-head/--untied-head", "Share the head's weight with the embedding.", MODEL, BY_MODEL
-    ),
-]
-Data = Annotated[
-    str | None,
-    option(
-        "--data",
-        "File or folder of text; a token is a byte. A tenth of the files is for validation.",
-        MODEL,
-        "the Python standard library",
-    ),
-]
-SeqLen = Annotated[int | None, option("--seq-len", "Tokens per sequence.", MODEL, BY_MODEL)]
-Seed = Annotated[
-    int | None, option("--seed", "Decides initial weights and order of the data.", MODEL, "0")
-]
-Steps = Annotated[
-    int | None, option("--steps", "Optimizer steps of the whole run.", OPTIMIZER, BY_MODEL)
-]
-BatchSize = Annotated[
-    int | None,
-    option("--batch-size", "Sequences per forward pass, of all ranks.", OPTIMIZER, BY_MODEL),
-]
-Accumulate = Annotated[
-    int | None, option("--accumulate", "Forward passes per optimizer step.", OPTIMIZER, "1")
-]
-LearningRate = Annotated[
-    float | None, option("--learning-rate", "Peak of the schedule.", OPTIMIZER, BY_MODEL)
-]
-MinLrRatio = Annotated[
-    float | None,
-    option("--min-lr-ratio", "The cosine ends at this part of the peak.", OPTIMIZER, "0.1"),
-]
-WarmupSteps = Annotated[
-    int | None,
-    option("--warmup-steps", "Steps of linear warm-up.", OPTIMIZER, "a twentieth of the steps"),
-]
-WeightDecay = Annotated[
-    float | None, option("--weight-decay", "AdamW's, for matrices only.", OPTIMIZER, "0.1")
-]
-Beta1 = Annotated[float | None, option("--beta1", "AdamW's.", OPTIMIZER, "0.9")]
-Beta2 = Annotated[float | None, option("--beta2", "AdamW's.", OPTIMIZER, "0.95")]
-GradClip = Annotated[
-    float | None,
-    option("--grad-clip", "Largest gradient norm; 0 for no limit.", OPTIMIZER, "1.0"),
-]
-Dtype = Annotated[
-    str | None,
-    option(
-        "--dtype",
-        f"{' or '.join(DTYPES)}: what high-precision matrix multiplies compute in. Weights and "
-        "optimizer stay float32; bfloat16 means autocast.",
-        DEVICE,
-        "bfloat16 on CUDA, else float32",
-    ),
-]
-Device = Annotated[
-    str | None, option("--device", "cpu, cuda or cuda:N.", DEVICE, "cuda if there is one")
-]
-Compile = Annotated[
-    bool | None, option("--compile/--no-compile", "torch.compile every block.", DEVICE, "no")
-]
-ActivationCheckpointing = Annotated[
-    bool | None,
-    option(
-        "--activation-checkpointing/--no-activation-checkpointing",
-        "Run blocks again in backward instead of keeping their activations.",
-        DEVICE,
-        "no",
-    ),
-]
-Fsdp = Annotated[
-    bool,
-    option("--fsdp", "Shard the model over the ranks that torchrun started.", DEVICE, "no"),
-]
-FsdpFloat8AllGather = Annotated[
-    bool,
-    option("--fsdp-float8-all-gather", "Gather sharded weights in float8.", DEVICE, "no"),
-]
-Hsdp = Annotated[
-    int | None,
-    option("--hsdp", "Replicas of the sharded model; they divide the ranks.", DEVICE, "1"),
-]
-LogInterval = Annotated[
-    int | None,
-    option(
-        "--log-interval",
-        "Steps between looks at the loss; each waits for the device.",
-        OUTPUT,
-        "10",
-    ),
-]
-EvalInterval = Annotated[
-    int | None,
-    option("--eval-interval", "Steps between validations; 0: at the end only.", OUTPUT, "0"),
-]
-EvalBatches = Annotated[
-    int | None, option("--eval-batches", "Batches per validation.", OUTPUT, "20")
-]
-CheckpointInterval = Annotated[
-    int | None,
-    option("--checkpoint-interval", "Steps between checkpoints; 0: none on the way.", OUTPUT, "0"),
-]
-KeepCheckpoints = Annotated[
-    int | None, option("--keep-checkpoints", "How many of the newest to keep.", OUTPUT, "2")
-]
-StopAfter = Annotated[
-    int | None,
-    option("--stop-after", "End after this step with a checkpoint.", OUTPUT, "never"),
-]
-Tensorboard = Annotated[
-    bool | None,
-    option("--tensorboard/--no-tensorboard", "Write TensorBoard events.", OUTPUT, "yes"),
-]
 Debug = Annotated[
     bool,
     typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show tracebacks of errors."),
 ]
+
+
+def takes_settings(
+    *, but: tuple[str, ...] = (), shown: dict[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each setting, and `--debug`.
+
+    Args:
+        but: Settings that this command has no option for, or one of its own.
+        shown: Defaults in words that differ from those of `TrainConfig`.
+
+    Returns:
+        A decorator of a function whose parameter `given` receives the settings that were given.
+    """
+    types = typing.get_type_hints(TrainConfig)
+    options = [
+        _parameter(name, types[name], (shown or {}).get(name))
+        for name, setting in SETTINGS.items()
+        if setting.group is not None and name not in but
+    ]
+    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False)
+    options.append(debug.replace(annotation=Debug))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+
+        @functools.wraps(command)
+        def run(debug: bool, **values: Any) -> None:
+            names = [option.name for option in options if option.name in values]
+            settings = {name: values.pop(name) for name in names}
+            given = {name: value for name, value in settings.items() if value is not None}
+            command(given=given, **values)
+
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "given"]
+        # Help pages list what comes first first: the command's own options begin the last group.
+        last = [p.name for p in options].index("log_interval")
+        parameters = [*options[:last], *parameters, *options[last:]]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, kind: Any, shown: str | None) -> inspect.Parameter:
+    setting = SETTINGS[name]
+    default = str(setting.default)
+    flag = "--" + name.replace("_", "-")
+    if kind is bool:
+        default = "yes" if setting.default else "no"
+        flag = setting.flag or f"{flag}/--no-{flag.removeprefix('--')}"
+    option = typer.Option(
+        flag,
+        help=setting.text,
+        rich_help_panel=setting.group,
+        show_default=shown or setting.shown or default,
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from float8_lab.cli import options
-from float8_lab.cli.options import OUTPUT
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, takes_settings
 from float8_lab.cli.progress import ConsoleProgress, make_console
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED
 from float8_lab.trainer.ranks import LAUNCH, Ranks, join_ranks
@@ -19,45 +18,9 @@ from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 from float8_lab.trainer.train import TrainResult, train
 
 
+@takes_settings()
 def train_command(
-    context: typer.Context,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="high_precision for no float8, or tensorwise or delayed.",
-            show_default="high_precision",
-            rich_help_panel=options.MODEL,
-        ),
-    ] = None,
-    model: options.Model = None,
-    data: options.Data = None,
-    seq_len: options.SeqLen = None,
-    vocab_size: options.VocabSize = None,
-    tied_head: options.TiedHead = None,
-    seed: options.Seed = None,
-    steps: options.Steps = None,
-    batch_size: options.BatchSize = None,
-    accumulate: options.Accumulate = None,
-    learning_rate: options.LearningRate = None,
-    min_lr_ratio: options.MinLrRatio = None,
-    warmup_steps: options.WarmupSteps = None,
-    weight_decay: options.WeightDecay = None,
-    beta1: options.Beta1 = None,
-    beta2: options.Beta2 = None,
-    grad_clip: options.GradClip = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    compile: options.Compile = None,
-    activation_checkpointing: options.ActivationCheckpointing = None,
-    fsdp: options.Fsdp = False,
-    fsdp_float8_all_gather: options.FsdpFloat8AllGather = False,
-    hsdp: options.Hsdp = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of the run.", show_default="runs/MODEL-RECIPE", rich_help_panel=OUTPUT
-        ),
-    ] = None,
+    given: dict[str, Any],
     resume: Annotated[
         str | None,
         typer.Option(
@@ -67,14 +30,6 @@ def train_command(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    log_interval: options.LogInterval = None,
-    eval_interval: options.EvalInterval = None,
-    eval_batches: options.EvalBatches = None,
-    checkpoint_interval: options.CheckpointInterval = None,
-    keep_checkpoints: options.KeepCheckpoints = None,
-    stop_after: options.StopAfter = None,
-    tensorboard: options.Tensorboard = None,
-    debug: options.Debug = False,
 ) -> None:
     """Train a Llama on bytes of text, in high precision or with a float8 recipe.
 
@@ -83,9 +38,8 @@ def train_command(
 
     On several GPUs: torchrun --nproc-per-node 8 --no-python float8 train --fsdp ...
     """
-    given = options.settings(context)
-    with join_ranks(fsdp) as ranks:
-        notice = options.STOP_NOTICE if ranks.is_first else ""
+    with join_ranks("fsdp" in given) as ranks:
+        notice = STOP_NOTICE if ranks.is_first else ""
         with stop_on_signals(notice) as stop:
             config, checkpoint = ranks.once(lambda: _settings(given, resume))
             console = make_console()
@@ -93,7 +47,7 @@ def train_command(
             result = train(config, observers=[progress], resume=checkpoint, stop=stop, ranks=ranks)
     _say(console, config, result, ranks)
     if result.status == INTERRUPTED:
-        raise typer.Exit(options.INTERRUPTED_EXIT)
+        raise typer.Exit(INTERRUPTED_EXIT)
 
 
 def _settings(given: dict[str, Any], resume: str | None) -> tuple[TrainConfig, Path | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,55 @@ from typing import Any
 import torch
 
 from float8 import Float8LinearConfig
-from float8_lab.models.presets import ModelConfig, Preset, preset
+from float8_lab.models.presets import PRESETS, ModelConfig, Preset, preset
 from float8_lab.trainer.device import check_device
 from float8_lab.trainer.errors import ConfigError
+
+_Bound = tuple[str, Callable[[Any], bool]]
 
 HIGH_PRECISION = "high_precision"
 """The recipe name that trains without any float8."""
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_FREE = {"free": True}  # Marks settings that do not change the numbers: a resume may change them.
+MODEL, OPTIMIZER, DEVICE, OUTPUT = "Model and data", "Optimizer", "Speed and memory", "Output"
+"""Groups of settings."""
+
+BY_MODEL = "by model"
+
+_AT_LEAST_1: _Bound = ("at least 1", lambda value: value >= 1)
+_NOT_NEGATIVE: _Bound = ("0 or more", lambda value: value >= 0)
+_POSITIVE: _Bound = ("more than 0", lambda value: value > 0)
+_BELOW_1: _Bound = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What there is to say of a field of `TrainConfig`, kept in its metadata.
+
+    Attributes:
+        text: What it means.
+        group: Where help pages list it; None: it has no option.
+        default: What holds where neither the user nor the model's preset says something else.
+        shown: The default in words, where it depends on others.
+        bound: What its value must be, in words and as a check.
+        flag: Its option, where that is not its name.
+        free: Whether it leaves the numbers as they are: a resumed run may have another value.
+    """
+
+    text: str
+    group: str | None
+    default: Any = None
+    shown: str = ""
+    bound: _Bound | None = None
+    flag: str = ""
+    free: bool = False
+
+
+def _setting(
+    text: str, group: str | None, default: Any = None, shown: str = "", **rest: Any
+) -> Any:
+    return field(metadata={"setting": Setting(text, group, default, shown, **rest)})
 
 
 @dataclass(frozen=True)
@@ -30,123 +70,156 @@ class TrainConfig:
     Parameters and optimizer state are always float32. `dtype="bfloat16"` runs the forward pass
     under autocast, so that AdamW updates float32 weights; `dtype="float32"` uses no autocast.
 
-    Attributes:
-        model: Name of a preset in `presets.PRESETS`.
-        vocab_size: Rows of embedding and head.
-        tied_head: Whether the head shares the embedding's weight.
-        recipe: `"high_precision"` or a recipe of `Float8LinearConfig.from_recipe_name`.
-        dtype: `"float32"` or `"bfloat16"`: what high-precision matrix multiplies compute in.
-        device: `"cpu"`, `"cuda"` or `"cuda:N"`.
-        seed: Decides the initial weights and the order of the data.
-        data: File or folder to train on; None for the Python standard library's sources.
-        steps: Optimizer steps of the whole run; the schedule ends there.
-        batch_size: Sequences per forward pass, those of all ranks together.
-        accumulate: Forward passes per optimizer step.
-        seq_len: Tokens (bytes) per sequence.
-        learning_rate: Peak of the schedule.
-        min_lr_ratio: The schedule ends at this fraction of the peak.
-        warmup_steps: Steps of linear warm-up.
-        weight_decay: Of matrices; vectors are not decayed.
-        beta1: AdamW's first-moment decay.
-        beta2: AdamW's second-moment decay.
-        grad_clip: Largest global gradient norm; 0 for no clipping.
-        compile: Whether to `torch.compile` every block.
-        activation_checkpointing: Whether blocks are run again in backward to save memory.
-        fsdp: Whether the model is sharded over the ranks that torchrun started.
-        fsdp_float8_all_gather: Whether sharded weights of converted layers are gathered in float8.
-        hsdp: Replicas of the sharded model; the ranks are divided among them.
-        output: Folder of the run.
-        log_interval: Steps between looks at the loss; each one waits for the device.
-        eval_interval: Steps between validations; 0 for one at the end only.
-        eval_batches: Batches per validation.
-        checkpoint_interval: Steps between checkpoints; 0 for none but the last.
-        keep_checkpoints: How many of the newest checkpoints stay on disk.
-        final_checkpoint: Whether to write a checkpoint after the last step.
-        stop_after: End early, with a checkpoint, after this step of the run; 0 to run all steps.
-        tensorboard: Whether to write TensorBoard events.
-
     Raises:
         ConfigError: (a `ValueError`) naming the setting, what it got, and what to do.
     """
 
-    model: str
-    vocab_size: int
-    tied_head: bool
-    recipe: str
-    dtype: str
-    device: str
-    seed: int
-    data: str | None = field(metadata=_FREE)  # What it holds is compared instead.
-    steps: int
-    batch_size: int
-    accumulate: int
-    seq_len: int
-    learning_rate: float
-    min_lr_ratio: float
-    warmup_steps: int
-    weight_decay: float
-    beta1: float
-    beta2: float
-    grad_clip: float
-    compile: bool
-    activation_checkpointing: bool
+    recipe: str = _setting(
+        "high_precision for no float8, or tensorwise or delayed.", MODEL, HIGH_PRECISION
+    )
+    model: str = _setting(f"One of {', '.join(PRESETS)}.", MODEL, shown="tiny")
+    data: str | None = _setting(  # What it holds is compared when a run is resumed.
+        "File or folder of text; a token is a byte. A tenth of the files is for validation.",
+        MODEL,
+        shown="the Python standard library",
+        free=True,
+    )
+    seq_len: int = _setting(
+        "Tokens per sequence.", MODEL, None, BY_MODEL, bound=("at least 2", lambda v: v >= 2)
+    )
+    vocab_size: int = _setting(
+        "Rows of embedding and head; the data needs 256.", MODEL, None, BY_MODEL
+    )
+    tied_head: bool = _setting(
+        "Share the head's weight with the embedding.",
+        MODEL,
+        None,
+        BY_MODEL,
+        flag="--tied-head/--untied-head",
+    )
+    seed: int = _setting(
+        "Decides initial weights and order of the data.", MODEL, 0, bound=_NOT_NEGATIVE
+    )
+    steps: int = _setting(
+        "Optimizer steps of the whole run; the schedule ends there.",
+        OPTIMIZER,
+        None,
+        BY_MODEL,
+        bound=_AT_LEAST_1,
+    )
+    batch_size: int = _setting(
+        "Sequences per forward pass, of all ranks.", OPTIMIZER, None, BY_MODEL, bound=_AT_LEAST_1
+    )
+    accumulate: int = _setting(
+        "Forward passes per optimizer step.", OPTIMIZER, 1, bound=_AT_LEAST_1
+    )
+    learning_rate: float = _setting(
+        "Peak of the schedule.", OPTIMIZER, None, BY_MODEL, bound=_POSITIVE
+    )
+    min_lr_ratio: float = _setting(
+        "The cosine ends at this part of the peak.",
+        OPTIMIZER,
+        0.1,
+        bound=("between 0 and 1", lambda value: 0 <= value <= 1),
+    )
+    warmup_steps: int = _setting(
+        "Steps of linear warm-up.", OPTIMIZER, None, "a twentieth of the steps", bound=_NOT_NEGATIVE
+    )
+    weight_decay: float = _setting(
+        "AdamW's, for matrices only.", OPTIMIZER, 0.1, bound=_NOT_NEGATIVE
+    )
+    beta1: float = _setting("AdamW's.", OPTIMIZER, 0.9, bound=_BELOW_1)
+    beta2: float = _setting("AdamW's.", OPTIMIZER, 0.95, bound=_BELOW_1)
+    grad_clip: float = _setting(
+        "Largest gradient norm; 0 for no limit.", OPTIMIZER, 1.0, bound=_NOT_NEGATIVE
+    )
+    device: str = _setting("cpu, cuda or cuda:N.", DEVICE, shown="cuda if there is one")
+    dtype: str = _setting(
+        f"{' or '.join(DTYPES)}: what high-precision matrix multiplies compute in. Weights and "
+        "optimizer stay float32; bfloat16 means autocast.",
+        DEVICE,
+        shown="bfloat16 on CUDA, else float32",
+    )
+    compile: bool = _setting("torch.compile every block.", DEVICE, False)
+    activation_checkpointing: bool = _setting(
+        "Run blocks again in backward instead of keeping their activations.", DEVICE, False
+    )
     # How a run is spread over ranks belongs to its start: a resumed one may have others.
-    fsdp: bool = field(metadata=_FREE)
-    fsdp_float8_all_gather: bool = field(metadata=_FREE)
-    hsdp: int = field(metadata=_FREE)
-    output: str = field(metadata=_FREE)
-    log_interval: int = field(metadata=_FREE)
-    eval_interval: int = field(metadata=_FREE)
-    eval_batches: int = field(metadata=_FREE)
-    checkpoint_interval: int = field(metadata=_FREE)
-    keep_checkpoints: int = field(metadata=_FREE)
-    final_checkpoint: bool = field(metadata=_FREE)
-    stop_after: int = field(metadata=_FREE)
-    tensorboard: bool = field(metadata=_FREE)
+    fsdp: bool = _setting(
+        "Shard the model over the ranks that torchrun started.",
+        DEVICE,
+        False,
+        flag="--fsdp",
+        free=True,
+    )
+    fsdp_float8_all_gather: bool = _setting(
+        "Gather sharded weights in float8.",
+        DEVICE,
+        False,
+        flag="--fsdp-float8-all-gather",
+        free=True,
+    )
+    hsdp: int = _setting(
+        "Replicas of the sharded model; they divide the ranks.",
+        DEVICE,
+        1,
+        bound=("at least 1 replica", lambda value: value >= 1),
+        free=True,
+    )
+    output: str = _setting("Folder of the run.", OUTPUT, shown="runs/MODEL-RECIPE", free=True)
+    log_interval: int = _setting(
+        "Steps between looks at the loss; each waits for the device.",
+        OUTPUT,
+        10,
+        bound=_AT_LEAST_1,
+        free=True,
+    )
+    eval_interval: int = _setting(
+        "Steps between validations; 0: at the end only.", OUTPUT, 0, bound=_NOT_NEGATIVE, free=True
+    )
+    eval_batches: int = _setting(
+        "Batches per validation.", OUTPUT, 20, bound=_AT_LEAST_1, free=True
+    )
+    checkpoint_interval: int = _setting(
+        "Steps between checkpoints; 0: none on the way.", OUTPUT, 0, bound=_NOT_NEGATIVE, free=True
+    )
+    keep_checkpoints: int = _setting(
+        "How many of the newest to keep.", OUTPUT, 2, bound=_AT_LEAST_1, free=True
+    )
+    final_checkpoint: bool = _setting("Write one after the last step.", None, True, free=True)
+    stop_after: int = _setting(
+        "End after this step with a checkpoint; 0: run all steps.",
+        OUTPUT,
+        0,
+        "never",
+        bound=_NOT_NEGATIVE,
+        free=True,
+    )
+    tensorboard: bool = _setting("Write TensorBoard events.", OUTPUT, True, free=True)
 
     def __post_init__(self) -> None:
         self.model_config()
-        float8_config(self.recipe)
+        recipe = float8_config(self.recipe)
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
             if isinstance(value, int):
-                self._require(f.name, abs(value) < 2**63, "a number that fits 64 bits")
+                self._require(name, abs(value) < 2**63, "a number that fits 64 bits")
             elif isinstance(value, float):
-                self._require(f.name, math.isfinite(value), "a finite number")
-        for name in ("steps", "batch_size", "accumulate", "log_interval", "eval_batches"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in (
-            "warmup_steps",
-            "eval_interval",
-            "checkpoint_interval",
-            "stop_after",
-            "weight_decay",
-            "grad_clip",
-            "seed",
-        ):
-            self._require(name, getattr(self, name) >= 0, "0 or more")
-        self._require("seq_len", self.seq_len >= 2, "at least 2")
-        self._require("keep_checkpoints", self.keep_checkpoints >= 1, "at least 1")
-        self._require("learning_rate", self.learning_rate > 0, "more than 0")
-        self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "between 0 and 1")
-        self._require("hsdp", self.hsdp >= 1, "at least 1 replica")
-        if self.fsdp_float8_all_gather:
-            self._require_float8()
-        if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
-            name = "fsdp-float8-all-gather" if self.fsdp_float8_all_gather else "hsdp"
-            raise ConfigError(f"--{name} is for sharded models: add --fsdp, or leave it out")
-        self._require("beta1", 0 <= self.beta1 < 1, "at least 0 and below 1")
-        self._require("beta2", 0 <= self.beta2 < 1, "at least 0 and below 1")
-
-    def _require_float8(self) -> None:
-        if float8_config(self.recipe) is None:
+                self._require(name, math.isfinite(value), "a finite number")
+            if setting.bound is not None:
+                expected, holds = setting.bound
+                self._require(name, holds(value), expected)
+        if self.fsdp_float8_all_gather and recipe is None:
             raise ConfigError(
                 f"--fsdp-float8-all-gather needs weights in float8, but --recipe is "
                 f"{HIGH_PRECISION}: choose another recipe, or leave it out"
             )
+        if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
+            name = "fsdp-float8-all-gather" if self.fsdp_float8_all_gather else "hsdp"
+            raise ConfigError(f"--{name} is for sharded models: add --fsdp, or leave it out")
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -166,48 +239,26 @@ class TrainConfig:
         """
         chosen = known_preset(model)
         given = {name: value for name, value in settings.items() if value is not None}
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := given.keys() - known:
+        if unknown := given.keys() - SETTINGS.keys():
             raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
-        device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
-        steps = given.get("steps", chosen.steps)
-        recipe = given.get("recipe", HIGH_PRECISION)
-        defaults: dict[str, Any] = {
+        values = {name: setting.default for name, setting in SETTINGS.items()}
+        values |= {
             "vocab_size": chosen.model.vocab_size,
             "tied_head": chosen.model.tied_head,
-            "recipe": recipe,
-            # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.
-            "dtype": "bfloat16" if device.startswith("cuda") else "float32",
-            "device": device,
-            "seed": 0,
-            "data": None,
-            "steps": steps,
+            "steps": chosen.steps,
             "batch_size": chosen.batch_size,
-            "accumulate": 1,
             "seq_len": chosen.seq_len,
             "learning_rate": chosen.learning_rate,
-            "min_lr_ratio": 0.1,
-            "warmup_steps": steps // 20,
-            "weight_decay": 0.1,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "grad_clip": 1.0,
-            "compile": False,
-            "activation_checkpointing": False,
-            "fsdp": False,
-            "fsdp_float8_all_gather": False,
-            "hsdp": 1,
-            "output": str(Path("runs") / f"{model}-{recipe}"),
-            "log_interval": 10,
-            "eval_interval": 0,
-            "eval_batches": 20,
-            "checkpoint_interval": 0,
-            "keep_checkpoints": 2,
-            "final_checkpoint": True,
-            "stop_after": 0,
-            "tensorboard": True,
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
         }
-        return cls(model=model, **(defaults | given))
+        values |= {**given, "model": model}
+        derived = {
+            # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.
+            "dtype": "bfloat16" if values["device"].startswith("cuda") else "float32",
+            "warmup_steps": values["steps"] // 20,
+            "output": str(Path("runs") / f"{model}-{values['recipe']}"),
+        }
+        return cls(**(values | derived | given))
 
     def model_config(self) -> ModelConfig:
         """Shape of the model, with this run's vocabulary and head."""
@@ -245,8 +296,7 @@ class TrainConfig:
         """
         if not isinstance(values, dict):
             raise ConfigError(f"the saved settings are a {type(values).__name__}, not a dict")
-        known = {f.name for f in dataclasses.fields(cls)}
-        if wrong := known ^ values.keys():
+        if wrong := SETTINGS.keys() ^ values.keys():
             raise ConfigError(
                 "the saved settings come from a different version of float8: "
                 f"{', '.join(sorted(wrong))} missing or unknown"
@@ -259,10 +309,16 @@ class TrainConfig:
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """Settings that change the numbers and differ, as name -> (this one's, the other's)."""
         return {
-            f.name: (getattr(self, f.name), getattr(other, f.name))
-            for f in dataclasses.fields(self)
-            if not f.metadata.get("free") and getattr(self, f.name) != getattr(other, f.name)
+            name: (getattr(self, name), getattr(other, name))
+            for name, setting in SETTINGS.items()
+            if not setting.free and getattr(self, name) != getattr(other, name)
         }
+
+
+SETTINGS: dict[str, Setting] = {
+    f.name: f.metadata["setting"] for f in dataclasses.fields(TrainConfig)
+}
+"""What there is to say of each field of `TrainConfig`."""
 
 
 def float8_config(recipe: str) -> Float8LinearConfig | None:
