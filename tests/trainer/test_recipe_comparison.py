@@ -17,8 +17,14 @@ from float8_lab.trainer.compare import compare
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.errors import ConfigError
 from float8_lab.trainer.interrupt import StopRequest
-from float8_lab.trainer.metrics import Observer, read_metrics
-from float8_lab.trainer.plot import smooth
+from float8_lab.trainer.metrics import (
+    Metrics,
+    Observer,
+    StepRecord,
+    ValidationRecord,
+    read_metrics,
+)
+from float8_lab.trainer.plot import plot_comparison, smooth
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -84,6 +90,19 @@ def test_plot_shows_a_curve_per_run(make_config: MakeConfig) -> None:
     blue = [0x00, 0x72, 0xB2]
     for panel in (upper, lower):
         assert (np.abs(panel - blue).sum(-1) < 30).sum() > 100
+
+
+def test_curves_that_coincide_are_all_seen(tmp_path: Path) -> None:
+    run = Metrics(
+        [StepRecord(n, 2.0 - n / 100, 1.0, 1e-3, 0.1, 64, True, None) for n in range(1, 101)],
+        [ValidationRecord(n, 2.0 - n / 100) for n in (50, 100)],
+    )
+    names = ("high_precision", "tensorwise", "delayed", "third")
+    plot_comparison(dict.fromkeys(names, run), "the same four times", tmp_path / "loss.png")
+    image = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
+    curve = image[int(image.shape[0] * 0.15) : int(image.shape[0] * 0.5), : image.shape[1] // 2]
+    for color in ([0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00], [0x00, 0x9E, 0x73], [0xA3, 0xA3, 0xA3]):
+        assert (np.abs(curve - color).sum(-1) < 30).sum() > 100
 
 
 def test_smoothing_is_a_running_mean() -> None:

@@ -96,9 +96,15 @@ def compare_command(
 
 
 def _table(comparison: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="losses in nats per byte", title_justify="left")
+    """At most 80 columns wide."""
+    title = "losses in nats per byte"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, pad_edge=False)
     for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        words = heading.replace(" ", "\n")
+        if index:
+            table.add_column(words, justify="right", no_wrap=True)
+        else:
+            table.add_column(words, overflow="fold")
     for row in comparison.rows:
         table.add_row(*cells(row))
     return table

@@ -10,13 +10,20 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from float8_lab.trainer.metrics import Observer, RunInfo, StepRecord, ValidationRecord
 
 _PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
+_BAR, _TIME, _WIDE = (
+    12,
+    9,
+    70,
+)  # Columns: of bar and gaps, of the time left, from which it is shown.
 _PLAIN_LINES = 20  # How many progress lines a whole run writes, about.
 
 
@@ -59,14 +66,15 @@ class ConsoleProgress(Observer):
         if info.start_step:
             say(f"  resumed after step {info.start_step}")
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("  {task.description}"),
-                BarColumn(),
+            columns: list[ProgressColumn] = [
+                TextColumn("{task.description}"),
+                BarColumn(None, table_column=Column(ratio=1)),  # what the others leave
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
+            ]
+            if self._console.width >= _WIDE:
+                columns.append(TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, expand=True)
             self._bar.add_task(
                 config.recipe, total=config.steps, completed=info.start_step, status=""
             )
@@ -81,14 +89,21 @@ class ConsoleProgress(Observer):
         """Show the mean of these steps."""
         loss = sum(record.loss for record in records) / len(records)
         seconds = sum(record.seconds for record in records) / len(records)
-        status = (
-            f"loss {loss:.4f}  {records[-1].tokens / seconds:,.0f} tok/s  {1e3 * seconds:.0f} ms"
-        )
+        parts = [
+            f"loss {loss:.4f}",
+            f"{records[-1].tokens / seconds:,.0f} tok/s",
+            f"{1e3 * seconds:.0f} ms",
+        ]
         if records[-1].memory_bytes is not None:
-            status += f"  {records[-1].memory_bytes / 2**30:.2f} GiB"
-        step = records[-1].step
+            parts.append(f"{records[-1].memory_bytes / 2**30:.2f} GiB")
+        step, status = records[-1].step, "  ".join(parts)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], status=status)
+            task = self._bar.tasks[0]
+            others = len(task.description) + 2 * len(str(self._steps)) + _BAR
+            others += _TIME if self._console.width >= _WIDE else 0
+            while len(parts) > 1 and others + len("  ".join(parts)) > self._console.width:
+                parts.pop()
+            self._bar.update(task.id, status="  ".join(parts))
         elif step >= self._next_line or step == self._steps:
             self._console.print(f"  step {step}/{self._steps}  {status}")
             self._next_line = step + self._line_interval

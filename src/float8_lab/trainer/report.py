@@ -150,7 +150,7 @@ HEADINGS = (
     "tokens/s",
     "speed-up",
     "step (ms)",
-    "peak memory",
+    "peak MiB",
 )
 
 
@@ -170,7 +170,7 @@ def cells(row: RunRow) -> tuple[str, ...]:
         show(row.tokens_per_s, ",.0f"),
         show(row.speedup, ".2f") + ("" if row.speedup is None else "x"),
         show(row.step_ms, ".1f"),
-        "-" if memory is None else f"{memory / 2**20:,.0f} MiB",
+        "-" if memory is None else f"{memory / 2**20:,.0f}",
     )
 
 

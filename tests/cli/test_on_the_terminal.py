@@ -1,0 +1,60 @@
+"""What runs and comparisons show fits the terminal, however narrow it is."""
+
+import io
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from float8_lab.cli.compare import _table
+from float8_lab.cli.progress import ConsoleProgress
+from float8_lab.trainer.compare import Comparison
+from float8_lab.trainer.metrics import RunInfo, StepRecord
+from float8_lab.trainer.report import RunRow, cells
+
+
+def row(recipe: str, status: str = "finished") -> RunRow:
+    memory = 123_456 * 2**20
+    return RunRow(
+        *(recipe, status, 1.2345, 1.2346, 0.1, -0.0123, -10.12, 1_234_567.0, 1.08, 1234.5, memory)
+    )
+
+
+def test_the_table_of_a_comparison_fits_80_columns_with_all_its_numbers() -> None:
+    rows = [row("high_precision", "interrupted"), row("tensorwise"), row("rowwise_with_gw_hp")]
+    file = io.StringIO()
+    Console(file=file, width=80).print(_table(Comparison(rows, Path("report.json"), None, False)))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [line.split()[1:] for line in lines if "1.2345" in line]
+    assert shown == [list(cells(one)[1:]) for one in rows]
+    assert "…" not in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_the_bar_fits_and_shows_step_and_loss(width: int) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    config: Any = SimpleNamespace(
+        steps=100_000, recipe="high_precision", model="tiny", dtype="float32", compile=False,
+        device="cpu", tokens_per_step=64,
+    )  # fmt: skip
+    corpus: Any = SimpleNamespace(name="text", train=b"", train_files=1)
+    progress = ConsoleProgress(console)
+    progress.on_start(RunInfo(config, corpus, 10, "", 0))
+    progress.on_step(50_000)
+    progress.on_records([StepRecord(50_000, 1.25, 1.0, 1e-3, 0.1, 65_536, True, 12 * 2**30)])
+    assert progress._bar is not None
+    progress._bar.refresh()
+    progress.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", file.getvalue()).replace("\r", "\n")
+    bars = [line for line in shown.split("\n") if "loss 1.2500" in line]
+    assert bars
+    for line in bars:
+        assert len(line) <= width
+        assert " 50000/100000 " in line
+        assert "…" not in line
+        assert ("12.00 GiB" in line) == (width == 120)
