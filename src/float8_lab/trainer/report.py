@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,7 @@ class RunRow:
 
 
 def make_row(
-    recipe: str,
-    status: str,
-    summary: Summary,
-    reference: RunRow | None,
-    *,
-    parameters: int,
-    memory_note: str,
-    metrics: str,
-    error: str | None = None,
+    recipe: str, status: str, summary: Summary, reference: RunRow | None, **about: Any
 ) -> RunRow:
     """Turn a run's summary into a row.
 
@@ -74,47 +66,34 @@ def make_row(
         status: How the run ended.
         summary: Its numbers.
         reference: The row of high precision, None if this is it.
-        parameters: Number of trained parameters.
-        memory_note: What the peak memory means.
-        metrics: The run's record, relative to the report.
-        error: Why the run failed.
+        **about: The other fields of the row.
     """
-
-    def known(value: float | None) -> float | None:
-        """JSON has no NaN, and a diverged run has no loss to compare."""
-        return value if value is not None and math.isfinite(value) else None
-
-    def gap(value: float | None, base: float | None) -> float | None:
-        return None if value is None or base is None else value - base
-
-    done = status == FINISHED
-    train_loss, val_loss = known(summary.train_loss), known(summary.val_loss)
-    if reference is None:
-        base_train, base_val, base_speed = train_loss, val_loss, summary.tokens_per_s
-    else:
-        done = done and reference.status == FINISHED
-        base_train, base_val = reference.train_loss, reference.val_loss
-        base_speed = reference.tokens_per_s
-    val_gap = gap(val_loss, base_val) if done else None
-    speed = summary.tokens_per_s
-    return RunRow(
-        recipe=recipe,
-        status=status,
-        train_loss=train_loss,
-        val_loss=val_loss,
-        train_gap_nats=gap(train_loss, base_train) if done else None,
-        val_gap_nats=val_gap,
-        val_gap_percent=100 * val_gap / base_val if val_gap is not None and base_val else None,
-        tokens_per_s=speed,
-        speedup=speed / base_speed if speed and base_speed else None,
+    row = RunRow(
+        recipe,
+        status,
+        train_loss=_finite(summary.train_loss),
+        val_loss=_finite(summary.val_loss),
+        tokens_per_s=summary.tokens_per_s,
         step_ms=None if summary.step_seconds is None else 1e3 * summary.step_seconds,
         peak_memory_bytes=summary.peak_memory_bytes,
-        memory_note=memory_note,
         steps=summary.steps,
-        parameters=parameters,
-        metrics=metrics,
-        error=error,
+        **about,
     )
+    base = reference or row
+    if row.tokens_per_s and base.tokens_per_s:
+        row = replace(row, speedup=row.tokens_per_s / base.tokens_per_s)
+    if row.status == base.status == FINISHED:
+        if row.train_loss is not None and base.train_loss is not None:
+            row = replace(row, train_gap_nats=row.train_loss - base.train_loss)
+        if row.val_loss is not None and base.val_loss:
+            gap = row.val_loss - base.val_loss
+            row = replace(row, val_gap_nats=gap, val_gap_percent=100 * gap / base.val_loss)
+    return row
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN, and a diverged run has no loss to compare."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def write_report(
