@@ -3,9 +3,12 @@
 # torch: a machine with an NVIDIA GPU keeps the torch that its Python has, or gets the default
 # build; a machine without one gets the small CPU build of one pinned version.
 PYTHON ?= python3
-VENV ?= .venv
+# `make test TORCH=2.11.0` tests another release, in an environment of its own. For any but this one
+# pip brings several GB of CUDA packages along.
+TORCH ?= 2.13.0
+VENV ?= .venv$(addprefix -,$(filter-out 2.13.0,$(TORCH)))
 BIN := $(VENV)/bin
-CPU_TORCH := torch==2.13.0
+CPU_TORCH := torch==$(TORCH)
 # On a GPU, triton comes with torch. Without one it only serves the interpreter in the tests.
 CPU_TRITON := triton==3.6.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -13,7 +16,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 .PHONY: help demo test lint clean
 help:
 	@echo "make demo   install, then train a small Llama in float8 next to high precision"
-	@echo "make test   install, then run all tests"
+	@echo "make test   install, then run all tests (TORCH=2.11.0: with that release)"
 	@echo "make lint   install, then ruff, type checker and import-linter"
 	@echo "make clean  remove the environment and caches; runs/ stays"
 

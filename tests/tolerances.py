@@ -15,6 +15,9 @@ LINEAR_GRAD_INPUT = 17.0
 # A float8 feed-forward network against high precision: output and all gradients.
 FFN = 20.0
 
+# The gradients of a small Llama: the errors of all its layers come together in those of its norms.
+MODEL = 14.0
+
 # A float8 GEMM against float32 or float64 on the same operands: rounding of a bf16 result, and
 # the few accumulator bits of the tensor cores.
 GEMM = 45.0
