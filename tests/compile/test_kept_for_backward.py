@@ -1,15 +1,18 @@
 """Compiled code makes again in backward what it can make from tensors that it keeps anyway."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
+import tolerances
 from float8 import convert_to_float8_training
 from float8.quantize.quantize import recast
 from float8.quantize.spec import CastSpec
-from sqnr import same_bits
+from sqnr import same_bits, sqnr
 from support.configs import delayed, tensorwise
 from support.devices import E4M3, E5M2, on_devices
 from support.spies import saved_tensors
@@ -60,6 +63,35 @@ def test_layers_that_read_one_tensor_share_what_is_made_again() -> None:
     casts, transposes = "float8_cpu.cast(", "float8_cpu.transpose("
     assert (forward.count(casts), forward.count(transposes)) == (2, 0)
     assert (backward.count(casts), backward.count(transposes)) == (3, 2)  # three weights
+
+
+class WritesIntoItsInput(nn.Module):
+    """What a layer has read is written into, before its backward reads it."""
+
+    def __init__(self, residual: bool) -> None:
+        super().__init__()
+        self.layer, self.residual = nn.Linear(32, 32, bias=False), residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        y = self.layer(h)
+        return h.add_(y) if self.residual else y + h.add_(1).sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("residual", [False, True])
+@configs
+def test_inputs_may_be_written_into_afterwards(config, residual: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    model = convert_to_float8_training(WritesIntoItsInput(residual), config=config)
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=backend)
+    x = torch.randn(48, 32)
+    for run in (model, compiled):
+        run(x.detach().requires_grad_()).square().sum().backward()
+    wanted, got = (next(m.parameters()).grad for m in (model, compiled))
+    assert wanted is not None
+    assert got is not None
+    assert sqnr(wanted, got) > tolerances.COMPILED
 
 
 @on_devices

@@ -1,5 +1,6 @@
 """Launching compiled kernels: which of them PyTorch's launcher takes, and how it is called."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from float8 import kernels
-from float8.kernels.runtime import launch
+from float8.kernels.runtime import launch, private
 from float8.kernels.runtime.launch import _binary
 from kernels.float8_codes import same_bytes
 
@@ -46,6 +47,70 @@ def test_unusual_kernels_are_left_to_triton(unusual: dict[str, Any]) -> None:
     assert _binary(compiled(SIGNATURE, **unusual)) is None
 
 
+class _Memory:
+    """A tensor on GPU 0, as far as a launch looks at it."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Kernel:
+    """A Triton kernel that says what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def run(*args: Any, num_warps: int) -> Any:
+            self.calls.append((grid, args, num_warps))
+            return compiled({"x": "*bf16", "y": "*fp32", "n": "i32", "one": "constexpr"})
+
+        return run
+
+
+def test_what_is_handed_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensors that are None, no integers that are 1, no constants; and the scratch memory."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "_CACHED", True)
+    monkeypatch.setattr(launch, "_binaries", {})
+    monkeypatch.setattr(private, "current_device", lambda: 0)
+    monkeypatch.setattr(private, "current_stream", lambda index: 77)
+    monkeypatch.setattr(private, "launch_kernel", lambda *args: calls.append(args))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    kernel = _Kernel()
+    device = torch.device("cuda", 0)
+
+    def planned(n: int) -> launch.Launch:
+        return launch.Launch(kernel, 5, device, (n, 1), ("constant",), num_warps=8)
+
+    x, y, unaligned = _Memory(4096), _Memory(8192), _Memory(4098)
+    one = planned(48)
+    for tensors in ((x, None, y), (x, None, y), (unaligned, None, y), (x, None, y)):
+        one(*tensors)  # type: ignore[arg-type]
+    planned(64)(x, None, y)  # type: ignore[arg-type]  # another shape, the same kernel
+    planned(47)(x, None, y)  # type: ignore[arg-type]  # Triton compiles this one anew
+    expected = (1234, 5, 1, 1, 8, 64, "OOiOO", (4096, 8192, 48, None, None), 77)
+    other = (*expected[:7], (4096, 8192, 64, None, None), 77)
+    assert calls == [expected, expected, other]
+    assert [args[:4] for _, args, _ in kernel.calls] == [
+        (x, None, y, 48),
+        (unaligned, None, y, 48),
+        (x, None, y, 47),
+    ]
+
+
+def test_what_is_not_known_of_a_kernel_leaves_it_to_triton() -> None:
+    assert _binary(None) is None
+    without = compiled(SIGNATURE)
+    del without.metadata.shared
+    assert _binary(without) is None
+
+
 def test_unknown_types_are_left_to_triton() -> None:
     assert _binary(compiled(SIGNATURE | {"f": "fp32"})) is None
 
@@ -60,13 +125,24 @@ def cast(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.gpu
-def test_kernels_are_launched_by_pytorch_after_the_first_call() -> None:
+def test_kernels_are_launched_by_pytorch_after_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else eager mode is slower than it could be, and nobody notices."""
     if not launch._CACHED:
         pytest.skip("FLOAT8_PLAIN_LAUNCH=1")
-    cast(torch.randn(96, 160, device="cuda"))
-    assert launch._binaries
-    assert None not in launch._binaries.values()
+    x = torch.randn(96, 160, device="cuda")
+    want = cast(x)
+    launched: list[str] = []
+    launch_kernel = private.launch_kernel
+
+    def spy(*args: object) -> object:
+        launched.append("")
+        return launch_kernel(*args)
+
+    monkeypatch.setattr(private, "launch_kernel", spy)
+    assert all(map(same_bytes, cast(x), want))
+    assert launched
 
 
 @pytest.mark.gpu

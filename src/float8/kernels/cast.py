@@ -93,8 +93,8 @@ def cast_dynamic(
 ) -> Cast:
     """Cast ``x`` with the scale from its own amax, in two launches; all else as :func:`cast`.
 
-    The same as ``cast(x, amax_to_scale(amax(x), ...), ...)``, bit for bit, and for eager mode: to
-    a compiler the amax is better left apart.
+    The same as ``cast(x, amax_to_scale(amax(x), ...), ...)``, bit for bit. To a compiler it is one
+    opaque op: where the amax should fuse into what produces ``x``, take it apart with `amax`.
     """
     check_cast(x, spec.dtype, row, col)
     args = (x, spec.dtype, row, col, pad_rows, spec.power_of_2)

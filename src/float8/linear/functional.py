@@ -254,7 +254,7 @@ class _Linear(torch.autograd.Function):
             record: whether amaxes are recorded.
             need_grad_input: whether backward will compute grad_input.
             need_grad_weight: whether backward will compute grad_weight.
-            keep_input: as for `apply_linear`.
+            keep_input: save `input` itself, not its column data, for a grad_weight in float8.
         """
         N, K = weight.shape
         float8_grad_weight = need_grad_weight and plan.grad_weight is not None
@@ -280,7 +280,9 @@ class _Linear(torch.autograd.Function):
         if x_col is not None:
             saved_input, input_scale = x_col
         elif need_grad_weight:
-            saved_input = input
+            # Compiled code does not notice if somebody writes into what it keeps. Where nobody
+            # does, the compiler drops the copy.
+            saved_input = input.clone() if torch.compiler.is_compiling() else input
 
         ready = ready if plan.share_weight else None
         kept = kept_weight(weight, ready) if need_grad_input else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import columns, padded, quantize
+from float8.quantize.quantize import column_scale, columns, padded, quantize
 from float8.quantize.spec import CastSpec, Part, Quantized
 
 
@@ -58,6 +58,6 @@ def weight_columns(
         return Part(kept, scale)
     if kept.dtype in FLOAT8_MAX:
         return columns(Part(kept, scale), after)
-    made = quantize(kept, spec, col=True, scale=scale, after=after).col
+    made = quantize(kept, spec, col=True, scale=column_scale(scale, spec), after=after).col
     assert made is not None
     return made

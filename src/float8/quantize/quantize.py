@@ -44,7 +44,7 @@ def quantize(
         scale: the scale, where it is known already; nothing else chooses one then.
         reduce: takes the amax of `x` and returns that of the whole tensor, of which `x` is the part
             of this rank; called where the scale comes from `x`.
-        after: what a compiler must have computed first, see `kernels.cast`.
+        after: what a compiler must have computed first, see `kernels.cast`; where `scale` is given.
         fuse_amax: let a compiler take the amax in the kernel that produces `x`. Without effect in
             eager mode, where that kernel has run.
 
@@ -106,9 +106,14 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     """
     if torch.compiler.is_compiling() and spec.granularity is ScalingGranularity.TENSORWISE:
         return columns(Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale))
-    made = quantize(x, spec, col=True, scale=scale).col
+    made = quantize(x, spec, col=True, scale=column_scale(scale, spec)).col
     assert made is not None
     return made
+
+
+def column_scale(scale: Tensor, spec: CastSpec) -> Tensor | None:
+    """The scale of row data as that of column data; None where those have others of their own."""
+    return scale if spec.granularity is ScalingGranularity.TENSORWISE else None
 
 
 def padded(row: Part) -> Part:

@@ -3,6 +3,7 @@
 Triton's own launch inspects every argument, which costs several times what the launch does. Here
 everything but the tensors of a launch is fixed when it is planned, so that all launches after the
 first go straight to the compiled kernel, through PyTorch's launcher for code that Inductor makes.
+Triton's launch hooks are not called then; ``FLOAT8_PLAIN_LAUNCH=1`` has them called.
 """
 
 from contextlib import nullcontext
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from float8.kernels.runtime import private
-from float8.kernels.runtime.triton import HAS_TRITON
+from float8.kernels.runtime.triton import HAS_TRITON, interpreting
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _CACHED = None not in (private.current_device, private.current_stream, private.launch_kernel)
-_ALLOCATES = None not in (private.current_device, private.empty_strided_cuda)
+_ALLOCATES = None not in (private.current_device, private.empty_strided_cuda) and not interpreting()
 _DIRECT = HAS_TRITON and None not in (private.dispatch_modes, private.functorch_levels)
 
 
@@ -32,7 +33,8 @@ class _Binary(NamedTuple):
 
 
 _binaries: dict[tuple[object, ...], _Binary | None] = {}
-"""By all that Triton compiles anew for: shapes that differ share them. None: Triton launches it."""
+"""The key is all that makes Triton compile a new kernel: shapes share kernels. None: only Triton
+can launch it."""
 
 
 class Launch:
@@ -41,8 +43,8 @@ class Launch:
     The kernel takes its parameters in this order: tensors (None for one that it does not touch),
     integers, constants. Who keeps a `Launch` must use it for tensors of one set of dtypes, None
     always in the same places. Triton specialises kernels on whether data starts at a multiple of 16
-    bytes; the first `inputs` tensors (Nones apart) may be views that do not, all others are new
-    allocations, which do, or the kernel does not specialise on them.
+    bytes; the first `inputs` tensors (None is not counted) may be views that do not, all others are
+    new allocations, which do, or the kernel does not specialise on them.
     """
 
     def __init__(
@@ -131,15 +133,19 @@ def _binary(compiled: Any) -> _Binary | None:
 
     What Triton says of a kernel is private: where it says other things than known here, None.
     """
-    about = compiled.metadata
+    try:
+        about, function, signature = compiled.metadata, compiled.function, compiled.src.signature
+        num_warps, shared = about.num_warps, about.shared
+    except AttributeError:
+        return None
     scratch = [getattr(about, name) for name in _SCRATCH if hasattr(about, name)]
     unusual = [name for name, usual in _USUAL.items() if getattr(about, name, usual) != usual]
-    kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    kinds = [kind for kind in signature.values() if kind != "constexpr"]
     letters = ["O" if kind.startswith("*") else _LETTERS.get(kind, "") for kind in kinds]
     if any(scratch) or unusual or not all(letters):
         return None
     types, none = "".join(letters) + "O" * len(scratch), (None,) * len(scratch)
-    return _Binary(compiled.function, about.num_warps, about.shared, types, none, compiled)
+    return _Binary(function, num_warps, shared, types, none, compiled)
 
 
 def takes_triton_directly(*tensors: Tensor | None) -> bool:

@@ -30,8 +30,8 @@ _library: Any = torch.library.Library("float8", "DEF")  # type: ignore[no-untype
 cpu, cuda = types.SimpleNamespace(), types.SimpleNamespace()
 """What generated code calls: the ops of a device by their names.
 
-Inductor keeps generated code on disk, past an upgrade of this library: the names of these two, and
-of this file, must stay."""
+Inductor keeps generated code on disk, past an upgrade of this library: the names of these two and
+of this file must stay, and what an op of a given name returns."""
 
 
 def register(
