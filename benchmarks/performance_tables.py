@@ -146,7 +146,7 @@ def fsdp_table(results: Results, path: Path) -> str:
         f"on {size['ranks']} ranks, {size['batch']} x {size['seq_len']} tokens each, "
         "forward + backward + AdamW**"
     )
-    heads = ["recipe", "gather", "ms", "tokens/s", "speedup", "gathered GB", "exposed ms"]
+    heads = ["recipe", "gather", "ms", "tokens/s", "speedup", "sent GB", "exposed ms"]
     rows = []
     for row in results["rows"]:
         name = label(row["recipe"], results)

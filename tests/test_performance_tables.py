@@ -105,7 +105,7 @@ def test_plain_models_are_shown_compiled_and_eager(script: ModuleType, tmp_path:
     lines = rows(script.plain_stack(tmp_path))
     assert "| bf16 | 8.0 | 1.00 | 2.00 | 9.0 | 1.00 | 2.00 |" in lines
     assert "| torchao tensorwise | 7.0 | 1.00 | 2.00 |  |  |  |" in lines
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert lines[5] == f"a GPU, torch 2.11, commit {script.PLAIN_COMMIT}. Results in"
     path.write_text(json.dumps({"runs": [other]}))
     with pytest.raises(ValueError, match="got 0 runs of commit"):
