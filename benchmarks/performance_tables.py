@@ -155,7 +155,7 @@ def fsdp_table(results: Results, path: Path) -> str:
         cells += [f"{row['gathered_mb'] / 1e3:.2f}"]
         cells += [number(row, "exposed_ms", 1), number(row, "peak_gib", 2)]
         rows.append(cells)
-    lines = table([*heads, "peak GiB"], rows)
+    lines = table([*heads, "GiB"], rows)
     return "\n".join([title, "", *lines, "", *source(results, path)])
 
 
