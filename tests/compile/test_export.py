@@ -20,6 +20,9 @@ def test_an_exported_model_computes_the_same_bits(recipe: str) -> None:
     assert any(node.target is torch.ops.float8.cast.default for node in exported.graph.nodes)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="its AOTInductor hands the dtype of a custom op on wrongly"
+)
 def test_aot_inductor_compiles_it(tmp_path: Path) -> None:
     model, x = _model("tensorwise")
     with torch.no_grad():
