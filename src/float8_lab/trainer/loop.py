@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from float8 import attach_to_optimizer, cached_weights
 from float8_lab.trainer import data, optim
 from float8_lab.trainer.build import autocast, build_model
-from float8_lab.trainer.checkpoint import read_state, read_tensors, save_checkpoint
+from float8_lab.trainer.checkpoint import load_checkpoint, read_state, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.errors import TrainingDivergedError
 from float8_lab.trainer.interrupt import StopRequest
@@ -31,7 +32,7 @@ from float8_lab.trainer.metrics import (
 )
 from float8_lab.trainer.ranks import ALONE, Ranks
 from float8_lab.trainer.run_folder import RunFolder, describe_corpus
-from float8_lab.trainer.state import capture_state, empty_state, restore_state
+from float8_lab.trainer.state import OptimizerState, RandomState
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
@@ -61,7 +62,6 @@ class Trainer:
         self._mine = ranks.share(config.batch_size)
         self.model, self.conversion = build_model(config, self.device, ranks)
         self.optimizer = optim.build_optimizer(self.model, config)
-        attach_to_optimizer(self.model, self.optimizer)
         self._first_step = 0
         self._saved_step = self._validated_step = -1
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
@@ -69,10 +69,15 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was written."""
         self.step = self._first_step = int(read_state(checkpoint)["step"])
-        empty = empty_state(self.model) if self.ranks.sharded else None
-        tensors = read_tensors(checkpoint, empty, self.ranks)
-        restore_state(tensors, self.model, self.optimizer, self.device)
+        load_checkpoint(checkpoint, self.state(), self.ranks)
         self._saved_step, self.last_checkpoint = self.step, checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, as `Stateful` objects."""
+        state = {"model": self.model, "rng": RandomState(self.device)}
+        if self.step:
+            state["optimizer"] = OptimizerState(self.model, self.optimizer)
+        return state
 
     def run(self, stop: StopRequest) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
@@ -87,6 +92,8 @@ class Trainer:
         )
         self._tell("on_start", info)
         self.model.train()
+        # Not earlier: restoring takes a step to make the optimizer's state.
+        attach_to_optimizer(self.model, self.optimizer)
         try:
             while self.step < config.last_step and not self.ranks.any(stop.requested):
                 self._train_step()
@@ -244,7 +251,7 @@ class Trainer:
         self.last_checkpoint = save_checkpoint(
             self.folder.checkpoints,
             self.step,
-            capture_state(self.model, self.optimizer, self.device),
+            self.state(),
             state,
             keep=self.config.keep_checkpoints,
             ranks=self.ranks,
