@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from float8 import conversion_report, convert_to_float8_training
@@ -29,23 +30,14 @@ def build_model(
     Raises:
         ConfigError: (a `ValueError`) if the recipe does not work with this model or device.
     """
-    if ranks.sharded:
-        # No rank has room for a whole model: it gets memory when each rank has its shards.
-        with torch.device("meta"):
-            model = Llama(
-                config.model_config(),
-                config.seq_len,
-                activation_checkpointing=config.activation_checkpointing,
-            )
-            model.tie_head()
-    else:
-        model = build_llama(
+    # No rank has room for a whole model: it gets memory when each rank has its shards.
+    with torch.device("meta"):
+        model = Llama(
             config.model_config(),
             config.seq_len,
-            seed=config.seed,
-            device=device,
             activation_checkpointing=config.activation_checkpointing,
         )
+    model.tie_head()
     conversion = ranks.together(
         lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather)
     )
@@ -55,8 +47,8 @@ def build_model(
             block.compile(fullgraph=True, dynamic=False)
     if ranks.sharded:
         _shard(model, config, device, ranks)
-        model.to_empty(device=device)
-        model.init_weights(config.seed)
+    model.to_empty(device=device)
+    model.init_weights(config.seed)
     return model, conversion
 
 
@@ -66,7 +58,11 @@ def _shard(model: Llama, config: TrainConfig, device: torch.device, ranks: Ranks
     No mixed precision policy: weights are gathered as they are, or in float8 if the config says
     so, and autocast does the rest, so that the numbers are those of one device.
     """
-    mesh = ranks.mesh(device.type, config.hsdp)
+    if config.hsdp == 1:
+        mesh = init_device_mesh(device.type, (ranks.size,))
+    else:
+        shape = (config.hsdp, ranks.size // config.hsdp)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     for block in model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
