@@ -114,7 +114,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         config, step = self.config, self.step + 1
-        self.timer.start()
+        self.timer.mark()
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
         loss = torch.zeros((), device=self.device)
         several = config.accumulate > 1
@@ -140,7 +140,7 @@ class Trainer:
         norm = optim.clip_gradients(self.model, config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.timer.stop()
+        self.timer.mark()
         self._pending.append((loss, norm))
         self.step = step
 
