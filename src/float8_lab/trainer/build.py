@@ -46,34 +46,24 @@ def build_model(
         for block in (*model.layers, model.norm):
             block.compile(fullgraph=True, dynamic=False)
     if ranks.sharded:
-        _shard(model, config, device, ranks)
+        if config.hsdp == 1:
+            mesh = init_device_mesh(device.type, (ranks.size,))
+        else:
+            shape = (config.hsdp, ranks.size // config.hsdp)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        # No mixed precision policy: weights are gathered as they are, or in float8 if the config
+        # says so, and autocast does the rest, so that the numbers are those of one device.
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
     model.to_empty(device=device)
     model.init_weights(config.seed)
     return model, conversion
 
 
-def _shard(model: Llama, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
-    """Shard each block, and what is around them as one.
-
-    No mixed precision policy: weights are gathered as they are, or in float8 if the config says
-    so, and autocast does the rest, so that the numbers are those of one device.
-    """
-    if config.hsdp == 1:
-        mesh = init_device_mesh(device.type, (ranks.size,))
-    else:
-        shape = (config.hsdp, ranks.size // config.hsdp)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     """The context of the forward pass: autocast to the run's dtype, nothing for float32."""
-    dtype = DTYPES[config.dtype]
-    if dtype == torch.float32:
-        return torch.autocast(device.type, enabled=False)
-    return torch.autocast(device.type, dtype=dtype)
+    low = config.dtype != "float32"
+    return torch.autocast(device.type, dtype=DTYPES[config.dtype] if low else None, enabled=low)
 
 
 def load_libraries(config: TrainConfig, device: torch.device) -> None:

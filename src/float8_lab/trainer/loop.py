@@ -31,7 +31,7 @@ from float8_lab.trainer.metrics import (
     ValidationRecord,
 )
 from float8_lab.trainer.ranks import ALONE, Ranks
-from float8_lab.trainer.run_folder import RunFolder, describe_corpus
+from float8_lab.trainer.run_folder import RunFolder, describe_run
 from float8_lab.trainer.state import OptimizerState, RandomState
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
@@ -82,15 +82,9 @@ class Trainer:
     def run(self, stop: StopRequest) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
         config = self.config
-        info = RunInfo(
-            config,
-            self.corpus,
-            self.model.config.num_parameters,
-            self.conversion,
-            self.step,
-            self.ranks.size,
-        )
-        self._tell("on_start", info)
+        parameters = self.model.config.num_parameters
+        of_run = (self.corpus, parameters, self.conversion, self.step, self.ranks.size)
+        self._tell("on_start", RunInfo(config, *of_run))
         self.model.train()
         # Not earlier: restoring takes a step to make the optimizer's state.
         attach_to_optimizer(self.model, self.optimizer)
@@ -98,7 +92,12 @@ class Trainer:
             while self.step < config.last_step and not self.ranks.any(stop.requested):
                 self._train_step()
                 self._tell("on_step", self.step)
-                self._do_what_is_due()
+                if self._due(config.log_interval):
+                    self._report(check=True)
+                if self._due(config.eval_interval):
+                    self._validate()
+                if self._due(config.checkpoint_interval):
+                    self._save()
             status = self._finish(self.ranks.any(stop.requested))
         except BaseException:
             # Whatever happened, the steps that were done go on record: of several ranks, which
@@ -144,19 +143,8 @@ class Trainer:
         self._pending.append((loss, norm))
         self.step = step
 
-    def _do_what_is_due(self) -> None:
-        """Report, validate and save at their intervals, in this order."""
-        config = self.config
-
-        def due(interval: int) -> bool:
-            return interval > 0 and self.step % interval == 0
-
-        if due(config.log_interval):
-            self._report(check=True)
-        if due(config.eval_interval):
-            self._validate()
-        if due(config.checkpoint_interval):
-            self._save()
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
 
     def _finish(self, stopping: bool) -> str:
         """Report, validate and save what the last step still lacks; returns the status."""
@@ -210,9 +198,8 @@ class Trainer:
         if not self._pending:
             return
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
-        values = list(zip(self.ranks.mean(losses).tolist(), norms.tolist(), strict=True))
-        seconds = self.timer.collect()
-        first = self.step - len(values) + 1
+        steps = range(self.step - len(losses) + 1, self.step + 1)
+        values = (steps, self.ranks.mean(losses).tolist(), norms.tolist(), self.timer.collect())
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
         memory = self.ranks.max(self.memory.read())
         records = [
@@ -221,14 +208,12 @@ class Trainer:
                 loss=loss,
                 grad_norm=norm,
                 learning_rate=optim.learning_rate(step, self.config),
-                seconds=duration,
+                seconds=seconds,
                 tokens=self.config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
             )
-            for step, (loss, norm), duration in zip(
-                range(first, first + len(values)), values, seconds, strict=True
-            )
+            for step, loss, norm, seconds in zip(*values, strict=True)
         ]
         self._pending = []
         self._tell("on_records", records)
@@ -247,12 +232,11 @@ class Trainer:
         if self._saved_step == self.step:
             return
         self._report(check=True)  # A run that has diverged must not replace good checkpoints.
-        state = {"config": self.config.to_dict(), "corpus": describe_corpus(self.corpus)}
         self.last_checkpoint = save_checkpoint(
             self.folder.checkpoints,
             self.step,
             self.state(),
-            state,
+            describe_run(self.config, self.corpus),
             keep=self.config.keep_checkpoints,
             ranks=self.ranks,
         )

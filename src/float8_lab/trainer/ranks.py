@@ -94,10 +94,10 @@ class Ranks:
                 f"multiple of the {self.size} ranks: use for example {fitting}"
             )
         if self.size % replicas:
-            fitting_replicas = [n for n in range(1, self.size + 1) if self.size % n == 0]
+            fitting_replicas = [str(n) for n in range(1, self.size + 1) if self.size % n == 0]
             raise ConfigError(
                 f"--hsdp got {replicas} replicas, expected a divisor of the {self.size} ranks: "
-                f"use one of {', '.join(map(str, fitting_replicas))}"
+                f"use one of {', '.join(fitting_replicas)}"
             )
 
     def share(self, count: int) -> slice:

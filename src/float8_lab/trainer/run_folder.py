@@ -64,6 +64,11 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
     }
 
 
+def describe_run(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
+    """What `check_same_run` needs, JSON-ready."""
+    return {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
+
+
 def open_run_folder(
     config: TrainConfig, corpus: Corpus, *, checkpoint: Path | None = None
 ) -> RunFolder:
@@ -100,8 +105,8 @@ def open_run_folder(
         if failed:
             _set_aside(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-        content = {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
-        folder.config.write_text(json.dumps(content, indent=1) + "\n")
+        content = json.dumps(describe_run(config, corpus), indent=1)
+        folder.config.write_text(content + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
@@ -179,7 +184,7 @@ def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], w
     Args:
         config: Settings to go on with.
         corpus: Data to go on with.
-        saved: Has "config" and "corpus" as this module writes them.
+        saved: What `describe_run` gave when the run began.
         where: What is resumed, for the message.
 
     Raises:
