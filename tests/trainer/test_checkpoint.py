@@ -103,6 +103,26 @@ def test_a_failing_write_leaves_the_others(tmp_path: Path, monkeypatch: pytest.M
     check_checkpoint(first)
 
 
+def test_a_second_ctrl_c_while_saving_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = save(tmp_path, 1)
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    plain = checkpoint.save
+
+    def late(*args: object, **options: object) -> None:
+        monkeypatch.setattr("os.fsync", interrupted)
+        plain(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", late)
+    with pytest.raises(CheckpointError, match=r"step_00000002: KeyboardInterrupt"):
+        save(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == [first]
+
+
 def truncate(path: Path) -> None:
     with largest_file(path).open("r+b") as file:
         file.truncate(100)

@@ -227,4 +227,4 @@ def _explained(what: str, ranks: Ranks) -> Iterator[None]:
             if ranks.rank != first:
                 raise OtherRankError(f"rank {first} failed, and said why") from error
             cause = error.failures[first][0]
-        raise CheckpointError(f"{what}: {cause or type(cause).__name__}") from error
+        raise CheckpointError(f"{what}: {str(cause) or type(cause).__name__}") from error
