@@ -1,6 +1,7 @@
 """What the trainer's tests run on each rank; `Ranks.run` finds it here by name."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from float8_lab.trainer.interrupt import StopRequest
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.ranks import join_ranks
 from float8_lab.trainer.run_folder import RunFolder
-from float8_lab.trainer.state import capture_state
 from float8_lab.trainer.train import train
 from support.listener import Listener
 from support.nano import NANO
@@ -88,12 +88,12 @@ def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
 
 def files_show_late(settings: dict[str, Any]) -> None:
     """A run on which all ranks but the first see no files in a checkpoint's folder yet."""
-    plain = checkpoint_files._files
+    plain = Path.iterdir
 
-    def late(path: Path) -> list[str]:
-        return plain(path) if dist.get_rank() == 0 else []
+    def late(path: Path) -> Iterator[Path]:
+        return plain(path) if dist.get_rank() == 0 else iter(())
 
-    with mock.patch.object(checkpoint_files, "_files", late):
+    with mock.patch.object(Path, "iterdir", late):
         curves(settings)
 
 
@@ -104,8 +104,7 @@ def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> N
         folder = RunFolder(Path(config.output))
         trainer = loop.Trainer(config, load_corpus(config.data), folder, ranks=ranks)
         trainer.restore(checkpoint)
-        state = capture_state(trainer.model, trainer.optimizer, trainer.device)
-        save_checkpoint(target, trainer.step, state, {}, keep=1, ranks=ranks)
+        save_checkpoint(target, trainer.step, trainer.state(), {}, keep=1, ranks=ranks)
 
 
 def interrupted(settings: dict[str, Any], who: int) -> tuple[str, int, list[str]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ from float8_lab.trainer import checkpoint
 from float8_lab.trainer.checkpoint import (
     check_checkpoint,
     list_checkpoints,
+    load_checkpoint,
     read_state,
-    read_tensors,
     save_checkpoint,
 )
 from float8_lab.trainer.errors import CheckpointError
@@ -39,11 +41,34 @@ def test_round_trip(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 7, saved, {"config": {"x": 1}}, keep=1)
     check_checkpoint(path)
     assert read_state(path) == {"step": 7, "config": {"x": 1}}
-    back = read_tensors(path)
-    assert back.keys() == saved.keys()
+    back = {name: torch.zeros_like(value) for name, value in saved.items()}
+    load_checkpoint(path, back)
     for name, value in saved.items():
         assert back[name].dtype == value.dtype
         assert torch.equal(back[name], value), name
+
+
+def test_what_nobody_takes_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    values = tensors()
+    del values["model/half"]
+    with pytest.raises(CheckpointError, match=r"step_00000001: it has model/half, which"):
+        load_checkpoint(path, values)
+
+
+def test_a_disk_that_fills_up_leaves_the_others(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # a write ends in the middle
+    try:
+        with pytest.raises(CheckpointError, match=r"could not write .*step_00000002: .*too large"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == [first]
+    check_checkpoint(first)
 
 
 def test_the_newest_stay_and_latest_is_found(tmp_path: Path) -> None:
@@ -78,6 +103,26 @@ def test_a_failing_write_leaves_the_others(tmp_path: Path, monkeypatch: pytest.M
     check_checkpoint(first)
 
 
+def test_a_second_ctrl_c_while_saving_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = save(tmp_path, 1)
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    plain = checkpoint.save
+
+    def late(*args: object, **options: object) -> None:
+        monkeypatch.setattr("os.fsync", interrupted)
+        plain(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", late)
+    with pytest.raises(CheckpointError, match=r"step_00000002: KeyboardInterrupt"):
+        save(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == [first]
+
+
 def truncate(path: Path) -> None:
     with largest_file(path).open("r+b") as file:
         file.truncate(100)
@@ -93,17 +138,23 @@ def lose_a_file(path: Path) -> None:
     largest_file(path).unlink()
 
 
-def empty_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text("")
+def change_the_state(path: Path) -> None:
+    state = path / "state.json"
+    state.write_text(state.read_text().replace("1", "2"))
+
+
+def empty_checksums(path: Path) -> None:
+    (path / "checksums.json").write_text("")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "has 100 bytes instead of"),
-        (flip_a_bit, "have changed"),
-        (lose_a_file, "is missing"),
-        (empty_manifest, "manifest.json is not readable"),
+        (truncate, "the contents of __0_0.distcp have changed"),
+        (flip_a_bit, "the contents of __0_0.distcp have changed"),
+        (lose_a_file, "__0_0.distcp is not readable: [Errno 2] No such file"),
+        (change_the_state, "the contents of state.json have changed"),
+        (empty_checksums, "checksums.json is not readable"),
     ],
 )
 def test_damage_is_named_with_the_way_out(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 def test_timer_measures_steps_and_not_what_lies_between() -> None:
     timer = StepTimer(CPU)
     for _ in range(2):
-        timer.start()
+        timer.mark()
         time.sleep(0.02)
-        timer.stop()
+        timer.mark()
         time.sleep(0.1)
     seconds = timer.collect()
     assert len(seconds) == 2

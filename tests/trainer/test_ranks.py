@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
+from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints
 from float8_lab.trainer.errors import ConfigError, LostRankError
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.ranks import Ranks as TrainerRanks
@@ -17,6 +17,7 @@ from float8_lab.trainer.ranks import explain_lost_rank, join_ranks
 from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
 from support import trainer_ranks as work
+from support.checkpoints import read_tensors
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -132,27 +133,27 @@ def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
             assert same_bits(got[key], value), (name, key)
 
 
-def test_a_manifest_is_whole_if_files_show_late_on_a_rank(two: Ranks, settings: Settings) -> None:
+def test_checksums_are_whole_if_files_show_late_on_a_rank(two: Ranks, settings: Settings) -> None:
     run = settings(fsdp=True, steps=1)
     two.run(work.files_show_late, run)
     (checkpoint,) = list_checkpoints(Path(run["output"]) / "checkpoints")
-    found = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.*")}
-    listed = json.loads((checkpoint / "manifest.json").read_text())
-    assert listed.keys() == found - {"manifest.json"}
+    found = {path.name for path in checkpoint.iterdir()}
+    listed = json.loads((checkpoint / "checksums.json").read_text())
+    assert listed.keys() == found - {"checksums.json"}
 
 
 def test_damage_is_found_in_whichever_ranks_part_it_is(two: Ranks, settings: Settings) -> None:
     run = settings(fsdp=True, steps=1)
     two.run(work.curves, run)
     (checkpoint,) = list_checkpoints(Path(run["output"]) / "checkpoints")
-    names = list(json.loads((checkpoint / "manifest.json").read_text()))
+    names = list(json.loads((checkpoint / "checksums.json").read_text()))
     assert len(names) == 4  # a part of two for each
     for name in names:
         whole = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(whole[:-1])
         (first, message), (second, _) = two.run(work.damage_found, checkpoint)
         assert (first, second) == ("CheckpointError", "OtherRankError")
-        assert f"damaged ({name} has {len(whole) - 1} bytes" in message
+        assert f"damaged (the contents of {name} have changed)" in message
         (checkpoint / name).write_bytes(whole)
 
 

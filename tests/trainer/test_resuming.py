@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from float8_lab.trainer import loop
-from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, read_tensors
+from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.errors import (
@@ -20,6 +21,7 @@ from float8_lab.trainer.interrupt import StopRequest
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 from float8_lab.trainer.train import train
+from support.checkpoints import read_tensors
 from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]
@@ -88,7 +90,7 @@ def test_resuming_with_other_settings_or_data_is_refused(
 def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(make_config: MakeConfig) -> None:
     result = train(make_config(checkpoint_interval=2, stop_after=4))
     older, newest = list_checkpoints(result.folder.checkpoints)
-    data_file = next((newest / "data").glob("*.distcp"))
+    data_file = next(newest.glob("*.distcp"))
     with data_file.open("r+b") as file:
         file.truncate(data_file.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"step_00000004 is damaged.*step_00000002"):
@@ -102,12 +104,33 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
     make_config: MakeConfig, corpus: Corpus
 ) -> None:
     result = train(make_config(stop_after=2))
-    trainer = loop.Trainer(make_config(), corpus, result.folder)
     assert result.checkpoint is not None
-    tensors = read_tensors(result.checkpoint)
-    del tensors["model/norm.weight"]
-    with pytest.raises(CheckpointError, match=r"does not fit the model: .*norm.weight"):
-        loop.restore_state(tensors, trainer.model, trainer.optimizer, trainer.device)
+    larger = loop.Trainer(make_config(vocab_size=300), corpus, result.folder)
+    more = loop.Trainer(make_config(), corpus, result.folder)
+    more.model.register_module("extra", nn.Linear(1, 1))
+    for trainer, problem in (
+        (larger, "256, 32.* and current: .*300, 32.* for model.embedding.weight"),
+        (more, "Missing key .*: model.extra"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"from the checkpoint .*step_00000002: .*{problem}"
+        ):
+            trainer.restore(result.checkpoint)
+
+
+def test_a_run_stopped_before_its_first_step_goes_on_as_a_new_one(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    stop = StopRequest()
+    stop.requested = True
+    first = train(make_config(), stop=stop)
+    assert (first.status, first.summary.steps) == ("interrupted", 0)
+    assert first.checkpoint is not None
+    resumed = train(saved_config(first.checkpoint), resume=first.checkpoint)
+    whole = train(make_config(output=str(tmp_path / "whole")))
+    assert [r.loss for r in read_metrics(resumed.folder.metrics).train] == [
+        r.loss for r in read_metrics(whole.folder.metrics).train
+    ]
 
 
 def test_a_run_goes_on_on_another_device_of_its_kind(make_config: MakeConfig) -> None:

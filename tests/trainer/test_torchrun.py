@@ -14,11 +14,11 @@ import pytest
 
 from float8_lab.cli import main as main_module
 from float8_lab.cli.main import main
-from float8_lab.trainer.checkpoint import read_tensors
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
 from support import trainer_ranks as work
+from support.checkpoints import read_tensors
 from support.ranks import Ranks
 
 # One after the other: each has a process per core.

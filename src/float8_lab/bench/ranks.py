@@ -10,12 +10,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from float8.convert.measure import WrongResultError
 
@@ -29,9 +28,7 @@ Work = Callable[..., None]
 """What a rank does, `work(report, device, *args)`: at the top level of a module."""
 
 _LAST_WORDS = 1.0
-"""Seconds that others have to fail too, once a rank has: the first one is shown."""
-
-_REPORT, _DONE, _WRONG, _FAILED = "report", "done", "wrong result", "failed"
+"""Seconds by which a rank that fails outlives its error: those it fails have not ended by then."""
 
 
 class RankFailedError(RuntimeError):
@@ -62,7 +59,12 @@ def rank_count(device_type: str, wanted: int | None) -> int:
 
 
 def run_ranks(
-    work: Work, args: tuple[Any, ...], ranks: int, device_type: str, *, timeout: float | None = None
+    work: Work,
+    args: tuple[Any, ...],
+    ranks: int,
+    device_type: str,
+    *,
+    timeout: float = COLLECTIVE_TIMEOUT,
 ) -> Iterator[Any]:
     """Run `work` on new processes, each with its device and a process group of all; its reports.
 
@@ -73,7 +75,7 @@ def run_ranks(
         args: Picklable.
         ranks: How many.
         device_type: `cuda` or `cpu`.
-        timeout: Seconds in one collective; None: `COLLECTIVE_TIMEOUT`.
+        timeout: Seconds in one collective.
 
     Yields:
         What ranks report, in the order in which it comes.
@@ -82,106 +84,66 @@ def run_ranks(
         WrongResultError: That of the first rank which raised one, if it failed first.
         RankFailedError: A rank failed otherwise or died; the first one that did says why.
     """
-    # Spawned, for a fork has no use of CUDA once the parent has.
-    context = multiprocessing.get_context("spawn")
+    reports = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout
-        processes, pipes = [], []
+        place = (ranks, device_type, f"file://{folder}/store", timeout)
+        # Spawned, for a fork has no use of CUDA once the parent has.
+        context = start_processes(  # type: ignore[no-untyped-call]
+            _serve, (place, reports, work, args), ranks, join=False, daemon=True
+        )
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                place = (rank, ranks, device_type, store, seconds)
-                process = context.Process(
-                    target=_serve, args=(theirs, place, work, args), daemon=True
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            yield from _reports(processes, pipes)
-            for process in processes:
-                process.join(10)
+            failure = None
+            ended = False
+            while not ended:
+                try:
+                    ended = context.join(timeout=0.1)
+                except ProcessExitedException as error:
+                    death = f"died without a word, exit code {error.exit_code}"
+                    failure = RankFailedError(f"rank {error.error_index} of {ranks}: {death}")
+                    ended = True
+                while not reports.empty():
+                    report = reports.get()
+                    if isinstance(report, (RankFailedError, WrongResultError)):
+                        raise report
+                    yield report
+            if failure is not None:
+                raise failure
         finally:
-            for process in processes:
+            for process in context.processes:
                 process.kill()
-            for process in processes:
                 process.join()
 
 
-def _reports(processes: list[Any], pipes: list[Connection]) -> Iterator[Any]:
-    """What comes, until all are done or one has failed and the others had a moment to say so."""
-    open_pipes, failures = list(pipes), list[tuple[float, int, str, str]]()
-    while open_pipes:
-        ready = wait(open_pipes, _LAST_WORDS if failures else None)
-        if not ready:
-            break
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = pipes.index(pipe)
-            try:
-                kind, when, value = pipe.recv()
-            except (EOFError, ConnectionError):
-                # That is why others fail, even if they were quicker to say that they do.
-                processes[rank].join(_LAST_WORDS)
-                code = processes[rank].exitcode
-                kind, when, value = _FAILED, 0.0, f"died without a word, exit code {code}"
-            if kind == _REPORT:
-                yield value
-                continue
-            open_pipes.remove(pipe)
-            if kind != _DONE:
-                failures.append((when, rank, kind, value))
-    if failures:
-        _, rank, kind, value = min(failures)
-        if kind == _WRONG:
-            raise WrongResultError(value)
-        raise RankFailedError(f"rank {rank} of {len(pipes)}: {value}")
-
-
 def _serve(
-    pipe: Connection, place: tuple[int, int, str, str, float], work: Work, args: tuple[Any, ...]
+    rank: int, place: tuple[int, str, str, float], reports: Any, work: Work, args: tuple[Any, ...]
 ) -> None:
-    """The life of one rank."""
-
-    def send(kind: str, value: Any) -> None:
-        pipe.send((kind, time.time(), value))
-
-    rank, ranks, device_type, store, seconds = place
+    """The life of one rank. It ends at once: an orderly end would wait for those that are gone."""
+    ranks, device_type, store, timeout = place
+    cuda = device_type == "cuda"
     try:
-        device = _device(rank, ranks, device_type)
+        device = torch.device(f"cuda:{rank}" if cuda else "cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
-            init_method=f"file://{store}",
+            "nccl" if cuda else "gloo",
+            init_method=store,
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=seconds),
-            device_id=device if device_type == "cuda" else None,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if cuda else None,
         )
-        work(lambda value: send(_REPORT, value), device, *args)
+        work(reports.put, device, *args)
         dist.barrier()
         dist.destroy_process_group()
-        send(_DONE, None)
-    except WrongResultError as error:
-        _fail(send, _WRONG, str(error))
     except BaseException as error:
+        time.sleep(_LAST_WORDS)
         sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
-        _fail(send, _FAILED, f"{type(error).__name__}: {error}")
-
-
-def _device(rank: int, ranks: int, device_type: str) -> torch.device:
-    if device_type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        return device
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    return torch.device("cpu")
-
-
-def _fail(send: Callable[[str, Any], None], kind: str, value: str) -> NoReturn:
-    """Say it, and end at once: leaving a process group in order would wait for the others."""
-    try:
-        send(kind, value)
-    finally:
         sys.stderr.flush()
+        if isinstance(error, WrongResultError):
+            reports.put(WrongResultError(str(error)))
+        else:
+            told = f"rank {rank} of {ranks}: {type(error).__name__}: {error}"
+            reports.put(RankFailedError(told))
         os._exit(1)

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from float8 import conversion_report, convert_to_float8_training
@@ -29,23 +30,14 @@ def build_model(
     Raises:
         ConfigError: (a `ValueError`) if the recipe does not work with this model or device.
     """
-    if ranks.sharded:
-        # No rank has room for a whole model: it gets memory when each rank has its shards.
-        with torch.device("meta"):
-            model = Llama(
-                config.model_config(),
-                config.seq_len,
-                activation_checkpointing=config.activation_checkpointing,
-            )
-            model.tie_head()
-    else:
-        model = build_llama(
+    # No rank has room for a whole model: it gets memory when each rank has its shards.
+    with torch.device("meta"):
+        model = Llama(
             config.model_config(),
             config.seq_len,
-            seed=config.seed,
-            device=device,
             activation_checkpointing=config.activation_checkpointing,
         )
+    model.tie_head()
     conversion = ranks.together(
         lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather)
     )
@@ -54,30 +46,24 @@ def build_model(
         for block in (*model.layers, model.norm):
             block.compile(fullgraph=True, dynamic=False)
     if ranks.sharded:
-        _shard(model, config, device, ranks)
-        model.to_empty(device=device)
-        model.init_weights(config.seed)
+        if config.hsdp == 1:
+            mesh = init_device_mesh(device.type, (ranks.size,))
+        else:
+            shape = (config.hsdp, ranks.size // config.hsdp)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        # No mixed precision policy: weights are gathered as they are, or in float8 if the config
+        # says so, and autocast does the rest, so that the numbers are those of one device.
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+    model.to_empty(device=device)
+    model.init_weights(config.seed)
     return model, conversion
-
-
-def _shard(model: Llama, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
-    """Shard each block, and what is around them as one.
-
-    No mixed precision policy: weights are gathered as they are, or in float8 if the config says
-    so, and autocast does the rest, so that the numbers are those of one device.
-    """
-    mesh = ranks.mesh(device.type, config.hsdp)
-    for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     """The context of the forward pass: autocast to the run's dtype, nothing for float32."""
-    dtype = DTYPES[config.dtype]
-    if dtype == torch.float32:
-        return torch.autocast(device.type, enabled=False)
-    return torch.autocast(device.type, dtype=dtype)
+    low = config.dtype != "float32"
+    return torch.autocast(device.type, dtype=DTYPES[config.dtype] if low else None, enabled=low)
 
 
 def load_libraries(config: TrainConfig, device: torch.device) -> None:

@@ -1,13 +1,12 @@
 """Checkpoints on disk: complete or not there at all, and checked before they are used.
 
-A checkpoint is a folder `step_00000100` with the tensors (`data/`, written by
-`torch.distributed.checkpoint`), what else the run needs (`state.json`), and the size and CRC-32
-of every file (`manifest.json`). It is written under a temporary name, flushed to disk and then
-renamed, so a folder with the final name was once complete. One that no longer matches its
-manifest is refused by name.
+A checkpoint is a folder `step_00000100` that `torch.distributed.checkpoint` (DCP) writes and reads:
+every rank its shards, and on any number of ranks. Besides DCP's files it has `state.json`, which
+says what run it is of, and `checksums.json`, the CRC-32 of every other file, since neither DCP nor
+`torch.load` notices a flipped bit. It is written under a temporary name, flushed to disk and then
+renamed, so a folder with the final name was once complete; all ranks must see the same folder.
 
-Several ranks each write their shards, in a folder that all of them see; the first one does the
-rest, once they are done. What they wrote is read on any number of ranks.
+DCP reads pickles: resume only from checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -19,33 +18,29 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from float8_lab.trainer.errors import CheckpointError, OtherRankError, TrainerError
+from float8_lab.trainer.errors import CheckpointError, OtherRankError
 from float8_lab.trainer.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
-_TEMPORARY_PREFIX = ".unfinished-"
-_MANIFEST = "manifest.json"
+_UNFINISHED = ".unfinished-"
 _STATE = "state.json"
-_DATA = "data"
+_CHECKSUMS = "checksums.json"
 _CHUNK_BYTES = 1 << 23
 
 
 def save_checkpoint(
     folder: Path,
     step: int,
-    tensors: dict[str, Tensor],
+    values: dict[str, Any],
     state: dict[str, Any],
     *,
     keep: int,
@@ -56,9 +51,9 @@ def save_checkpoint(
     Args:
         folder: Folder of all the run's checkpoints; made if missing.
         step: Optimizer steps done.
-        tensors: Flat dict of tensors: DTensors, of which each rank writes its shards, and others,
-            which are equal on all ranks.
-        state: JSON-ready values.
+        values: What DCP saves: tensors, `Stateful` objects, dicts of both. Of a DTensor each rank
+            writes its shards; the rest is equal on all ranks.
+        state: JSON-ready values, to be read without a model.
         keep: How many checkpoints stay, the new one included.
         ranks: Who writes it.
 
@@ -72,60 +67,69 @@ def save_checkpoint(
         LostRankError: If a rank ended meanwhile; older ones stay, and an unfinished one.
     """
     target = folder / f"step_{step:08d}"
-    temporary = folder / f"{_TEMPORARY_PREFIX}{target.name}"
+    temporary = folder / f"{_UNFINISHED}{target.name}"
     try:
-        with explain_lost_rank():
-            ranks.once(lambda: _make_room(temporary))
-            with _one_process():
-                save(dict(tensors), checkpoint_id=temporary / _DATA, no_dist=ranks.size == 1)
-            _write_rest(temporary, {"step": step, **state}, ranks)
-            ranks.once(lambda: _put_in_place(temporary, target))
-    except (OSError, RuntimeError, CheckpointException) as error:
-        if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise _explained(f"could not write the checkpoint {target}", error, ranks) from error
+        with _explained(f"could not write the checkpoint {target}", ranks):
+            ranks.once(lambda: _make_room(temporary, {"step": step, **state}))
+            save(values, checkpoint_id=temporary, no_dist=ranks.size == 1)
+            # One list for all: what a shared folder shows may come late to some.
+            paths = ranks.once(lambda: list(temporary.iterdir()))[ranks.rank :: ranks.size]
+            mine = ranks.together(lambda: {path.name: _checksum(path) for path in paths})
+            checksums = {k: v for part in ranks.gather(mine) for k, v in part.items()}
+            ranks.once(lambda: _put_in_place(temporary, target, checksums))
+    except CheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if ranks.is_first:
         others = [path for path in list_checkpoints(folder) if path != target]
-        for path in others[: max(len(others) - (keep - 1), 0)]:
+        for path in others[::-1][keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
     return target
 
 
-def _make_room(temporary: Path) -> None:
-    folder = temporary.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+def _make_room(temporary: Path, state: dict[str, Any]) -> None:
+    for leftover in temporary.parent.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
+    (temporary / _STATE).write_text(json.dumps(state, indent=1))
+    _flush(temporary / _STATE)
 
 
-def _write_rest(temporary: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """State and manifest, for which each rank reads a part of the files once more."""
-    ranks.once(lambda: _write_json(temporary / _STATE, state))
-    # One list for all: what a shared folder shows may come late to some.
-    mine = ranks.once(lambda: _files(temporary))[ranks.rank :: ranks.size]
-    parts = ranks.gather(
-        ranks.together(lambda: {name: list(_measure(temporary / name)) for name in mine})
-    )
-    manifest = {name: measured for part in parts for name, measured in part.items()}
-    ranks.once(lambda: _write_json(temporary / _MANIFEST, dict(sorted(manifest.items()))))
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    _flush_folder(temporary / _DATA)
-    _flush_folder(temporary)
+def _put_in_place(temporary: Path, target: Path, checksums: dict[str, int]) -> None:
+    (temporary / _CHECKSUMS).write_text(json.dumps(checksums, indent=1, sort_keys=True))
+    _flush(temporary / _CHECKSUMS)
+    _flush(temporary)
     if target.exists():  # Reached again after resuming from an older step.
         shutil.rmtree(target)
     temporary.rename(target)
-    _flush_folder(target.parent)
+    _flush(target.parent)
+
+
+def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) -> None:
+    """Put what a checkpoint holds into `values`, in place. Collective over `ranks`.
+
+    Args:
+        path: A checkpoint that passed `check_checkpoint`, written by any number of ranks.
+        values: As for `save_checkpoint`, with the same names and shapes. Shards may differ.
+        ranks: Who reads.
+
+    Raises:
+        CheckpointError: If it could not be read, or does not fit `values`.
+        OtherRankError: On the ranks that were not the first to fail.
+    """
+    with _explained(f"could not go on from the checkpoint {path}", ranks):
+        planner = DefaultLoadPlanner()
+        load(values, checkpoint_id=path, planner=planner, no_dist=ranks.size == 1)
+        assert planner.metadata is not None
+        # DCP itself minds only what the checkpoint lacks.
+        if unknown := planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys():
+            raise ValueError(f"it has {min(unknown)}, which this run has not")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints below `folder`, oldest step first; unfinished ones are not among them."""
-    if not folder.is_dir():
-        return []
-    named = [path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if is_checkpoint(path)), key=_step)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -134,7 +138,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
-    """Compare every file of a checkpoint with its manifest; each rank reads a part of them.
+    """Compare every file of a checkpoint with its checksum; each rank reads a part of them.
 
     Collective over `ranks`.
 
@@ -146,17 +150,6 @@ def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
     damages = ranks.gather(_find_damage(path, ranks))
     if damage := next(filter(None, damages), None):
         ranks.once(lambda: _refuse(path, damage))
-
-
-def _refuse(path: Path, damage: str) -> NoReturn:
-    older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
-    intact = next((other for other in reversed(older) if not _find_damage(other)), None)
-    advice = (
-        f"the newest intact older one is {intact}: resume from that"
-        if intact
-        else "there is no intact older one: start the run again"
-    )
-    raise CheckpointError(f"the checkpoint {path} is damaged ({damage}); {advice}")
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -172,111 +165,66 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def read_tensors(
-    path: Path,
-    empty: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None,
-    ranks: Ranks = ALONE,
-) -> dict[str, Tensor]:
-    """All tensors of a checkpoint that passed `check_checkpoint`. Collective over `ranks`.
-
-    Args:
-        path: The checkpoint, written by any number of ranks.
-        empty: Given name, shape and dtype, makes the tensor to read into: a DTensor for those of
-            which each rank needs its shards only. None: whole tensors on the CPU.
-        ranks: Who reads.
-
-    Raises:
-        CheckpointError: If it could not be read.
-        OtherRankError: On the ranks that were not the first to fail.
-    """
-    with _readable(path, ranks), explain_lost_rank():
-        metadata = FileSystemReader(path / _DATA).read_metadata()
-        tensors: dict[str, Any] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                dtype = entry.properties.dtype
-                if empty is None:
-                    tensors[name] = torch.empty(entry.size, dtype=dtype)
-                else:
-                    tensors[name] = empty(name, entry.size, dtype)
-        with _one_process():
-            load(tensors, checkpoint_id=path / _DATA, no_dist=ranks.size == 1)
-        return tensors
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Without it, torch warns that there is no process group although `no_dist=True` says so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-@contextlib.contextmanager
-def _readable(path: Path, ranks: Ranks = ALONE) -> Iterator[None]:
-    try:
-        yield
-    # torch.distributed.checkpoint wraps what goes wrong in a BaseException of its own.
-    except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        raise _explained(f"could not read the checkpoint {path}", error, ranks) from error
-
-
-def _explained(what: str, error: BaseException, ranks: Ranks) -> TrainerError:
-    """What to raise for an error, which is told by the first rank that met it."""
-    if isinstance(error, CheckpointException) and error.failures:
-        first = min(error.failures)
-        if ranks.rank != first:
-            return OtherRankError(f"rank {first} failed, and said why")
-        return CheckpointError(f"{what}: {error.failures[first][0]}")
-    return CheckpointError(f"{what}: {error}")
+def _refuse(path: Path, damage: str) -> NoReturn:
+    older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
+    intact = next((other for other in reversed(older) if not _find_damage(other)), None)
+    advice = (
+        f"the newest intact older one is {intact}: resume from that"
+        if intact
+        else "there is no intact older one: start the run again"
+    )
+    raise CheckpointError(f"the checkpoint {path} is damaged ({damage}); {advice}")
 
 
 def _find_damage(path: Path, ranks: Ranks = ALONE) -> str | None:
     """What is wrong with the files that are this rank's to check."""
+    name = _CHECKSUMS
     try:
-        manifest: dict[str, list[int]] = json.loads((path / _MANIFEST).read_text())
-        for name, (size, checksum) in list(manifest.items())[ranks.rank :: ranks.size]:
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != size:
-                return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if _measure(file)[1] != checksum:
+        wanted: dict[str, int] = json.loads((path / _CHECKSUMS).read_text())
+        for name in list(wanted)[ranks.rank :: ranks.size]:
+            if _checksum(path / name) != wanted[name]:
                 return f"the contents of {name} have changed"
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        return f"{_MANIFEST} is not readable: {error}"
+    except (OSError, ValueError, TypeError) as error:
+        return f"{name} is not readable: {error}"
     return None
 
 
-def _files(path: Path) -> list[str]:
-    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-
-
-def _measure(path: Path) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file."""
-    size = checksum = 0
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
-            size += len(chunk)
-    return size, checksum
+    return checksum
 
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    """Make renames and new names in `path` survive a power cut."""
+def _flush(path: Path) -> None:
+    """Make the contents of a file, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _explained(what: str, ranks: Ranks) -> Iterator[None]:
+    """Have an error told by the first rank that met it, as a `CheckpointError`."""
+    try:
+        with explain_lost_rank(), warnings.catch_warnings():
+            # DCP warns that there is no process group although `no_dist=True` says so.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    # DCP wraps what goes wrong on any rank in a BaseException of its own, for all ranks.
+    except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:
+            first = min(error.failures)
+            if ranks.rank != first:
+                raise OtherRankError(f"rank {first} failed, and said why") from error
+            cause = error.failures[first][0]
+        raise CheckpointError(f"{what}: {str(cause) or type(cause).__name__}") from error

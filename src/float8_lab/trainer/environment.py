@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -40,12 +42,10 @@ def device_name(device: torch.device) -> str:
     """Name of the GPU or the CPU model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        if name := re.search(r"(?m)^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text()):
+            return name[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:
@@ -75,8 +75,7 @@ def public_path(text: str) -> str:
     if not os.path.isabs(text):  # noqa: PTH117 - also called with text that is no path
         return text
     path = Path(text)
-    if path.is_relative_to(Path.cwd()):
-        return str(path.relative_to(Path.cwd()))
-    if path.is_relative_to(Path.home()):
-        return str(Path("~") / path.relative_to(Path.home()))
+    for above, name in ((Path.cwd(), ""), (Path.home(), "~")):
+        if path.is_relative_to(above):
+            return str(name / path.relative_to(above))
     return str(Path("...") / path.name)

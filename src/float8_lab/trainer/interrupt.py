@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 
+@dataclass
 class StopRequest:
     """Whether someone asked the run to end.
 
@@ -16,8 +18,7 @@ class StopRequest:
         requested: Set once, by a signal or by the program itself.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    requested: bool = False
 
 
 @contextlib.contextmanager

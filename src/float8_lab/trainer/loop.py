@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from float8 import attach_to_optimizer, cached_weights
 from float8_lab.trainer import data, optim
 from float8_lab.trainer.build import autocast, build_model
-from float8_lab.trainer.checkpoint import read_state, read_tensors, save_checkpoint
+from float8_lab.trainer.checkpoint import load_checkpoint, read_state, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.errors import TrainingDivergedError
 from float8_lab.trainer.interrupt import StopRequest
@@ -30,8 +31,8 @@ from float8_lab.trainer.metrics import (
     ValidationRecord,
 )
 from float8_lab.trainer.ranks import ALONE, Ranks
-from float8_lab.trainer.run_folder import RunFolder, describe_corpus
-from float8_lab.trainer.state import capture_state, empty_state, restore_state
+from float8_lab.trainer.run_folder import RunFolder, describe_run
+from float8_lab.trainer.state import OptimizerState, RandomState
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
@@ -61,7 +62,6 @@ class Trainer:
         self._mine = ranks.share(config.batch_size)
         self.model, self.conversion = build_model(config, self.device, ranks)
         self.optimizer = optim.build_optimizer(self.model, config)
-        attach_to_optimizer(self.model, self.optimizer)
         self._first_step = 0
         self._saved_step = self._validated_step = -1
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
@@ -69,29 +69,35 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was written."""
         self.step = self._first_step = int(read_state(checkpoint)["step"])
-        empty = empty_state(self.model) if self.ranks.sharded else None
-        tensors = read_tensors(checkpoint, empty, self.ranks)
-        restore_state(tensors, self.model, self.optimizer, self.device)
+        load_checkpoint(checkpoint, self.state(), self.ranks)
         self._saved_step, self.last_checkpoint = self.step, checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, as `Stateful` objects."""
+        state = {"model": self.model, "rng": RandomState(self.device)}
+        if self.step:
+            state["optimizer"] = OptimizerState(self.model, self.optimizer)
+        return state
 
     def run(self, stop: StopRequest) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
         config = self.config
-        info = RunInfo(
-            config,
-            self.corpus,
-            self.model.config.num_parameters,
-            self.conversion,
-            self.step,
-            self.ranks.size,
-        )
-        self._tell("on_start", info)
+        parameters = self.model.config.num_parameters
+        of_run = (self.corpus, parameters, self.conversion, self.step, self.ranks.size)
+        self._tell("on_start", RunInfo(config, *of_run))
         self.model.train()
+        # Not earlier: restoring takes a step to make the optimizer's state.
+        attach_to_optimizer(self.model, self.optimizer)
         try:
             while self.step < config.last_step and not self.ranks.any(stop.requested):
                 self._train_step()
                 self._tell("on_step", self.step)
-                self._do_what_is_due()
+                if self._due(config.log_interval):
+                    self._report(check=True)
+                if self._due(config.eval_interval):
+                    self._validate()
+                if self._due(config.checkpoint_interval):
+                    self._save()
             status = self._finish(self.ranks.any(stop.requested))
         except BaseException:
             # Whatever happened, the steps that were done go on record: of several ranks, which
@@ -107,7 +113,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         config, step = self.config, self.step + 1
-        self.timer.start()
+        self.timer.mark()
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
         loss = torch.zeros((), device=self.device)
         several = config.accumulate > 1
@@ -133,23 +139,12 @@ class Trainer:
         norm = optim.clip_gradients(self.model, config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.timer.stop()
+        self.timer.mark()
         self._pending.append((loss, norm))
         self.step = step
 
-    def _do_what_is_due(self) -> None:
-        """Report, validate and save at their intervals, in this order."""
-        config = self.config
-
-        def due(interval: int) -> bool:
-            return interval > 0 and self.step % interval == 0
-
-        if due(config.log_interval):
-            self._report(check=True)
-        if due(config.eval_interval):
-            self._validate()
-        if due(config.checkpoint_interval):
-            self._save()
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
 
     def _finish(self, stopping: bool) -> str:
         """Report, validate and save what the last step still lacks; returns the status."""
@@ -203,9 +198,8 @@ class Trainer:
         if not self._pending:
             return
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
-        values = list(zip(self.ranks.mean(losses).tolist(), norms.tolist(), strict=True))
-        seconds = self.timer.collect()
-        first = self.step - len(values) + 1
+        steps = range(self.step - len(losses) + 1, self.step + 1)
+        values = (steps, self.ranks.mean(losses).tolist(), norms.tolist(), self.timer.collect())
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
         memory = self.ranks.max(self.memory.read())
         records = [
@@ -214,14 +208,12 @@ class Trainer:
                 loss=loss,
                 grad_norm=norm,
                 learning_rate=optim.learning_rate(step, self.config),
-                seconds=duration,
+                seconds=seconds,
                 tokens=self.config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
             )
-            for step, (loss, norm), duration in zip(
-                range(first, first + len(values)), values, seconds, strict=True
-            )
+            for step, loss, norm, seconds in zip(*values, strict=True)
         ]
         self._pending = []
         self._tell("on_records", records)
@@ -240,12 +232,11 @@ class Trainer:
         if self._saved_step == self.step:
             return
         self._report(check=True)  # A run that has diverged must not replace good checkpoints.
-        state = {"config": self.config.to_dict(), "corpus": describe_corpus(self.corpus)}
         self.last_checkpoint = save_checkpoint(
             self.folder.checkpoints,
             self.step,
-            capture_state(self.model, self.optimizer, self.device),
-            state,
+            self.state(),
+            describe_run(self.config, self.corpus),
             keep=self.config.keep_checkpoints,
             ranks=self.ranks,
         )

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,38 +20,26 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._began = 0.0
-        self._seconds: list[float] = []
-        self._begin: torch.cuda.Event
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._marks: list[Any] = []
 
-    def start(self) -> None:
-        """A step begins."""
+    def mark(self) -> None:
+        """A step begins, or the one begun last ends."""
         if self._cuda:
-            self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._begin.record()
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
         else:
-            self._began = time.perf_counter()
-
-    def stop(self) -> None:
-        """The step begun last ends."""
-        if self._cuda:
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end.record()
-            self._events.append((self._begin, end))
-        else:
-            self._seconds.append(time.perf_counter() - self._began)
+            self._marks.append(time.perf_counter())
 
     def collect(self) -> list[float]:
         """Seconds of every step since the last call, oldest first; waits for the device."""
-        if self._cuda:
-            if self._events:
-                self._events[-1][1].synchronize()
-            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
-            self._events = []
-        else:
-            seconds, self._seconds = self._seconds, []
-        return seconds
+        marks, self._marks = self._marks, []
+        steps = list(zip(marks[::2], marks[1::2], strict=False))
+        if not self._cuda:
+            return [end - begin for begin, end in steps]
+        if steps:
+            steps[-1][1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in steps]
 
 
 class PeakMemory:
@@ -74,7 +63,9 @@ class PeakMemory:
             self.note = "highest torch.cuda.max_memory_allocated"
             return
         self.note = "growth of the process's peak resident memory"
-        _return_free_memory()
+        # Give freed memory back to the system, or an earlier run's would hide this one's growth.
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc only
         try:
             # Writing 5 sets the process's recorded peak back to what it holds now: see proc(5).
             Path("/proc/self/clear_refs").write_text("5")
@@ -99,9 +90,3 @@ def _status_bytes(name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"no {name} in /proc/self/status")
-
-
-def _return_free_memory() -> None:
-    """Give freed memory back to the system, or an earlier run's would hide this one's growth."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc only

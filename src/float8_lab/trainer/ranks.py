@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from float8_lab.trainer.device import check_device
 from float8_lab.trainer.errors import ConfigError, LostRankError, OtherRankError
@@ -44,13 +43,11 @@ class Ranks:
     Attributes:
         rank: Number of this process.
         size: How many there are.
-        local_rank: Number of this process on its host, which is that of its GPU.
         sharded: Whether the model is sharded over them, which a single rank can do, too.
     """
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     sharded: bool = False
 
     @property
@@ -68,13 +65,15 @@ class Ranks:
         device = check_device(name)
         if not self.sharded or device.type == "cpu":
             return device
-        if device.index is not None and self.size > 1:
+        if name == "cuda":
+            # Who made the group without torchrun has chosen the device, too.
+            index = os.environ.get("LOCAL_RANK") or torch.cuda.current_device()
+            device = check_device(f"cuda:{index}")
+        elif self.size > 1:
             raise ConfigError(
                 f"--device got {name!r}, but with --fsdp each rank takes a GPU of its own: "
                 "use --device cuda"
             )
-        index = self.local_rank if device.index is None else device.index
-        device = check_device(f"cuda:{index}")
         torch.cuda.set_device(device)
         return device
 
@@ -95,23 +94,16 @@ class Ranks:
                 f"multiple of the {self.size} ranks: use for example {fitting}"
             )
         if self.size % replicas:
-            fitting_replicas = [n for n in range(1, self.size + 1) if self.size % n == 0]
+            fitting_replicas = [str(n) for n in range(1, self.size + 1) if self.size % n == 0]
             raise ConfigError(
                 f"--hsdp got {replicas} replicas, expected a divisor of the {self.size} ranks: "
-                f"use one of {', '.join(map(str, fitting_replicas))}"
+                f"use one of {', '.join(fitting_replicas)}"
             )
 
     def share(self, count: int) -> slice:
         """Which of `count` sequences, a multiple of `size`, are this rank's: each has as many."""
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
-
-    def mesh(self, device_type: str, replicas: int) -> DeviceMesh:
-        """All ranks: [shards], or [replicas, shards] if there are several replicas; collective."""
-        if replicas == 1:
-            return init_device_mesh(device_type, (self.size,), mesh_dim_names=("shard",))
-        shape = (replicas, self.size // replicas)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over ranks; collective.
@@ -130,12 +122,8 @@ class Ranks:
 
     def max(self, value: int | None) -> int | None:
         """The largest, None if a rank knows none; collective."""
-        if self.size == 1:
-            return value
-        known = torch.tensor([-1 if value is None else value, int(value is None)])
-        dist.all_reduce(known, op=dist.ReduceOp.MAX)
-        largest, missing = known.tolist()
-        return None if missing else largest
+        known = [each for each in self.gather(value) if each is not None]
+        return max(known) if len(known) == self.size else None
 
     def any(self, flag: bool) -> bool:
         """Whether it holds on some rank; collective."""
@@ -162,16 +150,14 @@ class Ranks:
             Exception: what `work` raised, on the first rank where it did.
             OtherRankError: On the other ranks.
         """
-        if self.size == 1:
-            return work()
-        result, error = None, None
+        error: Exception | None = None
         try:
             result = work()
         except Exception as caught:
             error = caught
         failed = [rank for rank, bad in enumerate(self.gather(error is not None)) if bad]
         if not failed:
-            return result  # type: ignore[return-value]
+            return result
         if error is not None and self.rank == failed[0]:
             raise error
         raise OtherRankError(f"rank {failed[0]} failed, and said why") from error
@@ -183,12 +169,7 @@ class Ranks:
             Exception: what `work` raised, on the first rank.
             OtherRankError: On the other ranks.
         """
-        result = self.together(lambda: work() if self.is_first else None)
-        if self.size == 1:
-            return result  # type: ignore[return-value]
-        box: list[Any] = [result]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]  # type: ignore[no-any-return]
+        return self.gather(self.together(lambda: work() if self.is_first else None))[0]  # type: ignore[return-value]
 
 
 ALONE = Ranks()
@@ -226,10 +207,7 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
     if not ready:
         # Both: tensors on GPUs and flags on CPUs have ways of their own.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    # Who made the group without torchrun has chosen the device, too.
-    here = torch.cuda.current_device() if ready and torch.cuda.is_available() else 0
-    local_rank = int(os.environ.get("LOCAL_RANK", here))
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), local_rank, sharded=True)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), sharded=True)
     with explain_lost_rank():
         yield ranks
         if not ready:

@@ -12,53 +12,28 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from float8_lab.trainer.checkpoint import (
-    is_checkpoint,
-    list_checkpoints,
-    read_state,
-)
+from float8_lab.trainer.checkpoint import is_checkpoint, list_checkpoints, read_state
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.errors import CheckpointError, ConfigError
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths inside a run's folder."""
+    """Paths of what lies in the run's folder `path`, as the module says; none need exist."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """Settings and data, JSON."""
-        return self.path / "config.json"
-
-    @property
-    def conversion(self) -> Path:
-        """What was converted to float8; not there for high precision."""
-        return self.path / "conversion.txt"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard events."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.conversion = path / "conversion.txt"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
 
     @property
     def used(self) -> bool:
@@ -89,6 +64,11 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
     }
 
 
+def describe_run(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
+    """What `check_same_run` needs, JSON-ready."""
+    return {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
+
+
 def open_run_folder(
     config: TrainConfig, corpus: Corpus, *, checkpoint: Path | None = None
 ) -> RunFolder:
@@ -103,10 +83,14 @@ def open_run_folder(
         checkpoint: What the run resumes from; its own run may go on in the same folder.
 
     Raises:
-        ConfigError: (a `ValueError`) if another run lies there, or it cannot be written.
+        ConfigError: (a `ValueError`) if another run lies there, it cannot be written, or the run
+            cannot go on from the checkpoint with these settings.
     """
     folder = RunFolder(Path(config.output))
-    own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
+    own = False
+    if checkpoint is not None:
+        check_same_run(config, corpus, read_state(checkpoint), checkpoint)
+        own = folder.path.resolve() in checkpoint.resolve().parents
     failed = folder.failed_early
     if folder.used and not own and not failed:
         way_on = (
@@ -121,8 +105,8 @@ def open_run_folder(
         if failed:
             _set_aside(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-        content = {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
-        folder.config.write_text(json.dumps(content, indent=1) + "\n")
+        content = json.dumps(describe_run(config, corpus), indent=1)
+        folder.config.write_text(content + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
@@ -200,7 +184,7 @@ def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], w
     Args:
         config: Settings to go on with.
         corpus: Data to go on with.
-        saved: Has "config" and "corpus" as this module writes them.
+        saved: What `describe_run` gave when the run began.
         where: What is resumed, for the message.
 
     Raises:

@@ -24,12 +24,7 @@ from float8_lab.trainer.metrics import (
     summarize,
 )
 from float8_lab.trainer.ranks import Ranks, join_ranks
-from float8_lab.trainer.run_folder import (
-    RunFolder,
-    check_same_run,
-    find_checkpoint,
-    open_run_folder,
-)
+from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, open_run_folder
 
 # torch has no exception of its own for these.
 _SIGNS_OF_TOO_MUCH = (
@@ -98,15 +93,14 @@ def train(
             return train(
                 config, observers=observers, resume=resume, corpus=corpus, stop=stop, ranks=met
             )
-    ranks.together(lambda: ranks.check_fits(config.batch_size, config.hsdp))
-    text = ranks.together(lambda: _usable_corpus(config, corpus))
+    text = ranks.together(lambda: _usable_corpus(config, corpus, ranks))
     fingerprints = ranks.gather(text.fingerprint)
-    ranks.together(lambda: _check_same_text(fingerprints))
+    ranks.once(lambda: _check_same_text(fingerprints))
     checkpoint = None
     if resume is not None:
         checkpoint = ranks.once(lambda: find_checkpoint(resume))
         check_checkpoint(checkpoint, ranks)
-    start_step, folder = ranks.once(lambda: _open(config, text, checkpoint))
+    folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=checkpoint))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explain_out_of_memory(config))
         everyone: list[Observer] = []
@@ -115,6 +109,7 @@ def train(
             for observer in everyone:
                 stack.callback(observer.close)
             if config.tensorboard:
+                start_step = read_state(checkpoint)["step"] if checkpoint else 0
                 everyone.append(TensorBoard(folder.tensorboard, start_step))
                 stack.callback(everyone[-1].close)
         trainer = Trainer(config, text, folder, everyone, ranks)
@@ -133,7 +128,8 @@ def train(
     )
 
 
-def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None) -> data.Corpus:
+def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None, ranks: Ranks) -> data.Corpus:
+    ranks.check_fits(config.batch_size, config.hsdp)
     corpus = corpus if corpus is not None else data.load_corpus(config.data)
     data.check_length(corpus, config.seq_len)
     return corpus
@@ -147,18 +143,6 @@ def _check_same_text(fingerprints: list[str]) -> None:
             f"rank {other} reads other data than rank 0 (fingerprint {fingerprints[other]} and "
             f"not {fingerprints[0]}): give a --data that is the same on all hosts"
         )
-
-
-def _open(
-    config: TrainConfig, corpus: data.Corpus, checkpoint: Path | None
-) -> tuple[int, RunFolder]:
-    """The step of the checkpoint to go on from, and the run's folder, made ready."""
-    start_step = 0
-    if checkpoint is not None:
-        saved = read_state(checkpoint)
-        check_same_run(config, corpus, saved, checkpoint)
-        start_step = saved["step"]
-    return start_step, open_run_folder(config, corpus, checkpoint=checkpoint)
 
 
 @contextlib.contextmanager
