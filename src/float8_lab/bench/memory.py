@@ -15,24 +15,19 @@ def saved_bytes(forward: Callable[[], object], known: Iterable[Tensor]) -> int:
         forward: Runs a forward pass and returns its result.
         known: Tensors that are there anyway, such as parameters: not counted.
     """
-    seen = {tensor.untyped_storage().data_ptr() for tensor in known}
-    total = 0
+    there = {tensor.untyped_storage().data_ptr() for tensor in known}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal total
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+        if storage.data_ptr() not in there:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def unpack(tensor: Tensor) -> Tensor:
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
     del result  # until here it kept what was saved, so that no address was used twice
-    return total
+    return sum(saved.values())
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:

@@ -22,13 +22,33 @@ def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]
     Interleaved, so that a clock that drops while a GPU heats up drops for all alike. A few rounds
     before those that count are thrown away.
     """
-    times: dict[str, list[float]] = {name: [] for name in samplers}
-    for turn in range(_WARMUP + rounds):
-        for name, sample in samplers.items():
-            sampled = sample()
-            if turn >= _WARMUP:
-                times[name].append(sampled)
-    return {name: statistics.median(values) for name, values in times.items()}
+    turns = [[sample() for sample in samplers.values()] for _ in range(_WARMUP + rounds)]
+    medians = map(statistics.median, zip(*turns[_WARMUP:], strict=True))
+    return dict(zip(samplers, medians, strict=True))
+
+
+def call_sampler(
+    calls: Sequence[Call], device: torch.device, *, lead_in: Call | None = None
+) -> Sampler:
+    """Samples calls issued one after the other: the larger of GPU time and time to issue them.
+
+    Args:
+        calls: What a sample runs.
+        device: Where they run: CUDA events on a GPU, the host's clock elsewhere.
+        lead_in: Issued on a GPU before the clock starts, so that the first call finds it at work,
+            as a training step finds it with the step before.
+    """
+
+    def issue() -> None:
+        for call in calls:
+            call()
+
+    def sample() -> float:
+        if lead_in is not None and device.type == "cuda":
+            lead_in()
+        return milliseconds(issue, device) / len(calls)
+
+    return sample
 
 
 def kernel_sampler(
@@ -48,40 +68,9 @@ def kernel_sampler(
     if device.type != "cuda":
         return call_sampler(calls, device)
     replay = issued_at_once(calls, device)
-    once = call_sampler([replay], device)()
-    replays = max(1, round(at_least_ms / once))
-    return call_sampler([replay] * replays, device, per_sample=len(calls) * replays)
-
-
-def call_sampler(
-    calls: Sequence[Call],
-    device: torch.device,
-    *,
-    per_sample: int | None = None,
-    lead_in: Call | None = None,
-) -> Sampler:
-    """Samples calls issued one after the other: the larger of GPU time and time to issue them.
-
-    Args:
-        calls: What a sample runs.
-        device: Where they run: CUDA events on a GPU, the host's clock elsewhere.
-        per_sample: How many units of work a sample is; None: one per call.
-        lead_in: Issued on a GPU before the clock starts, so that the first call finds it at work,
-            as a training step finds it with the step before.
-    """
-    units = len(calls) if per_sample is None else per_sample
-
-    def issue() -> None:
-        for call in calls:
-            call()
-
-    def sample() -> float:
-        if lead_in is not None and device.type == "cuda":
-            with torch.cuda.device(device):
-                lead_in()
-        return milliseconds(issue, device) / units
-
-    return sample
+    replays = max(1, round(at_least_ms / call_sampler([replay], device)()))
+    sample = call_sampler([replay] * replays, device)
+    return lambda: sample() / len(calls)
 
 
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:
@@ -90,11 +79,9 @@ def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0
     A single call would be charged the wait for its first kernel, which a training step hides
     behind the work before it. The number of calls is chosen from a few calls made now.
     """
-    for _ in range(3):
-        call()
-    once = min(call_sampler([call], device)() for _ in range(3))
+    once = min(call_sampler([call], device)() for _ in range(_WARMUP))
     count = max(1, min(20, round(at_least_ms / max(once, 1e-3))))
-    return call_sampler([call] * count, device)
+    return call_sampler([call] * count, device, lead_in=call)
 
 
 def issue_microseconds(
@@ -111,12 +98,11 @@ def issue_microseconds(
         samples: How many samples are taken.
     """
     times = []
-    for sample in range(samples + _WARMUP):
+    for _ in range(_WARMUP + samples):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        if sample >= _WARMUP:
-            times.append((time.perf_counter() - start) * 1e6 / calls)
-    return statistics.median(times)
+        times.append((time.perf_counter() - start) * 1e6 / calls)
+    return statistics.median(times[_WARMUP:])

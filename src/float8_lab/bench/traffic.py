@@ -89,17 +89,17 @@ def exposed(communication: Iterable[Interval], work: Iterable[Interval]) -> floa
 
     Intervals may overlap each other and come in any order.
     """
-    ours, others = _union(communication), _union(work)
-    total = sum(end - start for start, end in ours)
-    covered, first = 0.0, 0
-    for start, end in ours:
-        while first < len(others) and others[first][1] <= start:
-            first += 1
-        for other_start, other_end in others[first:]:
-            if other_start >= end:
-                break
-            covered += min(end, other_end) - max(start, other_start)
-    return total - covered
+    edges = []
+    for kind, intervals in enumerate((communication, work)):
+        for start, end in intervals:
+            edges += [(start, kind, 1), (end, kind, -1)]
+    running, total, last = [0, 0], 0.0, 0.0
+    for time, kind, change in sorted(edges):
+        if running[0] and not running[1]:
+            total += time - last
+        running[kind] += change
+        last = time
+    return total
 
 
 def exposed_ms(profiled: torch.profiler.profile) -> float:
@@ -116,17 +116,6 @@ def exposed_ms(profiled: torch.profiler.profile) -> float:
         span = (event.time_range.start, event.time_range.end)
         (communication if "nccl" in lower else work).append(span)
     return exposed(communication, work) / 1e3
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
 
 
 def _bytes(tensors: Any) -> int:
