@@ -12,7 +12,6 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -102,6 +101,7 @@ _NUMBERS = {
     "sqnr_db": "SQNR\ndB",
     "same_bits": "bits of\n16-bit\ngather",
 }
+_HEADINGS = _NAMES | _NUMBERS
 _FORMATS = {
     "speedup": ".2f",
     "sqnr_db": ".1f",
@@ -196,35 +196,40 @@ def print_table(console: Console, title: str, rows: Rows) -> None:
 
     As many tables, one below the other, as it takes to print numbers whole: each has the names.
     """
-
-    def known(headings: dict[str, str]) -> list[str]:
-        return [key for key in headings if any(row.get(key) is not None for row in rows)]
-
-    names, numbers = known(_NAMES), known(_NUMBERS)
+    keys = [key for key in _HEADINGS if any(row.get(key) is not None for row in rows)]
+    names = [key for key in keys if key in _NAMES]
+    numbers = keys[len(names) :]
     while True:
         shown = len(numbers)
-        table = _table(title, rows, names + numbers)
-        while (
-            shown > 1 and Measurement.get(console, console.options, table).minimum > console.width
-        ):
+        while True:
+            table = _table(console, title, rows, names + numbers[:shown])
+            if (
+                shown < 2
+                or table.__rich_measure__(console, console.options).minimum <= console.width
+            ):
+                break
             shown -= 1
-            table = _table(title, rows, names + numbers[:shown])
         console.print(table)
         numbers = numbers[shown:]
         if not numbers:
             return
 
 
-def _table(title: str, rows: Rows, keys: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for key in keys:
+def _table(console: Console, title: str, rows: Rows, keys: Sequence[str]) -> Table:
+    dense = (0, 0) if console.width < 100 else (0, 1)
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=dense)
+    columns = [[_cell(row.get(key), _FORMATS.get(key)) for row in rows] for key in keys]
+    for key, cells in zip(keys, columns, strict=True):
         number = key in _NUMBERS or any(isinstance(row.get(key), int) for row in rows)
-        heading = (_NAMES | _NUMBERS)[key]
+        words = [word for text in (_HEADINGS[key], *cells) for word in text.split()]
         table.add_column(
-            heading, justify="right" if number else "left", no_wrap=number, overflow="fold"
+            _HEADINGS[key],
+            justify="right" if number else "left",
+            no_wrap=not any(" " in cell for cell in cells),
+            min_width=max(map(len, words), default=0),
         )
-    for row in rows:
-        table.add_row(*(_cell(row.get(key), _FORMATS.get(key)) for key in keys))
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     return table
 
 
