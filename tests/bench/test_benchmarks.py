@@ -16,10 +16,9 @@ from float8.gemm import Gemm
 from float8.quantize.spec import Part
 from float8_lab.bench import cast, linear, matmul
 from float8_lab.bench.block import StackSize, bench_block, stack_step
-from float8_lab.bench.memory import peak_bytes, saved_bytes
 from float8_lab.bench.profile import kind_of, profile_block
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.step import Step
+from float8_lab.bench.step import Step, peak_bytes, saved_bytes
 from float8_lab.bench.variants import Variant, make_variants, recipe_config
 from sqnr import sqnr
 

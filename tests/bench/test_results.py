@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from float8_lab.bench.plot import plot_speedups
-from float8_lab.bench.results import check_output, write_results
+from float8_lab.bench.results import check_output, plot_speedups, write_results
 
 ROWS = [
     {"M": 64, "K": 32, "N": 16, "recipe": "bf16", "mode": "eager", "speedup": 1.0, "db": math.inf},

@@ -19,10 +19,9 @@ from float8.kernels.cast import cast_dynamic_reference, cast_reference
 from float8.kernels.transpose import transpose_reference
 from float8.quantize.history import DelayedScale
 from float8.quantize.spec import CastSpec
-from float8_lab.bench.devices import input_sets
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.step import Row
-from float8_lab.bench.timing import issue_microseconds, kernel_sampler, take_turns
+from float8_lab.bench.timing import input_sets, issue_microseconds, kernel_sampler, take_turns
 
 _COPY = "copy"
 

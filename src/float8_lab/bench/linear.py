@@ -11,10 +11,9 @@ from float8.convert.measure import Call
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.spec import Part
-from float8_lab.bench.memory import saved_bytes
 from float8_lab.bench.quality import check
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.step import Row, Step, compare
+from float8_lab.bench.step import Row, Step, compare, saved_bytes
 from float8_lab.bench.timing import Sampler, call_sampler, issue_microseconds, kernel_sampler
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 

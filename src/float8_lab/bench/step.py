@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from float8.sync import sync_float8_amax_and_scale_history
-from float8_lab.bench.memory import peak_bytes
 from float8_lab.bench.quality import check
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import Variant, many_compilations
@@ -140,3 +139,37 @@ def compare(
         row |= {column: times[column] for column in beside or {}}
         row["speedup"] = times[base[row["mode"]]] / row["ms"]
     yield rows
+
+
+def saved_bytes(forward: Callable[[], object], known: Iterable[Tensor]) -> int:
+    """Bytes that `forward` keeps for backward, each storage once.
+
+    Args:
+        forward: Runs a forward pass and returns its result.
+        known: Tensors that are there anyway, such as parameters: not counted.
+    """
+    there = {tensor.untyped_storage().data_ptr() for tensor in known}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    del result  # until here it kept what was saved, so that no address was used twice
+    return sum(saved.values())
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
+    """Most memory in use during `step` over what was in use before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    resting = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - resting

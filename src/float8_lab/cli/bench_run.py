@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from float8_lab.bench.devices import bench_device
-from float8_lab.bench.plot import plot_speedups
-from float8_lab.bench.results import check_output, write_results
+from float8_lab.bench.results import check_output, plot_speedups, write_results
 from float8_lab.bench.shapes import SHAPE_SETS
+from float8_lab.bench.timing import bench_device
 from float8_lab.bench.variants import MODES, peer_version
 from float8_lab.cli.progress import make_console
 from float8_lab.models.presets import PRESETS

@@ -9,9 +9,9 @@ import typer
 
 from float8.config import Float8LinearConfig
 from float8.convert.filters import SMALLEST, known_gpu
-from float8_lab.bench.devices import bench_device
 from float8_lab.bench.plan import Judge, by_measuring, by_size, plan_conversion, planned_speedup
 from float8_lab.bench.results import check_output, write_results
+from float8_lab.bench.timing import bench_device
 from float8_lab.cli.bench_run import Output, print_table
 from float8_lab.cli.options import Debug
 from float8_lab.cli.progress import make_console
