@@ -51,21 +51,13 @@ _LEARNING_RATE = 1e-5
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank runs; picklable.
+    """What every rank runs; picklable."""
 
-    Attributes:
-        size: Blocks and tokens of each rank.
-        recipes: Of this library.
-        modes: `eager`, `compiled` or both.
-        peers: `torchao` or none.
-        rounds: Steps that are timed, in each of the two passes.
-    """
-
-    size: StackSize
+    size: StackSize  # of each rank
     recipes: tuple[str, ...]
     modes: tuple[str, ...]
     peers: tuple[str, ...]
-    rounds: int
+    rounds: int  # steps that are timed, in each of the two passes
 
     def variants(self) -> list[Variant]:
         """Every recipe with a gather in 16 bits, then in float8; a `ValueError` if one is none."""

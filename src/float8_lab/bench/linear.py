@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from float8.convert.measure import Call
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.spec import Part
@@ -155,18 +155,14 @@ def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict
         if variant.mode == EAGER:
             linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]
             x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
-            call = _issued(Step(variant, nn.Sequential(*linears), x, grad), grad)
+            step = Step(variant, nn.Sequential(*linears), x, grad)
+            call = functools.partial(_issue, step, list(step.model.parameters()), grad)
             issue = issue_microseconds(call, device, calls=calls, samples=samples)
             times[variant.recipe] = issue / _CHAIN
     return times
 
 
-def _issued(step: Step, grad: Tensor) -> Call:
-    """Forward and backward of a step, and nothing else."""
-    parameters = list(step.model.parameters())
-
-    def call() -> object:
-        output, x = step.forward()
-        return torch.autograd.grad(output, (x, *parameters), grad)
-
-    return call
+def _issue(step: Step, parameters: Sequence[Tensor], grad: Tensor) -> object:
+    """Forward and backward, and nothing else of a step."""
+    output, x = step.forward()
+    return torch.autograd.grad(output, (x, *parameters), grad)

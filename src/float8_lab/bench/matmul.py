@@ -38,14 +38,8 @@ def bench_matmul(
     """Time `[M, K] @ [K, N]`; yields the rows of one GEMM at a time.
 
     Both operands lie contiguous along K, and the result is bf16. Each shape's operands are several
-    sets that together exceed the L2 cache.
-
-    Args:
-        shapes: Layers, by the name of their set.
-        device: Where.
-        rounds: Samples per variant.
-        gradients: Time all three GEMMs of each layer; in those of the gradients the first operand
-            is in e5m2.
+    sets that together exceed the L2 cache. With `gradients` all three GEMMs of each layer are
+    timed; in those of the gradients the first operand is in e5m2.
 
     Raises:
         WrongResultError: A product is wrong; says which.

@@ -30,12 +30,8 @@ def profile_block(
 ) -> list[Row]:
     """Run one forward and one backward under the profiler, after a few that are not.
 
-    Args:
-        size: What is run.
-        variant: How.
-        device: Where.
-        folder: `forward.json` and `backward.json` go there: traces for chrome://tracing and
-            ui.perfetto.dev.
+    `forward.json` and `backward.json` go to `folder`: traces for chrome://tracing and
+    ui.perfetto.dev.
 
     Returns:
         For each pass and kind of kernel its µs and its share of all kernels' time.

@@ -18,14 +18,9 @@ def check(
 ) -> float:
     """The lowest signal to quantisation noise ratio of all results in dB; infinite if all equal.
 
-    Where there is a process group, tensors are shards and ratios those of whole ones: all ranks
-    must call it, and all come to the same end.
-
-    Args:
-        what: Named by the error, together with the result.
-        reference: Tensors with at least one dim, on any device.
-        results: Of the same names and shapes; others are ignored.
-        at_least: Lower bound in dB.
+    References have at least one dim, on any device; results have the same names and shapes. Where
+    there is a process group, tensors are shards and ratios those of whole ones: all ranks must
+    call it, and all come to the same end.
 
     Raises:
         WrongResultError: A result is below `at_least`, or not a number, or shapes differ.

@@ -29,13 +29,7 @@ def write_results(
 ) -> None:
     """Write JSON or CSV, by the suffix of `path`; CSV has the rest as `#` lines above.
 
-    Args:
-        path: What `check_output` lets pass.
-        benchmark: Its name, as in `float8 bench linear`: `linear`.
-        rows: The measurements.
-        environment: Hardware, versions, commit and command.
-        settings: What was asked for.
-        extra: What does not belong to one row.
+    `settings` are what was asked for, `extra` is what does not belong to one row.
     """
     head = {"schema": SCHEMA, "benchmark": benchmark}
     rest = {"environment": environment, "settings": settings, "extra": extra}

@@ -97,11 +97,10 @@ def compare(
 
     Args:
         what: Named by errors.
-        steps: Made one by one; the first must be bf16, which the others are checked against, and
-            there must be bf16 in each mode.
+        steps: The first must be bf16, which the others are checked against; one in each mode.
         device: Where.
         rounds: Samples of each.
-        at_least: Lower bound in dB of output and gradients.
+        at_least: Lower bound in dB of the SQNR of output and gradients.
         measure: Further columns, of a step that was checked.
         beside: Further samplers; their medians in ms become columns.
 
@@ -142,11 +141,9 @@ def compare(
 
 
 def saved_bytes(forward: Callable[[], object], known: Iterable[Tensor]) -> int:
-    """Bytes that `forward` keeps for backward, each storage once.
+    """Bytes that `forward`, which returns its result, keeps for backward, each storage once.
 
-    Args:
-        forward: Runs a forward pass and returns its result.
-        known: Tensors that are there anyway, such as parameters: not counted.
+    Not counted are those of tensors `known` to be there anyway, such as parameters.
     """
     there = {tensor.untyped_storage().data_ptr() for tensor in known}
     saved: dict[int, int] = {}

@@ -38,11 +38,8 @@ def call_sampler(
 ) -> Sampler:
     """Samples calls issued one after the other: the larger of GPU time and time to issue them.
 
-    Args:
-        calls: What a sample runs.
-        device: Where they run: CUDA events on a GPU, the host's clock elsewhere.
-        lead_in: Issued on a GPU before the clock starts, so that the first call finds it at work,
-            as a training step finds it with the step before.
+    By CUDA events on a GPU, by the host's clock elsewhere. On a GPU `lead_in` is issued before the
+    clock starts, so that the first call finds it at work, as a training step does.
     """
 
     def issue() -> None:
@@ -62,14 +59,10 @@ def kernel_sampler(
 ) -> Sampler:
     """Samples what the GPU needs for `calls`, without the time to issue them.
 
-    On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts.
-
-    Args:
-        calls: The same work on different data. Together larger than the L2 cache, so that no call
-            finds its input there.
-        device: Where they run.
-        at_least_ms: How long a sample takes on a GPU. Long ones show what holds in training, where
-            a GPU is at its limit of power and its clocks drop by a quarter.
+    On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts. Calls
+    do the same work on different data, together larger than the L2 cache, so that none finds its
+    input there. A sample takes `at_least_ms` on a GPU: long ones show what holds in training, where
+    a GPU is at its limit of power and its clocks drop by a quarter.
     """
     if device.type != "cuda":
         return call_sampler(calls, device)
@@ -95,13 +88,8 @@ def issue_microseconds(
 ) -> float:
     """Median time that the calling thread takes to issue `call`, in microseconds.
 
-    The GPU's time must be the shorter one: give it a tensor too small to matter.
-
-    Args:
-        call: What is issued.
-        device: Where it runs.
-        calls: How often it is issued in one sample.
-        samples: How many samples are taken.
+    The GPU's time must be the shorter one: give it a tensor too small to matter. Each of the
+    `samples` is the mean of some `calls`.
     """
     times = []
     for _ in range(_WARMUP + samples):

@@ -21,21 +21,13 @@ _NO_DATA = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autogr
 
 @dataclass
 class Traffic:
-    """Bytes of the whole tensors that collectives of one rank were about, own part included.
+    """Bytes of the whole tensors that collectives of one rank were about, own part included."""
 
-    Attributes:
-        gathered: Results of all-gathers.
-        reduce_scattered: Inputs of reduce-scatters.
-        all_reduced: Tensors of all-reduces.
-        other: Of anything else that was sent or received.
-        all_reduces: How many all-reduces there were.
-    """
-
-    gathered: int = 0
-    reduce_scattered: int = 0
-    all_reduced: int = 0
-    other: int = 0
-    all_reduces: int = 0
+    gathered: int = 0  # results of all-gathers
+    reduce_scattered: int = 0  # inputs of reduce-scatters
+    all_reduced: int = 0  # tensors of all-reduces
+    other: int = 0  # anything else that was sent or received
+    all_reduces: int = 0  # how many there were
 
 
 class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]

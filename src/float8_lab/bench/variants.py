@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -32,31 +33,21 @@ _TE_RECIPES = {"tensorwise": "Float8CurrentScaling", "delayed": "DelayedScaling"
 _FAST_ACCUM = "fast_accum"
 
 Convert = Callable[[nn.Module], nn.Module]
+Attach = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to run a model.
+    """One way to run a model."""
 
-    Attributes:
-        recipe: What its linear layers do, as in `bf16`, `tensorwise`, `torchao tensorwise`.
-        mode: `eager` or `compiled`.
-        convert: Swaps the linear layers of a model; returns the model.
-        around: Makes the context that every forward runs in.
-        config: How the layers run, if it is this library.
-        cached: Whether all microbatches of a step share one cast of each weight.
-        gather: Of a sharded model: in what its weights are gathered, `bf16` or `float8`.
-        attach: Has scaling done at every step of an optimizer.
-    """
-
-    recipe: str
-    mode: str
-    convert: Convert = lambda model: model
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    config: Float8LinearConfig | None = None
-    cached: bool = False
-    gather: str = ""
-    attach: Callable[[nn.Module, torch.optim.Optimizer], object] = attach_to_optimizer
+    recipe: str  # what its linear layers do, as in `bf16`, `tensorwise`, `torchao tensorwise`
+    mode: str  # `eager` or `compiled`
+    convert: Convert = lambda model: model  # swaps the linear layers; returns the model
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # of every forward
+    config: Float8LinearConfig | None = None  # how the layers run, if it is this library
+    cached: bool = False  # whether all microbatches of a step share one cast of each weight
+    gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
+    attach: Attach = attach_to_optimizer  # has scaling done at every step of an optimizer
 
     @property
     def name(self) -> str:
@@ -116,32 +107,28 @@ def make_variants(
     for mode in modes:
         variants.append(Variant(HIGH_PRECISION, mode, gather=gather))
         for recipe, config in configs.items():
-            variant = Variant(recipe, mode, converter(config), config=config, gather=gather)
-            variants.append(variant)
+            variants.append(_ours(recipe, mode, config, gather))
             if cached:
                 name = f"{recipe}, cached weights"
-                variants.append(dataclasses.replace(variant, recipe=name, cached=True))
+                variants.append(dataclasses.replace(variants[-1], recipe=name, cached=True))
             if sharded:
                 own = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-                variants.append(Variant(recipe, mode, converter(own), config=own, gather=FLOAT8))
-        found = [find_peer(name, recipe, mode, sharded) for name in installed for recipe in nearest]
+                variants.append(_ours(recipe, mode, own, FLOAT8))
+        found = (find_peer(name, recipe, mode, sharded) for name in installed for recipe in nearest)
         variants += [peer for peer in found if peer is not None]
     return variants
 
 
-def many_compilations() -> AbstractContextManager[Any]:
+def many_compilations() -> Any:
     """Room for all variants: past the limit, `torch.compile` would fall back to eager mode."""
-    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=256)
-    return patch
+    return torch._dynamo.config.patch(recompile_limit=256)
 
 
 def recipe_config(recipe: str) -> Float8LinearConfig:
-    """The configuration of a recipe with switches, as in `delayed+fast_accum`.
+    """The configuration of a recipe with switches behind a `+`, as in `delayed+fast_accum`.
 
-    Args:
-        recipe: A recipe's name, and after it, each behind a `+`, bool fields of
-            `Float8LinearConfig` that are set (all but that of the gather), or `fast_accum` for all
-            three GEMMs.
+    Switches are bool fields of `Float8LinearConfig` (but that of the gather), which are set, and
+    `fast_accum` for all three GEMMs.
 
     Raises:
         ValueError: No recipe or switch has such a name, or they exclude each other.
@@ -165,11 +152,11 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     return dataclasses.replace(config, **fields)
 
 
-def converter(config: Float8LinearConfig) -> Convert:
-    """What converts all linear layers of a model."""
-    return lambda model: convert_to_float8_training(
-        model, config=config, module_filter_fn=all_linears
+def _ours(recipe: str, mode: str, config: Float8LinearConfig, gather: str) -> Variant:
+    convert = functools.partial(
+        convert_to_float8_training, config=config, module_filter_fn=all_linears
     )
+    return Variant(recipe, mode, convert, config=config, gather=gather)
 
 
 def peer_version(peer: str) -> str | None:
@@ -205,14 +192,11 @@ def _torchao(recipe: str, mode: str, sharded: bool) -> Variant | None:
     except (ValueError, AssertionError):  # it asserts that the name is one of its own
         return None
 
-    def convert(model: nn.Module) -> nn.Module:
-        converted: nn.Module = torchao.convert_to_float8_training(model, config=config)
-        return converted
-
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
         precompute = torchao.precompute_float8_dynamic_scale_for_fsdp
         return optimizer.register_step_post_hook(lambda *_: precompute(model))
 
+    convert = functools.partial(torchao.convert_to_float8_training, config=config)
     gather = FLOAT8 if sharded else ""
     return Variant(f"torchao {recipe}", mode, convert, gather=gather, attach=attach)
 
@@ -222,13 +206,10 @@ def _transformer_engine(recipe: str) -> Variant:
     recipes = importlib.import_module("transformer_engine.common.recipe")
     scaling = getattr(recipes, _TE_RECIPES[recipe])()
 
-    def around() -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any]
-        if hasattr(te, "autocast"):  # the name since TransformerEngine 2.8
-            context = te.autocast(enabled=True, recipe=scaling)
-        else:
-            context = te.fp8_autocast(enabled=True, fp8_recipe=scaling)
-        return context
+    if hasattr(te, "autocast"):  # the name since TransformerEngine 2.8
+        around = functools.partial(te.autocast, enabled=True, recipe=scaling)
+    else:
+        around = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=scaling)
 
     def convert(model: nn.Module) -> nn.Module:
         for parent in list(model.modules()):

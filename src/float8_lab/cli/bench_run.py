@@ -58,37 +58,57 @@ Blocks = Annotated[int, typer.Option(min=1, help="How many blocks.")]
 SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences.")]
 
-# What is shown of a row, in this order: key and heading.
-_NAMES = {
-    "pass": "pass",
+# What is shown of a row, in this order. A heading is the key itself, with exceptions.
+_NAMES = [
+    "pass",
+    "gemm",
+    "M",
+    "K",
+    "N",
+    "R",
+    "C",
+    "case",
+    "count",
+    "layers",
+    "variant",
+    "kind",
+    "recipe",
+    "mode",
+    "gather",
+    "fate",
+]
+_NUMBERS = [
+    "calls",
+    "us",
+    "share",
+    "ms",
+    "bf16_ms",
+    "float8_ms",
+    "tokens_per_s",
+    "tflops",
+    "gb_per_s",
+    "of_copy",
+    "speedup",
+    "floor_ms",
+    "gathered_mb",
+    "reduce_scattered_mb",
+    "all_reduced_kb",
+    "exposed_ms",
+    "saved_mib",
+    "peak_mib",
+    "peak_gib",
+    "sqnr_db",
+    "same_bits",
+]
+_HEADINGS = {
     "gemm": "GEMM",
-    "M": "M",
-    "K": "K",
-    "N": "N",
     "R": "rows",
     "C": "columns",
-    "case": "case",
-    "count": "count",
-    "layers": "layers",
-    "variant": "variant",
-    "kind": "kind",
-    "recipe": "recipe",
-    "mode": "mode",
-    "gather": "gather",
     "fate": "",
-}
-_NUMBERS = {
-    "calls": "calls",
-    "us": "us",
-    "share": "share",
-    "ms": "ms",
-    "bf16_ms": "bf16\nms",
-    "float8_ms": "float8\nms",
     "tokens_per_s": "tokens/s",
     "tflops": "TFLOP/s",
     "gb_per_s": "GB/s",
     "of_copy": "of copy",
-    "speedup": "speedup",
     "floor_ms": "float8\nGEMMs\nalone",
     "gathered_mb": "gathered\nMB",
     "reduce_scattered_mb": "reduce-\nscattered\nMB",
@@ -100,7 +120,6 @@ _NUMBERS = {
     "sqnr_db": "SQNR\ndB",
     "same_bits": "bits of\n16-bit\ngather",
 }
-_HEADINGS = _NAMES | _NUMBERS
 _FORMATS = {
     "speedup": ".2f",
     "sqnr_db": ".1f",
@@ -195,9 +214,9 @@ def print_table(console: Console, title: str, rows: Rows) -> None:
 
     As many tables, one below the other, as it takes to print numbers whole: each has the names.
     """
-    keys = [key for key in _HEADINGS if any(row.get(key) is not None for row in rows)]
-    names = [key for key in keys if key in _NAMES]
-    numbers = keys[len(names) :]
+    known = {key for row in rows for key, value in row.items() if value is not None}
+    names = [key for key in _NAMES if key in known]
+    numbers = [key for key in _NUMBERS if key in known]
     while True:
         shown = len(numbers)
         while True:
@@ -220,9 +239,10 @@ def _table(console: Console, title: str, rows: Rows, keys: Sequence[str]) -> Tab
     columns = [[_cell(row.get(key), _FORMATS.get(key)) for row in rows] for key in keys]
     for key, cells in zip(keys, columns, strict=True):
         number = key in _NUMBERS or any(isinstance(row.get(key), int) for row in rows)
-        words = [word for text in (_HEADINGS[key], *cells) for word in text.split()]
+        heading = _HEADINGS.get(key, key.replace("_", "\n"))
+        words = [word for text in (heading, *cells) for word in text.split()]
         table.add_column(
-            _HEADINGS[key],
+            heading,
             justify="right" if number else "left",
             no_wrap=not any(" " in cell for cell in cells),
             min_width=max(map(len, words), default=0),

@@ -10,34 +10,18 @@ LLAMA3_VOCAB = 128256
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """Shape of a Llama; a `ValueError` if the numbers do not fit together."""
 
-    Attributes:
-        dim: Width of the residual stream.
-        n_layers: Number of blocks.
-        n_heads: Query heads; `dim` is divided among them.
-        n_kv_heads: Key/value heads, each shared by `n_heads / n_kv_heads` query heads.
-        ffn_dim: Hidden width of the SwiGLU feed-forward.
-        vocab_size: Rows of the embedding and of the head; at least 256 for byte-level text.
-        tied_head: Whether the head shares its weight with the embedding.
-        rope_theta: Base of the rotary frequencies.
-        norm_eps: Added to the mean square in RMSNorm.
-        init_std: Standard deviation of the initial weights.
-
-    Raises:
-        ValueError: if the numbers do not fit together.
-    """
-
-    dim: int
+    dim: int  # width of the residual stream
     n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int = BYTE_VOCAB
-    tied_head: bool = False
-    rope_theta: float = 500_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
+    n_heads: int  # query heads; `dim` is divided among them
+    n_kv_heads: int  # key/value heads, each shared by `n_heads / n_kv_heads` query heads
+    ffn_dim: int  # hidden width of the SwiGLU feed-forward
+    vocab_size: int = BYTE_VOCAB  # rows of embedding and head; at least 256 for byte-level text
+    tied_head: bool = False  # whether the head shares its weight with the embedding
+    rope_theta: float = 500_000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    init_std: float = 0.02  # standard deviation of the initial weights
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
@@ -74,21 +58,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model with settings that train it sensibly.
-
-    Attributes:
-        model: The shape.
-        seq_len: Tokens per sequence.
-        batch_size: Sequences per forward pass.
-        learning_rate: Peak of the schedule.
-        steps: Optimizer steps.
-    """
+    """A named model with settings that train it sensibly."""
 
     model: ModelConfig
-    seq_len: int
-    batch_size: int
-    learning_rate: float
-    steps: int
+    seq_len: int  # tokens per sequence
+    batch_size: int  # sequences per forward pass
+    learning_rate: float  # peak of the schedule
+    steps: int  # of the optimizer
 
 
 # Width, blocks, query heads, key/value heads and feed-forward width of the model; then tokens per
