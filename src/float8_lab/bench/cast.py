@@ -101,6 +101,7 @@ def _rows(R: int, C: int, device: torch.device, rounds: int) -> list[Row]:
 def _cases(device: torch.device) -> list[Case]:
     """The kernels as the library calls them, the copy first."""
     scale, amax = (torch.tensor(value, device=device) for value in (0.01, 0.0))
+    spec, state = CastSpec(E4M3), DelayedScale(scale, amax)
 
     def cast(row: bool, col: bool) -> tuple[Call, Call]:
         return (
@@ -108,54 +109,38 @@ def _cases(device: torch.device) -> list[Case]:
             lambda x: cast_reference(x, scale, E4M3, row, col),
         )
 
-    def delayed(x: Tensor) -> object:
-        state = DelayedScale(scale, amax)
-        return amax, kernels.cast_delayed(x, CastSpec(E4M3), state, row=True, col=True)
+    def dynamic(x: Tensor) -> object:
+        return kernels.cast_dynamic(x, spec, row=True, col=True)
 
-    both, both_twin = cast(True, True)
+    def dynamic_twin(x: Tensor) -> object:
+        return cast_dynamic_reference(x, E4M3, True, True, False, False)
+
+    def delayed(x: Tensor) -> object:
+        return amax, kernels.cast_delayed(x, spec, state, row=True, col=True)
+
+    def amax_in_torch(x: Tensor) -> object:
+        return x.abs().max()
+
+    amaxes, both = (kernels.amax, amax_reference), cast(True, True)
+    apart = _one_after_the_other(amaxes[0], both[0]), _one_after_the_other(amaxes[1], both[1])
     return [
         Case(_COPY, 4, torch.clone, torch.clone),
-        Case("amax", 2, kernels.amax, amax_reference),
-        Case("amax of x.t()", 2, kernels.amax, amax_reference, Tensor.t),
-        Case("cast row+col", 4, both, both_twin),
-        Case("cast row+col of x.t()", 4, both, both_twin, Tensor.t),
+        Case("amax", 2, *amaxes),
+        Case("amax of x.t()", 2, *amaxes, Tensor.t),
+        Case("cast row+col", 4, *both),
+        Case("cast row+col of x.t()", 4, *both, Tensor.t),
         Case("cast row", 3, *cast(True, False)),
         Case("cast col", 3, *cast(False, True)),
-        Case(
-            "amax, cast row+col",
-            6,
-            lambda x: (kernels.amax(x), both(x)),
-            lambda x: (amax_reference(x), both_twin(x)),
-        ),
-        Case(
-            "cast_dynamic row+col",
-            6,
-            _dynamic,
-            lambda x: cast_dynamic_reference(x, E4M3, True, True, False, False),
-        ),
-        Case(
-            "cast_delayed row+col",
-            4,
-            delayed,
-            lambda x: (amax_reference(x), scale, both_twin(x)),
-        ),
-        Case(
-            "transpose",
-            2,
-            kernels.transpose_bytes,
-            transpose_reference,
-            lambda x: x.to(E4M3),
-        ),
-        Case("x.abs().max() in torch", 2, _amax_in_torch, _amax_in_torch),
+        Case("amax, cast row+col", 6, *apart),
+        Case("cast_dynamic row+col", 6, dynamic, dynamic_twin),
+        Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), scale, both[1](x))),
+        Case("transpose", 2, kernels.transpose_bytes, transpose_reference, lambda x: x.to(E4M3)),
+        Case("x.abs().max() in torch", 2, amax_in_torch, amax_in_torch),
     ]
 
 
-def _dynamic(x: Tensor) -> object:
-    return kernels.cast_dynamic(x, CastSpec(E4M3), row=True, col=True)
-
-
-def _amax_in_torch(x: Tensor) -> object:
-    return x.abs().max()
+def _one_after_the_other(first: Call, second: Call) -> Call:
+    return lambda x: (first(x), second(x))
 
 
 def check_awkward(device: torch.device) -> int:
@@ -167,32 +152,32 @@ def check_awkward(device: torch.device) -> int:
     Raises:
         WrongResultError: One differs; says which.
     """
-    scale = torch.tensor(0.0371, device=device)
     count = 0
-
-    def compare(what: str, got: object, expected: object) -> None:
-        nonlocal count
-        count += 1
+    for count, (what, got, expected) in enumerate(_awkward_cases(device), 1):  # noqa: B007
         _agree(what, got, expected)
+    return count
 
+
+def _awkward_cases(device: torch.device) -> Iterator[tuple[str, object, object]]:
+    """What it is, the kernel's result, its twin's."""
+    scale = torch.tensor(0.0371, device=device)
     for size, (source, dtype) in itertools.product(_SIZES, _PAIRS):
         x = _awkward(size, source, device)
         for y in (x, x.t(), x[:, ::2], x[:1].expand(40, -1)):
             what = f"of {source} {tuple(y.shape)} with strides {y.stride()}"
             for layouts in _LAYOUTS:
-                got = kernels.cast(y, scale, dtype, **layouts)
-                expected = cast_reference(y, scale, dtype, **layouts)
-                compare(f"cast to {dtype} {what}, {layouts}", got, expected)
+                cast = kernels.cast(y, scale, dtype, **layouts)
+                twin = cast_reference(y, scale, dtype, **layouts)
+                yield f"cast to {dtype} {what}, {layouts}", cast, twin
             finite = y.nan_to_num(1.0, 2.0, -2.0)
-            compare(f"amax {what}", kernels.amax(finite), amax_reference(finite))
+            yield f"amax {what}", kernels.amax(finite), amax_reference(finite)
             if y.isnan().any():
-                compare(f"amax of NaN {what}", kernels.amax(y).isnan(), amax_reference(y).isnan())
+                yield f"amax of NaN {what}", kernels.amax(y).isnan(), amax_reference(y).isnan()
     for size in _SIZES:
         data = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
         for part in (data, data.t(), data[:, ::2]):
-            twin = transpose_reference(part)
-            compare(f"transpose of {tuple(part.shape)}", kernels.transpose_bytes(part), twin)
-    return count
+            what = f"transpose of {tuple(part.shape)}"
+            yield what, kernels.transpose_bytes(part), transpose_reference(part)
 
 
 def _awkward(size: tuple[int, int], source: torch.dtype, device: torch.device) -> Tensor:

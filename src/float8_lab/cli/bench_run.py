@@ -12,7 +12,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from float8_lab.bench.results import check_output, plot_speedups, write_results
@@ -59,47 +59,12 @@ SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences.")]
 
 # What is shown of a row, in this order. A heading is the key itself, with exceptions.
-_NAMES = [
-    "pass",
-    "gemm",
-    "M",
-    "K",
-    "N",
-    "R",
-    "C",
-    "case",
-    "count",
-    "layers",
-    "variant",
-    "kind",
-    "recipe",
-    "mode",
-    "gather",
-    "fate",
-]
-_NUMBERS = [
-    "calls",
-    "us",
-    "share",
-    "ms",
-    "bf16_ms",
-    "float8_ms",
-    "tokens_per_s",
-    "tflops",
-    "gb_per_s",
-    "of_copy",
-    "speedup",
-    "floor_ms",
-    "gathered_mb",
-    "reduce_scattered_mb",
-    "all_reduced_kb",
-    "exposed_ms",
-    "saved_mib",
-    "peak_mib",
-    "peak_gib",
-    "sqnr_db",
-    "same_bits",
-]
+_NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather fate"
+_NUMBERS = (
+    "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
+    "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_mib peak_gib "
+    "sqnr_db same_bits"
+)
 _HEADINGS = {
     "gemm": "GEMM",
     "R": "rows",
@@ -120,13 +85,8 @@ _HEADINGS = {
     "sqnr_db": "SQNR\ndB",
     "same_bits": "bits of\n16-bit\ngather",
 }
-_FORMATS = {
-    "speedup": ".2f",
-    "sqnr_db": ".1f",
-    "share": ".1%",
-    "of_copy": ".1%",
-    "same_bits": ".0%",
-}
+_FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "same_bits": ".0%"}
+_FORMATS |= {"share": ".1%", "of_copy": ".1%"}
 
 
 def words(values: Sequence[str] | None) -> list[str]:
@@ -167,12 +127,7 @@ class Bench:
     def collect(self, groups: Iterable[Rows], total: int) -> Rows:
         """All rows; a bar moves with each group where there is a terminal, else a line says so."""
         rows: Rows = []
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
+        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         hidden = not self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
             task = bar.add_task(self.name, total=total)
@@ -215,20 +170,18 @@ def print_table(console: Console, title: str, rows: Rows) -> None:
     As many tables, one below the other, as it takes to print numbers whole: each has the names.
     """
     known = {key for row in rows for key, value in row.items() if value is not None}
-    names = [key for key in _NAMES if key in known]
-    numbers = [key for key in _NUMBERS if key in known]
+    names = [key for key in _NAMES.split() if key in known]
+    numbers = [key for key in _NUMBERS.split() if key in known]
+    shown = len(numbers)
     while True:
-        shown = len(numbers)
-        while True:
-            table = _table(console, title, rows, names + numbers[:shown])
-            if (
-                shown < 2
-                or table.__rich_measure__(console, console.options).minimum <= console.width
-            ):
-                break
+        table = _table(console, title, rows, names + numbers[:shown])
+        width = table.__rich_measure__(console, console.options).minimum
+        if shown > 1 and width > console.width:
             shown -= 1
+            continue
         console.print(table)
         numbers = numbers[shown:]
+        shown = len(numbers)
         if not numbers:
             return
 
@@ -238,7 +191,7 @@ def _table(console: Console, title: str, rows: Rows, keys: Sequence[str]) -> Tab
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=dense)
     columns = [[_cell(row.get(key), _FORMATS.get(key)) for row in rows] for key in keys]
     for key, cells in zip(keys, columns, strict=True):
-        number = key in _NUMBERS or any(isinstance(row.get(key), int) for row in rows)
+        number = key in _NUMBERS.split() or any(isinstance(row.get(key), int) for row in rows)
         heading = _HEADINGS.get(key, key.replace("_", "\n"))
         words = [word for text in (heading, *cells) for word in text.split()]
         table.add_column(
