@@ -59,11 +59,11 @@ SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences.")]
 
 # What is shown of a row, in this order. A heading is the key itself, with exceptions.
-_NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather fate"
+_NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather"
 _NUMBERS = (
     "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
     "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_mib peak_gib "
-    "sqnr_db same_bits"
+    "sqnr_db same_bits fate"
 )
 _HEADINGS = {
     "gemm": "GEMM",
@@ -191,7 +191,7 @@ def _table(console: Console, title: str, rows: Rows, keys: Sequence[str]) -> Tab
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=dense)
     columns = [[_cell(row.get(key), _FORMATS.get(key)) for row in rows] for key in keys]
     for key, cells in zip(keys, columns, strict=True):
-        number = key in _NUMBERS.split() or any(isinstance(row.get(key), int) for row in rows)
+        number = any(isinstance(row.get(key), (int, float)) for row in rows)
         heading = _HEADINGS.get(key, key.replace("_", "\n"))
         words = [word for text in (heading, *cells) for word in text.split()]
         table.add_column(
