@@ -14,9 +14,8 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +34,7 @@ BF16 = torch.bfloat16
 Make = Callable[[], nn.Module]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A Llama without embedding and head."""
 
     blocks: int

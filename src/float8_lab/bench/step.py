@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from float8.sync import sync_float8_amax_and_scale_history
 from float8_lab.bench.quality import check
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import Variant, many_compilations
+from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
 
 Row = dict[str, Any]
 
@@ -107,9 +107,7 @@ def compare(
     Raises:
         WrongResultError: An output or a gradient is wrong; says which.
     """
-    rows: list[Row] = []
-    names: list[str] = []
-    base: dict[str, str] = {}
+    rows: dict[str, Row] = {}
     samplers = dict(beside or {})
     reference: dict[str, Tensor] = {}
     with many_compilations():
@@ -125,19 +123,15 @@ def compare(
             peak = peak_bytes(step, device)
             row = {"recipe": variant.recipe, "mode": variant.mode, **measure(step)}
             row |= {"peak_gib": None if peak is None else peak / 2**30, "sqnr_db": quality}
-            rows.append(row)
-            names.append(variant.name)
-            if variant.is_reference:
-                base[variant.mode] = variant.name
+            rows[variant.name] = row
             samplers[variant.name] = steady_sampler(step, device)
             yield []
         reference.clear()
         times = take_turns(samplers, rounds)
-    for name, row in zip(names, rows, strict=True):
-        row["ms"] = times[name]
-        row |= {column: times[column] for column in beside or {}}
-        row["speedup"] = times[base[row["mode"]]] / row["ms"]
-    yield rows
+    for name, row in rows.items():
+        row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
+        row["speedup"] = times[Variant(HIGH_PRECISION, row["mode"]).name] / row["ms"]
+    yield list(rows.values())
 
 
 def saved_bytes(forward: Callable[[], object], known: Iterable[Tensor]) -> int:

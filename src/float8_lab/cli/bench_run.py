@@ -172,23 +172,21 @@ def print_table(console: Console, title: str, rows: Rows) -> None:
     known = {key for row in rows for key, value in row.items() if value is not None}
     names = [key for key in _NAMES.split() if key in known]
     numbers = [key for key in _NUMBERS.split() if key in known]
-    shown = len(numbers)
     while True:
-        table = _table(console, title, rows, names + numbers[:shown])
-        width = table.__rich_measure__(console, console.options).minimum
-        if shown > 1 and width > console.width:
-            shown -= 1
-            continue
+        narrower = ((0, count) for count in range(len(numbers), 0, -1))
+        for padding, shown in [(1, len(numbers)), *narrower]:
+            table = _table(title, rows, names + numbers[:shown], padding)
+            needed = table.__rich_measure__(console, console.options)
+            if (needed.maximum if padding else needed.minimum) <= console.width:
+                break
         console.print(table)
         numbers = numbers[shown:]
-        shown = len(numbers)
         if not numbers:
             return
 
 
-def _table(console: Console, title: str, rows: Rows, keys: Sequence[str]) -> Table:
-    dense = (0, 0) if console.width < 100 else (0, 1)
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=dense)
+def _table(title: str, rows: Rows, keys: Sequence[str], padding: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, padding))
     columns = [[_cell(row.get(key), _FORMATS.get(key)) for row in rows] for key in keys]
     for key, cells in zip(keys, columns, strict=True):
         number = any(isinstance(row.get(key), (int, float)) for row in rows)
