@@ -8,33 +8,33 @@ variant is checked against bf16 before it is timed; times are medians of interle
 
 from __future__ import annotations
 
-# ruff: noqa: E501
 import argparse
 import functools
 import gc
 import json
 import os
-import platform
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import float8
+from float8 import kernels
+from float8_lab.bench.linear import Layer
+from float8_lab.bench.step import WARMUP, Row, Step, compare
+from float8_lab.bench.timing import issue_microseconds
+from float8_lab.bench.variants import COMPILED, EAGER, Variant, many_compilations
+from float8_lab.trainer.environment import describe_environment
 
-Row = dict[str, Any]
+AT_LEAST = 7.0  # dB of output and gradients against bf16
+BF16 = torch.bfloat16
+Make = Callable[[], nn.Module]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A Llama without embedding and head."""
 
     blocks: int
@@ -95,7 +95,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(s) for _ in range(s.blocks))
+        self.layers = nn.ModuleList(Block(s) for _ in range(s.blocks))
         head = s.dim // s.heads
         inverse = 500_000.0 ** (-torch.arange(0, head, 2, dtype=torch.float32) / head)
         angle = torch.outer(torch.arange(s.seq, dtype=torch.float32), inverse)[:, None, :]
@@ -103,7 +103,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self.layers:
             x = block(x, self.cos, self.sin)
         return x
 
@@ -121,205 +121,92 @@ def plain_llama(s: Shape, device: torch.device) -> Llama:
     return model
 
 
-def convert(model: nn.Module, recipe: str, every_layer: bool) -> nn.Module:
-    """Convert as a user would; `every_layer` takes those too that float8 makes slower."""
+def plain_variant(recipe: str, mode: str, every_layer: bool) -> Variant:
+    """Converted as a user would; `every_layer` takes those too that float8 makes slower."""
     name, _, library = recipe.partition("@")
-    take = (lambda mod, fqn: True) if every_layer else None
     if name == "bf16":
-        return model
+        return Variant(recipe, mode)
+    take = float8.all_linears if every_layer else None
     if library == "torchao":
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        import torchao.float8 as torchao
 
-        config = Float8LinearConfig.from_recipe_name(name)
-        return convert_to_float8_training(model, config=config, module_filter_fn=take)
-    config = float8.Float8LinearConfig.from_recipe_name(name)
-    return float8.convert_to_float8_training(model, config=config, module_filter_fn=take)
-
-
-class Step:
-    """Forward and backward of one variant on fixed random data."""
-
-    def __init__(
-        self, make: Callable[[], nn.Module], shape: tuple[int, ...], recipe: str, mode: str,
-        every_layer: bool, device: torch.device,
-    ) -> None:  # fmt: skip
-        torch.manual_seed(0)
-        self.model = convert(make(), recipe, every_layer)
-        if mode == "compiled":  # each block by itself, as trainers do: they share one compilation
-            for part in getattr(self.model, "blocks", [self.model]):
-                part.compile(fullgraph=True, dynamic=False)
-        generator = torch.Generator(device).manual_seed(1)
-        options = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-        self.data = torch.randn(shape, **options)
-        with torch.no_grad():
-            out = self.model(self.data)
-        self.grad = torch.randn(out.shape, **options)
-
-    def __call__(self) -> dict[str, Tensor]:
-        x = self.data.detach().requires_grad_()
-        self.model(x).backward(self.grad)
-        float8.sync_float8_amax_and_scale_history(self.model)
-        grads = {"input": x.grad}
-        for name, parameter in self.model.named_parameters():
-            grads[name], parameter.grad = parameter.grad, None
-        return grads
-
-
-def sqnr(a: Tensor, b: Tensor) -> float:
-    signal = noise = 0.0
-    for x, y in zip(a.detach().chunk(8), b.detach().chunk(8), strict=True):
-        x, y = x.double(), y.double()
-        signal, noise = signal + x.square().sum(), noise + (x - y).square().sum()
-    return float(10 * torch.log10(signal / noise))
-
-
-def timed(
-    steps: dict[str, Callable[[], object]], rounds: int, device: torch.device
-) -> dict[str, float]:
-    """Median milliseconds of each, in interleaved rounds; a lead-in hides the first launch."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 2):
-        for name, step in steps.items():
-            if device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                step()
-                start.record()
-                step()
-                end.record()
-                end.synchronize()
-                ms = start.elapsed_time(end)
-            else:
-                begin = time.perf_counter()
-                step()
-                ms = (time.perf_counter() - begin) * 1e3
-            if turn >= 2:
-                times[name].append(ms)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def peak_gib(step: Callable[[], object], device: torch.device) -> float | None:
-    """Peak of one step, what was allocated before it subtracted, its own model included again."""
-    if device.type != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.synchronize()
-    model = sum(p.nbytes for p in step.model.parameters())
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before + model) / 2**30
-
-
-def compare(
-    what: str, make: Callable[[], nn.Module], shape: tuple[int, ...], variants: list[tuple[str, str]],
-    device: torch.device, rounds: int, every_layer: bool = False, at_least: float = 7.0,
-) -> list[Row]:  # fmt: skip
-    steps: dict[str, Step] = {}
-    rows: list[Row] = []
-    reference: dict[str, Tensor] | None = None
-    for recipe, mode in variants:
-        torch._dynamo.reset()
-        step = Step(make, shape, recipe, mode, every_layer, device)
-        for _ in range(3):
-            grads = step()
-        if reference is None:
-            reference, quality = grads, float("inf")
-        else:
-            quality = min(sqnr(reference[k], g) for k, g in grads.items())
-            assert quality >= at_least, f"{what} {recipe} {mode}: {quality:.1f} dB"
-        del grads
-        rows.append(
-            {
-                "what": what,
-                "recipe": recipe,
-                "mode": mode,
-                "sqnr_db": round(quality, 1) if quality < 999 else None,
-                "peak_gib": peak_gib(step, device),
-            }
+        config = torchao.Float8LinearConfig.from_recipe_name(name)
+        convert = torchao.convert_to_float8_training
+        return Variant(
+            recipe, mode, functools.partial(convert, config=config, module_filter_fn=take)
         )
-        steps[f"{recipe} {mode}"] = step
-    times = timed(steps, rounds, device)
+    config = float8.Float8LinearConfig.from_recipe_name(name)
+    convert = functools.partial(
+        float8.convert_to_float8_training, config=config, module_filter_fn=take
+    )
+    return Variant(recipe, mode, convert, config=config)
+
+
+def plain_step(variant: Variant, make: Make, shape: tuple[int, ...], device: torch.device) -> Step:
+    """Forward and backward on the same random data at every call; input and output of one shape."""
+    torch.manual_seed(0)
+    model = make()
+    generator = torch.Generator(device).manual_seed(1)
+    data = torch.randn((2, *shape), device=device, dtype=BF16, generator=generator)
+    return Step(variant, model, data[0], data[1], sync=True)
+
+
+def compared(
+    what: str,
+    make: Make,
+    shape: tuple[int, ...],
+    variants: list[tuple[str, str]],
+    device: torch.device,
+    rounds: int,
+    every_layer: bool = False,
+) -> list[Row]:
+    """Rows of all variants; their memory is the peak of a step, with their own model."""
+
+    def steps() -> Iterator[tuple[Variant, Step]]:
+        for recipe, mode in variants:
+            variant = plain_variant(recipe, mode, every_layer)
+            yield variant, plain_step(variant, make, shape, device)
+
+    def size(step: Step) -> Row:
+        return {"model_gib": sum(p.nbytes for p in step.model.parameters()) / 2**30}
+
+    *_, rows = compare(what, steps(), device, rounds, at_least=AT_LEAST, measure=size)
+    bf16 = {}
     for row in rows:
-        row["ms"] = times[f"{row['recipe']} {row['mode']}"]
-    for row in rows:
-        for base in rows:
-            if base["recipe"] == "bf16" and base["mode"] == row["mode"]:
-                row["speedup"] = base["ms"] / row["ms"]
-                if row["peak_gib"]:
-                    row["memory"] = row["peak_gib"] / base["peak_gib"]
-    return rows
+        own = row.pop("model_gib")
+        row["sqnr_db"] = round(row["sqnr_db"], 1) if row["sqnr_db"] < 999 else None
+        if row["peak_gib"] is not None:
+            row["peak_gib"] += own
+            row["memory"] = row["peak_gib"] / bf16.setdefault(row["mode"], row["peak_gib"])
+    return [{"what": what, **row} for row in rows]
 
 
 def issue_cast(device: torch.device) -> list[Row]:
     """CPU microseconds per cast: 100 casts of small tensors in one compiled function."""
-    xs = [torch.randn(256, 256, device=device, dtype=torch.bfloat16) for _ in range(100)]
+    xs = [torch.randn(256, 256, device=device, dtype=BF16) for _ in range(100)]
     scale = torch.tensor(0.01, device=device)
-    from float8 import kernels
 
     def casts(xs: list[Tensor]) -> list[Any]:
         return [kernels.cast(x, scale, torch.float8_e4m3fn, row=True, col=True) for x in xs]
 
-    fn = torch.compile(casts, fullgraph=True, dynamic=False)
-    fn(xs)
-    samples = []
-    for _ in range(20):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        fn(xs)
-        samples.append((time.perf_counter() - begin) * 1e6 / len(xs))
-    return [
-        {
-            "what": "compiled cast",
-            "recipe": "-",
-            "mode": "compiled",
-            "us": statistics.median(samples),
-        }
-    ]
+    call = functools.partial(torch.compile(casts, fullgraph=True, dynamic=False), xs)
+    us = issue_microseconds(call, device, calls=1, samples=20) / len(xs)
+    return [{"what": "compiled cast", "recipe": "-", "mode": COMPILED, "us": us}]
 
 
-def profile(
-    make: Callable[[], nn.Module],
-    shape: tuple[int, ...],
-    recipe: str,
-    mode: str,
-    device: torch.device,
-) -> None:
-    torch._dynamo.reset()
-    step = Step(make, shape, recipe, mode, False, device)
-    for _ in range(3):
+def profile(make: Make, shape: tuple[int, ...], recipe: str, device: torch.device) -> None:
+    """Print the compiled kernels of two steps by time."""
+    step = plain_step(plain_variant(recipe, COMPILED, False), make, shape, device)
+    for _ in range(WARMUP):
         step()
-    with torch.profiler.profile() as prof:
+    with torch.profiler.profile() as profiled:
         for _ in range(2):
             step()
-        torch.cuda.synchronize()
-    totals: dict[str, list[float]] = {}
-    for event in prof.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            total = totals.setdefault(event.name[:110], [0, 0.0])
-            total[0] += 1
-            total[1] += event.device_time
-    print(f"--- {recipe} {mode}: kernels by time, us per step")
-    for name, (count, us) in sorted(totals.items(), key=lambda kv: -kv[1][1])[:45]:
-        print(f"{us / 2:10.0f} {count / 2:6.0f}  {name}")
-
-
-def environment() -> dict[str, Any]:
-    commit = (
-        os.environ.get("FLOAT8_COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-        "command": "python " + " ".join(sys.argv),
-    }
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    table = profiled.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=110)
+    print(f"--- {recipe} compiled: two steps\n{table}")
 
 
 def main() -> None:
@@ -331,62 +218,55 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch._dynamo.config.recompile_limit = 256
     peers = ["tensorwise@torchao"] if args.torchao else []
+    recipes = ["bf16", "tensorwise", "delayed"]
+    compiled = [(recipe, COMPILED) for recipe in [*recipes, *peers]]
+    both = [*compiled, *((recipe, EAGER) for recipe in recipes)]
     rows: list[Row] = []
 
-    def llama(name: str) -> tuple[Callable[[], nn.Module], tuple[int, ...]]:
+    def llama(name: str) -> tuple[Make, tuple[int, ...]]:
         s = SHAPES["tiny" if args.tiny else name]
         return (lambda: plain_llama(s, device)), (s.batch, s.seq, s.dim)
 
-    both = [(r, m) for m in ("compiled", "eager") for r in ("bf16", "tensorwise", "delayed")]
+    def linear() -> nn.Module:
+        return Layer(torch.randn(4096, 4096, device=device, dtype=BF16) * 4096**-0.5)
+
+    def measured(what: str) -> list[Row]:
+        if what in ("stack", "70b", "1b"):
+            name = "8b" if what == "stack" else what
+            title = "8B stack" if what == "stack" else f"{what} stack"
+            return compared(title, *llama(name), both, device, args.rounds)
+        if what == "small":
+            title = "150m, every layer"
+            return compared(title, *llama("150m"), compiled, device, args.rounds, True)
+        if what == "linear":
+            title = "linear 8192,4096,4096"
+            return compared(title, linear, (8192, 4096), compiled, device, args.rounds, True)
+        if what == "cast":
+            return issue_cast(device)
+        if what == "profile":
+            for recipe in ("tensorwise", "bf16", *peers):
+                profile(*llama("8b"), recipe, device)
+            return []
+        known = "stack, 70b, 1b, small, linear, cast, profile"
+        raise SystemExit(f"--what: got {what!r}, expected some of {known}")
+
     for what in args.what.split(","):
-        if what == "stack":
-            variants = [*both, *((p, "compiled") for p in peers)]
-            rows += compare("8B stack", *llama("8b"), variants, device, args.rounds)
-        elif what in ("70b", "1b"):
-            variants = [*both, *((p, "compiled") for p in peers)]
-            rows += compare(f"{what} stack", *llama(what), variants, device, args.rounds)
-        elif what == "small":
-            variants = [(r, "compiled") for r in ("bf16", "tensorwise", "delayed", *peers)]
-            rows += compare(
-                "150m, every layer", *llama("150m"), variants, device, args.rounds, True
-            )
-        elif what == "linear":
-            make = functools.partial(
-                nn.Linear, 4096, 4096, bias=False, device=device, dtype=torch.bfloat16
-            )
-            variants = [(r, "compiled") for r in ("bf16", "tensorwise", "delayed", *peers)]
-            rows += compare(
-                "linear 8192,4096,4096", make, (8192, 4096), variants, device, args.rounds, True
-            )
-        elif what == "cast":
-            rows += issue_cast(device)
-        elif what == "profile":
-            profile(*llama("8b"), "tensorwise", "compiled", device)
-            profile(*llama("8b"), "bf16", "compiled", device)
-            if args.torchao:
-                profile(*llama("8b"), "tensorwise@torchao", "compiled", device)
+        torch._dynamo.reset()
+        with many_compilations():
+            new = measured(what)
+        rows += new
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        for row in rows:
-            if not row.get("printed"):
-                row["printed"] = True
-                print(
-                    "  ".join(
-                        f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
-                        for k, v in row.items()
-                        if k != "printed"
-                    ),
-                    flush=True,
-                )
-    for row in rows:
-        row.pop("printed", None)
+        for row in new:
+            cells = (f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+            print("  ".join(cells), flush=True)
     if args.output:
-        args.output.write_text(
-            json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n"
-        )
+        environment = describe_environment(device)
+        commit = os.environ.get("FLOAT8_COMMIT") or environment.pop("git_commit")
+        results = {"environment": {**environment, "commit": commit}, "rows": rows}
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from torch import nn
 
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import fsdp
+from float8_lab.bench import variants as variants_module
 from float8_lab.bench.block import Stack, StackSize
-from float8_lab.bench.fsdp_step import Reference, build_and_free
-from float8_lab.bench.fsdp_variants import Plan, sharded_variants
+from float8_lab.bench.fsdp import Plan, build_and_free, same_bits
+from float8_lab.bench.quality import check
 from float8_lab.bench.ranks import RankFailedError, rank_count, run_ranks
 from float8_lab.cli.main import main
 from support import failing_ranks
@@ -73,7 +74,8 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
     torchao.precompute_float8_dynamic_scale_for_fsdp = precomputed.append
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
-    variants = sharded_variants(replace(PLAN, modes=("compiled",), peers=("torchao",)))
+    monkeypatch.setattr(variants_module, "peer_version", lambda peer: "1.0")
+    variants = replace(PLAN, modes=("compiled",), peers=("torchao",)).variants()
     assert [variant.name for variant in variants] == [
         "bf16, compiled, bf16 gather",
         "tensorwise, compiled, bf16 gather",
@@ -92,11 +94,11 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
 def test_a_variant_leaves_no_memory_behind(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
-        for variant in sharded_variants(replace(PLAN, modes=("eager",))):
+        for variant in replace(PLAN, modes=("eager",)).variants():
             with build_and_free(variant, TINY, torch.device("cpu")) as step:
                 step.first_gradients()
                 step.optimize()
-                weights = [weakref.ref(p) for p in step.stack.parameters()]
+                weights = [weakref.ref(p) for p in step.model.parameters()]
             assert all(weight() is None for weight in weights), variant.name
     finally:
         dist.destroy_process_group()
@@ -106,15 +108,14 @@ def test_a_wrong_gradient_ends_it(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
         right = {"a": torch.randn(4, 4).bfloat16(), "b": torch.ones(2).bfloat16()}
-        reference = Reference(right)
-        assert reference.check("x", right) == float("inf")
-        assert reference.same_bits(right) == 1
+        assert check("fsdp x:", right, right, 10) == float("inf")
+        assert same_bits(right, right) == 1
         off = {"a": right["a"] * 1.125, "b": right["b"]}
-        assert reference.check("x", off) == pytest.approx(18.06, abs=0.1)
-        assert reference.same_bits(off) == 0.5
+        assert check("fsdp x:", right, off, 10) == pytest.approx(18.06, abs=0.1)
+        assert same_bits(right, off) == 0.5
         for wrong in (torch.zeros(4, 4), torch.full((4, 4), torch.nan)):
-            with pytest.raises(WrongResultError, match=r"fsdp x: gradient of a: SQNR .* at least"):
-                reference.check("x", {**right, "a": wrong.bfloat16()})
+            with pytest.raises(WrongResultError, match=r"fsdp x: a: SQNR .* at least"):
+                check("fsdp x:", right, {**right, "a": wrong.bfloat16()}, 10)
     finally:
         dist.destroy_process_group()
 

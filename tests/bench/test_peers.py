@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from float8_lab.bench.peers import find_peer, peer_version
-from float8_lab.bench.variants import make_variants
+from float8_lab.bench.variants import find_peer, make_variants, peer_version
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def test_transformer_engine_layers_take_over_the_weights() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 2, bias=False)))
     x = torch.randn(3, 8)
     expected = model(x)
-    peer = find_peer("te", "delayed")
+    peer = find_peer("te", "delayed", "eager")
     assert peer is not None
     converted = peer.convert(model)
     assert [type(m) for m in converted.modules() if isinstance(m, nn.Linear)] == [TeLinear] * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from float8 import Float8LinearConfig, all_linears
+from float8 import Float8LinearConfig
 from float8.convert.filters import SMALLEST
 from float8.convert.measure import LinearTimes
 from float8_lab.bench import plan
@@ -31,15 +31,18 @@ def model() -> nn.Module:
 
 def test_layers_are_grouped_by_shape_and_fate() -> None:
     judge = by_size(8192, "H100")
-    planned = plan_conversion(model(), judge, lambda mod, fqn: fqn != "head")
-    found = [(layer.names, layer.in_features, layer.convert) for layer in planned]
-    assert found == [(("a", "b"), 4096, True), (("small",), 64, False), (("head",), 4096, False)]
-    assert [layer.verdict.slower is None for layer in planned] == [True, False, True]
+    rows = plan_conversion(model(), 8192, judge, head="head")
+    found = [(row["layers"], row["count"], row["M"], row["K"], row["fate"]) for row in rows]
+    assert found == [
+        ("a b", 2, 8192, 4096, "convert"),
+        ("small", 1, 8192, 64, "leave: K=64 is less than 640"),
+        ("head", 1, 8192, 4096, "leave: output head"),
+    ]
 
 
 def test_the_model_is_not_changed() -> None:
     planned = model()
-    plan_conversion(planned, lambda in_features, out_features: Verdict(None), all_linears)
+    plan_conversion(planned, 16, lambda in_features, out_features: Verdict(None), head="head")
     assert all(type(layer) is nn.Linear for layer in planned.children())
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from float8_lab.bench.devices import bench_device, input_sets
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, parse_shape, select_shapes
+from float8_lab.bench.timing import bench_device, input_sets
 
 
 def test_a_shape_is_three_numbers() -> None:

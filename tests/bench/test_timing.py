@@ -37,7 +37,6 @@ def test_rounds_are_interleaved_and_the_first_ones_do_not_count() -> None:
 def test_a_sample_is_the_time_of_one_call() -> None:
     sample = call_sampler([lambda: time.sleep(0.01)] * 3, CPU)()
     assert 10 <= sample < 15
-    assert call_sampler([lambda: time.sleep(0.01)], CPU, per_sample=4)() < 5
 
 
 @pytest.mark.gpu

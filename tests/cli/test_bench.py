@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from float8_lab.bench import matmul
+from float8_lab.cli.bench_run import print_table
 from float8_lab.cli.main import main
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 CPU = ["--device", "cpu", "--rounds", "1"]
 
 
@@ -35,7 +39,7 @@ def test_matmul_prints_a_table_and_writes_what_it_takes_to_repeat_it(
     out, err = capsys.readouterr()
     assert err == ""
     assert re.search(r"GEMM +M +K +N +variant +ms +TFLOP/s +speedup", out)
-    assert re.search(r"32 +64 +32 +float8 fast accum +\d+\.\d{4}", out)
+    assert re.search(r"32 +64 +32 +float8 fast accum +\d+\.\d+", out)
     assert "(host times)" in out
     results = json.loads(Path("x.json").read_text())
     assert results["benchmark"] == "matmul"
@@ -109,6 +113,20 @@ def test_a_wrong_result_is_one_line_and_no_file(
         capsys.readouterr().err,
     )
     assert not Path("x.json").exists()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_numbers_of_a_table_are_whole_however_narrow_the_terminal(width: int) -> None:
+    results = json.loads((RESULTS / "h200-fsdp-llama3-8b.json").read_text())
+    console = Console(width=width, file=io.StringIO(), markup=False, soft_wrap=True)
+    print_table(console, "FSDP", results["rows"])
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    numbers = ["190.6", "171,916", "1.36", "6,980", "3,490", "0.2240", "2.091", "9.686", "10%"]
+    for number in numbers:
+        assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", text), number
+    tables = {60: 3, 80: 2, 120: 1}[width]
+    assert text.count("FSDP") == text.count("recipe") == tables
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from float8_lab.bench.block import StackSize
-from float8_lab.bench.fsdp_step import build_and_free
-from float8_lab.bench.fsdp_variants import FLOAT8, Plan, sharded_variants
-from float8_lab.bench.variants import many_compilations
+from float8_lab.bench.fsdp import Plan, build_and_free
+from float8_lab.bench.variants import FLOAT8, many_compilations
 from float8_lab.models.llama import Block, rope_table
 from float8_lab.models.presets import ModelConfig
 from support.configs import RECIPES
@@ -117,12 +116,12 @@ def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     plan = Plan(StackSize("1b", blocks=4, seq_len=2048, batch=4), recipes, (mode,), (), rounds=2)
     found = {}
     with many_compilations():
-        for variant in sharded_variants(plan):
-            if not variant.variant.is_reference and variant.gather != FLOAT8:
+        for variant in plan.variants():
+            if not variant.is_reference and variant.gather != FLOAT8:
                 continue
             with build_and_free(variant, plan.size, here()) as step:
                 step.times(plan.rounds)
-                found[variant.variant.recipe] = step.peak_gib
+                found[variant.recipe] = step.peak_gib
     return found
 
 

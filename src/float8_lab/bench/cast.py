@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
-from float8.formats import E4M3
+from float8.convert.measure import WrongResultError
+from float8.formats import E4M3, E5M2
+from float8.kernels.amax import amax_reference
+from float8.kernels.cast import cast_dynamic_reference, cast_reference
+from float8.kernels.transpose import transpose_reference
 from float8.quantize.history import DelayedScale
 from float8.quantize.spec import CastSpec
-from float8_lab.bench.cast_check import check_case, check_tensor
-from float8_lab.bench.devices import input_sets
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.timing import issue_microseconds, kernel_sampler, take_turns
+from float8_lab.bench.step import Row
+from float8_lab.bench.timing import input_sets, issue_microseconds, kernel_sampler, take_turns
 
-Row = dict[str, Any]
-Item = TypeVar("Item")
 _COPY = "copy"
+
+# Of what is checked on values and strides that are easily got wrong.
+_SIZES = ((1, 1), (17, 33), (130, 7), (1000, 1048))
+_PAIRS = (
+    (torch.bfloat16, E4M3),
+    (torch.bfloat16, E5M2),
+    (torch.float16, E4M3),
+    (torch.float32, E5M2),
+)
+_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"row": True, "col": True, "pad_rows": True},
+    {"row": True, "col": False},
+    {"row": False, "col": True},
+)
+# NaN and Inf of either sign, -0.0; a subnormal of each dtype is added.
+_SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0)
+
+
+Call = Callable[[Tensor], object]
 
 
 class Case(NamedTuple):
-    """One kind of call over several input sets."""
+    """One kind of call."""
 
     name: str
-    bytes_per_call: int
-    calls: list[Callable[[], object]]
+    bytes_per_element: int
+    """What it has to read and write once."""
+    call: Call
+    twin: Call
+    """The same in plain torch."""
+    prepare: Callable[[Tensor], Tensor] = lambda x: x
+    """Makes the input from a bf16 tensor."""
 
 
 def bench_cast(
@@ -47,9 +75,72 @@ def bench_cast(
 
 def distinct_tensors(shapes: Mapping[str, Sequence[Shape]]) -> list[tuple[int, int]]:
     """What layers of these shapes cast: inputs [M, K], weights [N, K], gradients [M, N]."""
-    members = [shape for shapes_of_set in shapes.values() for shape in shapes_of_set]
-    tensors = [((M, K), (N, K), (M, N)) for M, K, N in members]
-    return sorted({tensor for three in tensors for tensor in three})
+    members = itertools.chain.from_iterable(shapes.values())
+    return sorted({tensor for M, K, N in members for tensor in ((M, K), (N, K), (M, N))})
+
+
+def _rows(R: int, C: int, device: torch.device, rounds: int) -> list[Row]:
+    count = max(3, input_sets(2 * R * C, device))
+    xs = [torch.randn(R, C, dtype=torch.bfloat16, device=device) for _ in range(count)]
+    cases, samplers = _cases(device), {}
+    for case in cases:
+        inputs = [case.prepare(x) for x in xs]
+        _agree(f"{case.name} of {R} x {C}", case.call(inputs[0]), case.twin(inputs[0]))
+        calls = [functools.partial(case.call, x) for x in inputs]
+        samplers[case.name] = kernel_sampler(calls, device)
+    times = take_turns(samplers, rounds)
+    rows = []
+    for case in cases:
+        rate = case.bytes_per_element * R * C / times[case.name]  # bytes per ms
+        copy = cases[0].bytes_per_element * R * C / times[_COPY]
+        row = {"R": R, "C": C, "case": case.name, "us": times[case.name] * 1e3}
+        rows.append({**row, "gb_per_s": rate / 1e6, "of_copy": rate / copy})
+    return rows
+
+
+def _cases(device: torch.device) -> list[Case]:
+    """The kernels as the library calls them, the copy first."""
+    scale, amax = (torch.tensor(value, device=device) for value in (0.01, 0.0))
+    spec, state = CastSpec(E4M3), DelayedScale(scale, amax)
+
+    def cast(row: bool, col: bool) -> tuple[Call, Call]:
+        return (
+            lambda x: kernels.cast(x, scale, E4M3, row=row, col=col),
+            lambda x: cast_reference(x, scale, E4M3, row, col),
+        )
+
+    def dynamic(x: Tensor) -> object:
+        return kernels.cast_dynamic(x, spec, row=True, col=True)
+
+    def dynamic_twin(x: Tensor) -> object:
+        return cast_dynamic_reference(x, E4M3, True, True, False, False)
+
+    def delayed(x: Tensor) -> object:
+        return amax, kernels.cast_delayed(x, spec, state, row=True, col=True)
+
+    def amax_in_torch(x: Tensor) -> object:
+        return x.abs().max()
+
+    amaxes, both = (kernels.amax, amax_reference), cast(True, True)
+    apart = _one_after_the_other(amaxes[0], both[0]), _one_after_the_other(amaxes[1], both[1])
+    return [
+        Case(_COPY, 4, torch.clone, torch.clone),
+        Case("amax", 2, *amaxes),
+        Case("amax of x.t()", 2, *amaxes, Tensor.t),
+        Case("cast row+col", 4, *both),
+        Case("cast row+col of x.t()", 4, *both, Tensor.t),
+        Case("cast row", 3, *cast(True, False)),
+        Case("cast col", 3, *cast(False, True)),
+        Case("amax, cast row+col", 6, *apart),
+        Case("cast_dynamic row+col", 6, dynamic, dynamic_twin),
+        Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), scale, both[1](x))),
+        Case("transpose", 2, kernels.transpose_bytes, transpose_reference, lambda x: x.to(E4M3)),
+        Case("x.abs().max() in torch", 2, amax_in_torch, amax_in_torch),
+    ]
+
+
+def _one_after_the_other(first: Call, second: Call) -> Call:
+    return lambda x: (first(x), second(x))
 
 
 def check_awkward(device: torch.device) -> int:
@@ -61,97 +152,61 @@ def check_awkward(device: torch.device) -> int:
     Raises:
         WrongResultError: One differs; says which.
     """
-    sizes = ((1, 1), (17, 33), (130, 7), (1000, 1048))
-    return sum(check_case(size, device) for size in sizes)
+    count = 0
+    for count, (what, got, expected) in enumerate(_awkward_cases(device), 1):  # noqa: B007
+        _agree(what, got, expected)
+    return count
 
 
-def _rows(R: int, C: int, device: torch.device, rounds: int) -> list[Row]:
-    count = max(3, input_sets(2 * R * C, device))
-    xs = [torch.randn(R, C, dtype=torch.bfloat16, device=device) for _ in range(count)]
-    check_tensor(xs[0])
-    cases = _cases(xs)
-    samplers = {case.name: kernel_sampler(case.calls, device) for case in cases}
-    times = take_turns(samplers, rounds)
-    copy = cases[0].bytes_per_call / times[_COPY]
-    rows = []
-    for case in cases:
-        rate = case.bytes_per_call / times[case.name]  # bytes per ms
-        rows.append(
-            {
-                "R": R,
-                "C": C,
-                "case": case.name,
-                "us": times[case.name] * 1e3,
-                "gb_per_s": rate / 1e6,
-                "of_copy": rate / copy,
-            }
-        )
-    return rows
+def _awkward_cases(device: torch.device) -> Iterator[tuple[str, object, object]]:
+    """What it is, the kernel's result, its twin's."""
+    scale = torch.tensor(0.0371, device=device)
+    for size, (source, dtype) in itertools.product(_SIZES, _PAIRS):
+        x = _awkward(size, source, device)
+        for y in (x, x.t(), x[:, ::2], x[:1].expand(40, -1)):
+            what = f"of {source} {tuple(y.shape)} with strides {y.stride()}"
+            for layouts in _LAYOUTS:
+                cast = kernels.cast(y, scale, dtype, **layouts)
+                twin = cast_reference(y, scale, dtype, **layouts)
+                yield f"cast to {dtype} {what}, {layouts}", cast, twin
+            finite = y.nan_to_num(1.0, 2.0, -2.0)
+            yield f"amax {what}", kernels.amax(finite), amax_reference(finite)
+            if y.isnan().any():
+                yield f"amax of NaN {what}", kernels.amax(y).isnan(), amax_reference(y).isnan()
+    for size in _SIZES:
+        data = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+        for part in (data, data.t(), data[:, ::2]):
+            what = f"transpose of {tuple(part.shape)}"
+            yield what, kernels.transpose_bytes(part), transpose_reference(part)
 
 
-def _cases(xs: list[Tensor]) -> list[Case]:
-    """The kernels as the library calls them, the copy first."""
-    n = xs[0].numel()
-    scale, amax = (torch.tensor(value, device=xs[0].device) for value in (0.01, 0.0))
-    targets = [torch.empty_like(x) for x in xs[:2]]
-    data = [_cast(x, scale, row=True, col=False)[0] for x in xs]
-    turned = [x.t() for x in xs]
+def _awkward(size: tuple[int, int], source: torch.dtype, device: torch.device) -> Tensor:
+    """Many magnitudes, with NaN, Inf, zeros of both signs and subnormals strewn in."""
+    magnitudes = torch.randn(size, device=device).mul(5).exp()
+    x = (torch.randn(size, device=device) * magnitudes).to(source)
+    tiny = torch.finfo(source).smallest_normal / 4
+    for i, value in enumerate((*_SPECIAL, tiny, -tiny)):
+        x.view(-1)[i * 5 :: 173] = value
+    return x
 
-    def both(x: Tensor) -> object:
-        return kernels.amax(x), _cast(x, scale, row=True, col=True)
 
-    def delayed(x: Tensor) -> object:
-        return kernels.cast_delayed(
-            x, CastSpec(E4M3), DelayedScale(scale, amax), row=True, col=True
-        )
-
-    def layouts(row: bool, col: bool) -> Callable[[Tensor], object]:
-        return lambda x: _cast(x, scale, row=row, col=col)
-
-    def copy(i: int) -> object:
-        return targets[i % 2].copy_(xs[i])
-
-    return [
-        Case(_COPY, 4 * n, _each(copy, range(len(xs)))),
-        Case("amax", 2 * n, _each(kernels.amax, xs)),
-        Case("amax of x.t()", 2 * n, _each(kernels.amax, turned)),
-        Case("cast row+col", 4 * n, _each(layouts(True, True), xs)),
-        Case("cast row+col of x.t()", 4 * n, _each(layouts(True, True), turned)),
-        Case("cast row", 3 * n, _each(layouts(True, False), xs)),
-        Case("cast col", 3 * n, _each(layouts(False, True), xs)),
-        Case("amax, cast row+col", 6 * n, _each(both, xs)),
-        Case("cast_dynamic row+col", 6 * n, _each(_dynamic, xs)),
-        Case("cast_delayed row+col", 4 * n, _each(delayed, xs)),
-        Case("transpose", 2 * n, _each(kernels.transpose_bytes, data)),
-        Case("x.abs().max() in torch", 2 * n, _each(lambda x: x.abs().max(), xs)),
+def _agree(what: str, got: object, expected: object) -> None:
+    """Compare all tensors of two results bit by bit."""
+    bits = [
+        [t.reshape(-1).view(torch.uint8) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for result in (got, expected)
     ]
-
-
-def _cast(x: Tensor, scale: Tensor, *, row: bool, col: bool) -> Any:
-    return kernels.cast(x, scale, E4M3, row=row, col=col)
-
-
-def _dynamic(x: Tensor) -> object:
-    return kernels.cast_dynamic(x, CastSpec(E4M3), row=True, col=True)
-
-
-def _each(function: Callable[[Item], object], items: Sequence[Item]) -> list[Callable[[], object]]:
-    def bind(item: Item) -> Callable[[], object]:
-        return lambda: function(item)
-
-    return [bind(item) for item in items]
+    if len(bits[0]) != len(bits[1]):
+        raise WrongResultError(f"{what}: a layout is missing or too many; nothing was timed")
+    if not all(map(torch.equal, *bits)):
+        raise WrongResultError(f"{what}: not bitwise equal to its twin; nothing was timed")
 
 
 def host_microseconds(device: torch.device) -> dict[str, float]:
     """Time of the calling thread per eager call, on a tensor too small to matter."""
     x = torch.randn(16, 16, dtype=torch.bfloat16, device=device)
-    scale = torch.ones((), device=device)
-    data = torch.zeros(16, 16, dtype=torch.uint8, device=device)
-    calls: dict[str, Callable[[], object]] = {
-        "x.abs() in torch": x.abs,
-        "amax": lambda: kernels.amax(x),
-        "cast row+col": lambda: _cast(x, scale, row=True, col=True),
-        "cast_dynamic row+col": lambda: _dynamic(x),
-        "transpose": lambda: kernels.transpose_bytes(data),
-    }
+    cases = {case.name: case for case in _cases(device)}
+    calls: dict[str, Callable[[], object]] = {"x.abs() in torch": x.abs}
+    for name in ("amax", "cast row+col", "cast_dynamic row+col", "transpose"):
+        calls[name] = functools.partial(cases[name].call, cases[name].prepare(x))
     return {name: issue_microseconds(call, device) for name, call in calls.items()}

@@ -7,33 +7,61 @@ runs twice, and medians are over the steps of both times.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
-from float8_lab.bench.block import StackSize
-from float8_lab.bench.fsdp_step import Reference, ShardedStep, build_and_free
-from float8_lab.bench.fsdp_variants import BF16, Plan, ShardedVariant, sharded_variants
+from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
+from float8_lab.bench.quality import check
 from float8_lab.bench.ranks import Report, run_ranks
-from float8_lab.bench.variants import HIGH_PRECISION, many_compilations
-
-Row = dict[str, Any]
+from float8_lab.bench.step import Row, Step
+from float8_lab.bench.traffic import CountedTraffic, exposed_ms
+from float8_lab.bench.variants import (
+    FLOAT8,
+    HIGH_PRECISION,
+    Variant,
+    make_variants,
+    many_compilations,
+)
 
 PASSES = 2
 """How often the list of variants is run."""
 
+Gradients = dict[str, Tensor]
+"""This rank's shards, by the names of the weights."""
 
-@dataclass
-class _Record:
-    """What is known of a variant, over both passes."""
+_WARMUP = 2
+# Too small to change what bf16 weights are like within a benchmark; the work is that of training.
+_LEARNING_RATE = 1e-5
 
-    row: Row
-    times: list[float] = field(default_factory=list)
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank runs; picklable."""
+
+    size: StackSize  # of each rank
+    recipes: tuple[str, ...]
+    modes: tuple[str, ...]
+    peers: tuple[str, ...]
+    rounds: int  # steps that are timed, in each of the two passes
+
+    def variants(self) -> list[Variant]:
+        """Every recipe with a gather in 16 bits, then in float8; a `ValueError` if one is none."""
+        return make_variants(self.recipes, self.modes, self.peers, sharded=True)
 
 
 def bench_fsdp(plan: Plan, ranks: int, device_type: str) -> Iterator[list[Row]]:
@@ -56,74 +84,178 @@ def communication_settings() -> dict[str, Any]:
     return found
 
 
+class ShardedStep(Step):
+    """Forward, backward and optimizer step of a stack under FSDP2, on fixed random data.
+
+    Weights and the state of a fused AdamW are bf16; no mixed precision policy. Each rank has data
+    of its own. Weights are the same for every variant. Converted, each block compiled, each block
+    sharded, the optimizer made: a user's order.
+    """
+
+    def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
+        self._device, self._gpu = device, device.type == "cuda"
+        self._before = torch.cuda.memory_allocated(device) if self._gpu else 0
+        self.peak_gib: float | None = None
+        rank, world = dist.get_rank(), dist.get_world_size()
+        super().__init__(variant, bf16_stack(size, device), *stack_data(size, device, 1 + rank))
+        mesh = init_device_mesh(device.type, (world,))
+        for part in [*self.parts, self.model]:
+            fully_shard(part, mesh=mesh)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
+        self._handle = variant.attach(self.model, self._optimizer)
+
+    def train(self) -> None:
+        """One training step."""
+        self.backward(self.forward()[0])
+        self.optimize()
+
+    def optimize(self) -> None:
+        """The optimizer's step with what is attached to it."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def first_gradients(self) -> Gradients:
+        """This rank's gradients of a step that has yet to be finished with `optimize`."""
+        self.backward(self.forward()[0])
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            found[f"gradient of {name}"] = parameter.grad.to_local()
+        return found
+
+    def times(self, rounds: int) -> list[float]:
+        """Milliseconds of each of `rounds` steps, of the slowest rank; sets `peak_gib`.
+
+        Steps follow each other as in training, after some that do not count. On a GPU its own
+        clock counts, from the end of one step to the end of the next.
+        """
+        for _ in range(_WARMUP):
+            self.train()
+        if self._gpu:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        dist.barrier()
+        self.train()  # so that the first one which counts finds the GPU at work
+        ends = [self._now()]
+        for _ in range(rounds):
+            self.train()
+            ends.append(self._now())
+        if self._gpu:
+            torch.cuda.synchronize(self._device)
+        pairs = itertools.pairwise(ends)
+        found = [a.elapsed_time(b) if self._gpu else 1e3 * (b - a) for a, b in pairs]
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before if self._gpu else 0
+        slowest = torch.tensor([*found, peak], dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        *milliseconds, most = slowest.tolist()
+        self.peak_gib = most / 2**30 if self._gpu else None
+        return milliseconds
+
+    def exposed_ms(self) -> float | None:
+        """Time of one step in which rank 0 does nothing but communicate; None without a GPU.
+
+        Of a step that starts with an idle GPU, so the gather of the first block is among it. All
+        ranks must call it.
+        """
+        if not self._gpu:
+            return None
+        torch.cuda.synchronize(self._device)
+        dist.barrier()
+        if dist.get_rank() != 0:
+            self.train()
+            return None
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            self.train()
+            torch.cuda.synchronize(self._device)
+        return exposed_ms(profiled)
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+@contextmanager
+def build_and_free(
+    variant: Variant, size: StackSize, device: torch.device
+) -> Iterator[ShardedStep]:
+    """A `ShardedStep`, whose memory is free again afterwards."""
+    step = ShardedStep(variant, size, device)
+    try:
+        yield step
+    finally:
+        # The caller still holds the step itself, but nothing large hangs on it.
+        step.__dict__.clear()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+
+
+def same_bits(reference: Gradients, gradients: Gradients) -> float:
+    """The share of whole gradients that are equal bit by bit; all ranks must call it."""
+    pairs = [(kept.view(torch.int16), gradients[name]) for name, kept in reference.items()]
+    equal = [torch.equal(kept, gradient.cpu().view(torch.int16)) for kept, gradient in pairs]
+    flags = torch.tensor(equal, dtype=torch.int32, device=pairs[0][1].device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+    return float(flags.double().mean())
+
+
 def _measure_all(report: Report, device: torch.device, plan: Plan) -> None:
     """What each rank does; rank 0 reports."""
-    variants = sharded_variants(plan)
-    records: dict[str, _Record] = {}
+    variants = plan.variants()
+    rows: dict[str, Row] = {}
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    # In host memory: bf16's, and those of the recipe under way with its 16-bit gather.
+    references: dict[str, Gradients] = {}
     first = dist.get_rank() == 0
-    references: dict[str, Reference] = {}  # last ones by role: at most two are kept
     with many_compilations():
-        for turn in range(PASSES):
-            for variant in variants:
-                with build_and_free(variant, plan.size, device) as step:
-                    if turn == 0:
-                        records[variant.name] = _Record(_first_look(step, variant, references))
-                    else:
-                        step.first_gradients()
-                        step.optimize()
-                    record = records[variant.name]
-                    record.times += step.times(plan.rounds)
-                    if turn == 0:
-                        record.row["peak_gib"] = step.peak_gib
-                        record.row["exposed_ms"] = step.exposed_ms()
-                if first:
-                    report([])
+        for variant in variants * PASSES:
+            name = variant.name
+            with build_and_free(variant, plan.size, device) as step:
+                if name in rows:
+                    step.train()
+                    times[name] += step.times(plan.rounds)
+                else:
+                    rows[name] = _checked(variant, step.first_gradients(), references)
+                    step.optimize()
+                    rows[name] |= _sent(step)
+                    times[name] += step.times(plan.rounds)
+                    rows[name] |= {"peak_gib": step.peak_gib, "exposed_ms": step.exposed_ms()}
+            if first:
+                report([])
+    tokens = dist.get_world_size() * plan.size.batch * plan.size.seq_len
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    base = [medians[v.name] for v in variants if v.is_reference][-1]  # compiled, if it is there
+    for name, ms in medians.items():
+        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": base / ms}
     if first:
-        report(_rows(variants, records, plan.size))
+        report(list(rows.values()))
 
 
-def _first_look(
-    step: ShardedStep, variant: ShardedVariant, references: dict[str, Reference]
-) -> Row:
-    """Check the gradients of the first step, count the bytes of the second."""
-    gradients = step.first_gradients()
-    row: Row = {
-        "recipe": variant.variant.recipe,
-        "mode": variant.variant.mode,
-        "gather": variant.gather,
-        "sqnr_db": float("inf"),
-        "same_bits": None,
+def _checked(variant: Variant, gradients: Gradients, references: dict[str, Gradients]) -> Row:
+    """Hold gradients against bf16's, and against those of the same recipe gathered in 16 bits."""
+    row = {"recipe": variant.recipe, "mode": variant.mode, "gather": variant.gather}
+    twin = variant.ours and variant.gather == FLOAT8
+    if variant.gather != FLOAT8:
+        kept = {name: gradient.cpu() for name, gradient in gradients.items()}
+        references[HIGH_PRECISION if variant.is_reference else "16-bit gather"] = kept
+    quality = check(f"fsdp {variant.name}:", references[HIGH_PRECISION], gradients, AT_LEAST)
+    same = same_bits(references.pop("16-bit gather"), gradients) if twin else None
+    return {**row, "sqnr_db": quality, "same_bits": same}
+
+
+def _sent(step: ShardedStep) -> Row:
+    """What one step sends, in a steady state."""
+    step.train()
+    with CountedTraffic() as counted:
+        step.train()
+    sent = counted.traffic
+    return {
+        "gathered_mb": sent.gathered / 1e6,
+        "reduce_scattered_mb": sent.reduce_scattered / 1e6,
+        "all_reduced_kb": sent.all_reduced / 1e3,
+        "traffic": asdict(sent),  # in bytes
     }
-    if variant.variant.is_reference:
-        references[HIGH_PRECISION] = Reference(gradients)
-    else:
-        row["sqnr_db"] = references[HIGH_PRECISION].check(variant.name, gradients)
-    twin = references.get(variant.variant.name)
-    if variant.variant.ours and variant.gather == BF16:
-        references[variant.variant.name] = Reference(gradients)
-    elif twin is not None:
-        row["same_bits"] = twin.same_bits(gradients)
-        del references[variant.variant.name]
-    del gradients
-    step.optimize()
-    traffic = step.traffic()
-    row["gathered_mb"] = traffic.gathered / 1e6
-    row["reduce_scattered_mb"] = traffic.reduce_scattered / 1e6
-    row["all_reduced_kb"] = traffic.all_reduced / 1e3
-    row["traffic"] = asdict(traffic)  # in bytes
-    return row
-
-
-def _rows(
-    variants: Sequence[ShardedVariant], records: dict[str, _Record], size: StackSize
-) -> list[Row]:
-    tokens = dist.get_world_size() * size.batch * size.seq_len
-    for variant in variants:
-        record = records[variant.name]
-        record.row["ms"] = statistics.median(record.times)
-        record.row["tokens_per_s"] = tokens / record.row["ms"] * 1e3
-    compiled = [v for v in variants if v.variant.is_reference]
-    base = records[compiled[-1].name].row["ms"]  # compiled bf16, where there is one
-    for record in records.values():
-        record.row["speedup"] = base / record.row["ms"]
-    return [records[variant.name].row for variant in variants]

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from float8.sync import sync_float8_amax_and_scale_history
-from float8_lab.bench.floor import float8_gemms_sampler
-from float8_lab.bench.memory import peak_bytes, saved_bytes
+from float8.formats import E4M3, E5M2
+from float8.gemm import Gemm, matmul
+from float8.quantize.spec import Part
 from float8_lab.bench.quality import check
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.timing import issue_microseconds, steady_sampler, take_turns
-from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, many_compilations
+from float8_lab.bench.step import Row, Step, compare, saved_bytes
+from float8_lab.bench.timing import Sampler, call_sampler, issue_microseconds, kernel_sampler
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 
-Row = dict[str, Any]
-
-# Lower bounds of the SQNR in dB: bf16 against float64, float8 against bf16.
+# Lower bounds of the SQNR in dB: bf16 against float64, all against bf16.
 _REFERENCE_AT_LEAST = 40.0
-_FLOAT8_AT_LEAST = 17.0
+_AT_LEAST = 17.0
 _CHECKED = 256
-_FLOOR = "floor"
 _SUM = "sum"
 # Layers so small that only the time to issue them counts.
 _TOKENS, _WIDTH, _CHAIN = 32, 256, 16
@@ -31,45 +29,16 @@ _TOKENS, _WIDTH, _CHAIN = 32, 256, 16
 class Layer(nn.Module):
     """Holds a linear layer: the compiler leaves a bare `nn.Linear` alone."""
 
-    def __init__(self, linear: nn.Module) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.linear = linear
+        N, K = weight.shape
+        self.linear = nn.Linear(K, N, bias=False, device="meta")
+        self.linear.weight = nn.Parameter(weight.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output [M, N] for x [M, K]."""
         output: Tensor = self.linear(x)
         return output
-
-
-class LayerStep:
-    """Forward and backward of one layer on fixed random data."""
-
-    def __init__(self, variant: Variant, shape: Shape, weight: Tensor, x: Tensor) -> None:
-        self._variant = variant
-        linear = nn.Linear(shape.K, shape.N, bias=False, device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():
-            linear.weight.copy_(weight)
-        self.layer = variant.convert(Layer(linear))
-        variant.compile(self.layer)
-        self._x = x
-        self.weight = next(self.layer.parameters())
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """The output [M, N] and the input [M, K] that it was computed from.
-
-        The input is a new tensor object at each call: layers that read the same object in eager
-        mode share one cast of it, which a second call would find done.
-        """
-        x = self._x.detach().requires_grad_()
-        with self._variant.around():
-            output: Tensor = self.layer(x)
-        return output, x
-
-    def __call__(self, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [M, N], gradient of the input [M, K], gradient of the weight [N, K]."""
-        output, x = self.forward()
-        grad_x, grad_weight = torch.autograd.grad(output, (x, self.weight), grad_output)
-        return output.detach(), grad_x, grad_weight
 
 
 def bench_linear(
@@ -89,11 +58,10 @@ def bench_linear(
         WrongResultError: A result is wrong; says which.
     """
     for name, members in shapes.items():
-        summed: list[list[Row]] = []
+        summed = []
         for shape in members:
-            rows = _rows(name, shape, variants, device, rounds)
-            summed.append(rows)
-            yield rows
+            summed.append(_rows(name, shape, variants, device, rounds))
+            yield summed[-1]
         if len(summed) > 1:
             yield _sums(name, summed)
 
@@ -103,105 +71,74 @@ def _rows(
 ) -> list[Row]:
     torch.compiler.reset()  # the shape before may have filled the compiler's cache
     M, K, N = shape
-    weight = torch.randn(N, K, device=device, dtype=torch.bfloat16) * K**-0.5
-    x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
-    grad = torch.randn(M, N, device=device, dtype=torch.bfloat16)
-    rows: list[Row] = []
-    samplers = {}
-    with many_compilations():
-        reference = LayerStep(variants[0], shape, weight, x)(grad)
-        _check_reference(shape, variants[0], x, weight, grad, reference)
+    sizes = ((N, K), (M, K), (M, N))
+    weight, x, grad = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in sizes)
+    weight *= K**-0.5
+
+    def steps() -> Iterator[tuple[Variant, Step]]:
         for variant in variants:
-            step = LayerStep(variant, shape, weight, x)
-            call = _caller(step, grad)
-            call()
-            if variant.ours:
-                sync_float8_amax_and_scale_history(step.layer)  # from here on delayed, if it is
-            quality = _check(shape, variant, reference, step(grad))
-            rows.append(
-                {
-                    "set": name,
-                    "M": M,
-                    "K": K,
-                    "N": N,
-                    "recipe": variant.recipe,
-                    "mode": variant.mode,
-                    "saved_mib": saved_bytes(step.forward, [step.weight]) / 2**20,
-                    "peak_mib": _mib(peak_bytes(call, device)),
-                    "sqnr_db": quality,
-                }
-            )
-            samplers[variant.name] = steady_sampler(call, device)
-        del reference
-        samplers[_FLOOR] = float8_gemms_sampler(shape, device)
-        times = take_turns(samplers, rounds)
-    bf16 = {v.mode: times[v.name] for v in variants if v.is_reference}
-    for row, variant in zip(rows, variants, strict=True):
-        row["ms"] = times[variant.name]
-        row["floor_ms"] = times[_FLOOR]
-        row["speedup"] = bf16[variant.mode] / row["ms"]
-    return rows
+            step = Step(variant, Layer(weight), x, grad)
+            if variant.is_reference:
+                what = f"linear {shape} {variant.name}:"
+                check(what, *_exact(step(), weight, x, grad), _REFERENCE_AT_LEAST)
+            yield variant, step
 
+    def saved(step: Step) -> Row:
+        return {"saved_mib": saved_bytes(step.forward, step.model.parameters()) / 2**20}
 
-def _caller(step: LayerStep, grad: Tensor) -> Callable[[], object]:
-    return lambda: step(grad)
-
-
-def _mib(count: int | None) -> float | None:
-    return None if count is None else count / 2**20
-
-
-def _check_reference(
-    shape: Shape,
-    variant: Variant,
-    x: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    results: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """High precision itself against float64, on a part of every result."""
-    output, grad_x, grad_weight = (result[:_CHECKED] for result in results)
-    what = f"linear {shape} {variant.name}"
-    rows, features = x[:_CHECKED].double(), grad[:, :_CHECKED].double()
-    check(f"{what}: output", rows @ weight.double().t(), output, _REFERENCE_AT_LEAST)
-    expected = grad[:_CHECKED].double() @ weight.double()
-    check(f"{what}: gradient of the input", expected, grad_x, _REFERENCE_AT_LEAST)
-    expected = features.t() @ x.double()
-    check(f"{what}: gradient of the weight", expected, grad_weight, _REFERENCE_AT_LEAST)
-
-
-def _check(
-    shape: Shape,
-    variant: Variant,
-    reference: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor, Tensor],
-) -> float:
-    """The lowest SQNR in dB of output and gradients, all of them complete."""
-    at_least = _REFERENCE_AT_LEAST if variant.is_reference else _FLOAT8_AT_LEAST
-    names = ("output", "gradient of the input", "gradient of the weight")
-    return min(
-        check(f"linear {shape} {variant.name}: {name}", expected, result, at_least)
-        for name, expected, result in zip(names, reference, results, strict=True)
+    beside = {"floor_ms": _gemms_sampler(shape, device)}
+    what = f"linear {shape}"
+    groups = compare(
+        what, steps(), device, rounds, at_least=_AT_LEAST, measure=saved, beside=beside
     )
+    *_, rows = groups
+    for row in rows:
+        peak = row.pop("peak_gib")
+        row["peak_mib"] = None if peak is None else peak * 2**10
+    return [{"set": name, "M": M, "K": K, "N": N, **row} for row in rows]
+
+
+def _exact(
+    results: dict[str, Tensor], weight: Tensor, x: Tensor, grad: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A part of each result in float64, and the same part of `results`."""
+    parts = [result[:_CHECKED] for result in results.values()]
+    exact = [
+        x[:_CHECKED].double() @ weight.double().t(),
+        grad[:_CHECKED].double() @ weight.double(),
+        grad[:, :_CHECKED].double().t() @ x.double(),
+    ]
+    return dict(zip(results, exact, strict=True)), dict(zip(results, parts, strict=True))
+
+
+def _gemms_sampler(shape: Shape, device: torch.device) -> Sampler:
+    """Samples the three float8 GEMMs of a layer alone, which casts could be hidden behind."""
+    M, K, N = shape
+    one = torch.ones((), device=device)
+    sizes = (((M, K), E4M3), ((N, K), E4M3), ((M, N), E5M2))
+    operands = [torch.randn(size, device=device).to(dtype) for size, dtype in sizes]
+    x, weight, grad = operands
+    x_t, weight_t, grad_t = (t.t().contiguous() for t in operands)
+
+    def gemms() -> object:
+        return [
+            matmul(Part(a, one), Part(b, one), gemm=Gemm(fast), out_dtype=torch.bfloat16)
+            for a, b, fast in ((x, weight, True), (grad, weight_t, False), (grad_t, x_t, False))
+        ]
+
+    gemms()
+    return (kernel_sampler if device.type == "cuda" else call_sampler)([gemms], device)
 
 
 def _sums(name: str, summed: Sequence[Sequence[Row]]) -> list[Row]:
-    sums = []
+    sums: list[Row] = []
     for same in zip(*summed, strict=True):  # one variant over all shapes
-        total: Row = {"set": name, "M": _SUM, "K": None, "N": None}
-        total |= {key: same[0][key] for key in ("recipe", "mode")}
-        for key in ("saved_mib", "ms", "floor_ms"):
-            values = [row[key] for row in same]
-            total[key] = None if None in values else sum(values)
-        total["peak_mib"] = None
+        total = {**same[0], "set": name, "M": _SUM, "K": None, "N": None, "peak_mib": None}
+        total |= {key: sum(row[key] for row in same) for key in ("saved_mib", "ms", "floor_ms")}
         total["sqnr_db"] = min(row["sqnr_db"] for row in same)
         sums.append(total)
-    bf16 = {
-        total["mode"]: total["ms"] for total in reversed(sums) if total["recipe"] == HIGH_PRECISION
-    }
-    for total in sums:
-        total["speedup"] = bf16[total["mode"]] / total["ms"]
-    return sums
+    bf16 = {row["mode"]: row["ms"] for row in sums if row["recipe"] == HIGH_PRECISION}
+    return [{**row, "speedup": bf16[row["mode"]] / row["ms"]} for row in sums]
 
 
 def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict[str, float]:
@@ -210,31 +147,22 @@ def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict
     Of a chain of layers, divided by their number: a single one would be charged the start of
     `backward()`, which is the same for a whole model.
     """
-    result = {}
+    make = {"device": device, "dtype": torch.bfloat16}
+    # A CPU computes in the calling thread, for seconds if it has no float8 GEMM of its own.
+    calls, samples = (3, 15) if device.type == "cuda" else (1, 3)
+    times = {}
     for variant in variants:
-        if variant.mode != EAGER:
-            continue
-        make = {"device": device, "dtype": torch.bfloat16}
-        linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]
-        chain = variant.convert(nn.Sequential(*linears))
-        x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
-        call = _chain_caller(chain, variant, x, grad)
-        # A CPU computes in the calling thread, for seconds if it has no float8 GEMM of its own.
-        calls, samples = (3, 15) if device.type == "cuda" else (1, 3)
-        issue = issue_microseconds(call, device, calls=calls, samples=samples)
-        result[variant.recipe] = issue / _CHAIN
-    return result
+        if variant.mode == EAGER:
+            linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]
+            x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
+            step = Step(variant, nn.Sequential(*linears), x, grad)
+            call = functools.partial(_issue, step, list(step.model.parameters()), grad)
+            issue = issue_microseconds(call, device, calls=calls, samples=samples)
+            times[variant.recipe] = issue / _CHAIN
+    return times
 
 
-def _chain_caller(
-    chain: nn.Module, variant: Variant, x: Tensor, grad: Tensor
-) -> Callable[[], object]:
-    parameters = list(chain.parameters())
-
-    def call() -> object:
-        leaf = x.detach().requires_grad_()
-        with variant.around():
-            output: Tensor = chain(leaf)
-        return torch.autograd.grad(output, (leaf, *parameters), grad)
-
-    return call
+def _issue(step: Step, parameters: Sequence[Tensor], grad: Tensor) -> object:
+    """Forward and backward, and nothing else of a step."""
+    output, x = step.forward()
+    return torch.autograd.grad(output, (x, *parameters), grad)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig
-from float8.convert import ModuleFilter
 from float8.convert.filters import too_small
 from float8.convert.measure import measure_linear
+
+CONVERT = "convert"
 
 
 class Verdict(NamedTuple):
@@ -31,11 +32,9 @@ Judge = Callable[[int, int], Verdict]
 
 def by_size(tokens: int, gpu: str) -> Judge:
     """A judge that runs nothing: by the limits of a GPU that `float8.convert.filters` knows."""
-
-    def judge(in_features: int, out_features: int) -> Verdict:
-        return Verdict(too_small(gpu, tokens, in_features, out_features))
-
-    return judge
+    return lambda in_features, out_features: Verdict(
+        too_small(gpu, tokens, in_features, out_features)
+    )
 
 
 def by_measuring(tokens: int, config: Float8LinearConfig, device: torch.device) -> Judge:
@@ -49,40 +48,41 @@ def by_measuring(tokens: int, config: Float8LinearConfig, device: torch.device) 
     return judge
 
 
-class LayerPlan(NamedTuple):
-    """All linear layers of one shape that share a fate."""
-
-    in_features: int
-    out_features: int
-    names: tuple[str, ...]
-    """Their names in the model."""
-    verdict: Verdict
-    """What is known of one of them."""
-    convert: bool
-
-
-def plan_conversion(
-    model: nn.Module, judge: Judge, module_filter_fn: ModuleFilter
-) -> tuple[LayerPlan, ...]:
+def plan_conversion(model: nn.Module, tokens: int, judge: Judge, head: str) -> list[dict[str, Any]]:
     """Judge every `nn.Linear` of a model, on the meta device, too, without changing it.
 
     Args:
         model: Any model.
-        judge: Called once for each group.
-        module_filter_fn: Layers for which it returns False are left in high precision.
+        tokens: Per forward; a column of the rows.
+        judge: Called once for each row.
+        head: Name of the output head, which is left in high precision.
 
     Returns:
-        The layers grouped by shape, in the order of the model.
+        A row per shape, in the order of the model: how many, which, their times, their fate.
     """
     groups: dict[tuple[int, int, bool], list[str]] = {}
-    for fqn, linear in model.named_modules():
+    for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):
-            wanted = module_filter_fn(linear, fqn)
-            key = (linear.in_features, linear.out_features, wanted)
-            groups.setdefault(key, []).append(fqn or "(root)")
-    plan = []
-    for (in_features, out_features, wanted), names in groups.items():
-        verdict = judge(in_features, out_features)
-        convert = wanted and verdict.slower is None
-        plan.append(LayerPlan(in_features, out_features, tuple(names), verdict, convert))
-    return tuple(plan)
+            key = (linear.in_features, linear.out_features, name == head)
+            groups.setdefault(key, []).append(name)
+    rows = []
+    for (K, N, is_head), names in groups.items():
+        slower, bf16_ms, float8_ms = judge(K, N)
+        fate = CONVERT
+        if slower or is_head:
+            fate = f"leave: {(slower or 'output head').partition(':')[0]}"
+        layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        row = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
+        row |= {"bf16_ms": bf16_ms, "float8_ms": float8_ms}
+        row["speedup"] = bf16_ms / float8_ms if bf16_ms and float8_ms else None
+        rows.append({**row, "fate": fate})
+    return rows
+
+
+def planned_speedup(rows: list[dict[str, Any]]) -> float:
+    """Of all linear layers together, as planned; of measured rows."""
+    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+    planned = sum(
+        row["count"] * row["float8_ms" if row["fate"] == CONVERT else "bf16_ms"] for row in rows
+    )
+    return float(bf16 / planned)

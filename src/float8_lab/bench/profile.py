@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from float8_lab.bench.block import StackSize, StackStep
+from float8_lab.bench.block import StackSize, stack_step
+from float8_lab.bench.step import WARMUP, Row
 from float8_lab.bench.variants import Variant, many_compilations
-
-Row = dict[str, Any]
 
 GEMM, CAST, ATTENTION, OTHER = "GEMM", "cast/amax", "attention", "other"
 
@@ -25,7 +23,6 @@ _KINDS = (
     (GEMM, r"gemm|nvjet|cutlass|cublas|xmma|scaled_mm|mkldnn_linear|(^|::)(add|b)?mm\b"),
     (CAST, r"amax|_cast_|float8::|transpose_kernel|abs"),
 )
-_WARMUP = 3
 
 
 def profile_block(
@@ -33,12 +30,8 @@ def profile_block(
 ) -> list[Row]:
     """Run one forward and one backward under the profiler, after a few that are not.
 
-    Args:
-        size: What is run.
-        variant: How.
-        device: Where.
-        folder: `forward.json` and `backward.json` go there: traces for chrome://tracing and
-            ui.perfetto.dev.
+    `forward.json` and `backward.json` go to `folder`: traces for chrome://tracing and
+    ui.perfetto.dev.
 
     Returns:
         For each pass and kind of kernel its µs and its share of all kernels' time.
@@ -47,21 +40,24 @@ def profile_block(
         ValueError: The profiler sees no kernels here.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]
+    rows = []
     with many_compilations():
-        step = StackStep(variant, size, device)
-        for _ in range(_WARMUP):
+        step = stack_step(variant, size, device)
+        for _ in range(WARMUP):
             step()
-        rows = []
-        with _profiler(device) as forward:
-            results = step.forward()
-            _wait(device)
-        rows += _rows("forward", forward, device)
-        forward.export_chrome_trace(str(folder / "forward.json"))
-        with _profiler(device) as backward:
-            step.backward(*results)
-            _wait(device)
-        rows += _rows("backward", backward, device)
-        backward.export_chrome_trace(str(folder / "backward.json"))
+        for which in ("forward", "backward"):
+            with profile(activities=activities) as profiled:
+                if which == "forward":
+                    output, x = step.forward()
+                else:
+                    step.backward(output)
+                    step.finish(output, x)
+                if gpu:
+                    torch.cuda.synchronize()
+            rows += _rows(which, profiled, device)
+            profiled.export_chrome_trace(str(folder / f"{which}.json"))
     return rows
 
 
@@ -71,47 +67,26 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), OTHER)
 
 
-def _profiler(device: torch.device) -> profile:
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    return profile(activities=activities)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _rows(which: str, profiled: profile, device: torch.device) -> list[Row]:
-    times: defaultdict[str, float] = defaultdict(float)
-    counts: defaultdict[str, int] = defaultdict(int)
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    gpu = device.type == "cuda"
     for event in profiled.key_averages():
-        if event.is_user_annotation:  # its time is that of the kernels in it, counted themselves
-            continue
-        if device.type == "cuda":
-            if event.device_type != torch.profiler.DeviceType.CUDA:
-                continue
-            microseconds = event.self_device_time_total
-        else:
-            microseconds = event.self_cpu_time_total
-        kind = kind_of(event.key)
-        times[kind] += microseconds
-        counts[kind] += event.count
-    total = sum(times.values())
+        # The time of an annotation is that of the kernels in it, counted themselves.
+        on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
+        if not event.is_user_annotation and (on_gpu or not gpu):
+            kind = kind_of(event.key)
+            times[kind] += event.self_device_time_total if gpu else event.self_cpu_time_total
+            calls[kind] += event.count
+    total = times.total()
     if not total:
         raise ValueError(
             f"profile: the profiler saw no kernels on {device.type}; on a GPU it needs CUPTI and "
             "the right to use performance counters"
         )
     return [
-        {
-            "pass": which,
-            "kind": kind,
-            "calls": counts[kind],
-            "us": times[kind],
-            "share": times[kind] / total,
-        }
+        {"pass": which, "kind": kind, "calls": calls[kind], "us": us, "share": us / total}
         for kind in (GEMM, CAST, ATTENTION, OTHER)
-        if counts[kind]
+        if calls[kind]
+        for us in [times[kind]]
     ]

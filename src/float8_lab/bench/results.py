@@ -1,51 +1,48 @@
-"""Results of one command: one file, JSON or CSV, with everything needed to repeat it."""
+"""Results of one command: one file, JSON or CSV, with everything needed to repeat it; a plot."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from float8_lab.bench.shapes import OUTPUT
+
 SCHEMA = 1
-SUFFIXES = (".json", ".csv")
+_TITLE_WIDTH = 7.0  # inches that the longest title of a plot takes
 
 
-@dataclass
-class Results:
-    """What one command measured.
+def write_results(
+    path: Path,
+    benchmark: str,
+    rows: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> None:
+    """Write JSON or CSV, by the suffix of `path`; CSV has the rest as `#` lines above.
 
-    Attributes:
-        benchmark: Its name, as in `float8 bench linear`: `linear`.
-        environment: Hardware, versions, commit and command.
-        settings: What was asked for.
-        rows: The measurements.
-        extra: What does not belong to one row.
+    `settings` are what was asked for, `extra` is what does not belong to one row.
     """
-
-    benchmark: str
-    environment: dict[str, Any]
-    settings: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def write(self, path: Path) -> None:
-        """Write JSON or CSV, by the suffix of `path`; CSV has the rest as `#` lines above."""
-        check_output(path)
-        head: dict[str, Any] = {"schema": SCHEMA, "benchmark": self.benchmark}
-        rest = {"environment": self.environment, "settings": self.settings, "extra": self.extra}
-        if path.suffix == ".json":
-            everything = _plain({**head, "rows": self.rows, **rest})
-            path.write_text(json.dumps(everything, indent=1, allow_nan=False) + "\n")
-            return
-        with path.open("w", newline="") as file:
-            for key, value in {**head, **rest}.items():
-                file.write(f"# {key}: {json.dumps(_plain(value))}\n")
-            writer = csv.DictWriter(file, list(self.rows[0]) if self.rows else [])
-            writer.writeheader()
-            writer.writerows(self.rows)
+    head = {"schema": SCHEMA, "benchmark": benchmark}
+    rest = {"environment": environment, "settings": settings, "extra": extra}
+    if path.suffix == ".json":
+        everything = _plain({**head, "rows": rows, **rest})
+        path.write_text(json.dumps(everything, indent=1, allow_nan=False) + "\n")
+        return
+    with path.open("w", newline="") as file:
+        for key, value in {**head, **rest}.items():
+            file.write(f"# {key}: {json.dumps(_plain(value))}\n")
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def check_output(path: Path) -> None:
@@ -54,7 +51,7 @@ def check_output(path: Path) -> None:
     Raises:
         ValueError: Its suffix is unknown, or its folder is not there.
     """
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in (".json", ".csv"):
         raise ValueError(f"output: got {path.name!r}, expected a name ending in .json or .csv")
     if not path.parent.is_dir():
         raise ValueError(f"output: there is no folder {path.parent}")
@@ -62,10 +59,53 @@ def check_output(path: Path) -> None:
 
 def _plain(value: Any) -> Any:
     """JSON has no infinities: the SQNR of equal results becomes null."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw one field per shape and variant, blue above 1 and red below, with its number.
+
+    Args:
+        rows: Each with `M`, `K`, `N`, `speedup`, `variant` or `recipe` and `mode`, and perhaps
+            `gemm`; rows of sums over shapes are left out.
+        title: What was measured on what.
+        path: Image to write; the format is that of its suffix.
+    """
+    rows = [row for row in rows if row["K"] is not None]
+    shapes = list(dict.fromkeys(_shape(row) for row in rows))
+    variants = list(dict.fromkeys(_variant(row) for row in rows))
+    values = np.full((len(variants), len(shapes)), np.nan)
+    for row in rows:
+        values[variants.index(_variant(row)), shapes.index(_shape(row))] = row["speedup"]
+
+    size = (max(2.5 + 0.95 * len(shapes), _TITLE_WIDTH), 1.8 + 0.45 * len(variants))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(values, cmap="RdBu", norm=TwoSlopeNorm(1.0, 0.0, 2.0), aspect="auto")
+    for (y, x), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            color = "white" if abs(value - 1) > 0.6 else "black"
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=color, fontsize=9)
+    axes.set_xticks(range(len(shapes)), shapes, fontsize=8)
+    axes.set_yticks(range(len(variants)), variants, fontsize=9)
+    axes.set_xlabel("M\nK\nN", fontsize=8)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _shape(row: dict[str, Any]) -> str:
+    shape = f"{row['M']}\n{row['K']}\n{row['N']}"
+    gemm = row.get("gemm", OUTPUT)
+    return shape if gemm == OUTPUT else f"{shape}\n{gemm}"
+
+
+def _variant(row: dict[str, Any]) -> str:
+    return row["variant"] if "variant" in row else f"{row['recipe']}, {row['mode']}"

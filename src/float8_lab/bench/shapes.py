@@ -64,11 +64,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def select_shapes(sets: Sequence[str], given: Sequence[str]) -> dict[str, tuple[Shape, ...]]:
-    """Shapes by the name of their set.
-
-    Args:
-        sets: Names of sets.
-        given: Further shapes, each `"M,K,N"`.
+    """Shapes by the name of their set: of `sets`, and those `given` one by one as `"M,K,N"`.
 
     Raises:
         ValueError: A name or a shape is unknown, or there is none at all.

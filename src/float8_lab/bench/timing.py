@@ -1,4 +1,7 @@
-"""Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
+"""Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU.
+
+And the device that is measured, and how much data outgrows its caches.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from float8.convert.measure import Call, issued_at_once, milliseconds
+from float8.formats import lacks_float8_gemm
 
 Sampler = Callable[[], float]
 """Takes one sample: milliseconds per call."""
 
 _WARMUP = 3
+_CACHE_MULTIPLE = 4
+_MOST_SETS = 64
 
 
 def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]:
@@ -22,54 +28,19 @@ def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]
     Interleaved, so that a clock that drops while a GPU heats up drops for all alike. A few rounds
     before those that count are thrown away.
     """
-    times: dict[str, list[float]] = {name: [] for name in samplers}
-    for turn in range(_WARMUP + rounds):
-        for name, sample in samplers.items():
-            sampled = sample()
-            if turn >= _WARMUP:
-                times[name].append(sampled)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def kernel_sampler(
-    calls: Sequence[Call], device: torch.device, *, at_least_ms: float = 0.0
-) -> Sampler:
-    """Samples what the GPU needs for `calls`, without the time to issue them.
-
-    On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts.
-
-    Args:
-        calls: The same work on different data. Together larger than the L2 cache, so that no call
-            finds its input there.
-        device: Where they run.
-        at_least_ms: How long a sample takes on a GPU. Long ones show what holds in training, where
-            a GPU is at its limit of power and its clocks drop by a quarter.
-    """
-    if device.type != "cuda":
-        return call_sampler(calls, device)
-    replay = issued_at_once(calls, device)
-    once = call_sampler([replay], device)()
-    replays = max(1, round(at_least_ms / once))
-    return call_sampler([replay] * replays, device, per_sample=len(calls) * replays)
+    turns = [[sample() for sample in samplers.values()] for _ in range(_WARMUP + rounds)]
+    medians = map(statistics.median, zip(*turns[_WARMUP:], strict=True))
+    return dict(zip(samplers, medians, strict=True))
 
 
 def call_sampler(
-    calls: Sequence[Call],
-    device: torch.device,
-    *,
-    per_sample: int | None = None,
-    lead_in: Call | None = None,
+    calls: Sequence[Call], device: torch.device, *, lead_in: Call | None = None
 ) -> Sampler:
     """Samples calls issued one after the other: the larger of GPU time and time to issue them.
 
-    Args:
-        calls: What a sample runs.
-        device: Where they run: CUDA events on a GPU, the host's clock elsewhere.
-        per_sample: How many units of work a sample is; None: one per call.
-        lead_in: Issued on a GPU before the clock starts, so that the first call finds it at work,
-            as a training step finds it with the step before.
+    By CUDA events on a GPU, by the host's clock elsewhere. On a GPU `lead_in` is issued before the
+    clock starts, so that the first call finds it at work, as a training step does.
     """
-    units = len(calls) if per_sample is None else per_sample
 
     def issue() -> None:
         for call in calls:
@@ -77,11 +48,28 @@ def call_sampler(
 
     def sample() -> float:
         if lead_in is not None and device.type == "cuda":
-            with torch.cuda.device(device):
-                lead_in()
-        return milliseconds(issue, device) / units
+            lead_in()
+        return milliseconds(issue, device) / len(calls)
 
     return sample
+
+
+def kernel_sampler(
+    calls: Sequence[Call], device: torch.device, *, at_least_ms: float = 0.0
+) -> Sampler:
+    """Samples what the GPU needs for `calls`, without the time to issue them.
+
+    On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts. Calls
+    do the same work on different data, together larger than the L2 cache, so that none finds its
+    input there. A sample takes `at_least_ms` on a GPU: long ones show what holds in training, where
+    a GPU is at its limit of power and its clocks drop by a quarter.
+    """
+    if device.type != "cuda":
+        return call_sampler(calls, device)
+    replay = issued_at_once(calls, device)
+    replays = max(1, round(at_least_ms / call_sampler([replay], device)()))
+    sample = call_sampler([replay] * replays, device)
+    return lambda: sample() / len(calls)
 
 
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:
@@ -90,11 +78,9 @@ def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0
     A single call would be charged the wait for its first kernel, which a training step hides
     behind the work before it. The number of calls is chosen from a few calls made now.
     """
-    for _ in range(3):
-        call()
-    once = min(call_sampler([call], device)() for _ in range(3))
+    once = min(call_sampler([call], device)() for _ in range(_WARMUP))
     count = max(1, min(20, round(at_least_ms / max(once, 1e-3))))
-    return call_sampler([call] * count, device)
+    return call_sampler([call] * count, device, lead_in=call)
 
 
 def issue_microseconds(
@@ -102,21 +88,50 @@ def issue_microseconds(
 ) -> float:
     """Median time that the calling thread takes to issue `call`, in microseconds.
 
-    The GPU's time must be the shorter one: give it a tensor too small to matter.
-
-    Args:
-        call: What is issued.
-        device: Where it runs.
-        calls: How often it is issued in one sample.
-        samples: How many samples are taken.
+    The GPU's time must be the shorter one: give it a tensor too small to matter. Each of the
+    `samples` is the mean of some `calls`.
     """
     times = []
-    for sample in range(samples + _WARMUP):
+    for _ in range(_WARMUP + samples):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        if sample >= _WARMUP:
-            times.append((time.perf_counter() - start) * 1e6 / calls)
-    return statistics.median(times)
+        times.append((time.perf_counter() - start) * 1e6 / calls)
+    return statistics.median(times[_WARMUP:])
+
+
+def bench_device(name: str) -> torch.device:
+    """The device called `name`, `"cuda"`, `"cuda:N"` or `"cpu"`.
+
+    Raises:
+        ValueError: It is not there, or has no float8 GEMMs.
+    """
+    device = torch.device(name)
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device: got {name!r}, expected cuda, cuda:N or cpu")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "no CUDA GPU here: run this on a machine with one, or add --device cpu to try the "
+                "command with host times"
+            )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device: got {name!r}, but there are {torch.cuda.device_count()}")
+        device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        torch.cuda.set_device(device)
+    reason = lacks_float8_gemm(device)
+    if reason is not None:
+        raise ValueError(reason)
+    return device
+
+
+def input_sets(set_bytes: int, device: torch.device) -> int:
+    """How many input sets of `set_bytes` outgrow the L2 cache several times; at least 2."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(_MOST_SETS, -(-_CACHE_MULTIPLE * cache // set_bytes)))

@@ -21,21 +21,13 @@ _NO_DATA = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autogr
 
 @dataclass
 class Traffic:
-    """Bytes of the whole tensors that collectives of one rank were about, own part included.
+    """Bytes of the whole tensors that collectives of one rank were about, own part included."""
 
-    Attributes:
-        gathered: Results of all-gathers.
-        reduce_scattered: Inputs of reduce-scatters.
-        all_reduced: Tensors of all-reduces.
-        other: Of anything else that was sent or received.
-        all_reduces: How many all-reduces there were.
-    """
-
-    gathered: int = 0
-    reduce_scattered: int = 0
-    all_reduced: int = 0
-    other: int = 0
-    all_reduces: int = 0
+    gathered: int = 0  # results of all-gathers
+    reduce_scattered: int = 0  # inputs of reduce-scatters
+    all_reduced: int = 0  # tensors of all-reduces
+    other: int = 0  # anything else that was sent or received
+    all_reduces: int = 0  # how many there were
 
 
 class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,17 +81,17 @@ def exposed(communication: Iterable[Interval], work: Iterable[Interval]) -> floa
 
     Intervals may overlap each other and come in any order.
     """
-    ours, others = _union(communication), _union(work)
-    total = sum(end - start for start, end in ours)
-    covered, first = 0.0, 0
-    for start, end in ours:
-        while first < len(others) and others[first][1] <= start:
-            first += 1
-        for other_start, other_end in others[first:]:
-            if other_start >= end:
-                break
-            covered += min(end, other_end) - max(start, other_start)
-    return total - covered
+    edges = []
+    for kind, intervals in enumerate((communication, work)):
+        for start, end in intervals:
+            edges += [(start, kind, 1), (end, kind, -1)]
+    running, total, last = [0, 0], 0.0, 0.0
+    for time, kind, change in sorted(edges):
+        if running[0] and not running[1]:
+            total += time - last
+        running[kind] += change
+        last = time
+    return total
 
 
 def exposed_ms(profiled: torch.profiler.profile) -> float:
@@ -116,17 +108,6 @@ def exposed_ms(profiled: torch.profiler.profile) -> float:
         span = (event.time_range.start, event.time_range.end)
         (communication if "nccl" in lower else work).append(span)
     return exposed(communication, work) / 1e3
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
 
 
 def _bytes(tensors: Any) -> int:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,39 +17,42 @@ from torch import nn
 
 from float8.config import Float8GemmConfig, Float8LinearConfig
 from float8.convert import all_linears, convert_to_float8_training
+from float8.sync import attach_to_optimizer
 from float8.weight_cache import cached_weights
-from float8_lab.bench.peers import find_peer, peer_version
 
 HIGH_PRECISION = "bf16"
-_FAST_ACCUM = "fast_accum"
 EAGER, COMPILED = "eager", "compiled"
 MODES = {"eager": (EAGER,), "compiled": (COMPILED,), "both": (EAGER, COMPILED)}
+BF16, FLOAT8 = "bf16", "float8"
+"""In what the weights of a sharded model are gathered."""
+
+PEERS = {"torchao": "torchao", "te": "transformer_engine"}
+"""Other libraries, measured where they are installed: name and module."""
+
+_TE_RECIPES = {"tensorwise": "Float8CurrentScaling", "delayed": "DelayedScaling"}
+_FAST_ACCUM = "fast_accum"
+
+Convert = Callable[[nn.Module], nn.Module]
+Attach = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to run a model.
+    """One way to run a model."""
 
-    Attributes:
-        recipe: What its linear layers do, as in `bf16`, `tensorwise`, `torchao tensorwise`.
-        mode: `eager` or `compiled`.
-        convert: Swaps the linear layers of a model; returns the model.
-        around: Makes the context that every forward runs in.
-        config: How the layers run, if it is this library.
-        cached: Whether all microbatches of a step share one cast of each weight.
-    """
-
-    recipe: str
-    mode: str
-    convert: Callable[[nn.Module], nn.Module]
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    config: Float8LinearConfig | None = None
-    cached: bool = False
+    recipe: str  # what its linear layers do, as in `bf16`, `tensorwise`, `torchao tensorwise`
+    mode: str  # `eager` or `compiled`
+    convert: Convert = lambda model: model  # swaps the linear layers; returns the model
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # of every forward
+    config: Float8LinearConfig | None = None  # how the layers run, if it is this library
+    cached: bool = False  # whether all microbatches of a step share one cast of each weight
+    gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
+    attach: Attach = attach_to_optimizer  # has scaling done at every step of an optimizer
 
     @property
     def name(self) -> str:
-        """Recipe and mode."""
-        return f"{self.recipe}, {self.mode}"
+        """Recipe, mode and gather."""
+        return f"{self.recipe}, {self.mode}" + (f", {self.gather} gather" if self.gather else "")
 
     @property
     def ours(self) -> bool:
@@ -72,7 +79,12 @@ class Variant:
 
 
 def make_variants(
-    recipes: Sequence[str], modes: Sequence[str], peers: Sequence[str], *, cached: bool = False
+    recipes: Sequence[str],
+    modes: Sequence[str],
+    peers: Sequence[str],
+    *,
+    cached: bool = False,
+    sharded: bool = False,
 ) -> list[Variant]:
     """High precision, each recipe and each installed peer's, in every mode that they run in.
 
@@ -81,46 +93,42 @@ def make_variants(
         modes: `eager`, `compiled` or both.
         peers: Names of other libraries; those not installed are left out.
         cached: Whether each recipe runs once more, with cached weights.
+        sharded: Whether each recipe runs once more, with a float8 all-gather; of peers torchao's
+            tensorwise with it.
 
     Raises:
         ValueError: No recipe, no switch or no peer has such a name.
     """
     configs = {recipe: recipe_config(recipe) for recipe in recipes}
     installed = [peer for peer in peers if peer_version(peer) is not None]
+    nearest = ["tensorwise"] if sharded else list(dict.fromkeys(r.split("+")[0] for r in recipes))
+    gather = BF16 if sharded else ""
     variants = []
     for mode in modes:
-        variants.append(Variant(HIGH_PRECISION, mode, _unchanged))
+        variants.append(Variant(HIGH_PRECISION, mode, gather=gather))
         for recipe, config in configs.items():
-            variant = Variant(recipe, mode, converter(config), config=config)
-            variants.append(variant)
+            variants.append(_ours(recipe, mode, config, gather))
             if cached:
                 name = f"{recipe}, cached weights"
-                variants.append(dataclasses.replace(variant, recipe=name, cached=True))
-        for name in installed:
-            for recipe in dict.fromkeys(recipe.split("+")[0] for recipe in recipes):
-                peer = find_peer(name, recipe)
-                if peer is not None and (peer.compiles or mode == EAGER):
-                    variants.append(Variant(peer.name, mode, peer.convert, peer.around))
+                variants.append(dataclasses.replace(variants[-1], recipe=name, cached=True))
+            if sharded:
+                own = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+                variants.append(_ours(recipe, mode, own, FLOAT8))
+        found = (find_peer(name, recipe, mode, sharded) for name in installed for recipe in nearest)
+        variants += [peer for peer in found if peer is not None]
     return variants
 
 
-def many_compilations() -> AbstractContextManager[Any]:
+def many_compilations() -> Any:
     """Room for all variants: past the limit, `torch.compile` would fall back to eager mode."""
-    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=256)
-    return patch
-
-
-def _unchanged(model: nn.Module) -> nn.Module:
-    return model
+    return torch._dynamo.config.patch(recompile_limit=256)
 
 
 def recipe_config(recipe: str) -> Float8LinearConfig:
-    """The configuration of a recipe with switches, as in `delayed+fast_accum`.
+    """The configuration of a recipe with switches behind a `+`, as in `delayed+fast_accum`.
 
-    Args:
-        recipe: A recipe's name, and after it, each behind a `+`, bool fields of
-            `Float8LinearConfig` that are set (all but that of the gather), or `fast_accum` for all
-            three GEMMs.
+    Switches are bool fields of `Float8LinearConfig` (but that of the gather), which are set, and
+    `fast_accum` for all three GEMMs.
 
     Raises:
         ValueError: No recipe or switch has such a name, or they exclude each other.
@@ -144,10 +152,78 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     return dataclasses.replace(config, **fields)
 
 
-def converter(config: Float8LinearConfig) -> Callable[[nn.Module], nn.Module]:
-    """What converts all linear layers of a model."""
+def _ours(recipe: str, mode: str, config: Float8LinearConfig, gather: str) -> Variant:
+    convert = functools.partial(
+        convert_to_float8_training, config=config, module_filter_fn=all_linears
+    )
+    return Variant(recipe, mode, convert, config=config, gather=gather)
+
+
+def peer_version(peer: str) -> str | None:
+    """Version of an installed peer, `"torchao"` or `"te"`; None if it is not installed.
+
+    Raises:
+        ValueError: No peer has this name.
+    """
+    if peer not in PEERS:
+        raise ValueError(f"peer: got {peer!r}, expected one of {', '.join(PEERS)}")
+    installed = importlib.util.find_spec(PEERS[peer]) is not None
+    return importlib.metadata.version(PEERS[peer]) if installed else None
+
+
+def find_peer(peer: str, recipe: str, mode: str, sharded: bool = False) -> Variant | None:
+    """An installed peer with the recipe nearest to ours; None if it has none such in this mode."""
+    if peer == "torchao":
+        return _torchao(recipe, mode, sharded)
+    known = recipe in _TE_RECIPES and mode == EAGER and not sharded
+    return _transformer_engine(recipe) if known else None
+
+
+# Imported inside functions: these packages need not be there.
+
+
+def _torchao(recipe: str, mode: str, sharded: bool) -> Variant | None:
+    torchao = importlib.import_module("torchao.float8")
+    try:
+        if sharded:
+            config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        else:
+            config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+    except (ValueError, AssertionError):  # it asserts that the name is one of its own
+        return None
+
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+        precompute = torchao.precompute_float8_dynamic_scale_for_fsdp
+        return optimizer.register_step_post_hook(lambda *_: precompute(model))
+
+    convert = functools.partial(torchao.convert_to_float8_training, config=config)
+    gather = FLOAT8 if sharded else ""
+    return Variant(f"torchao {recipe}", mode, convert, gather=gather, attach=attach)
+
+
+def _transformer_engine(recipe: str) -> Variant:
+    te = importlib.import_module("transformer_engine.pytorch")
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    scaling = getattr(recipes, _TE_RECIPES[recipe])()
+
+    if hasattr(te, "autocast"):  # the name since TransformerEngine 2.8
+        around = functools.partial(te.autocast, enabled=True, recipe=scaling)
+    else:
+        around = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=scaling)
 
     def convert(model: nn.Module) -> nn.Module:
-        return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.Linear):
+                    new = te.Linear(
+                        child.in_features,
+                        child.out_features,
+                        bias=child.bias is not None,
+                        params_dtype=child.weight.dtype,
+                        device=child.weight.device,
+                    )
+                    new.load_state_dict(child.state_dict(), strict=False)
+                    setattr(parent, name, new)
+        return model
 
-    return convert
+    return Variant(f"te {recipe}", EAGER, convert, around)

@@ -7,52 +7,37 @@ from typing import Annotated
 import typer
 
 from float8_lab.bench.block import StackSize
-from float8_lab.bench.fsdp import PASSES, bench_fsdp, communication_settings
-from float8_lab.bench.fsdp_variants import PEERS, Plan, sharded_variants
+from float8_lab.bench.fsdp import PASSES, Plan, bench_fsdp, communication_settings
 from float8_lab.bench.ranks import rank_count
-from float8_lab.cli import bench_tables as tables
-from float8_lab.cli.bench import (
-    RECIPES,
-    Batch,
-    Blocks,
-    Mode,
-    Model,
-    Output,
-    Recipes,
-    SeqLen,
-    parse_modes,
-    split_words,
-)
-from float8_lab.cli.bench_run import Bench
+from float8_lab.cli import bench_run as run
+from float8_lab.cli.bench_run import Bench, choices
 from float8_lab.cli.options import Debug
 from float8_lab.models.presets import preset
 
-Device = Annotated[str, typer.Option(help="cuda, or cpu to try it with host times.")]
-Ranks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"),
-]
-Rounds = Annotated[
-    int, typer.Option(min=1, help="Timed steps per variant in each of two passes over the list.")
-]
-Peers = Annotated[
-    list[str] | None,
-    typer.Option("--peers", help="torchao: also measure it, with its float8 all-gather."),
-]
-
 
 def fsdp_command(
-    model: Model = "llama3-8b",
-    blocks: Blocks = 8,
-    seq_len: SeqLen = 8192,
-    batch: Batch = 1,
-    recipe: Recipes = None,
-    mode: Mode = "compiled",
-    peers: Peers = None,
-    ranks: Ranks = None,
-    device: Device = "cuda",
-    rounds: Rounds = 10,
-    output: Output = None,
+    model: run.Model = "llama3-8b",
+    blocks: run.Blocks = 8,
+    seq_len: run.SeqLen = 8192,
+    batch: run.Batch = 1,
+    recipe: run.Recipes = None,
+    mode: run.Mode = "compiled",
+    peers: Annotated[
+        list[str] | None,
+        typer.Option("--peers", help="torchao: also measure it, with its float8 all-gather."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try it with host times.")] = "cuda",
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, help="Timed steps per variant in each of two passes over the list."),
+    ] = 10,
+    output: run.Output = None,
     debug: Debug = False,
 ) -> None:
     """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
@@ -66,21 +51,19 @@ def fsdp_command(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device: got {device!r}, expected cuda or cpu; say --ranks for how many")
     preset(model)
-    size = StackSize(model, blocks, seq_len, batch)
-    recipes = split_words(recipe) or list(RECIPES)
-    others = split_words(peers)
-    for peer in others:
-        if peer not in PEERS:
-            raise ValueError(f"peers: got {peer!r}, expected {', '.join(PEERS)}")
-    modes = parse_modes(mode)
+    chosen = choices(recipe, mode, peers)
+    for peer in chosen["peers"]:
+        if peer != "torchao":  # the only one that has a float8 all-gather
+            raise ValueError(f"peers: got {peer!r}, expected torchao")
     world = rank_count(device, ranks)
-    settings = {"model": model, "blocks": blocks, "seq_len": seq_len, "batch": batch}
-    settings |= {"recipes": recipes, "modes": modes, "peers": others}
+    settings = {"model": model, "blocks": blocks, "seq_len": seq_len, "batch": batch, **chosen}
     settings |= {"ranks": world, "rounds": rounds, "passes": PASSES, "optimizer": "fused AdamW"}
     bench = Bench.start("fsdp", device, output, **settings)
-    plan = Plan(size, tuple(recipes), modes, tuple(bench.find_peers(others)), rounds)
-    variants = sharded_variants(plan)
-    rows = bench.collect(bench_fsdp(plan, world, device), PASSES * len(variants) + 1)
+    size = StackSize(model, blocks, seq_len, batch)
+    found = tuple(bench.find_peers())
+    plan = Plan(size, tuple(chosen["recipes"]), chosen["modes"], found, rounds)
+    groups = bench_fsdp(plan, world, device)
+    rows = bench.collect(groups, PASSES * len(plan.variants()) + 1)
     title = f"{blocks} {model} block(s) under FSDP2 on {world} rank(s), {batch} x {seq_len} tokens "
     title += "each, forward + backward + optimizer"
-    bench.finish(title, tables.FSDP, rows, communication=communication_settings())
+    bench.finish(title, rows, communication=communication_settings())

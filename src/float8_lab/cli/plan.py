@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from torch import nn
 
 from float8.config import Float8LinearConfig
 from float8.convert.filters import SMALLEST, known_gpu
-from float8_lab.bench.devices import bench_device
-from float8_lab.bench.plan import Judge, LayerPlan, by_measuring, by_size, plan_conversion
-from float8_lab.bench.results import Results, check_output
-from float8_lab.cli.bench_tables import PLAN, print_table
+from float8_lab.bench.plan import Judge, by_measuring, by_size, plan_conversion, planned_speedup
+from float8_lab.bench.results import check_output, write_results
+from float8_lab.bench.timing import bench_device
+from float8_lab.cli.bench_run import Output, print_table
 from float8_lab.cli.options import Debug
 from float8_lab.cli.progress import make_console
 from float8_lab.models.llama import Llama
@@ -47,9 +45,7 @@ def plan_command(
         str | None,
         typer.Option(help="Where to measure: cuda, cuda:N or cpu.", show_default="cuda"),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan: .json or .csv.")
-    ] = None,
+    output: Output = None,
     debug: Debug = False,
 ) -> None:
     """Show for each linear layer of a model whether float8 makes it faster.
@@ -67,23 +63,20 @@ def plan_command(
     judge, where = _judge(measuring, device, gpu, tokens, config)
     with torch.device("meta"):
         llama = Llama(shape.model, shape.seq_len)
-    plan = plan_conversion(llama, judge, _not_the_head)
-    rows = [_row(layer, tokens) for layer in plan]
+    rows = plan_conversion(llama, tokens, judge, head="output")
     how = "measured" if measuring else "judged by size"
     console = make_console()
     title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}"
     if measuring:
         title += "; ms of forward + backward"
-    print_table(console, title, PLAN, rows)
-    gain = {"linear_speedup": _speedup(rows)} if measuring else {}
+    print_table(console, title, rows)
+    gain = {"linear_speedup": planned_speedup(rows)} if measuring else {}
     for speedup in gain.values():
         console.print(f"all linear layers: {speedup:.2f}x of bf16")
     if output is not None:
         settings = {"model": model, "tokens": tokens, "recipe": recipe, "how": how, "for": where}
-        environment = describe_environment(
-            torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        )
-        Results("plan", environment, settings, rows, gain).write(output)
+        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        write_results(output, "plan", rows, describe_environment(here), settings, gain)
         console.print(f"results: {output}")
 
 
@@ -103,37 +96,3 @@ def _judge(
     if gpu not in SMALLEST:
         raise ValueError(f"gpu: got {gpu!r}, expected one of {', '.join(SMALLEST)}")
     return by_size(tokens, gpu), gpu
-
-
-def _not_the_head(mod: nn.Module, fqn: str) -> bool:
-    return fqn != "output"
-
-
-def _row(layer: LayerPlan, tokens: int) -> dict[str, Any]:
-    slower, bf16_ms, float8_ms = layer.verdict
-    if layer.convert:
-        fate = "convert"
-    elif slower is None:
-        fate = "leave: output head"
-    else:
-        fate = f"leave: {slower.partition(':')[0]}"
-    return {
-        "M": tokens,
-        "K": layer.in_features,
-        "N": layer.out_features,
-        "count": len(layer.names),
-        "layers": " ".join(dict.fromkeys(name.rpartition(".")[2] for name in layer.names)),
-        "bf16_ms": bf16_ms,
-        "float8_ms": float8_ms,
-        "speedup": bf16_ms / float8_ms if bf16_ms and float8_ms else None,
-        "fate": fate,
-    }
-
-
-def _speedup(rows: list[dict[str, Any]]) -> float:
-    """Of all linear layers together, as planned."""
-    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
-    planned = sum(
-        row["count"] * row["float8_ms" if row["fate"] == "convert" else "bf16_ms"] for row in rows
-    )
-    return float(bf16 / planned)

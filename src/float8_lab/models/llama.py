@@ -177,20 +177,16 @@ class Llama(nn.Module):
         residual_std = weight_std / (2 * self.config.n_layers) ** 0.5
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if parameter.dim() == 1:
-                    parameter.fill_(1.0)
-                    continue
-                writes_residual = name.endswith(
-                    ("attention.out.weight", "feed_forward.down.weight")
-                )
-                std = residual_std if writes_residual else weight_std
-                if isinstance(parameter, DTensor):  # one whole parameter at a time, no more
-                    whole = torch.empty(parameter.shape, device=device)
+                # One whole parameter at a time, no more.
+                whole = torch.ones(parameter.shape, device=device)
+                if parameter.dim() > 1:
+                    residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+                    std = residual_std if residual else weight_std
                     whole.normal_(0.0, std, generator=generator)
+                if isinstance(parameter, DTensor):
                     mesh, placements = parameter.device_mesh, parameter.placements
-                    parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
-                else:
-                    parameter.normal_(0.0, std, generator=generator)
+                    whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                parameter.copy_(whole)
             cos, sin = rope_table(self.config.head_dim, self.max_seq_len, self.config.rope_theta)
             self.cos.copy_(cos)
             self.sin.copy_(sin)

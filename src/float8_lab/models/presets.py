@@ -10,34 +10,18 @@ LLAMA3_VOCAB = 128256
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """Shape of a Llama; a `ValueError` if the numbers do not fit together."""
 
-    Attributes:
-        dim: Width of the residual stream.
-        n_layers: Number of blocks.
-        n_heads: Query heads; `dim` is divided among them.
-        n_kv_heads: Key/value heads, each shared by `n_heads / n_kv_heads` query heads.
-        ffn_dim: Hidden width of the SwiGLU feed-forward.
-        vocab_size: Rows of the embedding and of the head; at least 256 for byte-level text.
-        tied_head: Whether the head shares its weight with the embedding.
-        rope_theta: Base of the rotary frequencies.
-        norm_eps: Added to the mean square in RMSNorm.
-        init_std: Standard deviation of the initial weights.
-
-    Raises:
-        ValueError: if the numbers do not fit together.
-    """
-
-    dim: int
+    dim: int  # width of the residual stream
     n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int = BYTE_VOCAB
-    tied_head: bool = False
-    rope_theta: float = 500_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
+    n_heads: int  # query heads; `dim` is divided among them
+    n_kv_heads: int  # key/value heads, each shared by `n_heads / n_kv_heads` query heads
+    ffn_dim: int  # hidden width of the SwiGLU feed-forward
+    vocab_size: int = BYTE_VOCAB  # rows of embedding and head; at least 256 for byte-level text
+    tied_head: bool = False  # whether the head shares its weight with the embedding
+    rope_theta: float = 500_000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    init_std: float = 0.02  # standard deviation of the initial weights
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
@@ -74,73 +58,28 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model with settings that train it sensibly.
-
-    Attributes:
-        model: The shape.
-        seq_len: Tokens per sequence.
-        batch_size: Sequences per forward pass.
-        learning_rate: Peak of the schedule.
-        steps: Optimizer steps.
-    """
+    """A named model with settings that train it sensibly."""
 
     model: ModelConfig
-    seq_len: int
-    batch_size: int
-    learning_rate: float
-    steps: int
+    seq_len: int  # tokens per sequence
+    batch_size: int  # sequences per forward pass
+    learning_rate: float  # peak of the schedule
+    steps: int  # of the optimizer
 
 
+# Width, blocks, query heads, key/value heads and feed-forward width of the model; then tokens per
+# sequence, sequences, learning rate and steps.
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset(
-        # Narrow layers want more than the usual 0.02, or half of a short run is a plateau.
-        ModelConfig(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=384, init_std=0.05),
-        seq_len=64,
-        batch_size=16,
-        learning_rate=2e-3,
-        steps=150,  # `make demo`: three runs in a few minutes on two CPU cores
-    ),
-    "150m": Preset(
-        ModelConfig(dim=1024, n_layers=12, n_heads=16, n_kv_heads=8, ffn_dim=3072),
-        seq_len=2048,
-        batch_size=16,
-        learning_rate=1e-3,
-        steps=2000,
-    ),
-    "1b": Preset(
-        ModelConfig(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, tied_head=True),
-        seq_len=2048,
-        batch_size=8,
-        learning_rate=4e-4,
-        steps=5000,
-    ),
+    # Narrow layers want a wider spread than usual, or half of a short run is a plateau. The steps
+    # are for `make demo`: three runs in a few minutes on two CPU cores.
+    "tiny": Preset(ModelConfig(128, 3, 4, 2, 384, init_std=0.05), 64, 16, 2e-3, 150),
+    "150m": Preset(ModelConfig(1024, 12, 16, 8, 3072), 2048, 16, 1e-3, 2000),
+    "1b": Preset(ModelConfig(2048, 16, 32, 8, 8192, tied_head=True), 2048, 8, 4e-4, 5000),
     "llama3-8b": Preset(
-        ModelConfig(
-            dim=4096,
-            n_layers=32,
-            n_heads=32,
-            n_kv_heads=8,
-            ffn_dim=14336,
-            vocab_size=LLAMA3_VOCAB,
-        ),
-        seq_len=8192,
-        batch_size=1,
-        learning_rate=3e-4,
-        steps=10_000,
+        ModelConfig(4096, 32, 32, 8, 14336, vocab_size=LLAMA3_VOCAB), 8192, 1, 3e-4, 10_000
     ),
     "llama3-70b": Preset(
-        ModelConfig(
-            dim=8192,
-            n_layers=80,
-            n_heads=64,
-            n_kv_heads=8,
-            ffn_dim=28672,
-            vocab_size=LLAMA3_VOCAB,
-        ),
-        seq_len=8192,
-        batch_size=1,
-        learning_rate=1.5e-4,
-        steps=10_000,
+        ModelConfig(8192, 80, 64, 8, 28672, vocab_size=LLAMA3_VOCAB), 8192, 1, 1.5e-4, 10_000
     ),
 }
 

@@ -1,0 +1,166 @@
+"""Forward and backward of a model in several variants: checked, then timed in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.sync import sync_float8_amax_and_scale_history
+from float8_lab.bench.quality import check
+from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
+from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
+
+Row = dict[str, Any]
+
+WARMUP = 3
+"""Steps that compile, and fill the histories of delayed scaling."""
+
+
+class Step:
+    """Forward and backward of a model in one variant, on fixed random data.
+
+    Args:
+        variant: How; it converts the model.
+        model: In bf16. Each of its children in `layers` is compiled by itself, as trainers do, or
+            the model as a whole if it has none.
+        x: The input.
+        grad: The gradient of the output.
+        microbatches: Forwards and backwards per step; gradients accumulate.
+        sync: Whether the sync of delayed scaling is a part of a step.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        model: nn.Module,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        microbatches: int = 1,
+        sync: bool = False,
+    ) -> None:
+        self.model = variant.convert(model)
+        self.parts: list[nn.Module] = list(getattr(self.model, "layers", [self.model]))
+        for part in self.parts:
+            variant.compile(part)
+        self._variant, self._x, self._grad = variant, x, grad
+        self._microbatches, self._sync = microbatches, sync and variant.ours
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The output and the input that it was computed from.
+
+        The input is a new tensor object at each call, as in training: layers that read the same
+        object in eager mode share one cast of it, which a second call would find done.
+        """
+        x = self._x.detach().requires_grad_()
+        with self._variant.around():
+            output: Tensor = self.model(x)
+        return output, x
+
+    def backward(self, output: Tensor) -> None:
+        """Adds to the gradients of weights and input."""
+        torch.autograd.backward(output, self._grad)
+
+    def finish(self, output: Tensor, x: Tensor) -> dict[str, Tensor]:
+        """Output and gradients by name, taken from the model; and the sync, if it has one."""
+        if self._sync:
+            sync_float8_amax_and_scale_history(self.model)
+        results = {"output": output.detach()}
+        for name, tensor in [("input", x), *self.model.named_parameters()]:
+            assert tensor.grad is not None
+            results[f"gradient of {name}"], tensor.grad = tensor.grad, None
+        return results
+
+    def __call__(self) -> dict[str, Tensor]:
+        """One step; the sums of all weights' gradients, the last output and gradient of input."""
+        with self._variant.caching(self.model):
+            for _ in range(self._microbatches):
+                output, x = self.forward()
+                self.backward(output)
+        return self.finish(output, x)
+
+
+def compare(
+    what: str,
+    steps: Iterable[tuple[Variant, Step]],
+    device: torch.device,
+    rounds: int,
+    *,
+    at_least: float,
+    measure: Callable[[Step], Row] = lambda step: {},
+    beside: Mapping[str, Sampler] | None = None,
+) -> Iterator[list[Row]]:
+    """Check and time every variant; an empty list for each that is ready, then all rows.
+
+    Args:
+        what: Named by errors.
+        steps: The first must be bf16, which the others are checked against; one in each mode.
+        device: Where.
+        rounds: Samples of each.
+        at_least: Lower bound in dB of the SQNR of output and gradients.
+        measure: Further columns, of a step that was checked.
+        beside: Further samplers; their medians in ms become columns.
+
+    Raises:
+        WrongResultError: An output or a gradient is wrong; says which.
+    """
+    rows: dict[str, Row] = {}
+    samplers = dict(beside or {})
+    reference: dict[str, Tensor] = {}
+    with many_compilations():
+        for variant, step in steps:
+            for _ in range(WARMUP):
+                step()
+            if variant.ours:
+                sync_float8_amax_and_scale_history(step.model)  # from here on delayed, if it is
+            results = step()
+            reference = reference or results
+            quality = check(f"{what} {variant.name}:", reference, results, at_least)
+            del results
+            peak = peak_bytes(step, device)
+            row = {"recipe": variant.recipe, "mode": variant.mode, **measure(step)}
+            row |= {"peak_gib": None if peak is None else peak / 2**30, "sqnr_db": quality}
+            rows[variant.name] = row
+            samplers[variant.name] = steady_sampler(step, device)
+            yield []
+        reference.clear()
+        times = take_turns(samplers, rounds)
+    for name, row in rows.items():
+        row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
+        row["speedup"] = times[Variant(HIGH_PRECISION, row["mode"]).name] / row["ms"]
+    yield list(rows.values())
+
+
+def saved_bytes(forward: Callable[[], object], known: Iterable[Tensor]) -> int:
+    """Bytes that `forward`, which returns its result, keeps for backward, each storage once.
+
+    Not counted are those of tensors `known` to be there anyway, such as parameters.
+    """
+    there = {tensor.untyped_storage().data_ptr() for tensor in known}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    del result  # until here it kept what was saved, so that no address was used twice
+    return sum(saved.values())
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
+    """Most memory in use during `step` over what was in use before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    resting = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - resting
