@@ -175,6 +175,7 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
         timeout=timedelta(seconds=timeout),
         device_id=gpu,
     )
+    dist.barrier()  # so that no rank ends while another one still connects to it
     modules: dict[str, ModuleType] = {}
     while True:
         try:
