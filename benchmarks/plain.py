@@ -244,14 +244,15 @@ def main() -> None:
             return compared(title, linear, (8192, 4096), compiled, device, args.rounds, True)
         if what == "cast":
             return issue_cast(device)
-        if what == "profile":
-            for recipe in ("tensorwise", "bf16", *peers):
-                profile(*llama("8b"), recipe, device)
-            return []
-        known = "stack, 70b, 1b, small, linear, cast, profile"
-        raise SystemExit(f"--what: got {what!r}, expected some of {known}")
+        for recipe in ("tensorwise", "bf16", *peers):  # profile
+            profile(*llama("8b"), recipe, device)
+        return []
 
-    for what in args.what.split(","):
+    known = ("stack", "70b", "1b", "small", "linear", "cast", "profile")
+    wanted = args.what.split(",")
+    if unknown := [what for what in wanted if what not in known]:
+        raise SystemExit(f"--what: got {unknown[0]!r}, expected some of {', '.join(known)}")
+    for what in wanted:
         torch._dynamo.reset()
         with many_compilations():
             new = measured(what)

@@ -164,3 +164,12 @@ def test_too_much_for_the_memory_of_the_cpu_says_what_to_do(
 def test_a_batch_that_fits_no_memory_is_refused_at_once(make_config: MakeConfig) -> None:
     with pytest.raises(OutOfMemoryError, match="lower --batch-size"):
         train(make_config(batch_size=2**62))
+
+
+def test_a_device_without_float8_gemms_is_refused_before_anything_runs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "lacks_float8_gemm", lambda device: f"{device} is too old")
+    with pytest.raises(ConfigError, match="recipe 'tensorwise': cpu is too old"):
+        train(make_config(recipe="tensorwise"))
+    train(make_config(recipe="high_precision", output=make_config().output + "-plain"))

@@ -23,7 +23,7 @@ from float8_lab.bench.shapes import Shape
 from float8_lab.bench.step import Row
 from float8_lab.bench.timing import input_sets, issue_microseconds, kernel_sampler, take_turns
 
-_COPY = "copy"
+_COPY = "copy"  # to memory of its own at each call, as the casts write
 
 # Of what is checked on values and strides that are easily got wrong.
 _SIZES = ((1, 1), (17, 33), (130, 7), (1000, 1048))

@@ -139,11 +139,11 @@ def _serve(
         dist.destroy_process_group()
     except BaseException as error:
         time.sleep(_LAST_WORDS)
-        sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
-        sys.stderr.flush()
         if isinstance(error, WrongResultError):
             reports.put(WrongResultError(str(error)))
         else:
+            sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
+            sys.stderr.flush()
             told = f"rank {rank} of {ranks}: {type(error).__name__}: {error}"
             reports.put(RankFailedError(told))
         os._exit(1)

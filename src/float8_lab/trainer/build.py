@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from float8 import conversion_report, convert_to_float8_training
+from float8.formats import lacks_float8_gemm
 from float8_lab.models.llama import Llama, build_llama
 from float8_lab.models.presets import ModelConfig
 from float8_lab.trainer.config import DTYPES, TrainConfig, float8_config
@@ -39,7 +40,7 @@ def build_model(
         )
     model.tie_head()
     conversion = ranks.together(
-        lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather)
+        lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather, device)
     )
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
@@ -77,7 +78,7 @@ def load_libraries(config: TrainConfig, device: torch.device) -> None:
     """
     shape = ModelConfig(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64)
     model = build_llama(shape, 16, seed=0, device=device)
-    _convert(model, config.recipe, float8_all_gather=False)
+    _convert(model, config.recipe, False, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
     with autocast(config, device):
@@ -87,10 +88,12 @@ def load_libraries(config: TrainConfig, device: torch.device) -> None:
     optimizer.step()
 
 
-def _convert(model: Llama, recipe: str, float8_all_gather: bool) -> str:
+def _convert(model: Llama, recipe: str, float8_all_gather: bool, device: torch.device) -> str:
     settings = float8_config(recipe)
     if settings is None:
         return ""
+    if reason := lacks_float8_gemm(device):  # the model itself may still be on the meta device
+        raise ConfigError(f"recipe {recipe!r}: {reason}")
     try:
         settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=float8_all_gather)
         convert_to_float8_training(

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -77,7 +78,7 @@ def save_checkpoint(
             mine = ranks.together(lambda: {path.name: _checksum(path) for path in paths})
             checksums = {k: v for part in ranks.gather(mine) for k, v in part.items()}
             ranks.once(lambda: _put_in_place(temporary, target, checksums))
-    except CheckpointError:
+    except (CheckpointError, torch.OutOfMemoryError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     if ranks.is_first:
@@ -219,6 +220,8 @@ def _explained(what: str, ranks: Ranks) -> Iterator[None]:
             # DCP warns that there is no process group although `no_dist=True` says so.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
+    except torch.OutOfMemoryError:  # whoever trains knows what to do about it
+        raise
     # DCP wraps what goes wrong on any rank in a BaseException of its own, for all ranks.
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         cause: BaseException = error
@@ -227,4 +230,6 @@ def _explained(what: str, ranks: Ranks) -> Iterator[None]:
             if ranks.rank != first:
                 raise OtherRankError(f"rank {first} failed, and said why") from error
             cause = error.failures[first][0]
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from error
         raise CheckpointError(f"{what}: {str(cause) or type(cause).__name__}") from error

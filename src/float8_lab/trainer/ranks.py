@@ -63,7 +63,11 @@ class Ranks:
                 ranks to share one GPU.
         """
         device = check_device(name)
-        if not self.sharded or device.type == "cpu":
+        if device.type == "cpu":
+            return device
+        if not self.sharded:
+            if device.index is not None:
+                torch.cuda.set_device(device)
             return device
         if name == "cuda":
             # Who made the group without torchrun has chosen the device, too.
