@@ -30,15 +30,19 @@ M, K, N = 24, 40, 56
 # ---------------------------------------------------------------- a second granularity
 
 
-def rows_to_float8(x: Tensor, spec: CastSpec) -> Part:
+def rows_to_float8(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> Part:
     """A scale for each row, [R, 1], along which a GEMM contracts; data not padded."""
-    scale = amax_to_scale(x.abs().amax(dim=1, keepdim=True).float(), spec.dtype, spec.power_of_2)
+    if scale is None:
+        amax = x.abs().amax(dim=1, keepdim=True).float()
+        scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
     return Part((x.float() / scale).to(spec.dtype), scale)
 
 
-def quantize_rows(x: Tensor, spec: CastSpec, *, row=False, col=False, **_: object) -> Quantized:
-    by_columns = rows_to_float8(x.t().contiguous(), spec) if col else None
-    return Quantized(rows_to_float8(x, spec) if row else None, by_columns, spec)
+def quantize_rows(
+    x: Tensor, spec: CastSpec, *, row=False, col=False, scale=None, **_: object
+) -> Quantized:
+    by_columns = rows_to_float8(x.t().contiguous(), spec, scale) if col else None
+    return Quantized(rows_to_float8(x, spec, scale) if row else None, by_columns, spec)
 
 
 def multiply_rows(a: Part, b: Part, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:

@@ -139,7 +139,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
 
 def _transpose_fake(data: Tensor, *_: object) -> Tensor:
     R, C = data.shape
-    return data.new_empty(((C + 15) // 16 * 16, (R + 15) // 16 * 16))
+    return data.new_empty((ceil16(C), ceil16(R)))
 
 
 register(
