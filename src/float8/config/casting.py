@@ -30,6 +30,12 @@ class ScalingGranularity(enum.Enum):
     AXISWISE = "axiswise"
     """One row or column. Known by name, not supported yet: using it raises a `ValueError`."""
 
+    BLOCK_1x128 = "block_1x128"
+    """128 elements that follow each other along the contraction dim. Not supported yet either."""
+
+    BLOCK_128x128 = "block_128x128"
+    """A square of 128 rows and columns. Not supported yet either."""
+
 
 @dataclass(frozen=True)
 class CastConfig:

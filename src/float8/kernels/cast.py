@@ -153,11 +153,11 @@ def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The arithmetic of :func:`cast`, elementwise on any shape: x -> float8 of the same shape."""
+    """The arithmetic of :func:`cast`, elementwise: x -> float8; ``scale`` broadcasts against it."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # By way of float64, which makes the quotient correctly rounded in compiled code too.
-    inverse = (1.0 / scale.reshape(()).to(torch.float64)).to(torch.float32)
+    inverse = (1.0 / scale.to(torch.float64)).to(torch.float32)
     v = x.to(torch.float32) * inverse
     # Saturate here and not in the conversion: torch releases differ in what they make of Inf.
     data = v.clamp(-limit, limit).to(dtype).view(torch.uint8)
@@ -176,7 +176,7 @@ def cast_reference(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast`: the layouts asked for."""
-    data = to_float8(x, scale, dtype).view(torch.uint8)
+    data = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
     layouts = [data] * row + [data.t()] * col
     out = allocate(x, dtype, row, col, pad_rows)
     for target, source in zip(out, layouts, strict=True):
