@@ -6,6 +6,8 @@ One kernel, one file: what it computes, its plain-torch twin, its Triton code, i
 
 from float8.kernels.amax import amax
 from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic, to_float8
+from float8.kernels.cast_axiswise import cast_axiswise, cast_axiswise_traced
+from float8.kernels.cast_blockwise import cast_blockwise, cast_blockwise_traced
 from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast, rms_norm_recast
 from float8.kernels.rms_norm_backward import rms_norm_backward
 from float8.kernels.swiglu import swiglu_cast
@@ -17,6 +19,10 @@ __all__ = [
     "Cast",
     "amax",
     "cast",
+    "cast_axiswise",
+    "cast_axiswise_traced",
+    "cast_blockwise",
+    "cast_blockwise_traced",
     "cast_delayed",
     "cast_dynamic",
     "rms_norm_backward",

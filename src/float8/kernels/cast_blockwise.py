@@ -1,0 +1,384 @@
+"""High precision -> float8 under one scale per run of 128 elements, or per square of 128 x 128.
+
+One kernel reads each element once: a program takes a tile of 128 x 128, which knows all its scales.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.config import ScalingGranularity
+from float8.formats import FLOAT8_MAX, ceil16
+from float8.kernels.amax import float32_bits, magnitude_bits
+from float8.kernels.cast import (
+    check_cast,
+    mantissa,
+    reads_along_rows,
+    scaled,
+    store_across,
+    store_along,
+    to_float8,
+)
+from float8.kernels.cast_axiswise import amax_along, pad_to
+from float8.kernels.numeric import scale_of_amax, to_float32
+from float8.kernels.runtime.device import has_float8_conversion
+from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.tiles import TileLaunch, load, tile_at, tile_launch, tile_of_program
+from float8.kernels.transpose import transpose_bytes
+from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import CastSpec, Part
+
+_SQUARE = {ScalingGranularity.BLOCK_1x128: False, ScalingGranularity.BLOCK_128x128: True}
+
+
+def cast_blockwise(
+    x: Tensor, spec: CastSpec, *, row: bool, col: bool
+) -> tuple[Part | None, Part | None]:
+    """Cast ``x`` to float8 under a scale per block, by `amax_to_scale` of the block's amax.
+
+    `BLOCK_1x128`: a block is a run of 128 elements along the contraction dim, so that of a row of
+    ``x`` for row data, and of a column of ``x`` for column data. `BLOCK_128x128`: it is a square,
+    and column data are the transposed bytes and scales of row data. A block that crosses the end of
+    ``x`` covers what is there. The arithmetic of an element is that of :func:`cast`. Both layouts
+    come from one read of ``x``.
+
+    Args:
+        x: [R, C] float32, bfloat16 or float16; any strides. Slow, but right, where no dim is
+            contiguous.
+        spec: format, granularity `BLOCK_1x128` or `BLOCK_128x128`, and whether scales are rounded
+            up to powers of two.
+        row: whether to return row data.
+        col: whether to return column data.
+
+    Returns:
+        ``(row, col)``, None where not asked for. Row data is [ceil16(R), ceil16(C)], column data
+        [ceil16(C), ceil16(R)], both contiguous, padded with zeros. The scales lie as GEMMs want
+        them: of data [M, K] and `BLOCK_1x128` they are [M, ceil(K / 128)] with strides (1, M),
+        those of padding rows that of amax 0; of `BLOCK_128x128` [ceil(M / 128), ceil(K / 128)],
+        contiguous, their second dim padded with zeros to a multiple of 4.
+        No gradient flows through it.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: ``x`` is not 2-D, neither layout is asked for, or the granularity is another.
+    """
+    _check(x, spec, row, col)
+    args = (x, spec.dtype, _SQUARE[spec.granularity], row, col, spec.power_of_2)
+    if x.is_cuda and takes_triton_directly(x):
+        out = cast_blockwise_triton(*args)
+    else:
+        out = torch.ops.float8.cast_blockwise.default(*args)
+    return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
+
+
+def cast_blockwise_traced(
+    x: Tensor, spec: CastSpec, *, row: bool, col: bool
+) -> tuple[Part | None, Part | None]:
+    """:func:`cast_blockwise` as plain torch code, which a compiler fuses into what produces ``x``.
+
+    It may then see the producer's values before they are rounded to the dtype of ``x``. Only the
+    transposition of column data is an op of its own.
+    """
+    _check(x, spec, row, col)
+    square = _SQUARE[spec.granularity]
+    out = cast_blockwise_reference(x.detach(), spec.dtype, square, row, col, spec.power_of_2)
+    return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
+
+
+def _check(x: Tensor, spec: CastSpec, row: bool, col: bool) -> None:
+    check_cast(x, spec.dtype, row, col)
+    if spec.granularity not in _SQUARE:
+        raise ValueError(
+            f"cast_blockwise: got {spec.granularity}, expected BLOCK_1x128 or BLOCK_128x128"
+        )
+
+
+def blocks(n: int) -> int:
+    """How many blocks of 128 cover ``n``; also of symbolic sizes, without a guard."""
+    return (n + 127) // 128
+
+
+def ceil4(n: int) -> int:
+    """The smallest multiple of 4 that is not below ``n``."""
+    return (n + 3) // 4 * 4
+
+
+# ---------------------------------------------------------------- plain-torch twin
+
+
+def cast_blockwise_reference(
+    x: Tensor, dtype: torch.dtype, square: bool, row: bool, col: bool, power_of_2: bool
+) -> list[Tensor]:
+    """Plain-torch twin: row data and scales, column data and scales, those asked for."""
+    if square:
+        return _squares(x, dtype, row, col, power_of_2)
+    R, C = x.shape
+    tall, wide = blocks(R), blocks(C)
+    out = []
+    if row:
+        runs = pad_to(x, R, wide * 128).view(R, wide, 128)
+        amax = amax_along(runs, 2)
+        data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
+        scale = amax_to_scale(pad_to(amax.squeeze(2).t(), wide, ceil16(R)), dtype, power_of_2)
+        out += [pad_to(data.flatten(1)[:, :C], ceil16(R), ceil16(C)).contiguous()]
+        out += [scale.contiguous().t()]
+    if col:
+        runs = pad_to(x, tall * 128, C).view(tall, 128, C)
+        amax = amax_along(runs, 1)
+        data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
+        scale = amax_to_scale(pad_to(amax.squeeze(1), tall, ceil16(C)), dtype, power_of_2)
+        out += [transpose_bytes(data.flatten(0, 1)[:R]), scale.contiguous().t()]
+    return out
+
+
+def _squares(x: Tensor, dtype: torch.dtype, row: bool, col: bool, power_of_2: bool) -> list[Tensor]:
+    R, C = x.shape
+    tall, wide = blocks(R), blocks(C)
+    runs = pad_to(x, tall * 128, wide * 128).view(tall, 128, wide, 128)
+    # Of runs first: that fuses into what produces x.
+    scale = amax_to_scale(amax_along(amax_along(runs, 3), 1), dtype, power_of_2)
+    data = to_float8(runs, scale, dtype).flatten(2).flatten(0, 1)[:R, :C]
+    scale = scale.squeeze(3).squeeze(1)
+    out = []
+    if row:
+        out += [pad_to(data, ceil16(R), ceil16(C)).contiguous()]
+        out += [pad_to(scale, tall, ceil4(wide)).contiguous()]
+    if col:
+        out += [transpose_bytes(data), pad_to(scale.t(), wide, ceil4(tall)).contiguous()]
+    return out
+
+
+# ---------------------------------------------------------------- Triton
+
+
+class Kind(NamedTuple):
+    """What a cast does: all that its kernel is compiled for, but its input."""
+
+    dtype: torch.dtype
+    square: bool
+    row: bool
+    col: bool
+    power_of_2: bool
+
+
+class _Plan(NamedTuple):
+    """A planned cast of tensors of one shape, layout and dtype."""
+
+    launch: Launch | None  # None where there is nothing to do
+    row_shapes: tuple[tuple[int, int], tuple[int, int]]  # data, scales as they lie in memory
+    col_shapes: tuple[tuple[int, int], tuple[int, int]]
+    swapped: bool  # the kernel reads x.t(), and so takes the outputs in the other order
+
+
+def cast_blockwise_triton(
+    x: Tensor, dtype: torch.dtype, square: bool, row: bool, col: bool, power_of_2: bool
+) -> list[Tensor]:
+    """Triton code of the op: row data and scales, column data and scales, those asked for."""
+    return launch_cast(x, Kind(dtype, square, row, col, power_of_2))
+
+
+def launch_cast(x: Tensor, kind: Kind, config: TileLaunch | None = None) -> list[Tensor]:
+    """Cast ``x`` [R, C], under one launch configuration if given."""
+    plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
+    row: list[Tensor | None] = [None, None]
+    col: list[Tensor | None] = [None, None]
+    if kind.row:
+        data_shape, scale_shape = plan.row_shapes
+        row = [empty(data_shape, kind.dtype, x), empty(scale_shape, torch.float32, x)]
+    if kind.col:
+        data_shape, scale_shape = plan.col_shapes
+        col = [empty(data_shape, kind.dtype, x), empty(scale_shape, torch.float32, x)]
+    if plan.launch is not None:
+        along, across = (col, row) if plan.swapped else (row, col)
+        plan.launch(x, *along, *across)
+    out = []
+    for data, scale in (row, col):
+        if data is not None and scale is not None:
+            out += [data, scale if kind.square else scale.t()]
+    return out
+
+
+def config_of(R: int, C: int) -> TileLaunch:
+    """The launch configuration for a matrix [R, C]."""
+    return tile_launch(R, C, 128, 128, 8)
+
+
+def _scale_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
+    """How the scales of data of a tensor [rows, columns] lie in memory."""
+    if square:
+        return blocks(rows), ceil4(blocks(columns))
+    return blocks(columns), ceil16(rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    x_dtype: torch.dtype,
+    device: torch.device,
+    kind: Kind,
+    config: TileLaunch | None,
+) -> _Plan:
+    """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
+    (R, C), (stride_r, stride_c) = shape, strides
+    row_shapes = (ceil16(R), ceil16(C)), _scale_shape(R, C, kind.square)
+    col_shapes = (ceil16(C), ceil16(R)), _scale_shape(C, R, kind.square)
+    swapped = not reads_along_rows(strides)
+    if R * C == 0:
+        return _Plan(None, row_shapes, col_shapes, swapped)
+    along, across = kind.row, kind.col
+    if swapped:
+        R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, across, along
+    config = config or config_of(R, C)
+    constants = (
+        kind.square,
+        along,
+        across,
+        mantissa(kind.dtype),
+        FLOAT8_MAX[kind.dtype],
+        kind.power_of_2,
+        has_float8_conversion(device),
+        config.even,
+        config.group,
+    )
+    integers = (R, C, stride_r, stride_c)
+    launch = Launch(
+        _cast_blockwise_kernel, config.programs, device, integers, constants, config.num_warps
+    )
+    return _Plan(launch, row_shapes, col_shapes, swapped)
+
+
+@jit
+def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, C]
+    along_ptr,  # [Rp, Cp], padded to multiples of 16
+    along_scale_ptr,  # [tiles of C, Rp], if SQUARE [tiles of R, tiles of C padded to 4]
+    across_ptr,  # [Cp, Rp]
+    across_scale_ptr,  # [tiles of R, Cp], if SQUARE [tiles of C, tiles of R padded to 4]
+    R,
+    C,
+    stride_r,
+    stride_c,
+    SQUARE: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    element: tl.constexpr = x_ptr.dtype.element_ty
+    Rp = tl.cdiv(R, 16) * 16
+    Cp = tl.cdiv(C, 16) * 16
+    tile_r, tile_c = tile_at(tile_of_program(), R, C, 128, 128, GROUP)
+    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
+    quad = (tile_r * 32 + tl.arange(0, 32)).to(tl.int64)[:, None]
+    c = (tile_c * 128 + tl.arange(0, 128)).to(tl.int64)[None, :]
+    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
+    in_c = c < C
+    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
+    x_ptr += c * stride_c
+    x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
+    x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
+    x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
+    x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
+    v0, v1, v2, v3 = (
+        to_float32(x0, HARDWARE),
+        to_float32(x1, HARDWARE),
+        to_float32(x2, HARDWARE),
+        to_float32(x3, HARDWARE),
+    )
+    m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
+    largest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
+    if SQUARE:
+        bits = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), element)
+        scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+        inverse = tl.div_rn(1.0, scale)
+        v0 = scaled(v0, in0, inverse, EVEN)
+        v1 = scaled(v1, in1, inverse, EVEN)
+        v2 = scaled(v2, in2, inverse, EVEN)
+        v3 = scaled(v3, in3, inverse, EVEN)
+        tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
+        if ALONG:
+            store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
+            store_along(along_ptr, v0, v1, v2, v3, quad, c, Rp, Cp, MANTISSA, HARDWARE, EVEN)
+        if ACROSS:
+            store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
+            store_across(across_ptr, v0, v1, v2, v3, quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN)
+    else:
+        if ALONG:
+            along_scale_ptr += tile_c.to(tl.int64) * Rp
+            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            store_along(
+                along_ptr,
+                scaled(v0, in0, i0, EVEN),
+                scaled(v1, in1, i1, EVEN),
+                scaled(v2, in2, i2, EVEN),
+                scaled(v3, in3, i3, EVEN),
+                quad, c, Rp, Cp, MANTISSA, HARDWARE, EVEN,
+            )  # fmt: skip
+        if ACROSS:
+            bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
+            scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+            tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
+            inverse = tl.div_rn(1.0, scale)
+            store_across(
+                across_ptr,
+                scaled(v0, in0, inverse, EVEN),
+                scaled(v1, in1, inverse, EVEN),
+                scaled(v2, in2, inverse, EVEN),
+                scaled(v3, in3, inverse, EVEN),
+                quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN,
+            )  # fmt: skip
+
+
+@jit
+def inverse_of_run(  # type: ignore[no-untyped-def]
+    scale_ptr, bits, r, rows, element: tl.constexpr, FLOAT8_MAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+):  # fmt: skip
+    """Store the scale of each row of magnitudes ``bits``; returns its reciprocal."""
+    bits = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
+    scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+    tl.store(scale_ptr + r, scale, mask=r < rows)
+    return tl.div_rn(1.0, scale)
+
+
+@jit
+def store_square(ptr, scale, row, column, columns):  # type: ignore[no-untyped-def]
+    """Store the scale of a square, and after the last one of a row zeros, to a multiple of 4."""
+    pitch = tl.cdiv(columns, 4) * 4
+    step = tl.arange(0, 4)
+    is_padding = (step > 0) & (column == columns - 1) & (column + step < pitch)
+    ptr += row.to(tl.int64) * pitch + column + step
+    tl.store(ptr, tl.where(step == 0, scale, 0.0), mask=(step == 0) | is_padding)
+
+
+def _cast_blockwise_fake(
+    x: Tensor, dtype: torch.dtype, square: bool, row: bool, col: bool, power_of_2: bool
+) -> list[Tensor]:
+    out = []
+    for asked, (rows, columns) in ((row, x.shape), (col, x.shape[::-1])):
+        if asked:
+            scale = x.new_empty(_scale_shape(rows, columns, square), dtype=torch.float32)
+            out += [x.new_empty((ceil16(rows), ceil16(columns)), dtype=dtype)]
+            out += [scale if square else scale.t()]
+    return out
+
+
+register(
+    "cast_blockwise(Tensor x, ScalarType dtype, bool square, bool row, bool col, "
+    "bool power_of_2) -> Tensor[]",
+    plain=cast_blockwise_reference,
+    triton=cast_blockwise_triton,
+    fake=_cast_blockwise_fake,
+)
