@@ -213,15 +213,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--what", default="stack,small,linear,cast")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--torchao", action="store_true")
+    parser.add_argument("--recipes", default="tensorwise,delayed", help="besides bf16")
+    parser.add_argument("--torchao", help="its recipes to measure, too", default="")
+    parser.add_argument("--compiled", action="store_true", help="no stacks in eager mode")
     parser.add_argument("--tiny", action="store_true", help="a model for a laptop")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peers = ["tensorwise@torchao"] if args.torchao else []
-    recipes = ["bf16", "tensorwise", "delayed"]
+    peers = [f"{name}@torchao" for name in args.torchao.split(",") if name]
+    recipes = ["bf16", *args.recipes.split(",")]
     compiled = [(recipe, COMPILED) for recipe in [*recipes, *peers]]
-    both = [*compiled, *((recipe, EAGER) for recipe in recipes)]
+    eager = [(recipe, EAGER) for recipe in recipes]
+    both = compiled if args.compiled else [*compiled, *eager]
     rows: list[Row] = []
 
     def llama(name: str) -> tuple[Make, tuple[int, ...]]:
@@ -244,7 +247,7 @@ def main() -> None:
             return compared(title, linear, (8192, 4096), compiled, device, args.rounds, True)
         if what == "cast":
             return issue_cast(device)
-        for recipe in ("tensorwise", "bf16", *peers):  # profile
+        for recipe in [*recipes, *peers]:  # profile
             profile(*llama("8b"), recipe, device)
         return []
 

@@ -250,11 +250,6 @@ def test_float8_all_gather_needs_one_cast_of_the_weight() -> None:
     Float8LinearConfig(cast_config_weight_for_grad_input=same, enable_fsdp_float8_all_gather=True)
 
 
-def test_axiswise_scaling_says_that_it_is_not_supported() -> None:
-    with pytest.raises(ValueError, match=r"(?s)got .*AXISWISE.*expected TENSORWISE.*leave"):
-        CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
-
-
 # ---------------------------------------------------------------- wrong values
 
 

@@ -31,18 +31,20 @@ def ceil16(n: int) -> int:
 
 
 @functools.cache
-def lacks_float8_gemm(device: torch.device) -> str | None:
+def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.
 
-    CPUs run them through torch's own `_scaled_mm`; CUDA GPUs need compute capability 8.9 (Ada,
-    Hopper and newer); `meta` computes nothing and so accepts all.
+    CPUs run them through torch's own `_scaled_mm` or emulate them; CUDA GPUs need compute
+    capability 8.9 (Ada, Hopper and newer), for block scales 9.x (Hopper); `meta` computes nothing
+    and so accepts all.
     """
     if device.type in ("cpu", "meta"):
         return None
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 9):
+        major, minor = torch.cuda.get_device_capability(device)
+        if major == 9 or ((major, minor) >= (8, 9) and not by_blocks):
             return None
+        expected = "9.x for block scales" if by_blocks else ">= 8.9"
         name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}, expected >= 8.9"
+        return f"{name} has compute capability {major}.{minor}, expected {expected}"
     return f"float8 GEMMs run on 'cuda' and 'cpu' devices, got '{device.type}'"

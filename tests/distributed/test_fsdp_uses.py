@@ -17,13 +17,8 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     why_not_fused,
 )
-from float8.config import ScalingGranularity
-from float8.formats import FLOAT8_MAX
-from float8.parallel.fsdp import FSDPFloat8Weight
-from float8.quantize.spec import CastSpec, Part, Quantized
-from float8.tensor import Float8GatherWeight, Float8Tensor
+from float8.tensor import Float8GatherWeight
 from support.configs import RECIPES
-from support.devices import E4M3
 from support.models import fp8_state
 from support.ranks import Ranks
 from support.sharded import (
@@ -245,41 +240,6 @@ class Bytes(Tensor):
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
         return None if out is not None else (outputs[0].to(param_dtype), ())
-
-
-class ScaledByRows(FSDPFloat8Weight):
-    """A scale for each row, sent along with the bytes: what finer scalings will do."""
-
-    def cast_shard(self, module, param_dtype):  # type: ignore[no-untyped-def]
-        shard = self.high_precision.to(param_dtype)
-        scales = shard.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX[E4M3]
-        return Quantized(Part((shard / scales).to(E4M3), scales), None, self.spec)
-
-    def joined(self, received, metadata, param_dtype):  # type: ignore[no-untyped-def]
-        data, scales = received
-        return (data.view(E4M3).float() * scales.view(torch.float32)).to(param_dtype)
-
-
-def scales_gathered_along() -> None:
-    torch.manual_seed(0)
-    layer, x = nn.Linear(24, 16, bias=False), torch.eye(24)
-    weight = layer.weight.detach() * torch.arange(1, 17).unsqueeze(1)
-    expected = torch.stack([Float8Tensor.from_high_precision(row)._data.float() for row in weight])
-    expected *= weight.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX[E4M3]
-    layer.weight = nn.Parameter(ScaledByRows(weight, CastSpec(E4M3, ScalingGranularity.AXISWISE)))
-    fully_shard(layer, mesh=mesh_of())
-    with traffic() as seen:
-        assert torch.equal(layer(x), x @ expected.t())
-    assert seen.sizes == [8 * (24 + 4)]
-    assert seen.all_reduces == 0
-    layer.reshard()
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    assert torch.equal(layer(x), 2 * x @ expected.t())
-
-
-def test_finer_scales_can_be_gathered_along(two: Ranks) -> None:
-    two.run(scales_gathered_along)
 
 
 def smaller_mesh(which: str) -> None:

@@ -66,7 +66,7 @@ def test_emulation_takes_any_dims(device: str) -> None:
 
 def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("float8.gemm.matmul")
-    monkeypatch.setattr(module, "lacks_float8_gemm", lambda device: "an old GPU")
+    monkeypatch.setattr(module, "lacks_float8_gemm", lambda *_: "an old GPU")
     a = Part(torch.empty(16, 16, dtype=E4M3, device="meta"), torch.empty((), device="meta"))
     with pytest.raises(RuntimeError, match=r"an old GPU; set emulate=True"):
         matmul(a, a, gemm=Gemm(), out_dtype=torch.float32)
@@ -77,12 +77,20 @@ def test_scales_of_another_shape_are_refused(emulate: bool) -> None:
     a, b = operands(E4M3, E4M3, "cpu")
     by_rows = Part(a.data, torch.ones(7, 1))
     for pair in ((by_rows, b), (b, by_rows)):
-        with pytest.raises(ValueError, match=r"\(7, 1\).*expected one element each"):
+        with pytest.raises(ValueError, match=r"got shape \(7, 1\).*expected one element"):
             matmul(*pair, gemm=Gemm(emulate=emulate), out_dtype=torch.float32)
 
 
-def test_granularities_that_nothing_multiplies_are_refused() -> None:
-    a, b = operands(E4M3, E4M3, "cpu")
-    finer = (ScalingGranularity.AXISWISE, ScalingGranularity.TENSORWISE)
-    with pytest.raises(NotImplementedError, match=r"got .*AXISWISE.*expected .*TENSORWISE"):
-        matmul(a, b, gemm=Gemm(granularities=finer), out_dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("granularity", "wrong", "right"),
+    [
+        ("AXISWISE", (1, 48), r"\(48, 1\)"),
+        ("BLOCK_1x128", (48, 3), r"\(48, 2\)"),
+        ("BLOCK_128x128", (1, 2), r"\(1, 4\)"),
+    ],
+)
+def test_finer_scales_have_one_shape(granularity: str, wrong: tuple[int, int], right: str) -> None:
+    of = ScalingGranularity[granularity]
+    a = Part(torch.ones(48, 144).to(E4M3), torch.ones(wrong))
+    with pytest.raises(ValueError, match=rf"data of \(48, 144\), expected shape {right} under"):
+        matmul(a, a, gemm=Gemm(granularities=(of, of)), out_dtype=torch.float32)

@@ -52,7 +52,7 @@ def test_it_trains_as_in_high_precision(recipe: str, device: str) -> None:
     assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 14
     for seed in range(3):
         wanted, got = step(plain, seed), step(model, seed)
-        assert got["loss"] == pytest.approx(wanted["loss"].item(), abs=0.02)
+        assert got["loss"].item() == pytest.approx(wanted["loss"].item(), abs=0.02)
         for name, grad in wanted.items():
             assert sqnr(grad, got[name]) > tolerances.MODEL, name
 

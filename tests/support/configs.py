@@ -1,5 +1,6 @@
 """Configurations that tests are parametrized over."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -30,6 +31,10 @@ def delayed(**more: Any) -> Float8LinearConfig:
     return mixed(DELAYED, DELAYED, DELAYED, **more)
 
 
+def of_recipe(name: str, **more: Any) -> Float8LinearConfig:
+    return dataclasses.replace(Float8LinearConfig.from_recipe_name(name), **more)
+
+
 MIXES = [
     pytest.param(mix, id="-".join(cast.scaling_type.value[:3] for cast in mix))
     for mix in itertools.product((DYNAMIC, DELAYED), repeat=3)
@@ -37,3 +42,6 @@ MIXES = [
 """The 8 ways to scale input, weight and grad_output: `mixed(*mix)`."""
 
 RECIPES = ["tensorwise", "delayed"]
+"""With one scale per tensor."""
+
+FINER = ["rowwise", "rowwise_with_gw_hp", "blockwise"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from support.devices import FLOAT8_MAX
+from support.devices import E4M3, FLOAT8_MAX
 
 
 def reference_scale(x: Tensor, dtype: torch.dtype, power_of_2: bool = False) -> Tensor:
@@ -31,3 +31,22 @@ def zero_padded(data: Tensor, rows: int, columns: int) -> Tensor:
 
 def up16(n: int) -> int:
     return (n + 15) // 16 * 16
+
+
+def reference_values(
+    x: Tensor, block: tuple[int, int], power_of_2: bool = False, dtype: torch.dtype = E4M3
+) -> Tensor:
+    """`x` [R, C] in float64 after a cast with a scale for each block of this size.
+
+    One block after the other, each as a tensor of its own.
+    """
+    x = x.detach().cpu()
+    values = torch.empty(x.shape, dtype=torch.float64)
+    height, width = (size or full for size, full in zip(block, x.shape, strict=True))
+    for r in range(0, x.shape[0], height):
+        for c in range(0, x.shape[1], width):
+            part = x[r : r + height, c : c + width]
+            scale = reference_scale(part, dtype, power_of_2)
+            data = reference_cast(part, scale, dtype)
+            values[r : r + height, c : c + width] = data.double() * scale.double()
+    return values

@@ -1,5 +1,6 @@
 """Small models under FSDP2, and their training: what runs on every rank, on its device."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,14 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from support.configs import delayed, tensorwise
+from support.configs import delayed, of_recipe, tensorwise
 from support.models import Block, fp8_state, seeded
 
 CONFIGS: dict[str, Callable[..., Float8LinearConfig]] = {
     "tensorwise": tensorwise,
     "delayed": delayed,
+    "rowwise": functools.partial(of_recipe, "rowwise"),
+    "blockwise": functools.partial(of_recipe, "blockwise"),
 }
 DIM = 24
 """Not divisible by 16: the gathered bytes are padded for the GEMMs."""

@@ -28,13 +28,13 @@ class ScalingGranularity(enum.Enum):
     """The whole tensor."""
 
     AXISWISE = "axiswise"
-    """One row or column. Known by name, not supported yet: using it raises a `ValueError`."""
+    """A run along the dim that a GEMM contracts: a row of row data, a column of column data."""
 
     BLOCK_1x128 = "block_1x128"
-    """128 elements that follow each other along the contraction dim. Not supported yet either."""
+    """128 elements along the dim that a GEMM contracts (DeepSeek-V3, arXiv 2412.19437, 3.3)."""
 
     BLOCK_128x128 = "block_128x128"
-    """A square of 128 rows and columns. Not supported yet either."""
+    """A square of 128 rows and 128 columns, the same for both layouts."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,14 @@ class CastConfig:
 
     Args:
         scaling_type: where the scale comes from.
-        scaling_granularity: what one scale covers; only `TENSORWISE` for now.
-        target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default of the
-            role it is used in: e4m3 for input and weight, e5m2 for grad_output. None where
-            there is no cast.
+        scaling_granularity: what one scale covers. Scales finer than `TENSORWISE` are dynamic.
+        target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default: e5m2
+            for a grad_output with one scale, else e4m3. None where there is no cast.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the granularity is not supported, or the dtype is no supported float8 format
-            or given although nothing is cast.
+        ValueError: a finer granularity comes with delayed scaling, or the dtype is no supported
+            float8 format or given although nothing is cast.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -68,10 +67,12 @@ class CastConfig:
                     f"{name}: got {getattr(self, name)!r}, expected a {kind.__name__}, for example "
                     f"{next(iter(kind))}"
                 )
-        if self.scaling_granularity is not ScalingGranularity.TENSORWISE:
+        one_scale = self.scaling_granularity is ScalingGranularity.TENSORWISE
+        if self.scaling_type is ScalingType.DELAYED and not one_scale:
             raise ValueError(
-                f"scaling_granularity: got {self.scaling_granularity}, expected TENSORWISE: "
-                f"finer scales are not supported yet; leave scaling_granularity out"
+                f"scaling_granularity: got {self.scaling_granularity} with delayed scaling, "
+                f"expected TENSORWISE: histories are kept of one scale per tensor; use "
+                f"ScalingType.DYNAMIC, or leave scaling_granularity out"
             )
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
             expected = " or ".join(str(dtype) for dtype in FLOAT8_MAX)
@@ -91,11 +92,13 @@ class CastConfig:
         return self.scaling_type is not ScalingType.DISABLED
 
     def short_str(self) -> str:
-        """A few letters for `repr`s, for example `dynamic/e4m3`, or `high precision`."""
+        """A few words for `repr`s: `dynamic/e4m3`, `axiswise/e4m3` or `high precision`."""
         if not self.is_float8:
             return "high precision"
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
-        return f"{self.scaling_type.value}/{dtype}"
+        one_scale = self.scaling_granularity is ScalingGranularity.TENSORWISE
+        how = self.scaling_type if one_scale else self.scaling_granularity
+        return f"{how.value}/{dtype}"
 
 
 @dataclass(frozen=True)

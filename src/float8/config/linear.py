@@ -4,7 +4,12 @@ import enum
 from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
-from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config.casting import (
+    CastConfig,
+    DelayedScalingConfig,
+    ScalingGranularity,
+    ScalingType,
+)
 from float8.formats import E4M3, E5M2
 
 
@@ -38,6 +43,12 @@ GEMM_OPERANDS: dict[str, tuple[CastSite, CastSite]] = {
     "grad_weight": (CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT, CastSite.INPUT_FOR_GRAD_WEIGHT),
 }
 
+_T, _A = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
+_B1, _B2 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
+
+GEMM_GRANULARITIES = ((_T, _T), (_A, _A), (_A, _T), (_T, _A), (_B1, _B2), (_B2, _B1), (_B1, _B1))
+"""What the scales of two operands of one GEMM may cover."""
+
 
 class Float8LinearRecipeName(enum.Enum):
     """Names that `Float8LinearConfig.from_recipe_name` knows."""
@@ -47,6 +58,16 @@ class Float8LinearRecipeName(enum.Enum):
 
     DELAYED = "delayed"
     """Delayed scaling, one scale per tensor; sync once per step, see `attach_to_optimizer`."""
+
+    ROWWISE = "rowwise"
+    """Dynamic scaling, a scale per row of each operand, powers of two; e4m3 everywhere."""
+
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+    """As `ROWWISE`, with grad_weight in high precision and one scale per weight for grad_input."""
+
+    BLOCKWISE = "blockwise"
+    """Dynamic scaling, a scale per 1x128 elements of input and grad_output and per 128x128 of the
+    weight; e4m3 everywhere (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +149,8 @@ class Float8LinearConfig:
             name = f"cast_config_{site.value}"
             given = getattr(self, name)
             if given is not None and given.is_float8 and given.target_dtype is None:
-                dtype = E5M2 if BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT else E4M3
+                wide = BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT
+                dtype = E5M2 if wide and given.scaling_granularity is _T else E4M3
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
         # Kept, since it is asked for at every optimizer step, of every layer.
         delayed = tuple(
@@ -157,6 +179,13 @@ class Float8LinearConfig:
                     f"GEMM '{gemm}': got {names} of scaling types {a.scaling_type.value} and "
                     f"{b.scaling_type.value}, expected both operands in float8 or both "
                     f"DISABLED; set both or neither to ScalingType.DISABLED"
+                )
+            pair = a.scaling_granularity, b.scaling_granularity
+            if a.is_float8 and pair not in GEMM_GRANULARITIES:
+                raise ValueError(
+                    f"GEMM '{gemm}': got {names} with scales that cover {pair[0].value} and "
+                    f"{pair[1].value}, expected one of "
+                    f"{', '.join(f'{a.value} x {b.value}' for a, b in GEMM_GRANULARITIES)}"
                 )
             if a.is_float8 and a.target_dtype == b.target_dtype == E5M2 and not self.emulate:
                 raise ValueError(
@@ -217,6 +246,12 @@ class Float8LinearConfig:
         return sites
 
     @property
+    def scales_by_blocks(self) -> bool:
+        """Whether some scales cover blocks, which fewer devices multiply."""
+        casts = (self.cast_config(site) for site in CAST_SITES)
+        return any(cast.scaling_granularity in (_B1, _B2) for cast in casts)
+
+    @property
     def float8_gemms(self) -> tuple[str, ...]:
         """Which of the GEMMs `"output"`, `"grad_input"` and `"grad_weight"` run in float8."""
         return tuple(gemm for gemm in GEMM_OPERANDS if self.runs_in_float8(gemm))
@@ -245,10 +280,25 @@ class Float8LinearConfig:
         except ValueError:
             known = ", ".join(f"'{recipe.value}'" for recipe in Float8LinearRecipeName)
             raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}") from None
-        delayed = recipe is Float8LinearRecipeName.DELAYED
-        cast = CastConfig(ScalingType.DELAYED if delayed else ScalingType.DYNAMIC)
+        of = Float8LinearRecipeName
+        per_tensor, high = CastConfig(), CastConfig(ScalingType.DISABLED)
+        input = weight = grad_output = per_tensor
+        if recipe is of.DELAYED:
+            input = weight = grad_output = CastConfig(ScalingType.DELAYED)
+        elif recipe is of.BLOCKWISE:
+            input = grad_output = CastConfig(scaling_granularity=_B1)
+            weight = CastConfig(scaling_granularity=_B2)
+        elif recipe is not of.TENSORWISE:
+            input = weight = grad_output = CastConfig(scaling_granularity=_A)
+        mixed = recipe is of.ROWWISE_WITH_GW_HP
         return Float8LinearConfig(
-            cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast
+            cast_config_input=input,
+            cast_config_weight=weight,
+            cast_config_grad_output=grad_output,
+            cast_config_input_for_grad_weight=high if mixed else None,
+            cast_config_weight_for_grad_input=per_tensor if mixed else None,
+            cast_config_grad_output_for_grad_weight=high if mixed else None,
+            round_scales_to_power_of_2=recipe in (of.ROWWISE, of.ROWWISE_WITH_GW_HP),
         )
 
 

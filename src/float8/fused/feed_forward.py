@@ -171,10 +171,10 @@ class _FeedForward(torch.autograd.Function):
             of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
             of_up = fused.grad_input(up8, w_up, up_scale, up, dtype)
         if gate.need_grad_weight:
-            grad_gate = fused.grad_weight(columns(gate8), x_part, gate)
+            grad_gate = fused.grad_weight(columns(gate8, gate.plan.grad_output), x_part, gate)
         del gate8
         if up.need_grad_weight:
-            grad_up = fused.grad_weight(columns(up8), x_part, up)
+            grad_up = fused.grad_weight(columns(up8, up.plan.grad_output), x_part, up)
         if of_gate is not None and of_up is not None:
             if norm_weight is None:
                 grad_x = of_gate + of_up

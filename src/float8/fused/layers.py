@@ -144,7 +144,8 @@ def output(
     plan = layer.plan
     assert plan.output is not None  # else the layers are not fused
     w = weight_rows(weight, layer.ready, plan.weight, layer.scales.weight, record)
-    return functional.output(x, w, plan.output, dtype, layer.out_features), w.scale
+    y = functional.output(x, w, plan.output, dtype, x.data.shape[0], layer.out_features)
+    return y, w.scale
 
 
 def grad_input(
@@ -154,7 +155,7 @@ def grad_input(
     plan = layer.plan
     assert plan.grad_input is not None
     w = weight_columns(kept, scale, plan.weight, layer.kept_transposed, g.scale)
-    return functional.grad_input(g, w, plan.grad_input, dtype, layer.in_features)
+    return functional.grad_input(g, w, plan.grad_input, dtype, g.data.shape[0], layer.in_features)
 
 
 def grad_weight(g: Part | None, x: Part, layer: FusedLayer) -> Tensor:

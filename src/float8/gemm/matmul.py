@@ -1,17 +1,20 @@
 """The one door for GEMMs: two operands in float8, multiplied and scaled."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType as Recipe
 
 from float8.config import ScalingGranularity
 from float8.formats import lacks_float8_gemm
-from float8.quantize.spec import Part
+from float8.quantize.spec import Part, check_scale, dequantised
 
-Granularities = tuple[ScalingGranularity, ScalingGranularity]
-PER_TENSOR: Granularities = (ScalingGranularity.TENSORWISE, ScalingGranularity.TENSORWISE)
+TENSORWISE, AXISWISE = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
+_RECIPES = {
+    ScalingGranularity.BLOCK_1x128: Recipe.BlockWise1x128,
+    ScalingGranularity.BLOCK_128x128: Recipe.BlockWise128x128,
+}
 
 
 class Gemm(NamedTuple):
@@ -23,19 +26,15 @@ class Gemm(NamedTuple):
     emulate: bool = False
     """Multiply the dequantised values in float32: any device."""
 
-    granularities: Granularities = PER_TENSOR
+    granularities: tuple[ScalingGranularity, ScalingGranularity] = (TENSORWISE, TENSORWISE)
     """What the scales of its two operands cover."""
-
-
-FINER: dict[Granularities, Callable[[Part, Part, Gemm, torch.dtype], Tensor]] = {}
-"""What multiplies operands with finer scales than one per tensor."""
 
 
 def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     """`(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
     Both operands lie contiguous along the contraction dim, as Hopper's float8 tensor cores read
-    them.
+    them. CPUs multiply finer scales than one per tensor as `emulate` does.
 
     Args:
         a: [M, K] float8, K % 16 == 0; on GPUs its scale lies at a multiple of 16 bytes.
@@ -48,47 +47,68 @@ def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
 
     Raises:
         ValueError: a scale has another shape than its granularity says.
-        RuntimeError: the device has no float8 GEMM and `emulate` is False.
-        NotImplementedError: nothing multiplies these granularities.
+        RuntimeError: the device has no such float8 GEMM and `emulate` is False.
     """
-    if gemm.granularities != PER_TENSOR:
-        if gemm.granularities not in FINER:
-            raise NotImplementedError(f"matmul: got {gemm.granularities}, expected {PER_TENSOR}")
-        return FINER[gemm.granularities](a, b, gemm, out_dtype)
-    if a.scale.numel() != 1 or b.scale.numel() != 1:
-        raise ValueError(
-            f"matmul: got scales of shapes {tuple(a.scale.shape)} and {tuple(b.scale.shape)}, "
-            f"expected one element each, for one scale per tensor"
-        )
-    if gemm.emulate:
-        return _emulated(a, b, out_dtype)
+    by_blocks = gemm.granularities[0] in _RECIPES
+    one_scale_each = gemm.granularities == (TENSORWISE, TENSORWISE)
+    if not one_scale_each or a.scale.numel() != 1 or b.scale.numel() != 1:
+        for part, granularity in zip((a, b), gemm.granularities, strict=True):
+            check_scale(part, granularity)
+    if gemm.emulate or (a.data.is_cpu and not one_scale_each):
+        return _emulated(a, b, gemm, out_dtype)
     if a.data.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
         with torch.autocast("cpu", enabled=False):
             return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
-    reason = None if torch.compiler.is_compiling() else lacks_float8_gemm(a.data.device)
+    compiling = torch.compiler.is_compiling()
+    reason = None if compiling else lacks_float8_gemm(a.data.device, by_blocks)
     if reason is not None:
         raise RuntimeError(
             f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
             f"precision on the dequantised values"
         )
-    # Not the public torch.nn.functional.scaled_mm: it wraps the same kernel in Python checks that
-    # cost eager mode more than the launch.
+    # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks that
+    # cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
+    if by_blocks:
+        recipe_a, recipe_b = (_RECIPES[granularity] for granularity in gemm.granularities)
+        scale_a = a.scale.t() if recipe_a is Recipe.BlockWise128x128 else a.scale
+        scale_b = b.scale.t() if recipe_b is Recipe.BlockWise128x128 else b.scale
+        return torch.ops.aten._scaled_mm_v2.default(  # type: ignore[no-any-return]
+            a.data, b.data.t(), [scale_a], [recipe_a.value], [], [scale_b], [recipe_b.value], [],
+            None, out_dtype, [], gemm.use_fast_accum,
+        )  # fmt: skip
+    scale_a, scale_b = a.scale, b.scale
+    if not one_scale_each:
+        scale_a, scale_b = by_rows(a), by_rows(b).t()
     return torch._scaled_mm(
         a.data,
         b.data.t(),
-        a.scale,
-        b.scale,
+        scale_a,
+        scale_b,
         out_dtype=out_dtype,
         use_fast_accum=gemm.use_fast_accum,
     )
 
 
-def _emulated(a: Part, b: Part, out_dtype: torch.dtype) -> Tensor:
+def by_rows(part: Part) -> Tensor:
+    """One scale for each row of the data, [R, 1], of one scale or as many."""
+    rows = part.data.shape[0]
+    return part.scale.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
+def _emulated(a: Part, b: Part, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+    by_blocks = gemm.granularities[0] in _RECIPES
+    wide = (
+        dequantised(part, granularity) if by_blocks else part.data.to(torch.float32)
+        for part, granularity in zip((a, b), gemm.granularities, strict=True)
+    )
     # Autocast would round the operands to its own dtype.
     with torch.autocast(a.data.device.type, enabled=False):
-        product = a.data.to(torch.float32) @ b.data.to(torch.float32).t()
-    # As the tensor cores do: scale the float32 accumulator, then round once.
-    product = product * a.scale * b.scale
+        left, right = wide
+        product = left @ right.t()
+    if not by_blocks:
+        # As the tensor cores do: scale the float32 accumulator, then round once.
+        one_scale = gemm.granularities[1] is TENSORWISE
+        product = product * a.scale * (b.scale if one_scale else b.scale.t())
     # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
     # torch 2.11's Dynamo traces for it are zero.
     return product if out_dtype == torch.float32 else product.to(out_dtype)

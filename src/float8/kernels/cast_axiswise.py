@@ -35,7 +35,13 @@ from float8.quantize.spec import CastSpec, Part
 
 
 def cast_axiswise(
-    x: Tensor, spec: CastSpec, *, row: bool, col: bool, pad_rows: bool = False
+    x: Tensor,
+    spec: CastSpec,
+    *,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+    after: Tensor | None = None,
 ) -> tuple[Part | None, Part | None]:
     """Cast ``x`` to float8, row data under a scale per row, column data under one per column.
 
@@ -49,6 +55,7 @@ def cast_axiswise(
         row: whether to return row data.
         col: whether to return column data.
         pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
+        after: what a compiler must have computed first, as in :func:`cast`; not read.
 
     Returns:
         ``(row, col)``, None where not asked for; all contiguous. Row data is [R, ceil16(C)], or
@@ -65,7 +72,7 @@ def cast_axiswise(
     if x.is_cuda and takes_triton_directly(x):
         out = cast_axiswise_triton(*args)
     else:
-        out = torch.ops.float8.cast_axiswise.default(*args)
+        out = torch.ops.float8.cast_axiswise.default(*args, after)
     return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
 
 
@@ -92,7 +99,13 @@ def _check(x: Tensor, spec: CastSpec, row: bool, col: bool) -> None:
 
 
 def cast_axiswise_reference(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """Plain-torch twin: row data and scales, column data and scales, those asked for."""
     R, C = x.shape
@@ -207,7 +220,13 @@ def walk_launch(
 
 
 def cast_axiswise_triton(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """Triton code of the op: row data and scales, column data and scales, those asked for."""
     if x.numel() == 0:
@@ -438,7 +457,13 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
 
 
 def _cast_axiswise_fake(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     R, C = x.shape
     out = []
@@ -454,7 +479,7 @@ def _cast_axiswise_fake(
 
 register(
     "cast_axiswise(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
-    "bool power_of_2) -> Tensor[]",
+    "bool power_of_2, Tensor? after=None) -> Tensor[]",
     plain=cast_axiswise_reference,
     triton=cast_axiswise_triton,
     fake=_cast_axiswise_fake,

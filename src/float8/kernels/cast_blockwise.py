@@ -36,7 +36,7 @@ _SQUARE = {ScalingGranularity.BLOCK_1x128: False, ScalingGranularity.BLOCK_128x1
 
 
 def cast_blockwise(
-    x: Tensor, spec: CastSpec, *, row: bool, col: bool
+    x: Tensor, spec: CastSpec, *, row: bool, col: bool, after: Tensor | None = None
 ) -> tuple[Part | None, Part | None]:
     """Cast ``x`` to float8 under a scale per block, by `amax_to_scale` of the block's amax.
 
@@ -53,6 +53,7 @@ def cast_blockwise(
             up to powers of two.
         row: whether to return row data.
         col: whether to return column data.
+        after: what a compiler must have computed first, as in :func:`cast`; not read.
 
     Returns:
         ``(row, col)``, None where not asked for. Row data is [ceil16(R), ceil16(C)], column data
@@ -71,7 +72,7 @@ def cast_blockwise(
     if x.is_cuda and takes_triton_directly(x):
         out = cast_blockwise_triton(*args)
     else:
-        out = torch.ops.float8.cast_blockwise.default(*args)
+        out = torch.ops.float8.cast_blockwise.default(*args, after)
     return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
 
 
@@ -111,7 +112,13 @@ def ceil4(n: int) -> int:
 
 
 def cast_blockwise_reference(
-    x: Tensor, dtype: torch.dtype, square: bool, row: bool, col: bool, power_of_2: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    square: bool,
+    row: bool,
+    col: bool,
+    power_of_2: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """Plain-torch twin: row data and scales, column data and scales, those asked for."""
     if square:
@@ -175,7 +182,13 @@ class _Plan(NamedTuple):
 
 
 def cast_blockwise_triton(
-    x: Tensor, dtype: torch.dtype, square: bool, row: bool, col: bool, power_of_2: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    square: bool,
+    row: bool,
+    col: bool,
+    power_of_2: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """Triton code of the op: row data and scales, column data and scales, those asked for."""
     return launch_cast(x, Kind(dtype, square, row, col, power_of_2))
@@ -364,7 +377,13 @@ def store_square(ptr, scale, row, column, columns):  # type: ignore[no-untyped-d
 
 
 def _cast_blockwise_fake(
-    x: Tensor, dtype: torch.dtype, square: bool, row: bool, col: bool, power_of_2: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    square: bool,
+    row: bool,
+    col: bool,
+    power_of_2: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     out = []
     for asked, (rows, columns) in ((row, x.shape), (col, x.shape[::-1])):
@@ -377,7 +396,7 @@ def _cast_blockwise_fake(
 
 register(
     "cast_blockwise(Tensor x, ScalarType dtype, bool square, bool row, bool col, "
-    "bool power_of_2) -> Tensor[]",
+    "bool power_of_2, Tensor? after=None) -> Tensor[]",
     plain=cast_blockwise_reference,
     triton=cast_blockwise_triton,
     fake=_cast_blockwise_fake,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, ScalingGranularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
 from float8.linear.plan import LinearPlan, plan_linear
@@ -192,10 +192,17 @@ def with_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
 
 def held_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of a weight that is float8; no bytes are copied."""
-    if weight._data.dtype != plan.weight.dtype or not plan.share_weight:
+    got, expected = (
+        f"{dtype} under {granularity}"
+        for dtype, granularity in (
+            (weight._data.dtype, weight._granularity),
+            (plan.weight.dtype, plan.weight.granularity),
+        )
+    )
+    if got != expected or not plan.share_weight:
         raise ValueError(
-            f"Float8Linear: got a weight in {weight._data.dtype}, expected one in high precision: "
-            f"it is to be cast to {plan.weight.dtype}"
+            f"Float8Linear: got a weight in {got}, expected one in high precision: it is to be "
+            f"cast to {expected}"
             f"{'' if plan.share_weight else ', and in another way for grad_input'}; call "
             f"weight.to_original_precision(), or configure its casts alike"
         )
@@ -205,25 +212,30 @@ def held_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
 # ---------------------------------------------------------------- the three GEMMs
 
 
-def output(x: Part, w: Part, gemm: Gemm, dtype: torch.dtype, N: int) -> Tensor:
+def output(x: Part, w: Part, gemm: Gemm, dtype: torch.dtype, M: int, N: int) -> Tensor:
     """`input @ weight.T` [M, N] of row data of both."""
-    return _trimmed(matmul(x, w, gemm=gemm, out_dtype=dtype), N)
+    return _trimmed(matmul(x, w, gemm=gemm, out_dtype=dtype), M, N, gemm)
 
 
-def grad_input(g: Part, w: Part, gemm: Gemm, dtype: torch.dtype, K: int) -> Tensor:
+def grad_input(g: Part, w: Part, gemm: Gemm, dtype: torch.dtype, M: int, K: int) -> Tensor:
     """`grad_output @ weight` [M, K] of row data of grad_output and column data of the weight."""
-    return _trimmed(matmul(g, w, gemm=gemm, out_dtype=dtype), K)
+    return _trimmed(matmul(g, w, gemm=gemm, out_dtype=dtype), M, K, gemm)
 
 
 def grad_weight(g: Part, x: Part, gemm: Gemm, dtype: torch.dtype, N: int, K: int) -> Tensor:
     """`grad_output.T @ input` [N, K] of column data of both."""
-    product = _trimmed(matmul(g, x, gemm=gemm, out_dtype=dtype), K)
-    return product if product.shape[0] == N else product[:N]
+    return _trimmed(matmul(g, x, gemm=gemm, out_dtype=dtype), N, K, gemm)
 
 
-def _trimmed(x: Tensor, columns: int) -> Tensor:
-    """Cut the columns that padding added; contiguous, so that `.view()` and in-place ops work."""
-    return x[:, :columns].contiguous() if x.shape[1] != columns else x
+def _trimmed(x: Tensor, rows: int, columns: int, gemm: Gemm) -> Tensor:
+    """Cut what padding added; contiguous, so that `.view()` and in-place ops work."""
+    if x.shape[1] != columns:
+        return x[:rows, :columns].contiguous()
+    # A compiler is not asked, since it would compile again for numbers that need no padding.
+    pads_rows = gemm.granularities[0] is ScalingGranularity.BLOCK_1x128
+    if (pads_rows and torch.compiler.is_compiling()) or x.shape[0] != rows:
+        return x[:rows]
+    return x
 
 
 class _Linear(torch.autograd.Function):
@@ -269,7 +281,7 @@ class _Linear(torch.autograd.Function):
             x = quantize(input, spec, row=True, col=col, state=state, record=record, fuse_amax=True)
             assert x.row is not None
             w = weight_rows(weight, ready, plan.weight, scales.weight, record)
-            y = output(x.row, w, plan.output, input.dtype, N)
+            y = output(x.row, w, plan.output, input.dtype, input.shape[0], N)
             x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
         else:
             y = input @ weight.to(input.dtype).t()
@@ -322,7 +334,7 @@ class _Linear(torch.autograd.Function):
             else:
                 w = quantize(kept, spec, col=True, state=state, record=record).col
             assert w is not None
-            dx = grad_input(g.row, w, plan.grad_input, dtype, K)
+            dx = grad_input(g.row, w, plan.grad_input, dtype, grad_output.shape[0], K)
         elif ctx.need_grad_input:
             dx = grad_output @ kept.to(dtype)
 

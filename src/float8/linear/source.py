@@ -79,6 +79,7 @@ def _problem(
             f"got weight of shape {shape}, expected dims divisible by {GEMM_ALIGNMENT}; set "
             f"pad_inner_dim=True to have them padded"
         )
-    if not config.emulate and (reason := lacks_float8_gemm(weight.device)) is not None:
+    reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
+    if not config.emulate and reason is not None:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
     return None

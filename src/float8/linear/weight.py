@@ -8,9 +8,10 @@ cached one), of which the transposed copy is an exact transpose of bytes.
 import torch
 from torch import Tensor
 
+from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import column_scale, columns, padded, quantize
+from float8.quantize.quantize import columns, padded, quantize
 from float8.quantize.spec import CastSpec, Part, Quantized
 
 
@@ -57,7 +58,8 @@ def weight_columns(
     if is_transposed:
         return Part(kept, scale)
     if kept.dtype in FLOAT8_MAX:
-        return columns(Part(kept, scale), after)
-    made = quantize(kept, spec, col=True, scale=column_scale(scale, spec), after=after).col
+        return columns(Part(kept, scale), spec, after)
+    known = scale if spec.granularity is ScalingGranularity.TENSORWISE else None
+    made = quantize(kept, spec, col=True, scale=known, after=after).col
     assert made is not None
     return made

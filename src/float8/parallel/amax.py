@@ -31,6 +31,13 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | No
         bits.copy_(there)
 
 
+def all_gather_rows(x: Tensor, group: Group) -> Tensor:
+    """The [R, C] of all ranks of `group`, alike in shape, one below the other."""
+    whole = x.new_empty(dist.get_world_size(group) * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(whole, x, group=group)
+    return whole
+
+
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
     """The type of device of the mesh that the weights are on, which they may be offloaded from."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)

@@ -16,11 +16,16 @@ from float8 import kernels
 from float8.arguments import require_module
 from float8.config import ScalingGranularity
 from float8.linear import WEIGHT_SCALE, Float8Linear
-from float8.parallel.amax import all_reduce_amax, mesh_device_type, sharding_groups
+from float8.parallel.amax import (
+    all_gather_rows,
+    all_reduce_amax,
+    mesh_device_type,
+    sharding_groups,
+)
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import quantize
 from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import Part, Quantized
+from float8.quantize.spec import BLOCK, Part, Quantized
 from float8.tensor import (
     Float8GatherWeight,
     Float8Tensor,
@@ -35,7 +40,7 @@ class GatherMetadata(NamedTuple):
     """What this rank knows of a gather besides what travels."""
 
     scale: Tensor | None
-    """0-dim: of the whole weight, the same on all ranks; None if scales travel."""
+    """Of the whole weight, the same on all ranks; None if scales travel."""
 
     amax: Tensor | None
     outer_size: torch.Size
@@ -45,10 +50,10 @@ class GatherMetadata(NamedTuple):
 class FSDPFloat8Weight(Float8GatherWeight):
     """A `Float8GatherWeight` with FSDP2's hooks; while not sharded a plain weight.
 
-    `cast_shard` and `joined` are the seam for finer scales: those that belong to rows or blocks of
-    the shard are padded and sent like the data, and `joined` gets them from all ranks. Torch takes
-    a second tensor of even shards only: where a shard is padded it wants each tensor in the size of
-    the padded shard.
+    Scales finer than one per tensor travel with the data, as a second tensor. Torch takes one of
+    even shards only: where it pads a shard, it wants each tensor in the size of that. There the
+    scales take a gather of their own. Where a scale would cover elements of two ranks the weight is
+    gathered in high precision, with a warning.
     """
 
     # Grad mode is off already, says FSDP2. What is made here outlives an evaluation in inference
@@ -70,18 +75,39 @@ class FSDPFloat8Weight(Float8GatherWeight):
         """
         param_dtype = mp_policy.param_dtype or self.dtype
         local_tensor(module.weight).param_dtype = param_dtype
+        # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
+        # A shard of another dim than the first is never padded, nor is one of everything.
+        rows, by_rows = self.shape[0], self.shape[1] == outer_size[1]
+        if by_rows and rows != outer_size[0]:
+            rows = -(-outer_size[0] // mesh.size())
+        even = rows * mesh.size() == outer_size[0]
+        if reason := self._not_in_float8(rows, by_rows, even):
+            warnings.warn(
+                f"float8: a weight of {tuple(outer_size)} is gathered in {reason}", stacklevel=2
+            )
+            shard = _padded(self.high_precision.to(param_dtype), rows)
+            return (shard,), GatherMetadata(None, None, outer_size)
         cast = self.cast_shard(module, param_dtype)
         assert cast.row is not None
         data, scale = cast.row
-        # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
-        # A shard of another dim than the first is never padded, nor is one of everything.
-        rows = data.shape[0]
-        if data.shape[1] == outer_size[1] and rows != outer_size[0]:
-            rows = -(-outer_size[0] // mesh.size())
-        if self.spec.granularity is ScalingGranularity.TENSORWISE:
-            return (_padded_bytes(data, rows),), GatherMetadata(scale, cast.amax, outer_size)
-        sent = _padded_bytes(data, rows), _padded_bytes(scale, rows)
-        return sent, GatherMetadata(None, cast.amax, outer_size)
+        bytes_ = _padded(data.contiguous().view(torch.uint8), rows)
+        if self.spec.granularity is not ScalingGranularity.TENSORWISE:
+            if even:
+                sent = bytes_, scale.contiguous().view(torch.uint8)
+                return sent, GatherMetadata(None, None, outer_size)
+            scale = all_gather_rows(_padded(scale, rows), mesh.get_group())[: outer_size[0]]
+        return (bytes_,), GatherMetadata(scale, cast.amax, outer_size)
+
+    def _not_in_float8(self, rows: int, by_rows: bool, even: bool) -> str | None:
+        """Say what is done instead, and why, where scales would cover elements of two ranks."""
+        granularity = self.spec.granularity
+        if granularity is ScalingGranularity.TENSORWISE:
+            return None
+        if not by_rows:
+            return f"high precision: its columns are sharded, which {granularity} would cut"
+        if granularity is ScalingGranularity.BLOCK_128x128 and (not even or rows % BLOCK):
+            return f"high precision: shards of {rows} rows would cut blocks of {BLOCK} x {BLOCK}"
+        return None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -101,25 +127,34 @@ class FSDPFloat8Weight(Float8GatherWeight):
         for made in (metadata.scale, metadata.amax):
             if made is not None and made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
-        new = self.joined(all_gather_outputs, metadata, param_dtype)
+        size, scale = metadata.outer_size, metadata.scale
+        received = all_gather_outputs[0]
+        data = received.view(-1)[: size.numel()].view(size)
+        if received.dtype != torch.uint8:
+            return None if out is not None else (data, ())
+        if scale is None:
+            scale = all_gather_outputs[1].view(torch.float32)
         if out is None:
-            return new, ()
+            data, granularity = data.view(self.spec.dtype), self.spec.granularity
+            return Float8Tensor(data, scale, param_dtype, granularity, metadata.amax), ()
         old = local_tensor(out)
-        if isinstance(old, Float8Tensor) and isinstance(new, Float8Tensor):
-            old._scale, old._amax = new._scale, new._amax
-        else:
-            old.copy_(new)
+        old._scale, old._amax = scale, metadata.amax
         return None
 
     def cast_shard(self, module: Any, param_dtype: torch.dtype) -> Quantized:
         """Cast the shard [rows, K] of the weight of `module`, rounded to `param_dtype` first.
 
         There may be no rows. Row data come without padding. Their scale is that of the whole weight
-        under `TENSORWISE`; under other granularities those of the shard, [rows, C], which travel.
-        With delayed scaling the amax of the shard comes along for each forward in training to
-        record; the sync makes it that of the whole weight.
+        under `TENSORWISE`; under other granularities those of the shard. With delayed scaling the
+        amax of the shard comes along for each forward in training to record; the sync makes it that
+        of the whole weight.
         """
         shard = self.high_precision.to(param_dtype)
+        if self.spec.granularity is not ScalingGranularity.TENSORWISE:
+            made = quantize(shard, self.spec, row=True)
+            assert made.row is not None
+            data = made.row.data[: shard.shape[0], : shard.shape[1]]
+            return Quantized(Part(data, made.row.scale), None, self.spec)
         scale = state = amax = None
         if not self.spec.delayed:
             scale = known_scale(module.weight, shard.dtype)
@@ -143,16 +178,6 @@ class FSDPFloat8Weight(Float8GatherWeight):
         row = Part(made.row.data[:, : shard.shape[1]], made.row.scale)
         return Quantized(row, None, self.spec, amax)
 
-    def joined(
-        self, received: tuple[Tensor, ...], metadata: GatherMetadata, param_dtype: torch.dtype
-    ) -> Tensor:
-        """The whole weight [N, K], reporting `param_dtype`, over what all ranks sent, padded."""
-        size, scale = metadata.outer_size, metadata.scale
-        data = received[0].view(-1)[: size.numel()].view(size).view(self.spec.dtype)
-        if scale is None:
-            scale = received[1].view(torch.float32)[: size[0]]
-        return Float8Tensor(data, scale, param_dtype, self.spec.granularity, metadata.amax)
-
 
 # FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
 # the cast.
@@ -169,11 +194,10 @@ def shard_amax(weight: Tensor) -> Tensor | None:
     return kernels.amax(local.high_precision.to(local.param_dtype or local.dtype))
 
 
-def _padded_bytes(x: Tensor, rows: int) -> Tensor:
-    """`x` [R, C] as [rows, C * bytes of an element] `uint8`, contiguous; R may be 0."""
-    bytes_ = x.contiguous().view(torch.uint8)
-    missing = rows - bytes_.shape[0]
-    return nn.functional.pad(bytes_, (0, 0, 0, missing)) if missing else bytes_
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """`x` [R, C] with zeros below, [rows, C], contiguous; R may be 0."""
+    missing = rows - x.shape[0]
+    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
 
 
 torch.serialization.add_safe_globals([FSDPFloat8Weight])
@@ -234,6 +258,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
         if isinstance(layer, Float8Linear)
         and layer.config.enable_fsdp_float8_all_gather
         and not layer.plan.weight.delayed
+        and layer.plan.weight.granularity is ScalingGranularity.TENSORWISE
     }
     for weight, name in names.items():
         local = local_tensor(weight)

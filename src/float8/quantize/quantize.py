@@ -10,10 +10,7 @@ from float8.config import ScalingGranularity
 from float8.formats import GEMM_ALIGNMENT
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec, Part, Quantized
-
-FINER: dict[ScalingGranularity, Callable[..., Quantized]] = {}
-"""How to cast under finer scales than one per tensor; each entry takes what `quantize` takes."""
+from float8.quantize.spec import BLOCK, CastSpec, Part, Quantized, dequantised
 
 
 def quantize(
@@ -41,11 +38,11 @@ def quantize(
         state: of delayed scaling: the scale is taken from it as long as it knows one. None: the
             scale is taken from `x`.
         record: whether `state` learns the amax of `x`.
-        scale: the scale, where it is known already; nothing else chooses one then.
+        scale: the scale of `TENSORWISE`, where it is known already; nothing else chooses one then.
         reduce: takes the amax of `x` and returns that of the whole tensor, of which `x` is the part
-            of this rank; called where the scale comes from `x`.
-        after: what a compiler must have computed first, see `kernels.cast`; where `scale` is given.
-        fuse_amax: let a compiler take the amax in the kernel that produces `x`. Without effect in
+            of this rank; called where the scale comes from `x`. `TENSORWISE` only.
+        after: what a compiler must have computed first, see `kernels.cast`.
+        fuse_amax: let a compiler take amaxes in the kernel that produces `x`. Without effect in
             eager mode, where that kernel has run.
 
     Returns:
@@ -54,20 +51,20 @@ def quantize(
 
     Raises:
         TypeError: a dtype is not one of those above.
-        ValueError: `x` is not 2-D, no layout is asked for, or both `state` and `reduce` are given.
-        NotImplementedError: nothing casts under the granularity of `spec`, or not by a history.
+        ValueError: `x` is not 2-D, no layout is asked for, or both `state` and `reduce` are given,
+            or any of `state`, `reduce` and `scale` with finer scales.
     """
     if state is not None and reduce is not None:
         raise ValueError("quantize: got state and reduce, expected one: a history is reduced later")
     if spec.granularity is not ScalingGranularity.TENSORWISE:
-        if spec.granularity not in FINER or state is not None:
-            raise NotImplementedError(
-                f"quantize: got {spec.granularity}, with{'out' * (state is None)} a history, "
-                f"expected TENSORWISE, or one of {list(FINER)} without"
+        if state is not None or reduce is not None or scale is not None:
+            raise ValueError(
+                f"quantize: got {spec.granularity} with a state, a reduction or a scale, expected "
+                f"none: finer scales come from the tensor at hand"
             )
-        return FINER[spec.granularity](
-            x, spec, row=row, col=col, pad_rows=pad_rows, scale=scale, reduce=reduce, after=after
-        )
+        fuse = fuse_amax and torch.compiler.is_compiling()
+        parts = _finer(x, spec, row=row, col=col, pad_rows=pad_rows, after=after, fuse=fuse)
+        return Quantized(*parts, spec)
     if scale is None and state is not None:
         scale, row_data, col_data = kernels.cast_delayed(
             x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
@@ -91,8 +88,28 @@ def quantize(
     )
 
 
+def _finer(
+    x: Tensor,
+    spec: CastSpec,
+    *,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+    after: Tensor | None = None,
+    fuse: bool = False,
+) -> tuple[Part | None, Part | None]:
+    """Cast under finer scales than one per tensor; `fuse`: in code that a compiler sees."""
+    if spec.granularity is ScalingGranularity.AXISWISE:
+        if fuse:
+            return kernels.cast_axiswise_traced(x, spec, row=row, col=col, pad_rows=pad_rows)
+        return kernels.cast_axiswise(x, spec, row=row, col=col, pad_rows=pad_rows, after=after)
+    if fuse:
+        return kernels.cast_blockwise_traced(x, spec, row=row, col=col)
+    return kernels.cast_blockwise(x, spec, row=row, col=col, after=after)
+
+
 def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
-    """Column data of `x` [R, C], which was cast before, under the same scale.
+    """Column data of `x` [R, C], which was cast before, under the same scale if that has one.
 
     Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
     not keep `x` from forward to backward, but can make it again from what it keeps anyway, say an
@@ -102,18 +119,16 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     Args:
         x: as for `quantize`.
         spec: of the cast before.
-        scale: of the cast before.
+        scale: of the cast before; finer scales are others for columns.
     """
-    if torch.compiler.is_compiling() and spec.granularity is ScalingGranularity.TENSORWISE:
-        return columns(Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale))
-    made = quantize(x, spec, col=True, scale=column_scale(scale, spec)).col
+    one_scale = spec.granularity is ScalingGranularity.TENSORWISE
+    if one_scale and torch.compiler.is_compiling():
+        row = Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
+        return columns(row, spec)
+    known = scale if one_scale else None
+    made = quantize(x.detach(), spec, col=True, scale=known, fuse_amax=True).col
     assert made is not None
     return made
-
-
-def column_scale(scale: Tensor, spec: CastSpec) -> Tensor | None:
-    """The scale of row data as that of column data; None where those have others of their own."""
-    return scale if spec.granularity is ScalingGranularity.TENSORWISE else None
 
 
 def padded(row: Part) -> Part:
@@ -123,18 +138,35 @@ def padded(row: Part) -> Part:
     if not bottom and not right:
         return row
     bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
-    return Part(bytes_.view(data.dtype), row.scale)
+    scale = row.scale
+    if bottom and scale.dim() == 2 and scale.shape[0] == data.shape[0]:  # one for each row
+        scale = torch.nn.functional.pad(scale.t(), (0, bottom), value=1.0).t()
+    return Part(bytes_.view(data.dtype), scale)
 
 
-def columns(row: Part, after: Tensor | None = None) -> Part:
-    """Column data of row data: the bytes transposed; `after` as `kernels.cast`.
+def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
+    """Column data of row data [R, C] that were cast by `spec`; `after` as `kernels.cast`.
+
+    Bytes are transposed where columns have the scales of rows. Columns under `AXISWISE` have others
+    than rows: the values are cast again. With powers of two as scales that changes no value but
+    those so small in their column that the format holds them with fewer bits.
 
     Raises:
-        ValueError: there is more than one scale, so that columns have others than rows.
+        ValueError: under `BLOCK_1x128`, which no weight has.
     """
-    if row.scale.numel() != 1:
+    if spec.granularity is ScalingGranularity.TENSORWISE:
+        return Part(kernels.transpose_bytes(row.data, after=after), row.scale)
+    if spec.granularity is ScalingGranularity.BLOCK_128x128:
+        C = row.data.shape[1]
+        scale = row.scale[:, : -(-C // BLOCK)].t()
+        scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
+        return Part(kernels.transpose_bytes(row.data, after=after), scale.contiguous())
+    if spec.granularity is not ScalingGranularity.AXISWISE:
         raise ValueError(
-            f"columns: got scales of shape {tuple(row.scale.shape)}, expected one element; columns "
-            f"have scales of their own: cast the tensor with `quantize(..., col=True)`"
+            f"columns: got row data under {spec.granularity}, expected TENSORWISE, AXISWISE or "
+            f"BLOCK_128x128; cast the tensor with `quantize(..., col=True)`"
         )
-    return Part(kernels.transpose_bytes(row.data, after=after), row.scale)
+    row = Part(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
+    made = quantize(dequantised(row, spec.granularity), spec, col=True, after=after).col
+    assert made is not None
+    return made

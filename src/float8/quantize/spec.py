@@ -36,7 +36,7 @@ class Part(NamedTuple):
     """[R, C] float8, contiguous along C, the contraction dim; C is padded to 16."""
 
     scale: Tensor
-    """float32 decode scale; 0-dim for `TENSORWISE`."""
+    """float32 decode scales, laid out as GEMMs read them; their shapes are in `check_scale`."""
 
 
 class Quantized(NamedTuple):
@@ -52,3 +52,49 @@ class Quantized(NamedTuple):
 
     amax: Tensor | None = None
     """0-dim float32: what delayed scaling still has to record at each use, if anything."""
+
+
+BLOCK = 128
+"""Elements along one side of a block."""
+
+
+def check_scale(part: Part, granularity: ScalingGranularity) -> None:
+    """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
+
+    One element under `TENSORWISE`; [R, 1] under `AXISWISE`; [R, ceil(C / 128)], column-major, under
+    `BLOCK_1x128`; [ceil(R / 128), ceil(C / 128)] with the columns padded to 4 under
+    `BLOCK_128x128`, as cuBLASLt wants them.
+    """
+    got = tuple(part.scale.shape)
+    if granularity is ScalingGranularity.TENSORWISE:
+        right, expected = part.scale.numel() == 1, "one element"
+    elif torch.compiler.is_compiling():  # sizes may be symbols, of which nothing should be asked
+        return
+    else:
+        R, C = part.data.shape
+        wanted = {
+            ScalingGranularity.AXISWISE: (R, 1),
+            ScalingGranularity.BLOCK_1x128: (R, _blocks(C)),
+            ScalingGranularity.BLOCK_128x128: (_blocks(R), -(-_blocks(C) // 4) * 4),
+        }[granularity]
+        right, expected = got == wanted, f"shape {wanted}"
+    if not right:
+        raise ValueError(
+            f"scale: got shape {got} for data of {tuple(part.data.shape)}, expected {expected} "
+            f"under {granularity}"
+        )
+
+
+def dequantised(part: Part, granularity: ScalingGranularity) -> Tensor:
+    """`data * scale` in float32; of any shape under `TENSORWISE`, else [R, C]."""
+    scale = part.scale
+    if granularity in (ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128):
+        R, C = part.data.shape
+        scale = scale.repeat_interleave(BLOCK, dim=1)[:, :C]
+        if granularity is ScalingGranularity.BLOCK_128x128:
+            scale = scale.repeat_interleave(BLOCK, dim=0)[:R]
+    return part.data.to(torch.float32) * scale
+
+
+def _blocks(n: int) -> int:
+    return -(-n // BLOCK)

@@ -9,7 +9,7 @@ from torch import Tensor
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.quantize import quantize
-from float8.quantize.spec import CastSpec
+from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
 from float8.tensor.wrapper import Wrapper
 
 
@@ -22,16 +22,17 @@ class Float8Tensor(Wrapper):
     meaning raise and name `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides.
-        scale: float32 with one element, the decode scale.
+        data: float8, any shape and strides; 2-D and contiguous under finer scales.
+        scale: float32, the decode scales, in the shape of their granularity (`check_scale`).
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
-        granularity: what the scale covers; only `TENSORWISE` for now.
+        granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
+            and dequantised, but not cut into views.
         amax: 0-dim float32: what delayed scaling has to record at each use in training, if
             anything.
 
     Raises:
         TypeError: a dtype is not one of those named above.
-        ValueError: `scale` has more than one element, or the granularity is not supported.
+        ValueError: `scale` has another shape than the granularity says.
     """
 
     _data: Tensor
@@ -58,11 +59,16 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        # Ops rely on it: under one scale for all, those that move values leave the scale alone.
-        if granularity is not ScalingGranularity.TENSORWISE:
-            raise ValueError(f"granularity: got {granularity}, expected TENSORWISE")
-        if scale.numel() != 1:
-            raise ValueError(f"scale: got shape {tuple(scale.shape)}, expected one element")
+        if granularity is ScalingGranularity.TENSORWISE:
+            if scale.numel() != 1:
+                raise ValueError(f"scale: got shape {tuple(scale.shape)}, expected one element")
+        elif data.dim() != 2 or not data.is_contiguous():
+            raise ValueError(
+                f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
+                f"contiguous matrix under {granularity}"
+            )
+        else:
+            check_scale(Part(data, scale), granularity)
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
@@ -167,7 +173,7 @@ class _ToOriginalPrecision(torch.autograd.Function):
 
 def dequantise(x: Float8Tensor) -> Tensor:
     """`data * scale` in float32, rounded to the original dtype; not differentiable."""
-    return (x._data.to(torch.float32) * x._scale).to(x._orig_dtype)
+    return dequantised(Part(x._data, x._scale), x._granularity).to(x._orig_dtype)
 
 
 torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from float8.config import ScalingGranularity
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
@@ -51,7 +52,20 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Ops that move no values: done on the data; one scale covers all of them."""
     x, *rest = args
     with as_inference_as(x):
-        return tree_map_only(Tensor, x._like, func(x._data, *rest, **kwargs))
+        result = func(x._data, *rest, **kwargs)
+        if x._granularity is not ScalingGranularity.TENSORWISE:
+            _require_whole(func, x, result)
+        return tree_map_only(Tensor, x._like, result)
+
+
+def _require_whole(func: Any, x: Any, result: Any) -> None:
+    """Raise a `ValueError` for a view that has other scales than `x`."""
+    for data in [result] if isinstance(result, Tensor) else result:
+        if (data.shape, data.stride()) != (x._data.shape, x._data.stride()):
+            raise ValueError(
+                f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE: a part "
+                f"of the data does not have all of the scales; call .to_original_precision() first"
+            )
 
 
 @implements(aten.clone.default)
@@ -79,11 +93,10 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
             f"call .to_original_precision() or Float8Tensor.from_high_precision() first"
         )
     same_dtype = op == "copy_" or a._orig_dtype == b._orig_dtype
+    same_dtype = same_dtype and a._granularity is b._granularity
     if a._data.dtype != b._data.dtype or not same_dtype:
-        raise ValueError(
-            f"{op}: got Float8Tensors of {a._data.dtype} for {a._orig_dtype} and of "
-            f"{b._data.dtype} for {b._orig_dtype}, expected equal"
-        )
+        got, other = (f"{x._data.dtype} for {x._orig_dtype}, {x._granularity}" for x in (a, b))
+        raise ValueError(f"{op}: got Float8Tensors of {got} and of {other}, expected equal")
     # Pieces of one tensor share the scale object; only others cost a look at the values.
     if scale and a._scale is not b._scale and not torch.equal(a._scale, b._scale):
         raise ValueError(
@@ -167,6 +180,12 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
             f"mm: got two Float8Tensors of {E5M2}, expected at least one {E4M3}: tensor cores have "
             f"no e5m2 x e5m2; call .to_original_precision() on one of them"
         )
+    for x in (a, b):
+        if x._granularity is not ScalingGranularity.TENSORWISE:
+            raise ValueError(
+                f"mm: got a Float8Tensor under {x._granularity}, expected TENSORWISE; call "
+                f".to_original_precision() first, or float8.linear"
+            )
     product = matmul(
         _operand(a._data, a._scale),
         _operand(b._data.t(), b._scale),

@@ -1,0 +1,91 @@
+"""Weights with finer scales under FSDP2: gathered in float8 with them, or said not to be."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from float8 import convert_to_float8_training, linear
+from float8.tensor import Float8Tensor
+from sqnr import same_bits, sqnr
+from support.configs import of_recipe
+from support.models import seeded
+from support.ranks import Ranks
+from support.sharded import convert, here, mesh_of, model_of, shard, traffic, train, whole
+
+K = 144
+
+
+def one_layer(recipe: str, N: int) -> None:
+    """The gathered weight is that of one device: scales and bytes, and so is the output."""
+    torch.manual_seed(0)
+    plain = nn.Linear(K, N, bias=False, dtype=torch.bfloat16).to(here())
+    plain.weight.data *= torch.logspace(-2, 2, N, device=here()).unsqueeze(1)
+    config = of_recipe(recipe, enable_fsdp_float8_all_gather=True)
+    layer = copy.deepcopy(plain)
+    layer = convert_to_float8_training(nn.Sequential(layer), config=config)[0]
+    fully_shard(layer, mesh=mesh_of())
+    x = seeded(1, 48, K, dtype=torch.bfloat16, device=here())
+    alone, leaf = (x.clone().requires_grad_() for _ in range(2))
+    wanted = linear(alone, plain.weight, config=of_recipe(recipe))
+    world = dist.get_world_size()
+    with traffic() as seen, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = layer(leaf)
+    said = [str(w.message) for w in caught if "float8: a weight" in str(w.message)]
+    rows = -(-N // world)
+    in_float8 = recipe == "rowwise" or rows % 128 == 0
+    assert isinstance(layer.weight, Float8Tensor) == in_float8
+    assert same_bits(y, wanted)
+    if in_float8:
+        assert not said
+        assert seen.all_reduces == 0
+        if rows * world == N:  # the scales in the same collective
+            scales = rows * 4 if recipe == "rowwise" else rows // 128 * 4 * 4
+            assert seen.sizes == [rows * K + scales]
+            assert sum(seen.sizes) <= 0.52 * rows * K * 2
+    else:
+        assert "would cut blocks of 128 x 128" in said[0]
+    grad = seeded(2, 48, N, dtype=torch.bfloat16, device=here())
+    wanted.backward(grad)
+    y.backward(grad)
+    assert same_bits(whole(layer.weight.grad), plain.weight.grad)
+    if recipe == "rowwise" and in_float8:
+        # Columns are cast again from rows. Powers of two as scales: few bits of few values go.
+        assert sqnr(alone.grad, leaf.grad) > 35
+    else:
+        assert same_bits(alone.grad, leaf.grad)
+
+
+@pytest.mark.parametrize("N", [256, 33, 130], ids=str)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_one_layer(either: Ranks, recipe: str, N: int) -> None:
+    either.run(one_layer, recipe, N)
+
+
+@pytest.mark.parametrize("N", [3, 130], ids=str)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_ranks_without_rows(four: Ranks, recipe: str, N: int) -> None:
+    four.run(one_layer, recipe, N)
+
+
+def training(recipe: str, hidden: int) -> None:
+    """As with a gather in 16 bits; sharded twice, the same bits."""
+    runs = []
+    for all_gather in (True, False):
+        model = shard(convert(model_of(hidden), recipe, all_gather), param_dtype=torch.bfloat16)
+        runs.append(train(model, 4))
+    runs[0].assert_close(runs[1], loss=0.02, grad=0.1)
+    again = shard(convert(model_of(hidden), recipe), param_dtype=torch.bfloat16)
+    train(again, 4).assert_equal(runs[0])
+
+
+@pytest.mark.filterwarnings("ignore:float8. a weight of")
+@pytest.mark.parametrize("hidden", [40, 21], ids=["even", "uneven"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_training(two: Ranks, recipe: str, hidden: int) -> None:
+    two.run(training, recipe, hidden)
