@@ -16,12 +16,11 @@ from float8.kernels.cast import (
     check_cast,
     mantissa,
     reads_along_rows,
-    scaled,
     store_across,
     store_along,
     to_float8,
 )
-from float8.kernels.cast_axiswise import amax_along, pad_to
+from float8.kernels.cast_axiswise import amax_along, pad_to, times_inverse
 from float8.kernels.numeric import scale_of_amax, to_float32
 from float8.kernels.runtime.device import has_float8_conversion
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
@@ -82,9 +81,13 @@ def cast_blockwise_traced(
     """:func:`cast_blockwise` as plain torch code, which a compiler fuses into what produces ``x``.
 
     It may then see the producer's values before they are rounded to the dtype of ``x``. Only the
-    transposition of column data is an op of its own.
+    transposition of column data is an op of its own; so is the whole cast where C is no multiple of
+    128, or rows are not contiguous.
     """
     _check(x, spec, row, col)
+    if x.shape[1] % 128 != 0 or x.stride(1) != 1:
+        # Nothing gained, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
+        return cast_blockwise(x.detach(), spec, row=row, col=col)
     square = _SQUARE[spec.granularity]
     out = cast_blockwise_reference(x.detach(), spec.dtype, square, row, col, spec.power_of_2)
     return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
@@ -130,15 +133,16 @@ def cast_blockwise_reference(
         runs = pad_to(x, R, wide * 128).view(R, wide, 128)
         amax = amax_along(runs, 2)
         data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
-        scale = amax_to_scale(pad_to(amax.squeeze(2).t(), wide, ceil16(R)), dtype, power_of_2)
-        out += [pad_to(data.flatten(1)[:, :C], ceil16(R), ceil16(C)).contiguous()]
-        out += [scale.contiguous().t()]
+        amax = pad_to(amax.squeeze(2).t().contiguous(), wide, ceil16(R))
+        out += [pad_to(data.flatten(1)[:, :C].contiguous(), ceil16(R), ceil16(C))]
+        out += [amax_to_scale(amax, dtype, power_of_2).t()]
     if col:
         runs = pad_to(x, tall * 128, C).view(tall, 128, C)
         amax = amax_along(runs, 1)
         data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
-        scale = amax_to_scale(pad_to(amax.squeeze(1), tall, ceil16(C)), dtype, power_of_2)
-        out += [transpose_bytes(data.flatten(0, 1)[:R]), scale.contiguous().t()]
+        amax = pad_to(amax.squeeze(1).contiguous(), tall, ceil16(C))
+        out += [transpose_bytes(data.flatten(0, 1)[:R])]
+        out += [amax_to_scale(amax, dtype, power_of_2).t()]
     return out
 
 
@@ -152,10 +156,10 @@ def _squares(x: Tensor, dtype: torch.dtype, row: bool, col: bool, power_of_2: bo
     scale = scale.squeeze(3).squeeze(1)
     out = []
     if row:
-        out += [pad_to(data, ceil16(R), ceil16(C)).contiguous()]
-        out += [pad_to(scale, tall, ceil4(wide)).contiguous()]
+        out += [pad_to(data.contiguous(), ceil16(R), ceil16(C))]
+        out += [pad_to(scale.contiguous(), tall, ceil4(wide))]
     if col:
-        out += [transpose_bytes(data), pad_to(scale.t(), wide, ceil4(tall)).contiguous()]
+        out += [transpose_bytes(data), pad_to(scale.t().contiguous(), wide, ceil4(tall))]
     return out
 
 
@@ -215,9 +219,15 @@ def launch_cast(x: Tensor, kind: Kind, config: TileLaunch | None = None) -> list
     return out
 
 
-def config_of(R: int, C: int) -> TileLaunch:
-    """The launch configuration for a matrix [R, C]."""
-    return tile_launch(R, C, 128, 128, 8)
+def config_of(R: int, C: int, itemsize: int, kind: Kind) -> TileLaunch:
+    """The launch configuration for a matrix [R, C] of elements of ``itemsize`` bytes."""
+    config = tile_launch(R, C, 128, 128, 8)
+    crowded = kind.row and kind.col and not kind.square
+    # Two layouts of their own scales leave a multiprocessor of Hopper room for 16 warps only: in
+    # two programs if they need no masks, else in one.
+    if crowded and not (config.even and itemsize == 2):
+        config = tile_launch(R, C, 128, 128, 16)
+    return config
 
 
 def _scale_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
@@ -246,7 +256,7 @@ def _plan(
     along, across = kind.row, kind.col
     if swapped:
         R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, across, along
-    config = config or config_of(R, C)
+    config = config or config_of(R, C, x_dtype.itemsize, kind)
     constants = (
         kind.square,
         along,
@@ -286,7 +296,6 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    element: tl.constexpr = x_ptr.dtype.element_ty
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
     tile_r, tile_c = tile_at(tile_of_program(), R, C, 128, 128, GROUP)
@@ -310,13 +319,13 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
     largest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
     if SQUARE:
-        bits = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), element)
-        scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+        amax = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), x0.dtype)
+        scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
         inverse = tl.div_rn(1.0, scale)
-        v0 = scaled(v0, in0, inverse, EVEN)
-        v1 = scaled(v1, in1, inverse, EVEN)
-        v2 = scaled(v2, in2, inverse, EVEN)
-        v3 = scaled(v3, in3, inverse, EVEN)
+        v0 = times_inverse(v0, in0, inverse, EVEN)
+        v1 = times_inverse(v1, in1, inverse, EVEN)
+        v2 = times_inverse(v2, in2, inverse, EVEN)
+        v3 = times_inverse(v3, in3, inverse, EVEN)
         tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
         if ALONG:
             store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
@@ -327,29 +336,29 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     else:
         if ALONG:
             along_scale_ptr += tile_c.to(tl.int64) * Rp
-            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
             store_along(
                 along_ptr,
-                scaled(v0, in0, i0, EVEN),
-                scaled(v1, in1, i1, EVEN),
-                scaled(v2, in2, i2, EVEN),
-                scaled(v3, in3, i3, EVEN),
+                times_inverse(v0, in0, i0, EVEN),
+                times_inverse(v1, in1, i1, EVEN),
+                times_inverse(v2, in2, i2, EVEN),
+                times_inverse(v3, in3, i3, EVEN),
                 quad, c, Rp, Cp, MANTISSA, HARDWARE, EVEN,
             )  # fmt: skip
         if ACROSS:
-            bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
-            scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+            amax = float32_bits(tl.max(largest, axis=0, keep_dims=True), x0.dtype)
+            scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
             tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
             inverse = tl.div_rn(1.0, scale)
             store_across(
                 across_ptr,
-                scaled(v0, in0, inverse, EVEN),
-                scaled(v1, in1, inverse, EVEN),
-                scaled(v2, in2, inverse, EVEN),
-                scaled(v3, in3, inverse, EVEN),
+                times_inverse(v0, in0, inverse, EVEN),
+                times_inverse(v1, in1, inverse, EVEN),
+                times_inverse(v2, in2, inverse, EVEN),
+                times_inverse(v3, in3, inverse, EVEN),
                 quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN,
             )  # fmt: skip
 
@@ -359,9 +368,9 @@ def inverse_of_run(  # type: ignore[no-untyped-def]
     scale_ptr, bits, r, rows, element: tl.constexpr, FLOAT8_MAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
-    """Store the scale of each row of magnitudes ``bits``; returns its reciprocal."""
-    bits = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
-    scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+    """Store the scale of each row of magnitudes, given as bits; returns its reciprocal."""
+    amax = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
+    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
     tl.store(scale_ptr + r, scale, mask=r < rows)
     return tl.div_rn(1.0, scale)
 
