@@ -27,7 +27,7 @@ from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import TileLaunch, load, store, tile_at, tile_of_program
+from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
 from float8.kernels.transpose import transpose_bytes
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec, Part
@@ -202,11 +202,18 @@ def row_config(R: int, C: int) -> RowLaunch:
 
 def walk_config(R: int, C: int, itemsize: int, sms: int) -> WalkLaunch:
     """For measuring [R, C], not empty, of elements of ``itemsize`` bytes."""
-    # A warp reads 512 bytes of one row with each of its loads, and so joins a row by itself.
-    block_r, block_c = 32, 512 // itemsize
+    block_r, block_c = 64, 256 // itemsize
     tiles_r, strips = -(-R // block_r), -(-C // block_c)
     rounds = min(max(tiles_r * strips // (8 * sms), 1), 8)
-    return walk_launch(R, C, block_r, block_c, 8, rounds)
+    return walk_launch(R, C, block_r, block_c, 4, rounds)
+
+
+def tile_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
+    """For casting [R, C]; ``across``: the copy contiguous along ``R`` is written, too."""
+    # Half the tile of a cast under one scale: two scales for each element take more registers.
+    if across:
+        return fitting(R, C, sms, ((64, 128, 8), (64, 64, 4), (32, 64, 4)))
+    return launch_config(R, C, across=False, sms=sms)
 
 
 def walk_launch(
@@ -294,7 +301,7 @@ def _plan(
     measure = Launch(
         _measure_kernel, walk.programs, device, (*integers, walk.rounds), constants, walk.num_warps
     )
-    tile = tile or launch_config(R, C, across=across != _ABSENT, sms=sm_count(device))
+    tile = tile or tile_config(R, C, across=across != _ABSENT, sms=sm_count(device))
     constants = (along, across, *format_constants, hardware)
     constants = (*constants, tile.even, tile.block_r, tile.block_c, tile.group)
     launch = Launch(

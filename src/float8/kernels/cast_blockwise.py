@@ -55,11 +55,12 @@ def cast_blockwise(
         after: what a compiler must have computed first, as in :func:`cast`; not read.
 
     Returns:
-        ``(row, col)``, None where not asked for. Row data is [ceil16(R), ceil16(C)], column data
-        [ceil16(C), ceil16(R)], both contiguous, padded with zeros. The scales lie as GEMMs want
-        them: of data [M, K] and `BLOCK_1x128` they are [M, ceil(K / 128)] with strides (1, M),
-        those of padding rows that of amax 0; of `BLOCK_128x128` [ceil(M / 128), ceil(K / 128)],
-        contiguous, their second dim padded with zeros to a multiple of 4.
+        ``(row, col)``, None where not asked for. Row data is [R, C], column data [C, R], both
+        contiguous and padded with zeros, along what is contracted to whole blocks: `BLOCK_1x128` to
+        multiples of 16 and 128, `BLOCK_128x128` of 128 and 128. The scales lie as GEMMs want them:
+        of data [M, K] and `BLOCK_1x128` they are [M, K / 128] with strides (1, M), those of padding
+        rows that of amax 0; of `BLOCK_128x128` [M / 128, K / 128], contiguous, their second dim
+        padded with zeros to a multiple of 4.
         No gradient flows through it.
 
     Raises:
@@ -106,6 +107,11 @@ def blocks(n: int) -> int:
     return (n + 127) // 128
 
 
+def ceil128(n: int) -> int:
+    """The smallest multiple of 128 that is not below ``n``."""
+    return blocks(n) * 128
+
+
 def ceil4(n: int) -> int:
     """The smallest multiple of 4 that is not below ``n``."""
     return (n + 3) // 4 * 4
@@ -134,14 +140,15 @@ def cast_blockwise_reference(
         amax = amax_along(runs, 2)
         data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
         amax = pad_to(amax.squeeze(2).t().contiguous(), wide, ceil16(R))
-        out += [pad_to(data.flatten(1)[:, :C].contiguous(), ceil16(R), ceil16(C))]
+        # Padding is zero also where a scale is NaN.
+        out += [pad_to(data.flatten(1)[:, :C].contiguous(), ceil16(R), wide * 128)]
         out += [amax_to_scale(amax, dtype, power_of_2).t()]
     if col:
         runs = pad_to(x, tall * 128, C).view(tall, 128, C)
         amax = amax_along(runs, 1)
         data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
         amax = pad_to(amax.squeeze(1).contiguous(), tall, ceil16(C))
-        out += [transpose_bytes(data.flatten(0, 1)[:R])]
+        out += [transpose_bytes(pad_to(data.flatten(0, 1)[:R], tall * 128, C))]
         out += [amax_to_scale(amax, dtype, power_of_2).t()]
     return out
 
@@ -152,12 +159,11 @@ def _squares(x: Tensor, dtype: torch.dtype, row: bool, col: bool, power_of_2: bo
     runs = pad_to(x, tall * 128, wide * 128).view(tall, 128, wide, 128)
     # Of runs first: that fuses into what produces x.
     scale = amax_to_scale(amax_along(amax_along(runs, 3), 1), dtype, power_of_2)
-    data = to_float8(runs, scale, dtype).flatten(2).flatten(0, 1)[:R, :C]
-    scale = scale.squeeze(3).squeeze(1)
+    data = to_float8(runs, scale, dtype).flatten(2).flatten(0, 1)[:R, :C].contiguous()
+    data, scale = pad_to(data, tall * 128, wide * 128), scale.squeeze(3).squeeze(1)
     out = []
     if row:
-        out += [pad_to(data.contiguous(), ceil16(R), ceil16(C))]
-        out += [pad_to(scale.contiguous(), tall, ceil4(wide))]
+        out += [data, pad_to(scale.contiguous(), tall, ceil4(wide))]
     if col:
         out += [transpose_bytes(data), pad_to(scale.t().contiguous(), wide, ceil4(tall))]
     return out
@@ -219,15 +225,14 @@ def launch_cast(x: Tensor, kind: Kind, config: TileLaunch | None = None) -> list
     return out
 
 
-def config_of(R: int, C: int, itemsize: int, kind: Kind) -> TileLaunch:
-    """The launch configuration for a matrix [R, C] of elements of ``itemsize`` bytes."""
-    config = tile_launch(R, C, 128, 128, 8)
-    crowded = kind.row and kind.col and not kind.square
-    # Two layouts of their own scales leave a multiprocessor of Hopper room for 16 warps only: in
-    # two programs if they need no masks, else in one.
-    if crowded and not (config.even and itemsize == 2):
-        config = tile_launch(R, C, 128, 128, 16)
-    return config
+def config_of(R: int, C: int) -> TileLaunch:
+    """The launch configuration for a matrix [R, C]."""
+    return tile_launch(R, C, 128, 128, 8)
+
+
+def _data_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
+    """The shape of data of a tensor [rows, columns], which is contracted along its columns."""
+    return ceil128(rows) if square else ceil16(rows), ceil128(columns)
 
 
 def _scale_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
@@ -248,15 +253,15 @@ def _plan(
 ) -> _Plan:
     """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
     (R, C), (stride_r, stride_c) = shape, strides
-    row_shapes = (ceil16(R), ceil16(C)), _scale_shape(R, C, kind.square)
-    col_shapes = (ceil16(C), ceil16(R)), _scale_shape(C, R, kind.square)
+    row_shapes = _data_shape(R, C, kind.square), _scale_shape(R, C, kind.square)
+    col_shapes = _data_shape(C, R, kind.square), _scale_shape(C, R, kind.square)
     swapped = not reads_along_rows(strides)
     if R * C == 0:
         return _Plan(None, row_shapes, col_shapes, swapped)
     along, across = kind.row, kind.col
     if swapped:
         R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, across, along
-    config = config or config_of(R, C, x_dtype.itemsize, kind)
+    config = config or config_of(R, C)
     constants = (
         kind.square,
         along,
@@ -278,9 +283,9 @@ def _plan(
 @jit
 def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    along_ptr,  # [Rp, Cp], padded to multiples of 16
+    along_ptr,  # [Rp, tiles of C * 128]; Rp is R padded to 16, if SQUARE to 128
     along_scale_ptr,  # [tiles of C, Rp], if SQUARE [tiles of R, tiles of C padded to 4]
-    across_ptr,  # [Cp, Rp]
+    across_ptr,  # [Cp, tiles of R * 128]; Cp is C padded to 16, if SQUARE to 128
     across_scale_ptr,  # [tiles of R, Cp], if SQUARE [tiles of C, tiles of R padded to 4]
     R,
     C,
@@ -296,80 +301,79 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    Rp = tl.cdiv(R, 16) * 16
-    Cp = tl.cdiv(C, 16) * 16
+    PAD: tl.constexpr = 128 if SQUARE else 16
+    Rp, Cp = tl.cdiv(R, PAD) * PAD, tl.cdiv(C, PAD) * PAD
+    tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
     tile_r, tile_c = tile_at(tile_of_program(), R, C, 128, 128, GROUP)
-    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
-    quad = (tile_r * 32 + tl.arange(0, 32)).to(tl.int64)[:, None]
+    # 64-bit, so that offsets are.
+    r = (tile_r * 128 + tl.arange(0, 128)).to(tl.int64)[:, None]
     c = (tile_c * 128 + tl.arange(0, 128)).to(tl.int64)[None, :]
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
     in_c = c < C
-    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
     x_ptr += c * stride_c
-    x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
-    x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
-    x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
-    x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
-    v0, v1, v2, v3 = (
-        to_float32(x0, HARDWARE),
-        to_float32(x1, HARDWARE),
-        to_float32(x2, HARDWARE),
-        to_float32(x3, HARDWARE),
-    )
-    m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
-    largest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
-    if SQUARE:
-        amax = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), x0.dtype)
-        scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
+    if SQUARE or ACROSS:
+        bits = magnitude_bits(load(x_ptr + r * stride_r, (r < R) & in_c, EVEN))
+        if SQUARE:
+            bits = tl.max(tl.max(bits, axis=1), axis=0)
+        else:
+            bits = tl.max(bits, axis=0, keep_dims=True)
+        scale = scale_of_amax(float32_bits(bits, x_ptr.dtype.element_ty), FLOAT8_MAX, POWER_OF_2)
         inverse = tl.div_rn(1.0, scale)
-        v0 = times_inverse(v0, in0, inverse, EVEN)
-        v1 = times_inverse(v1, in1, inverse, EVEN)
-        v2 = times_inverse(v2, in2, inverse, EVEN)
-        v3 = times_inverse(v3, in3, inverse, EVEN)
-        tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
+        if SQUARE:
+            if ALONG:
+                store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
+            if ACROSS:
+                store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
+        else:
+            tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
+    if not SQUARE:
+        along_scale_ptr += tile_c.to(tl.int64) * Rp
+    # The tile again, from the cache, one half after the other: two layouts of two scales take more
+    # registers than there are. Each half as four tiles of every fourth row: see `tiles`.
+    for half in tl.static_range(2):
+        quad = (tile_r * 32 + half * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
+        r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
+        in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
+        x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
+        x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
+        x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
+        x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
+        v0, v1, v2, v3 = (
+            to_float32(x0, HARDWARE),
+            to_float32(x1, HARDWARE),
+            to_float32(x2, HARDWARE),
+            to_float32(x3, HARDWARE),
+        )
         if ALONG:
-            store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
-            store_along(along_ptr, v0, v1, v2, v3, quad, c, Rp, Cp, MANTISSA, HARDWARE, EVEN)
-        if ACROSS:
-            store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
-            store_across(across_ptr, v0, v1, v2, v3, quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN)
-    else:
-        if ALONG:
-            along_scale_ptr += tile_c.to(tl.int64) * Rp
-            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
-            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
-            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
-            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            if SQUARE:
+                i0, i1, i2, i3 = inverse, inverse, inverse, inverse
+            else:
+                i0 = inverse_of_run(along_scale_ptr, x0, r0, Rp, FLOAT8_MAX, POWER_OF_2)
+                i1 = inverse_of_run(along_scale_ptr, x1, r1, Rp, FLOAT8_MAX, POWER_OF_2)
+                i2 = inverse_of_run(along_scale_ptr, x2, r2, Rp, FLOAT8_MAX, POWER_OF_2)
+                i3 = inverse_of_run(along_scale_ptr, x3, r3, Rp, FLOAT8_MAX, POWER_OF_2)
             store_along(
                 along_ptr,
                 times_inverse(v0, in0, i0, EVEN),
                 times_inverse(v1, in1, i1, EVEN),
                 times_inverse(v2, in2, i2, EVEN),
                 times_inverse(v3, in3, i3, EVEN),
-                quad, c, Rp, Cp, MANTISSA, HARDWARE, EVEN,
+                quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN,
             )  # fmt: skip
         if ACROSS:
-            amax = float32_bits(tl.max(largest, axis=0, keep_dims=True), x0.dtype)
-            scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
-            tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
-            inverse = tl.div_rn(1.0, scale)
             store_across(
                 across_ptr,
                 times_inverse(v0, in0, inverse, EVEN),
                 times_inverse(v1, in1, inverse, EVEN),
                 times_inverse(v2, in2, inverse, EVEN),
                 times_inverse(v3, in3, inverse, EVEN),
-                quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN,
+                quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN,
             )  # fmt: skip
 
 
 @jit
-def inverse_of_run(  # type: ignore[no-untyped-def]
-    scale_ptr, bits, r, rows, element: tl.constexpr, FLOAT8_MAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-):  # fmt: skip
-    """Store the scale of each row of magnitudes, given as bits; returns its reciprocal."""
-    amax = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
+def inverse_of_run(scale_ptr, x, r, rows, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the scale of each row of ``x``; returns its reciprocal."""
+    amax = float32_bits(tl.max(magnitude_bits(x), axis=1, keep_dims=True), x.dtype)
     scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
     tl.store(scale_ptr + r, scale, mask=r < rows)
     return tl.div_rn(1.0, scale)
@@ -398,7 +402,7 @@ def _cast_blockwise_fake(
     for asked, (rows, columns) in ((row, x.shape), (col, x.shape[::-1])):
         if asked:
             scale = x.new_empty(_scale_shape(rows, columns, square), dtype=torch.float32)
-            out += [x.new_empty((ceil16(rows), ceil16(columns)), dtype=dtype)]
+            out += [x.new_empty(_data_shape(rows, columns, square), dtype=dtype)]
             out += [scale if square else scale.t()]
     return out
 
