@@ -325,7 +325,7 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
                 store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
         else:
             tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
-    if not SQUARE:
+    if ALONG and not SQUARE:
         along_scale_ptr += tile_c.to(tl.int64) * Rp
     # The tile again, from the cache, one half after the other: two layouts of two scales take more
     # registers than there are. Each half as four tiles of every fourth row: see `tiles`.
