@@ -158,7 +158,7 @@ class TestTriton:
 
     @high_precision
     @pad_rows
-    @pytest.mark.parametrize("shape", [(1, 1), (17, 33), (130, 257), (129, 384), *EMPTY], ids=str)
+    @pytest.mark.parametrize("shape", [(1, 1), (17, 33), (130, 257), *EMPTY], ids=str)
     def test_shapes(
         self,
         shape: tuple[int, int],
@@ -168,9 +168,8 @@ class TestTriton:
     ) -> None:
         x = awkward(shape, source).to(triton_device)
         for y in (x, x.t()):
-            for of_row, of_col in LAYOUTS:
-                args = (y, FORMATS[1], of_row, of_col, pad_rows, False)
-                assert_same(cast_axiswise_triton(*args), cast_axiswise_reference(*args))
+            args = (y, FORMATS[1], True, True, pad_rows, False)
+            assert_same(cast_axiswise_triton(*args), cast_axiswise_reference(*args))
 
     @formats
     @high_precision
@@ -282,7 +281,9 @@ class TestGpu:
     @high_precision
     @layouts
     @pytest.mark.parametrize(
-        "shape", [(4096, 4096), (8200, 1048), (1000, 4097), (16, 8192), (64, 40_000)], ids=str
+        "shape",
+        [(4096, 4096), (8200, 1048), (1000, 4097), (129, 384), (4, 5000), (64, 40_000)],
+        ids=str,
     )
     def test_matches_reference(
         self,

@@ -132,7 +132,7 @@ class TestTriton:
 
     @high_precision
     @square
-    @pytest.mark.parametrize("shape", [(1, 1), (130, 257), (129, 384), *EMPTY], ids=str)
+    @pytest.mark.parametrize("shape", [(1, 1), (17, 33), (130, 257), *EMPTY], ids=str)
     def test_shapes(
         self,
         shape: tuple[int, int],
@@ -142,9 +142,8 @@ class TestTriton:
     ) -> None:
         x = awkward(shape, source).to(triton_device)
         for y in (x, x.t()):
-            for row, col in LAYOUTS:
-                args = (y, FORMATS[1], square, row, col, False)
-                assert_same(cast_blockwise_triton(*args), cast_blockwise_reference(*args))
+            args = (y, FORMATS[1], square, True, True, False)
+            assert_same(cast_blockwise_triton(*args), cast_blockwise_reference(*args))
 
     @formats
     @high_precision
@@ -187,8 +186,11 @@ class TestTriton:
 
     @square
     @layouts
-    @pytest.mark.parametrize("num_warps", [4, 8, 16])
-    @pytest.mark.parametrize(("shape", "group"), [((256, 384), 1), ((259, 145), 2)], ids=str)
+    @pytest.mark.parametrize(
+        "num_warps",
+        [pytest.param(4, marks=pytest.mark.gpu), 8, pytest.param(16, marks=pytest.mark.gpu)],
+    )
+    @pytest.mark.parametrize(("shape", "group"), [((256, 128), 1), ((131, 145), 2)], ids=str)
     def test_launch_configurations(
         self,
         shape: tuple[int, int],
@@ -230,7 +232,11 @@ class TestGpu:
     @high_precision
     @square
     @layouts
-    @pytest.mark.parametrize("shape", [(4096, 4096), (8200, 1048), (1000, 4097)], ids=str)
+    @pytest.mark.parametrize(
+        "shape",
+        [(4096, 4096), (8200, 1048), (1000, 4097), (17, 33), (129, 384), (4, 5000)],
+        ids=str,
+    )
     def test_matches_reference(
         self,
         shape: tuple[int, int],
