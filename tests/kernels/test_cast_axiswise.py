@@ -353,7 +353,7 @@ class TestFunction:
                 assert got is not None
                 assert part is not None
                 assert_same([*got], [*part])
-        assert counter.frame_count == 1
+        assert len([g for g in counter.graphs if g.graph.find_nodes(op="placeholder")]) == 1
 
     def test_a_compiler_sees_all_but_the_transposition(self, device: str) -> None:
         torch._dynamo.reset()

@@ -221,9 +221,10 @@ class TestTriton:
 
 
 def test_launch_configuration_is_pure() -> None:
-    assert config_of(8192, 4096) == config_of(8192, 4096)
-    assert config_of(8192, 4096).even
-    assert config_of(8200, 4096).programs == 65 * 32
+    kind = Kind(E4M3, False, True, True, False)
+    assert config_of(8192, 4096, kind) == config_of(8192, 4096, kind)
+    assert config_of(8192, 4096, kind).even
+    assert config_of(8200, 4096, kind).programs == 65 * 32
 
 
 @pytest.mark.gpu
@@ -305,7 +306,7 @@ class TestFunction:
                 assert got is not None
                 assert part is not None
                 assert_same([*got], [*part])
-        assert counter.frame_count == 1
+        assert len([g for g in counter.graphs if g.graph.find_nodes(op="placeholder")]) == 1
 
     def test_a_compiler_sees_all_but_the_transposition(self, device: str, spec: CastSpec) -> None:
         torch._dynamo.reset()

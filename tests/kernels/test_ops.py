@@ -216,7 +216,7 @@ class TestCompile:
         for y in (x, torch.randn(5, 7, device=device), torch.randn(160, 256, device=device)):
             for got, want in zip(compiled(y), every_op(y), strict=True):
                 assert same_bytes(got, want)
-        assert counter.frame_count == 1
+        assert len([g for g in counter.graphs if g.graph.find_nodes(op="placeholder")]) == 1
 
 
 def test_works_without_triton() -> None:

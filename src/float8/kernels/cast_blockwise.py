@@ -34,6 +34,9 @@ from float8.quantize.spec import CastSpec, Part
 _SQUARE = {ScalingGranularity.BLOCK_1x128: False, ScalingGranularity.BLOCK_128x128: True}
 
 
+_IN_ORDER = torch.contiguous_format  # `.contiguous()` leaves strides of dims of one element alone
+
+
 def cast_blockwise(
     x: Tensor, spec: CastSpec, *, row: bool, col: bool, after: Tensor | None = None
 ) -> tuple[Part | None, Part | None]:
@@ -163,9 +166,10 @@ def _squares(x: Tensor, dtype: torch.dtype, row: bool, col: bool, power_of_2: bo
     data, scale = pad_to(data, tall * 128, wide * 128), scale.squeeze(3).squeeze(1)
     out = []
     if row:
-        out += [data, pad_to(scale.contiguous(), tall, ceil4(wide))]
+        out += [data, pad_to(scale, tall, ceil4(wide)).clone(memory_format=_IN_ORDER)]
     if col:
-        out += [transpose_bytes(data), pad_to(scale.t().contiguous(), wide, ceil4(tall))]
+        out += [transpose_bytes(data)]
+        out += [pad_to(scale.t(), wide, ceil4(tall)).clone(memory_format=_IN_ORDER)]
     return out
 
 
@@ -225,9 +229,10 @@ def launch_cast(x: Tensor, kind: Kind, config: TileLaunch | None = None) -> list
     return out
 
 
-def config_of(R: int, C: int) -> TileLaunch:
+def config_of(R: int, C: int, kind: Kind) -> TileLaunch:
     """The launch configuration for a matrix [R, C]."""
-    return tile_launch(R, C, 128, 128, 8)
+    # Scales of columns take more registers: fewer, larger threads.
+    return tile_launch(R, C, 128, 128, 4 if kind.col and not kind.square else 8)
 
 
 def _data_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
@@ -261,7 +266,7 @@ def _plan(
     along, across = kind.row, kind.col
     if swapped:
         R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, across, along
-    config = config or config_of(R, C)
+    config = config or config_of(R, C, kind)
     constants = (
         kind.square,
         along,
@@ -305,52 +310,50 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     Rp, Cp = tl.cdiv(R, PAD) * PAD, tl.cdiv(C, PAD) * PAD
     tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
     tile_r, tile_c = tile_at(tile_of_program(), R, C, 128, 128, GROUP)
-    # 64-bit, so that offsets are.
-    r = (tile_r * 128 + tl.arange(0, 128)).to(tl.int64)[:, None]
+    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
+    quad = (tile_r * 32 + tl.arange(0, 32)).to(tl.int64)[:, None]
     c = (tile_c * 128 + tl.arange(0, 128)).to(tl.int64)[None, :]
+    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
     in_c = c < C
+    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
     x_ptr += c * stride_c
-    if SQUARE or ACROSS:
-        bits = magnitude_bits(load(x_ptr + r * stride_r, (r < R) & in_c, EVEN))
-        if SQUARE:
-            bits = tl.max(tl.max(bits, axis=1), axis=0)
-        else:
-            bits = tl.max(bits, axis=0, keep_dims=True)
-        scale = scale_of_amax(float32_bits(bits, x_ptr.dtype.element_ty), FLOAT8_MAX, POWER_OF_2)
+    x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
+    x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
+    x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
+    x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
+    v0, v1, v2, v3 = (
+        to_float32(x0, HARDWARE),
+        to_float32(x1, HARDWARE),
+        to_float32(x2, HARDWARE),
+        to_float32(x3, HARDWARE),
+    )
+    m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
+    largest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
+    if SQUARE:
+        amax = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), x0.dtype)
+        scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
         inverse = tl.div_rn(1.0, scale)
-        if SQUARE:
-            if ALONG:
-                store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
-            if ACROSS:
-                store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
-        else:
-            tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
-    if ALONG and not SQUARE:
-        along_scale_ptr += tile_c.to(tl.int64) * Rp
-    # The tile again, from the cache, one half after the other: two layouts of two scales take more
-    # registers than there are. Each half as four tiles of every fourth row: see `tiles`.
-    for half in tl.static_range(2):
-        quad = (tile_r * 32 + half * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
-        r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
-        in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
-        x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
-        x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
-        x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
-        x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
-        v0, v1, v2, v3 = (
-            to_float32(x0, HARDWARE),
-            to_float32(x1, HARDWARE),
-            to_float32(x2, HARDWARE),
-            to_float32(x3, HARDWARE),
-        )
+        v0 = times_inverse(v0, in0, inverse, EVEN)
+        v1 = times_inverse(v1, in1, inverse, EVEN)
+        v2 = times_inverse(v2, in2, inverse, EVEN)
+        v3 = times_inverse(v3, in3, inverse, EVEN)
         if ALONG:
-            if SQUARE:
-                i0, i1, i2, i3 = inverse, inverse, inverse, inverse
-            else:
-                i0 = inverse_of_run(along_scale_ptr, x0, r0, Rp, FLOAT8_MAX, POWER_OF_2)
-                i1 = inverse_of_run(along_scale_ptr, x1, r1, Rp, FLOAT8_MAX, POWER_OF_2)
-                i2 = inverse_of_run(along_scale_ptr, x2, r2, Rp, FLOAT8_MAX, POWER_OF_2)
-                i3 = inverse_of_run(along_scale_ptr, x3, r3, Rp, FLOAT8_MAX, POWER_OF_2)
+            store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
+            store_along(
+                along_ptr, v0, v1, v2, v3, quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN
+            )
+        if ACROSS:
+            store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
+            store_across(
+                across_ptr, v0, v1, v2, v3, quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN
+            )
+    else:
+        if ALONG:
+            along_scale_ptr += tile_c.to(tl.int64) * Rp
+            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
             store_along(
                 along_ptr,
                 times_inverse(v0, in0, i0, EVEN),
@@ -360,6 +363,10 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
                 quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN,
             )  # fmt: skip
         if ACROSS:
+            amax = float32_bits(tl.max(largest, axis=0, keep_dims=True), x0.dtype)
+            scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
+            tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
+            inverse = tl.div_rn(1.0, scale)
             store_across(
                 across_ptr,
                 times_inverse(v0, in0, inverse, EVEN),
@@ -371,9 +378,12 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def inverse_of_run(scale_ptr, x, r, rows, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the scale of each row of ``x``; returns its reciprocal."""
-    amax = float32_bits(tl.max(magnitude_bits(x), axis=1, keep_dims=True), x.dtype)
+def inverse_of_run(  # type: ignore[no-untyped-def]
+    scale_ptr, bits, r, rows, element: tl.constexpr, FLOAT8_MAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+):  # fmt: skip
+    """Store the scale of each row of magnitudes, given as bits; returns its reciprocal."""
+    amax = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
     scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
     tl.store(scale_ptr + r, scale, mask=r < rows)
     return tl.div_rn(1.0, scale)
