@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
+from float8.kernels.amax import MAX_PARTS, magnitude_bits, store_part
 from float8.kernels.cast import (
     GIVEN,
     HISTORY,
@@ -14,10 +14,11 @@ from float8.kernels.cast import (
     RMS_NORM,
     Cast,
     Kind,
+    allocate,
     cast_dynamic_fake,
     cast_reference,
-    choose_scale_reference,
     launch_cast,
+    rows_reference,
 )
 from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
 from float8.kernels.numeric import to_float32
@@ -125,8 +126,7 @@ def rms_norm_cast_reference(
     x = x.to(torch.float32)
     rstd = torch.rsqrt(x.square().mean(dim=1) + eps)
     normed = x * rstd[:, None] * weight.to(torch.float32)
-    used = choose_scale_reference(amax_reference(normed), dtype, scale, amax, power_of_2, record)
-    return rstd, used, cast_reference(normed, used, dtype, True, False)[0]
+    return rstd, *rows_reference(normed, dtype, scale, amax, power_of_2, record)
 
 
 def rms_norm_recast_reference(
@@ -146,40 +146,34 @@ def _rms_norm_cast_triton(
     amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     x, weight = x.contiguous(), weight.contiguous()
     rstd = empty((x.shape[0],), torch.float32, x)
-    used = empty((), torch.float32, x)
     launch = _launch(x.shape, (x.dtype, weight.dtype), x.device, eps)
     parts = empty((launch.programs,), torch.float32, x)
     launch(x, weight, rstd, parts)
     # The statistics know the amax before the cast: nothing has to be done twice.
     kind = Kind(
+        MEASURED if scale is None else HISTORY,
+        launch.programs,
         dtype,
         row=True,
         col=False,
-        source=MEASURED if scale is None else HISTORY,
-        parts=launch.programs,
         power_of_2=power_of_2,
         record=record and amax is not None,
         producer=RMS_NORM,
         weight_dtype=weight.dtype,
     )
-    (row,) = launch_cast(
-        x, kind, scale=scale, parts=parts, scale_out=used, amax=amax, rstd=rstd, weight=weight
-    )
-    if amax is not None and record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return rstd, used, row
+    made = launch_cast(x, kind, scale=scale, parts=parts, amax=amax, rstd=rstd, weight=weight)
+    return rstd, *made
 
 
 def _rms_norm_recast_triton(
     x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
-    kind = Kind(dtype, False, True, source=GIVEN, producer=RMS_NORM, weight_dtype=weight.dtype)
-    (col,) = launch_cast(x, kind, scale=scale, rstd=rstd, weight=weight)
-    return col
+    kind = Kind(GIVEN, 0, dtype, False, True, producer=RMS_NORM, weight_dtype=weight.dtype)
+    return launch_cast(x, kind, scale=scale, rstd=rstd, weight=weight)[0]
 
 
 def whole_row(C: int) -> tuple[int, int]:
@@ -237,30 +231,19 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     store_part(parts_ptr, tl.max(largest), tl.float32)
 
 
-def _rms_norm_cast_fake(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    used, row = cast_dynamic_fake(x, dtype, True, False, False)
-    return x.new_empty(x.shape[0], dtype=torch.float32), used, row
-
-
-def _rms_norm_recast_fake(
-    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype, *_: object
-) -> Tensor:
-    return cast_dynamic_fake(x, dtype, False, True, False)[1]
-
-
 register(
-    "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, Tensor? scale, "
-    "Tensor(a!)? amax, bool power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
-    plain=rms_norm_cast_reference,
+    "rms_norm_cast",
+    rms_norm_cast_reference,
     triton=_rms_norm_cast_triton,
-    fake=_rms_norm_cast_fake,
+    fake=lambda x, weight, eps, dtype, *_: (
+        x.new_empty(x.shape[0], dtype=torch.float32),
+        *cast_dynamic_fake(x, dtype, True, False),
+    ),
+    writes=("amax",),
 )
 register(
-    "rms_norm_recast(Tensor x, Tensor weight, Tensor rstd, Tensor scale, ScalarType dtype) "
-    "-> Tensor",
-    plain=rms_norm_recast_reference,
+    "rms_norm_recast",
+    rms_norm_recast_reference,
     triton=_rms_norm_recast_triton,
-    fake=_rms_norm_recast_fake,
+    fake=lambda x, weight, rstd, scale, dtype: allocate(x, dtype, False, True)[0],
 )

@@ -107,17 +107,11 @@ def rms_norm_backward_triton(
         grads = [*grads[: _MOST_GRADS - 1], rest]
     tensors = [grad.contiguous() for grad in grads]
     x, weight = x.contiguous(), weight.contiguous()
-    launch = _launch(
-        x.shape,
-        (x.dtype, weight.dtype, grads[-1].dtype),
-        x.device,
-        len(grads),
-        residual_grad is not None,
-    )
-    R, C = x.shape
-    grad_x = empty((R, C), x.dtype, x)
-    parts = empty((launch.programs, C), torch.float32, x)
     residual = None if residual_grad is None else residual_grad.contiguous()
+    dtypes = x.dtype, weight.dtype, grads[-1].dtype
+    launch = _launch(x.shape, dtypes, x.device, len(grads), residual is not None)
+    grad_x = empty(x.shape, x.dtype, x)
+    parts = empty((launch.programs, x.shape[1]), torch.float32, x)
     absent = [None] * (_MOST_GRADS - len(tensors))
     launch(*tensors, *absent, x, residual, weight, rstd, grad_x, parts)
     return grad_x, parts.sum(dim=0).to(weight.dtype)
@@ -191,16 +185,9 @@ def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * C + c, total, mask=c < C)
 
 
-def _rms_norm_backward_fake(
-    grads: Sequence[Tensor], x: Tensor, weight: Tensor, *_: object
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
 register(
-    "rms_norm_backward(Tensor[] grads, Tensor x, Tensor weight, Tensor rstd, "
-    "Tensor? residual_grad) -> (Tensor, Tensor)",
-    plain=rms_norm_backward_reference,
+    "rms_norm_backward",
+    rms_norm_backward_reference,
     triton=rms_norm_backward_triton,
-    fake=_rms_norm_backward_fake,
+    fake=lambda grads, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )

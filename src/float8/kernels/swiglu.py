@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from float8.kernels.amax import amax_reference, even_shares, magnitude_bits, store_part
+from float8.kernels.amax import even_shares, magnitude_bits, store_part
 from float8.kernels.cast import (
     HISTORY,
     MEASURED,
@@ -13,9 +13,8 @@ from float8.kernels.cast import (
     Cast,
     Kind,
     cast_dynamic_fake,
-    cast_reference,
-    choose_scale_reference,
     launch_cast,
+    rows_reference,
 )
 from float8.kernels.checks import check_same, check_state
 from float8.kernels.numeric import to_float32
@@ -81,8 +80,7 @@ def swiglu_cast_reference(
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of :func:`swiglu_cast`: the scale used, row data."""
     product = swiglu_reference(gate, up)
-    used = choose_scale_reference(amax_reference(product), dtype, scale, amax, power_of_2, record)
-    return used, cast_reference(product, used, dtype, True, False)[0]
+    return rows_reference(product, dtype, scale, amax, power_of_2, record)
 
 
 def _swiglu_cast_triton(
@@ -93,24 +91,20 @@ def _swiglu_cast_triton(
     amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     gate, up = gate.contiguous(), up.contiguous()
     parts = _measure(gate, up, scale)
-    used = empty((), torch.float32, gate)
     kind = Kind(
+        MEASURED if scale is None else HISTORY,
+        parts.shape[0],
         dtype,
         row=True,
         col=False,
-        source=MEASURED if scale is None else HISTORY,
-        parts=parts.shape[0],
         power_of_2=power_of_2,
         record=record and amax is not None,
         producer=SWIGLU,
     )
-    (row,) = launch_cast(gate, kind, scale=scale, parts=parts, scale_out=used, amax=amax, y=up)
-    if amax is not None and record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return used, row
+    return tuple(launch_cast(gate, kind, scale=scale, parts=parts, amax=amax, y=up))
 
 
 def _measure(gate: Tensor, up: Tensor, known_scale: Tensor | None) -> Tensor:
@@ -160,17 +154,10 @@ def _swiglu_amax_kernel(  # type: ignore[no-untyped-def]
     store_part(parts_ptr, tl.max(largest), tl.float32)
 
 
-def _swiglu_cast_fake(
-    gate: Tensor, up: Tensor, dtype: torch.dtype, *_: object
-) -> tuple[Tensor, Tensor]:
-    used, row = cast_dynamic_fake(gate, dtype, True, False, False)
-    return used, row
-
-
 register(
-    "swiglu_cast(Tensor gate, Tensor up, ScalarType dtype, Tensor? scale, Tensor(a!)? amax, "
-    "bool power_of_2, bool record) -> (Tensor, Tensor)",
-    plain=swiglu_cast_reference,
+    "swiglu_cast",
+    swiglu_cast_reference,
     triton=_swiglu_cast_triton,
-    fake=_swiglu_cast_fake,
+    fake=lambda gate, up, dtype, *_: tuple(cast_dynamic_fake(gate, dtype, True, False)),
+    writes=("amax",),
 )

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, ceil16
-from float8.kernels.amax import amax_reference, even_shares, magnitude_bits, store_part
+from float8.kernels.amax import even_shares, magnitude_bits, store_part
 from float8.kernels.cast import (
     HISTORY,
     MEASURED,
     Cast,
     cast_reference,
     choose_scale,
-    choose_scale_reference,
     mantissa,
     power_of_2_above,
     record_amax,
+    rows_reference,
     scaled,
     store_across,
     store_along,
@@ -121,15 +121,11 @@ def swiglu_backward_cast_reference(
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
 
-    def cast(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor]:
-        own = amax_reference(x)
-        used = choose_scale_reference(own, dtype, scale, amax, power_of_2, record)
-        return used, cast_reference(x, used, dtype, True, False)[0]
-
     (product,) = cast_reference(silu * up, product_scale, product_dtype, False, True)
-    grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
-    of_gate = cast(grad_gate, gate_scale, gate_amax)
-    return product, *of_gate, *cast(grad * silu, up_scale, up_amax)
+    grad_gate, grad_up = grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu
+    of_gate = rows_reference(grad_gate, dtype, gate_scale, gate_amax, power_of_2, record)
+    of_up = rows_reference(grad_up, dtype, up_scale, up_amax, power_of_2, record)
+    return product, *of_gate, *of_up
 
 
 def _swiglu_backward_cast_triton(
@@ -152,8 +148,8 @@ def _swiglu_backward_cast_triton(
     measure = _measure_launch(grad.numel(), grad.dtype, grad.device, known)
     parts = empty((2 * measure.programs,), torch.float32, grad)
     measure(grad, gate, up, parts, gate_scale, up_scale)
-    kind = _Kind(product_dtype, dtype, known, measure.programs, power_of_2, record and known)
-    _cast_launch(grad.shape, grad.dtype, grad.device, kind)(
+    formats, flags = (product_dtype, dtype), (known, power_of_2, record and known)
+    _cast_launch(grad.shape, grad.dtype, grad.device, formats, measure.programs, flags)(
         *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
         *(gate_scale, gate_used, gate_amax, up_scale, up_used, up_amax),
     )
@@ -173,17 +169,6 @@ def _allocate(grad: Tensor, product_dtype: torch.dtype, dtype: torch.dtype) -> _
     )
 
 
-class _Kind(NamedTuple):
-    """What a launch of the casting kernel does."""
-
-    product_dtype: torch.dtype
-    dtype: torch.dtype
-    known: bool
-    parts: int
-    power_of_2: bool
-    record: bool
-
-
 @functools.lru_cache(maxsize=4096)
 def _measure_launch(n: int, dtype: torch.dtype, device: torch.device, known: bool) -> Launch:
     block, steps, rounds, parts = even_shares(n, 2048, sm_count(device))
@@ -193,28 +178,30 @@ def _measure_launch(n: int, dtype: torch.dtype, device: torch.device, known: boo
 
 @functools.lru_cache(maxsize=4096)
 def _cast_launch(
-    shape: tuple[int, int], x_dtype: torch.dtype, device: torch.device, kind: _Kind
+    shape: tuple[int, int],
+    x_dtype: torch.dtype,
+    device: torch.device,
+    formats: tuple[torch.dtype, torch.dtype],
+    parts: int,
+    flags: tuple[bool, bool, bool],
 ) -> Launch:
-    R, C = shape
+    (R, C), (product_dtype, dtype), (known, power_of_2, record) = shape, formats, flags
     # To keep the amaxes takes registers, which large tiles have not: 489 us instead of 642 on an
     # H100 at [8192, 14336]. Without, 701 us (with the amaxes before) instead of 712.
-    tiles = ((32, 64, 4),) if kind.record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
+    tiles = ((32, 64, 4),) if record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
     config = fitting(R, C, sm_count(device), tiles)
     constants = (
-        mantissa(kind.product_dtype),
-        mantissa(kind.dtype),
-        FLOAT8_MAX[kind.dtype],
-        HISTORY if kind.known else MEASURED,
-        power_of_2_above(kind.parts),
-        kind.power_of_2,
-        kind.record,
+        mantissa(product_dtype),
+        mantissa(dtype),
+        FLOAT8_MAX[dtype],
+        HISTORY if known else MEASURED,
+        power_of_2_above(parts),
+        power_of_2,
+        record,
         has_float8_conversion(device),
-        config.even,
-        config.block_r,
-        config.block_c,
-        config.group,
+        *config.constants,
     )
-    integers = (R, C, kind.parts)
+    integers = (R, C, parts)
     return Launch(
         _cast_kernel, config.programs, device, integers, constants, config.num_warps, inputs=3
     )
@@ -351,24 +338,12 @@ def _load_row(  # type: ignore[no-untyped-def]
     return swiglu_backward(grad, gate, up)
 
 
-def _swiglu_backward_cast_fake(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    product_scale: Tensor,
-    product_dtype: torch.dtype,
-    dtype: torch.dtype,
-    *_: object,
-) -> _Results:
-    return _allocate(grad, product_dtype, dtype)
-
-
 register(
-    "swiglu_backward_cast(Tensor grad, Tensor gate, Tensor up, Tensor product_scale, "
-    "ScalarType product_dtype, ScalarType dtype, Tensor? gate_scale, Tensor(a!)? gate_amax, "
-    "Tensor? up_scale, Tensor(b!)? up_amax, bool power_of_2, bool record) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    plain=swiglu_backward_cast_reference,
+    "swiglu_backward_cast",
+    swiglu_backward_cast_reference,
     triton=_swiglu_backward_cast_triton,
-    fake=_swiglu_backward_cast_fake,
+    fake=lambda grad, gate, up, scale, product_dtype, dtype, *_: _allocate(
+        grad, product_dtype, dtype
+    ),
+    writes=("gate_amax", "up_amax"),
 )

@@ -103,7 +103,7 @@ def _launch(
         config.programs,
         device,
         (*shape, *strides),
-        (config.even, config.block_r, config.block_c, config.group),
+        config.constants,
         config.num_warps,
     )
 
@@ -142,9 +142,4 @@ def _transpose_fake(data: Tensor, *_: object) -> Tensor:
     return data.new_empty((ceil16(C), ceil16(R)))
 
 
-register(
-    "transpose(Tensor data, Tensor? after=None) -> Tensor",
-    plain=transpose_reference,
-    triton=transpose_triton,
-    fake=_transpose_fake,
-)
+register("transpose", transpose_reference, triton=transpose_triton, fake=_transpose_fake)
