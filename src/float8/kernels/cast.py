@@ -19,7 +19,6 @@ from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.swiglu_math import swiglu
 from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
@@ -532,6 +531,12 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     if ACROSS != 0:
         rows = C if ACROSS == 1 else Cp
         store_across(across_ptr, v0, v1, v2, v3, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
+
+
+@jit
+def swiglu(gate, up):  # type: ignore[no-untyped-def]
+    """``silu(gate) * up``, float32."""
+    return gate * tl.sigmoid(gate) * up
 
 
 @jit

@@ -1,7 +1,6 @@
 """RMSNorm -> float8: one pass for the statistics, one for the cast."""
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from float8.kernels.cast import (
     HISTORY,
     MEASURED,
     RMS_NORM,
-    Cast,
     Kind,
     allocate,
     cast_dynamic_fake,
@@ -27,19 +25,10 @@ from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.quantize.history import NO_STATE, DelayedScale
-from float8.quantize.spec import CastSpec
+from float8.quantize.spec import CastSpec, Part
 
 WIDEST_NORM = 32768
 """Each program holds a whole row; wider ones would not fit into registers."""
-
-
-class NormCast(NamedTuple):
-    """A normalised tensor in float8."""
-
-    rstd: Tensor
-    """[R] float32: 1 / sqrt(mean(x ** 2) + eps)."""
-
-    cast: Cast
 
 
 def rms_norm_cast(
@@ -50,7 +39,7 @@ def rms_norm_cast(
     state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> NormCast:
+) -> tuple[Tensor, Part]:
     """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
 
     To row data only: :func:`rms_norm_recast` makes the column data when backward needs them.
@@ -64,6 +53,9 @@ def rms_norm_cast(
             the product.
         record: whether to raise the amax of ``state``.
 
+    Returns:
+        rstd [R] float32, ``1 / sqrt(mean(x ** 2) + eps)``; and row data [R, ceil16(C)].
+
     Raises:
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together.
@@ -76,7 +68,7 @@ def rms_norm_cast(
         out = _rms_norm_cast_triton(*args)
     else:
         out = torch.ops.float8.rms_norm_cast.default(*args)
-    return NormCast(out[0], Cast(out[1], out[2], None))
+    return out[0], Part(out[2], out[1])
 
 
 def rms_norm_recast(

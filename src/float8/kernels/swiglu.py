@@ -10,11 +10,11 @@ from float8.kernels.cast import (
     HISTORY,
     MEASURED,
     SWIGLU,
-    Cast,
     Kind,
     cast_dynamic_fake,
     launch_cast,
     rows_reference,
+    swiglu,
 )
 from float8.kernels.checks import check_same, check_state
 from float8.kernels.numeric import to_float32
@@ -22,9 +22,8 @@ from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.swiglu_math import swiglu
 from float8.quantize.history import NO_STATE, DelayedScale
-from float8.quantize.spec import CastSpec
+from float8.quantize.spec import CastSpec, Part
 
 
 def swiglu_cast(
@@ -34,7 +33,7 @@ def swiglu_cast(
     state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> Cast:
+) -> Part:
     """Cast ``silu(gate) * up``, computed in float32, to row data.
 
     Args:
@@ -46,7 +45,7 @@ def swiglu_cast(
         record: whether to raise the amax of ``state``.
 
     Returns:
-        The scale used, row data [R, ceil16(C)], and None.
+        Row data [R, ceil16(C)], and the scale used.
 
     Raises:
         TypeError: a dtype is not one of those above.
@@ -60,7 +59,7 @@ def swiglu_cast(
         out = _swiglu_cast_triton(*args)
     else:
         out = torch.ops.float8.swiglu_cast.default(*args)
-    return Cast(out[0], out[1], None)
+    return Part(out[1], out[0])
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:

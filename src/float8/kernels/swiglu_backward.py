@@ -1,7 +1,6 @@
 """The backward of SwiGLU straight to float8: no gradient of gate or up in high precision."""
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from float8.kernels.amax import even_shares, magnitude_bits, store_part
 from float8.kernels.cast import (
     HISTORY,
     MEASURED,
-    Cast,
     cast_reference,
     choose_scale,
     mantissa,
@@ -28,26 +26,12 @@ from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.swiglu_math import swiglu_backward
 from float8.kernels.tiles import fitting, load, tile_at, tile_of_program
 from float8.quantize.history import NO_STATE, DelayedScale
-from float8.quantize.spec import CastSpec
+from float8.quantize.spec import CastSpec, Part
 
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Column data of the product; scale used and row data of gate's gradient, then of up's."""
-
-
-class SwigluGradients(NamedTuple):
-    """What the backward of a SwiGLU feed-forward multiplies."""
-
-    product: Tensor
-    """[ceil16(C), ceil16(R)] float8: column data of ``silu(gate) * up``."""
-
-    gate: Cast
-    """The gradient of gate: row data [R, ceil16(C)]."""
-
-    up: Cast
-    """The gradient of up, likewise."""
 
 
 def swiglu_backward_cast(
@@ -61,7 +45,7 @@ def swiglu_backward_cast(
     up_state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> SwigluGradients:
+) -> tuple[Part, Part, Part]:
     """Cast the gradients of ``gate`` and ``up`` to row data, and the product once more.
 
     The product ``silu(gate) * up`` is needed as column data only now, so forward need not keep it.
@@ -81,6 +65,10 @@ def swiglu_backward_cast(
         up_state: of up's.
         record: whether to raise the amaxes of the states.
 
+    Returns:
+        Column data of the product [ceil16(C), ceil16(R)]; row data [R, ceil16(C)] of the gradients
+        of gate and of up.
+
     Raises:
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together, or only one state is given.
@@ -99,7 +87,7 @@ def swiglu_backward_cast(
     else:
         out = torch.ops.float8.swiglu_backward_cast.default(*args)
     product, gate_used, gate_row, up_used, up_row = out
-    return SwigluGradients(product, Cast(gate_used, gate_row, None), Cast(up_used, up_row, None))
+    return Part(product, product_scale), Part(gate_row, gate_used), Part(up_row, up_used)
 
 
 def swiglu_backward_cast_reference(
@@ -236,7 +224,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             grad = to_float32(tl.load(grad_ptr + at, mask=at < n, other=0.0), HARDWARE)
             gate = to_float32(tl.load(gate_ptr + at, mask=at < n, other=0.0), HARDWARE)
             up = to_float32(tl.load(up_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            grad_gate, grad_up, _ = swiglu_backward(grad, gate, up)
+            grad_gate, grad_up, _ = _gradients(grad, gate, up)
             largest_gate = tl.maximum(largest_gate, magnitude_bits(grad_gate))
             largest_up = tl.maximum(largest_up, magnitude_bits(grad_up))
         turn += 1
@@ -329,13 +317,21 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _gradients(grad, gate, up):  # type: ignore[no-untyped-def]
+    """The gradients of ``gate`` and ``up``, and ``silu(gate) * up`` again; float32."""
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu, silu * up
+
+
+@jit
 def _load_row(  # type: ignore[no-untyped-def]
     grad_ptr, gate_ptr, up_ptr, at, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr
 ):
     grad = to_float32(load(grad_ptr + at, inside, EVEN), HARDWARE)
     gate = to_float32(load(gate_ptr + at, inside, EVEN), HARDWARE)
     up = to_float32(load(up_ptr + at, inside, EVEN), HARDWARE)
-    return swiglu_backward(grad, gate, up)
+    return _gradients(grad, gate, up)
 
 
 register(

@@ -68,20 +68,10 @@ def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     return out
 
 
-def transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
+def transpose_triton(
+    data: Tensor, after: Tensor | None = None, config: TileLaunch | None = None
+) -> Tensor:
     """Triton kernel; see :func:`transpose_bytes`."""
-    R, C = data.shape
-    return launch_transpose(data, launch_config(R, C, sms=sm_count(data.device)))
-
-
-@functools.lru_cache(maxsize=4096)
-def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
-    """Launch configuration for the transposition of [R, C] on ``sms`` multiprocessors."""
-    return fitting(R, C, sms, ((128, 128, 8), (64, 64, 4), (32, 64, 4)))
-
-
-def launch_transpose(data: Tensor, config: TileLaunch) -> Tensor:
-    """Run the kernel under one launch configuration."""
     R, C = data.shape
     out = empty((ceil16(C), ceil16(R)), data.dtype, data)
     if data.numel():
@@ -90,22 +80,23 @@ def launch_transpose(data: Tensor, config: TileLaunch) -> Tensor:
     return out
 
 
+def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
+    """Launch configuration for the transposition of [R, C] on ``sms`` multiprocessors."""
+    return fitting(R, C, sms, ((128, 128, 8), (64, 64, 4), (32, 64, 4)))
+
+
 @functools.lru_cache(maxsize=4096)
 def _launch(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    config: TileLaunch,
+    config: TileLaunch | None,
 ) -> Launch:
-    return Launch(
-        _transpose_kernel,
-        config.programs,
-        device,
-        (*shape, *strides),
-        config.constants,
-        config.num_warps,
-    )
+    if config is None:
+        config = launch_config(*shape, sms=sm_count(device))
+    integers, constants = (*shape, *strides), config.constants
+    return Launch(_transpose_kernel, config.programs, device, integers, constants, config.num_warps)
 
 
 @jit
