@@ -6,12 +6,7 @@ as ``torch.ops.float8.*``. Importing registers the ops and does nothing else.
 
 from float8.kernels.amax import amax
 from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic, to_float8
-from float8.kernels.rms_norm import (
-    WIDEST_NORM,
-    rms_norm_backward,
-    rms_norm_cast,
-    rms_norm_recast,
-)
+from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_backward, rms_norm_cast, rms_norm_recast
 from float8.kernels.swiglu import swiglu_backward_cast, swiglu_cast
 from float8.kernels.transpose import transpose_bytes
 

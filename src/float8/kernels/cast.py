@@ -299,15 +299,6 @@ class Kind(NamedTuple):
     weight_dtype: torch.dtype | None = None  # of the norm
 
 
-class _Plan(NamedTuple):
-    """A planned cast of tensors of one shape, layout and dtype."""
-
-    launch: Launch | None  # None where there is nothing to do
-    row_shape: tuple[int, int] | None
-    col_shape: tuple[int, int] | None
-    swapped: bool  # the kernel reads x.t(), and so takes the outputs in the other order
-
-
 def launch_cast(
     x: Tensor,
     kind: Kind,
@@ -326,8 +317,8 @@ def launch_cast(
     ``amax`` is raised if ``kind.record``. `SWIGLU` reads ``y`` [R, C] too, `RMS_NORM` ``rstd`` [R]
     and ``weight`` [C].
     """
-    plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
-    launch, row_shape, col_shape, swapped = plan
+    planned = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
+    launch, row_shape, col_shape, swapped = planned
     out = []
     used = row = col = None
     if parts is not None:
@@ -354,11 +345,6 @@ def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
     return fitting(R, C, sms, both if across else ((16, 256, 4), (16, 128, 2)))
 
 
-def reads_along_rows(strides: tuple[int, ...]) -> bool:
-    """Whether the kernel takes x as it lies; else it takes x.t(), with row and col swapped."""
-    return strides[1] == 1 or strides[0] != 1
-
-
 @functools.lru_cache(maxsize=4096)
 def _plan(
     shape: tuple[int, int],
@@ -367,14 +353,18 @@ def _plan(
     device: torch.device,
     kind: Kind,
     config: TileLaunch | None,
-) -> _Plan:
-    """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
+) -> tuple[Launch | None, tuple[int, int] | None, tuple[int, int] | None, bool]:
+    """Everything about a cast that does not depend on values; cached, as eager mode needs it.
+
+    That is the launch, if there is anything to do; the shapes of row and column data; and whether
+    the kernel reads x.t(), as that is what lies along rows, and takes the outputs in that order.
+    """
     (R, C), (stride_r, stride_c) = shape, strides
     row_shape = (ceil16(R) if kind.pad_rows else R, ceil16(C)) if kind.row else None
     col_shape = (ceil16(C), ceil16(R)) if kind.col else None
-    swapped = not reads_along_rows(strides)
+    swapped = stride_c != 1 and stride_r == 1
     if R * C == 0:
-        return _Plan(None, row_shape, col_shape, swapped)
+        return None, row_shape, col_shape, swapped
     row = (_PADDED_ROWS if kind.pad_rows else _EXACT_ROWS) if kind.row else _ABSENT
     col = _PADDED_ROWS if kind.col else _ABSENT
     along, across = row, col
@@ -400,7 +390,7 @@ def _plan(
     launch = Launch(
         _cast_kernel, config.programs, device, integers, constants, config.num_warps, inputs=inputs
     )
-    return _Plan(launch, row_shape, col_shape, swapped)
+    return launch, row_shape, col_shape, swapped
 
 
 def mantissa(dtype: torch.dtype) -> int:

@@ -89,7 +89,7 @@ def rms_norm_recast(
     For backward, which has x anyway and so need not keep them: [ceil16(C), ceil16(R)] from what
     :func:`rms_norm_cast` was given and returned.
     """
-    check_rms_norm(x, weight)
+    check_rms_norm(x, weight, rstd)
     check_scalar("scale", scale, x)
     args = (x, weight, rstd, scale, dtype)
     if x.is_cuda and takes_triton_directly(x, weight, rstd, scale):
@@ -124,7 +124,13 @@ def rms_norm_backward(
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together, or there is no gradient.
     """
-    check_rms_norm_backward(grads, x, weight, rstd, residual_grad)
+    if not grads:
+        raise ValueError("rms_norm_backward: got no gradient, expected one or more")
+    check_rms_norm(x, weight, rstd)
+    for grad in grads:
+        check_same("rms_norm_backward", x=x, grad=grad)
+    if residual_grad is not None:
+        check_same("rms_norm_backward", x=x, residual_grad=residual_grad)
     args = (list(grads), x, weight, rstd, residual_grad)
     if x.is_cuda and takes_triton_directly(x, weight, rstd, residual_grad, *grads):
         return rms_norm_backward_triton(*args)
@@ -132,39 +138,20 @@ def rms_norm_backward(
     return out
 
 
-def check_rms_norm(x: Tensor, weight: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what :func:`rms_norm_cast` cannot take."""
-    check_high_precision("rms_norm_cast", x)
+def check_rms_norm(x: Tensor, weight: Tensor, rstd: Tensor | None = None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what these functions cannot take."""
+    check_high_precision("rms_norm", x)
+    check_high_precision("rms_norm", weight)
     if x.dim() != 2 or x.numel() == 0 or x.shape[1] > WIDEST_NORM:
         raise ValueError(
-            f"rms_norm_cast: x is {describe(x)}; expected [R, C], not empty, "
-            f"C at most {WIDEST_NORM}"
+            f"rms_norm: x is {describe(x)}; expected [R, C], not empty, C at most {WIDEST_NORM}"
         )
-    check_high_precision("rms_norm_cast", weight)
-    if weight.shape != x.shape[1:] or weight.device != x.device:
-        raise ValueError(
-            f"rms_norm_cast: weight is {describe(weight)} and x {describe(x)}; expected a weight "
-            f"[C] on the device of x"
-        )
-
-
-def check_rms_norm_backward(
-    grads: Sequence[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual_grad: Tensor | None
-) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what :func:`rms_norm_backward` cannot take."""
-    if not grads:
-        raise ValueError("rms_norm_backward: got no gradient, expected one or more")
-    for grad in grads:
-        check_same("rms_norm_backward", x=x, grad=grad)
-    if residual_grad is not None:
-        check_same("rms_norm_backward", x=x, residual_grad=residual_grad)
-    check_high_precision("rms_norm_backward", weight)
-    R, C = x.shape
-    if weight.shape != (C,) or rstd.shape != (R,) or C > WIDEST_NORM:
-        raise ValueError(
-            f"rms_norm_backward: x is {describe(x)}, weight {describe(weight)}, rstd "
-            f"{describe(rstd)}; expected [R, C], [C] and [R], C at most {WIDEST_NORM}"
-        )
+    for name, of_x, shape in (("weight", weight, x.shape[1:]), ("rstd", rstd, x.shape[:1])):
+        if of_x is not None and (of_x.shape != shape or of_x.device != x.device):
+            raise ValueError(
+                f"rms_norm: {name} is {describe(of_x)} and x {describe(x)}; expected "
+                f"{tuple(shape)} on the device of x"
+            )
 
 
 def rms_norm_cast_reference(
