@@ -10,13 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.linear import WEIGHT_AMAX, Float8Linear
-from float8.parallel import (
-    all_reduce_amax,
-    mesh_device_type,
-    precompute_float8_dynamic_scale_for_fsdp,
-    shard_amax,
-    sync_groups,
-)
+from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
+from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import next_history_and_scale
 from float8.untraced import untraced
 

@@ -206,41 +206,38 @@ def cast_delayed_reference(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch twin of :func:`cast_delayed`: scale, row data, column data."""
-    used = choose_scale_reference(x, dtype, scale, amax, power_of_2, record)
-    return _fixed(x, row, col, used, *cast_reference(x, used, dtype, row, col, pad_rows))
+    wanted = (dtype, row, col, pad_rows, power_of_2, record)
+    return _fixed(x, row, col, *cast_choosing_reference(x, scale, amax, *wanted))
 
 
-def rows_reference(
+def cast_choosing_reference(
     x: Tensor,
-    dtype: torch.dtype,
     scale: Tensor | None,
     amax: Tensor | None,
-    power_of_2: bool,
-    record: bool,
-) -> tuple[Tensor, Tensor]:
-    """What fused casts do with their float32 product: the scale used, row data."""
-    used = choose_scale_reference(x, dtype, scale, amax, power_of_2, record)
-    return used, cast_reference(x, used, dtype, True, False)[0]
-
-
-def choose_scale_reference(
-    x: Tensor,
     dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
     power_of_2: bool,
     record: bool,
-) -> Tensor:
-    """The scale of ``x``: from the history if there is one; records its amax there."""
+) -> list[Tensor]:
+    """The scale, from the history if there is one, and layouts; records the amax of ``x`` there."""
     own = amax_reference(x)
-    from_data = amax_to_scale(own, dtype, power_of_2)
-    if scale is None:
-        return from_data
-    if record:
-        assert amax is not None
-        amax.copy_(torch.maximum(amax, own))
-    scale = scale.reshape(())
-    return torch.where(scale == 0.0, from_data, scale)
+    used = amax_to_scale(own, dtype, power_of_2)
+    if scale is not None:
+        if record:
+            assert amax is not None
+            amax.copy_(torch.maximum(amax, own))
+        scale = scale.reshape(())
+        used = torch.where(scale == 0.0, used, scale)
+    return [used, *cast_reference(x, used, dtype, row, col, pad_rows)]
+
+
+def rows_reference(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """What twins of fused casts do with their float32 product: the scale used, row data."""
+    dtype, scale, amax, *flags = how
+    used, row = cast_choosing_reference(x, scale, amax, dtype, True, False, False, *flags)
+    return used, row
 
 
 def allocate(

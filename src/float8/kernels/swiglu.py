@@ -132,12 +132,6 @@ def swiglu_backward_cast(
     return Part(product, product_scale), Part(gate_row, gate_used), Part(up_row, up_used)
 
 
-def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` in float32."""
-    gate = gate.to(torch.float32)
-    return gate * torch.sigmoid(gate) * up.to(torch.float32)
-
-
 def swiglu_cast_reference(
     gate: Tensor,
     up: Tensor,
@@ -148,7 +142,8 @@ def swiglu_cast_reference(
     record: bool,
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of :func:`swiglu_cast`: the scale used, row data."""
-    product = swiglu_reference(gate, up)
+    gate = gate.to(torch.float32)
+    product = gate * torch.sigmoid(gate) * up.to(torch.float32)
     return rows_reference(product, dtype, scale, amax, power_of_2, record)
 
 

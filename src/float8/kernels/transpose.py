@@ -39,15 +39,6 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
         TypeError: the dtype is another one.
         ValueError: ``data`` is not 2-D.
     """
-    check_transpose(data)
-    if data.is_cuda and takes_triton_directly(data):
-        return transpose_triton(data)
-    result: Tensor = torch.ops.float8.transpose.default(data, after)
-    return result
-
-
-def check_transpose(data: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what :func:`transpose_bytes` cannot take."""
     if not isinstance(data, Tensor) or data.dtype not in BYTE_DTYPES:
         raise TypeError(
             f"transpose_bytes: data is {describe(data)}; expected float8_e4m3fn, float8_e5m2, "
@@ -58,6 +49,10 @@ def check_transpose(data: Tensor) -> None:
             f"transpose_bytes: data is {describe(data)}; expected 2 dimensions [R, C]. "
             f"Flatten the leading dimensions first: data.reshape(-1, data.shape[-1])."
         )
+    if data.is_cuda and takes_triton_directly(data):
+        return transpose_triton(data)
+    result: Tensor = torch.ops.float8.transpose.default(data, after)
+    return result
 
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
