@@ -13,10 +13,14 @@ from float8.config import (
     ScalingType,
     linear_requires_sync,
 )
-from float8.convert.convert import convert_to_float8_training, swap_linear_with_float8_linear
-from float8.convert.filters import all_linears
-from float8.convert.report import ConversionReport, conversion_report
-from float8.convert.state_dict import high_precision_state_dict
+from float8.convert import (
+    ConversionReport,
+    all_linears,
+    conversion_report,
+    convert_to_float8_training,
+    high_precision_state_dict,
+    swap_linear_with_float8_linear,
+)
 from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear, linear
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp

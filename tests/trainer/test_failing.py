@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8.convert.report import ConversionReport, LayerReport
+from float8.convert import ConversionReport
+from float8.convert.report import LayerReport
 from float8_lab.trainer import build, loop
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.errors import (

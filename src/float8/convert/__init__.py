@@ -1,1 +1,16 @@
-"""Converting a model, and the report of what was converted; `float8` itself exports it."""
+"""Converting a model, and the report of what was converted."""
+
+from float8.convert.convert import convert_to_float8_training, swap_linear_with_float8_linear
+from float8.convert.filters import ModuleFilter, all_linears
+from float8.convert.report import ConversionReport, conversion_report
+from float8.convert.state_dict import high_precision_state_dict
+
+__all__ = [
+    "ConversionReport",
+    "ModuleFilter",
+    "all_linears",
+    "conversion_report",
+    "convert_to_float8_training",
+    "high_precision_state_dict",
+    "swap_linear_with_float8_linear",
+]

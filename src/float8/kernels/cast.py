@@ -342,6 +342,11 @@ def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
     return fitting(R, C, sms, both if across else ((16, 256, 4), (16, 128, 2)))
 
 
+def reads_along_rows(strides: tuple[int, ...]) -> bool:
+    """Whether the kernel takes x as it lies; else it takes x.t(), with row and col swapped."""
+    return strides[1] == 1 or strides[0] != 1
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     shape: tuple[int, int],
@@ -354,12 +359,12 @@ def _plan(
     """Everything about a cast that does not depend on values; cached, as eager mode needs it.
 
     That is the launch, if there is anything to do; the shapes of row and column data; and whether
-    the kernel reads x.t(), as that is what lies along rows, and takes the outputs in that order.
+    the kernel reads x.t(), and so takes the outputs in the other order.
     """
     (R, C), (stride_r, stride_c) = shape, strides
     row_shape = (ceil16(R) if kind.pad_rows else R, ceil16(C)) if kind.row else None
     col_shape = (ceil16(C), ceil16(R)) if kind.col else None
-    swapped = stride_c != 1 and stride_r == 1
+    swapped = not reads_along_rows(strides)
     if R * C == 0:
         return None, row_shape, col_shape, swapped
     row = (_PADDED_ROWS if kind.pad_rows else _EXACT_ROWS) if kind.row else _ABSENT

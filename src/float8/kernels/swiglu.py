@@ -194,7 +194,7 @@ def _swiglu_cast_triton(gate: Tensor, up: Tensor, *how: Any) -> tuple[Tensor, ..
     gate, up = gate.contiguous(), up.contiguous()
     measure = _amax_launch(gate.numel(), gate.dtype, gate.device, scale is not None, False)
     parts = empty((measure.programs,), torch.float32, gate)
-    measure(gate, up, parts, scale)
+    measure(None, gate, up, parts, scale, None)
     kind = Kind(
         MEASURED if scale is None else HISTORY,
         measure.programs,
@@ -233,10 +233,10 @@ def _swiglu_backward_cast_triton(
 def _amax_launch(
     n: int, dtype: torch.dtype, device: torch.device, known: bool, backward: bool
 ) -> Launch:
-    kernel, inputs = (_gradients_amax_kernel, 3) if backward else (_product_amax_kernel, 2)
     block, steps, rounds, parts = even_shares(n, 2048 if backward else 4096, sm_count(device))
-    constants = (block, steps, known, has_float8_conversion(device))
-    return Launch(kernel, parts, device, (n, rounds), constants, num_warps=8, inputs=inputs)
+    constants = (block, steps, backward, known, has_float8_conversion(device))
+    inputs = 3 if backward else 2
+    return Launch(_amax_kernel, parts, device, (n, rounds), constants, num_warps=8, inputs=inputs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -270,55 +270,29 @@ def _backward_launch(
     )
 
 
-@jit(do_not_specialize_on_alignment=["scale_ptr"])
-def _product_amax_kernel(  # type: ignore[no-untyped-def]
+@jit(do_not_specialize_on_alignment=["scale_ptr", "up_scale_ptr"])
+def _amax_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,  # if BACKWARD
     gate_ptr,
     up_ptr,
-    parts_ptr,
+    parts_ptr,  # of the product; if BACKWARD those of gate's gradient, then those of up's
     scale_ptr,
-    n,
-    rounds,
-    BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-    ONLY_IF_UNKNOWN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    if ONLY_IF_UNKNOWN:
-        if tl.load(scale_ptr) != 0.0:
-            return
-    largest = tl.zeros((BLOCK,), tl.int32)
-    turn = tl.program_id(0).to(tl.int64) * rounds
-    end = turn + rounds
-    while turn < end:  # Triton's interpreter (3.6) takes no range of tensors
-        first = turn * (BLOCK * STEPS)
-        for step in tl.static_range(STEPS):
-            at = first + step * BLOCK + tl.arange(0, BLOCK)
-            gate = to_float32(tl.load(gate_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            up = to_float32(tl.load(up_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            largest = tl.maximum(largest, magnitude_bits(swiglu(gate, up)))
-        turn += 1
-    store_part(parts_ptr, tl.max(largest), tl.float32)
-
-
-@jit(do_not_specialize_on_alignment=["gate_scale_ptr", "up_scale_ptr"])
-def _gradients_amax_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr,
-    gate_ptr,
-    up_ptr,
-    parts_ptr,  # those of gate's gradient, then those of up's
-    gate_scale_ptr,
     up_scale_ptr,
     n,
     rounds,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
+    BACKWARD: tl.constexpr,
     ONLY_IF_UNKNOWN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     if ONLY_IF_UNKNOWN:
-        if (tl.load(gate_scale_ptr) != 0.0) & (tl.load(up_scale_ptr) != 0.0):
+        known = tl.load(scale_ptr) != 0.0
+        if BACKWARD:
+            known = known & (tl.load(up_scale_ptr) != 0.0)
+        if known:
             return
-    largest_gate = tl.zeros((BLOCK,), tl.int32)
+    largest = tl.zeros((BLOCK,), tl.int32)
     largest_up = tl.zeros((BLOCK,), tl.int32)
     turn = tl.program_id(0).to(tl.int64) * rounds
     end = turn + rounds
@@ -326,15 +300,21 @@ def _gradients_amax_kernel(  # type: ignore[no-untyped-def]
         first = turn * (BLOCK * STEPS)
         for step in tl.static_range(STEPS):
             at = first + step * BLOCK + tl.arange(0, BLOCK)
-            grad = to_float32(tl.load(grad_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            gate = to_float32(tl.load(gate_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            up = to_float32(tl.load(up_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            grad_gate, grad_up, _ = _gradients(grad, gate, up)
-            largest_gate = tl.maximum(largest_gate, magnitude_bits(grad_gate))
-            largest_up = tl.maximum(largest_up, magnitude_bits(grad_up))
+            inside = at < n
+            if BACKWARD:
+                values, of_up, _ = _gradients_at(
+                    grad_ptr, gate_ptr, up_ptr, at, inside, HARDWARE, False
+                )
+            else:
+                gate = to_float32(load(gate_ptr + at, inside, False), HARDWARE)
+                values = swiglu(gate, to_float32(load(up_ptr + at, inside, False), HARDWARE))
+            largest = tl.maximum(largest, magnitude_bits(values))
+            if BACKWARD:
+                largest_up = tl.maximum(largest_up, magnitude_bits(of_up))
         turn += 1
-    store_part(parts_ptr, tl.max(largest_gate), tl.float32)
-    store_part(parts_ptr + tl.num_programs(0), tl.max(largest_up), tl.float32)
+    store_part(parts_ptr, tl.max(largest), tl.float32)
+    if BACKWARD:
+        store_part(parts_ptr + tl.num_programs(0), tl.max(largest_up), tl.float32)
 
 
 @jit(
@@ -386,10 +366,10 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
     in_c = c < C
     in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
-    g0, u0, p0 = _load_row(grad_ptr, gate_ptr, up_ptr, r0 * C + c, in0, HARDWARE, EVEN)
-    g1, u1, p1 = _load_row(grad_ptr, gate_ptr, up_ptr, r1 * C + c, in1, HARDWARE, EVEN)
-    g2, u2, p2 = _load_row(grad_ptr, gate_ptr, up_ptr, r2 * C + c, in2, HARDWARE, EVEN)
-    g3, u3, p3 = _load_row(grad_ptr, gate_ptr, up_ptr, r3 * C + c, in3, HARDWARE, EVEN)
+    g0, u0, p0 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r0 * C + c, in0, HARDWARE, EVEN)
+    g1, u1, p1 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r1 * C + c, in1, HARDWARE, EVEN)
+    g2, u2, p2 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r2 * C + c, in2, HARDWARE, EVEN)
+    g3, u3, p3 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r3 * C + c, in3, HARDWARE, EVEN)
 
     gate_scale = choose_scale(
         gate_scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
@@ -422,21 +402,16 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gradients(grad, gate, up):  # type: ignore[no-untyped-def]
-    """The gradients of ``gate`` and ``up``, and ``silu(gate) * up`` again; float32."""
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    return grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu, silu * up
-
-
-@jit
-def _load_row(  # type: ignore[no-untyped-def]
+def _gradients_at(  # type: ignore[no-untyped-def]
     grad_ptr, gate_ptr, up_ptr, at, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr
 ):
+    """The gradients of gate and up, and ``silu(gate) * up`` again; float32."""
     grad = to_float32(load(grad_ptr + at, inside, EVEN), HARDWARE)
     gate = to_float32(load(gate_ptr + at, inside, EVEN), HARDWARE)
     up = to_float32(load(up_ptr + at, inside, EVEN), HARDWARE)
-    return _gradients(grad, gate, up)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu, silu * up
 
 
 register(

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from float8.config import Float8GemmConfig, Float8LinearConfig
-from float8.convert.convert import convert_to_float8_training
-from float8.convert.filters import all_linears
+from float8.convert import all_linears, convert_to_float8_training
 from float8.sync import attach_to_optimizer
 from float8.weight_cache import cached_weights
 
