@@ -81,14 +81,13 @@ def test_faster_memory_makes_smaller_layers_gain() -> None:
     assert gains["H100"] < gains["H200"]
 
 
-def test_measuring_runs_once_per_shape_and_leaves_random_numbers_alone() -> None:
+def test_measuring_leaves_random_numbers_alone() -> None:
     measured = by_measuring(32, Float8LinearConfig(), torch.device("cpu"))
     state = torch.get_rng_state()
     verdict = measured(64, 32)
     assert torch.equal(state, torch.get_rng_state())
     assert verdict.bf16_ms > 0
     assert verdict.float8_ms > 0
-    assert measured(64, 32) is verdict
 
 
 @pytest.mark.parametrize(("float8_ms", "slower"), [(0.5, None), (1.0, None), (1.1, "slower")])

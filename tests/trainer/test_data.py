@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from float8_lab.errors import DataError
 from float8_lab.trainer.data import (
     Corpus,
     check_length,
@@ -13,7 +14,6 @@ from float8_lab.trainer.data import (
     train_batch,
     validation_batches,
 )
-from float8_lab.trainer.errors import DataError
 
 
 def files_of(text: torch.Tensor) -> list[bytes]:

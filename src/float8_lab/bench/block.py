@@ -27,6 +27,9 @@ class StackSize:
     batch: int = 1
     microbatches: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.blocks} {self.model} block(s), {self.batch} x {self.seq_len} tokens"
+
 
 class Stack(nn.Module):
     """Llama blocks without embedding and head."""

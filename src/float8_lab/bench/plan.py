@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,17 +31,14 @@ Judge = Callable[[int, int], Verdict]
 
 def by_size(tokens: int, gpu: str) -> Judge:
     """A judge that runs nothing: by the limits of a GPU that `float8.convert.filters` knows."""
-    return lambda in_features, out_features: Verdict(
-        too_small(gpu, tokens, in_features, out_features)
-    )
+    return lambda K, N: Verdict(too_small(gpu, tokens, K, N))
 
 
 def by_measuring(tokens: int, config: Float8LinearConfig, device: torch.device) -> Judge:
-    """A judge that runs a layer of each shape once on `device`."""
+    """A judge that runs a layer of each shape on `device`."""
 
-    @functools.cache
-    def judge(in_features: int, out_features: int) -> Verdict:
-        times = measure_linear(tokens, in_features, out_features, device, config)
+    def judge(K: int, N: int) -> Verdict:
+        times = measure_linear(tokens, K, N, device, config)
         return Verdict("slower" if times.float8_ms > times.bf16_ms else None, *times)
 
     return judge
@@ -68,14 +64,13 @@ def plan_conversion(model: nn.Module, tokens: int, judge: Judge, head: str) -> l
     rows = []
     for (K, N, is_head), names in groups.items():
         slower, bf16_ms, float8_ms = judge(K, N)
-        fate = CONVERT
-        if slower or is_head:
-            fate = f"leave: {(slower or 'output head').partition(':')[0]}"
+        reason = slower or ("output head" if is_head else None)
         layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
         row = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
         row |= {"bf16_ms": bf16_ms, "float8_ms": float8_ms}
         row["speedup"] = bf16_ms / float8_ms if bf16_ms and float8_ms else None
-        rows.append({**row, "fate": fate})
+        row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
+        rows.append(row)
     return rows
 
 

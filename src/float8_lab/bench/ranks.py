@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from float8.convert.measure import WrongResultError
+from float8_lab.errors import ConfigError, RankFailedError
 
 COLLECTIVE_TIMEOUT = 180.0
 """Seconds that a rank waits for the others in one collective; they compile at the same time."""
@@ -31,10 +31,6 @@ _LAST_WORDS = 1.0
 """Seconds by which a rank that fails outlives its error: those it fails have not ended by then."""
 
 
-class RankFailedError(RuntimeError):
-    """What the first rank that failed had to say."""
-
-
 def rank_count(device_type: str, wanted: int | None) -> int:
     """How many ranks a benchmark runs on.
 
@@ -43,10 +39,11 @@ def rank_count(device_type: str, wanted: int | None) -> int:
         wanted: None: all GPUs, or two processes on a CPU.
 
     Raises:
-        ValueError: There are not as many GPUs, or another launcher started this process.
+        ConfigError: (a `ValueError`) if there are not as many GPUs, or another launcher started
+            this process.
     """
     if "RANK" in os.environ:
-        raise ValueError(
+        raise ConfigError(
             "ranks: got RANK in the environment, as under torchrun; this command starts its ranks "
             "itself: run it without a launcher, and say how many with --ranks"
         )
@@ -54,7 +51,7 @@ def rank_count(device_type: str, wanted: int | None) -> int:
         return 2 if wanted is None else wanted
     there = torch.cuda.device_count()
     if wanted is not None and wanted > there:
-        raise ValueError(f"ranks: got {wanted}, but there are {there} GPUs here")
+        raise ConfigError(f"ranks: got {wanted}, but there are {there} GPUs here")
     return there if wanted is None else wanted
 
 
@@ -92,22 +89,23 @@ def run_ranks(
             _serve, (place, reports, work, args), ranks, join=False, daemon=True
         )
         try:
-            failure = None
             ended = False
             while not ended:
+                death = None
                 try:
                     ended = context.join(timeout=0.1)
                 except ProcessExitedException as error:
-                    death = f"died without a word, exit code {error.exit_code}"
-                    failure = RankFailedError(f"rank {error.error_index} of {ranks}: {death}")
-                    ended = True
+                    death, ended = error, True
                 while not reports.empty():
                     report = reports.get()
-                    if isinstance(report, (RankFailedError, WrongResultError)):
+                    if isinstance(report, Exception):
                         raise report
                     yield report
-            if failure is not None:
-                raise failure
+                if death is not None:
+                    raise RankFailedError(
+                        f"rank {death.error_index} of {ranks}: died without a word, "
+                        f"exit code {death.exit_code}"
+                    )
         finally:
             for process in context.processes:
                 process.kill()
@@ -139,11 +137,12 @@ def _serve(
         dist.destroy_process_group()
     except BaseException as error:
         time.sleep(_LAST_WORDS)
+        told: Exception = RankFailedError(
+            f"rank {rank} of {ranks}: {type(error).__name__}: {error}"
+        )
         if isinstance(error, WrongResultError):
-            reports.put(WrongResultError(str(error)))
+            told = WrongResultError(str(error))
         else:
-            sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
-            sys.stderr.flush()
-            told = f"rank {rank} of {ranks}: {type(error).__name__}: {error}"
-            reports.put(RankFailedError(told))
+            traceback.print_exc()
+        reports.put(told)
         os._exit(1)

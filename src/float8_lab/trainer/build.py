@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from float8 import conversion_report, convert_to_float8_training
 from float8.formats import lacks_float8_gemm
-from float8_lab.models.llama import Llama, build_llama
-from float8_lab.models.presets import ModelConfig
+from float8_lab.errors import ConfigError
+from float8_lab.models.llama import Llama
 from float8_lab.trainer.config import DTYPES, TrainConfig, float8_config
-from float8_lab.trainer.errors import ConfigError
 from float8_lab.trainer.ranks import ALONE, Ranks
 
 
@@ -32,12 +30,9 @@ def build_model(
         ConfigError: (a `ValueError`) if the recipe does not work with this model or device.
     """
     # No rank has room for a whole model: it gets memory when each rank has its shards.
+    again = config.activation_checkpointing
     with torch.device("meta"):
-        model = Llama(
-            config.model_config(),
-            config.seq_len,
-            activation_checkpointing=config.activation_checkpointing,
-        )
+        model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
     model.tie_head()
     conversion = ranks.together(
         lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather, device)
@@ -47,11 +42,12 @@ def build_model(
         for block in (*model.layers, model.norm):
             block.compile(fullgraph=True, dynamic=False)
     if ranks.sharded:
+        shards = ranks.size // config.hsdp
         if config.hsdp == 1:
-            mesh = init_device_mesh(device.type, (ranks.size,))
+            mesh = init_device_mesh(device.type, (shards,))
         else:
-            shape = (config.hsdp, ranks.size // config.hsdp)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(device.type, (config.hsdp, shards), mesh_dim_names=names)
         # No mixed precision policy: weights are gathered as they are, or in float8 if the config
         # says so, and autocast does the rest, so that the numbers are those of one device.
         for module in (*model.layers, model):
@@ -65,27 +61,6 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     """The context of the forward pass: autocast to the run's dtype, nothing for float32."""
     low = config.dtype != "float32"
     return torch.autocast(device.type, dtype=DTYPES[config.dtype] if low else None, enabled=low)
-
-
-def load_libraries(config: TrainConfig, device: torch.device) -> None:
-    """Take one step of a very small model with the run's recipe, and throw it away.
-
-    What is loaded and allocated once per process on first use (50 MiB on a CPU) is then there
-    before a run's memory is measured, instead of being counted against the first run.
-
-    Raises:
-        ConfigError: (a `ValueError`) if the recipe does not work on this device.
-    """
-    shape = ModelConfig(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64)
-    model = build_llama(shape, 16, seed=0, device=device)
-    _convert(model, config.recipe, False, device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
-    with autocast(config, device):
-        logits = model(tokens)
-    logits.float().logsumexp(-1).mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
 
 
 def _convert(model: Llama, recipe: str, float8_all_gather: bool, device: torch.device) -> str:

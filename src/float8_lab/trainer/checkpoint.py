@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from float8_lab.trainer.errors import CheckpointError, OtherRankError
+from float8_lab.errors import CheckpointError
 from float8_lab.trainer.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -63,14 +63,13 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: If it could not be written on some rank (disk full, no permission); older
-            ones stay.
-        OtherRankError: On the ranks that were not the first to fail.
-        LostRankError: If a rank ended meanwhile; older ones stay, and an unfinished one.
+            ones stay. The same on all ranks, here and below.
+        RankFailedError: If a rank ended meanwhile; older ones stay, and an unfinished one.
     """
     target = folder / f"step_{step:08d}"
     temporary = folder / f"{_UNFINISHED}{target.name}"
     try:
-        with _explained(f"could not write the checkpoint {target}", ranks):
+        with _explained(f"could not write the checkpoint {target}"):
             ranks.once(lambda: _make_room(temporary, {"step": step, **state}))
             save(values, checkpoint_id=temporary, no_dist=ranks.size == 1)
             # One list for all: what a shared folder shows may come late to some.
@@ -81,7 +80,7 @@ def save_checkpoint(
     except (CheckpointError, torch.OutOfMemoryError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if ranks.is_first:
+    if ranks.rank == 0:
         others = [path for path in list_checkpoints(folder) if path != target]
         for path in others[::-1][keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
@@ -116,9 +115,8 @@ def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) ->
 
     Raises:
         CheckpointError: If it could not be read, or does not fit `values`.
-        OtherRankError: On the ranks that were not the first to fail.
     """
-    with _explained(f"could not go on from the checkpoint {path}", ranks):
+    with _explained(f"could not go on from the checkpoint {path}"):
         planner = DefaultLoadPlanner()
         load(values, checkpoint_id=path, planner=planner, no_dist=ranks.size == 1)
         assert planner.metadata is not None
@@ -144,12 +142,9 @@ def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
     Collective over `ranks`.
 
     Raises:
-        CheckpointError: Naming the checkpoint, what is wrong, and which older one is intact; on the
-            first rank.
-        OtherRankError: On the other ranks.
+        CheckpointError: Naming the checkpoint, what is wrong, and which older one is intact.
     """
-    damages = ranks.gather(_find_damage(path, ranks))
-    if damage := next(filter(None, damages), None):
+    if damage := next(filter(None, ranks.gather(_find_damage(path, ranks))), None):
         ranks.once(lambda: _refuse(path, damage))
 
 
@@ -213,23 +208,18 @@ def _flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(what: str, ranks: Ranks) -> Iterator[None]:
-    """Have an error told by the first rank that met it, as a `CheckpointError`."""
+def _explained(what: str) -> Iterator[None]:
+    """Turn what goes wrong into a `CheckpointError`."""
     try:
         with explain_lost_rank(), warnings.catch_warnings():
             # DCP warns that there is no process group although `no_dist=True` says so.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except torch.OutOfMemoryError:  # whoever trains knows what to do about it
-        raise
-    # DCP wraps what goes wrong on any rank in a BaseException of its own, for all ranks.
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         cause: BaseException = error
+        # DCP wraps what goes wrong on some ranks in a BaseException of its own, on all ranks.
         if isinstance(error, CheckpointException) and error.failures:
-            first = min(error.failures)
-            if ranks.rank != first:
-                raise OtherRankError(f"rank {first} failed, and said why") from error
-            cause = error.failures[first][0]
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from error
+            cause = error.failures[min(error.failures)][0]
+        if isinstance(cause, torch.OutOfMemoryError):  # whoever trains knows what to do about it
+            raise cause from (None if cause is error else error)
         raise CheckpointError(f"{what}: {str(cause) or type(cause).__name__}") from error

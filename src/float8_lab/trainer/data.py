@@ -12,13 +12,15 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8_lab.trainer.errors import DataError
+from float8_lab.errors import DataError
 
 SEPARATOR = b"\0"
+_SPLITS = ("train", "validation")
 VALIDATION_FRACTION = 0.1
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _MASK = (1 << 64) - 1
@@ -45,6 +47,12 @@ class Corpus:
     validation_files: int
     skipped_files: int
     fingerprint: str
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, JSON-ready: the splits by their sizes in bytes."""
+        sizes = {"train_bytes": len(self.train), "validation_bytes": len(self.validation)}
+        rest = {name: value for name, value in vars(self).items() if name not in _SPLITS}
+        return {**rest, **sizes}
 
 
 def load_corpus(path: str | Path | None = None) -> Corpus:
@@ -161,7 +169,7 @@ def check_length(corpus: Corpus, seq_len: int) -> None:
     Raises:
         DataError: (a `ValueError`) naming the split that is too short.
     """
-    for split in ("train", "validation"):
+    for split in _SPLITS:
         size = len(getattr(corpus, split))
         if size < seq_len + 1:
             raise DataError(

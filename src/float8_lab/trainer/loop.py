@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 
 from float8 import attach_to_optimizer, cached_weights
+from float8_lab.errors import TrainingDivergedError
 from float8_lab.trainer import data, optim
 from float8_lab.trainer.build import autocast, build_model
 from float8_lab.trainer.checkpoint import load_checkpoint, read_state, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.errors import TrainingDivergedError
-from float8_lab.trainer.interrupt import StopRequest
 from float8_lab.trainer.measure import PeakMemory, StepTimer
 from float8_lab.trainer.metrics import (
     FAILED,
@@ -26,15 +30,33 @@ from float8_lab.trainer.metrics import (
     INTERRUPTED,
     STOPPED,
     Observer,
-    RunInfo,
     StepRecord,
     ValidationRecord,
 )
 from float8_lab.trainer.ranks import ALONE, Ranks
 from float8_lab.trainer.run_folder import RunFolder, describe_run
-from float8_lab.trainer.state import OptimizerState, RandomState
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
+
+
+class OptimizerState:
+    """What an optimizer has gathered about parameters, by their names; its settings stay.
+
+    Before the first step there is nothing to save, and torch would take a step to make something.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Dict by parameter of dicts of tensors, which are the live ones; sharded as they are."""
+        state: dict[str, Any] = get_optimizer_state_dict(self._model, self._optimizer)["state"]  # type: ignore[assignment]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+        whole = get_optimizer_state_dict(self._model, self._optimizer)
+        set_optimizer_state_dict(self._model, self._optimizer, {**whole, "state": state})
 
 
 class Trainer:
@@ -58,7 +80,6 @@ class Trainer:
         self.timer = StepTimer(self.device)
         self.step = 0
         self.last_checkpoint: Path | None = None
-        torch.manual_seed(config.seed)
         self._mine = ranks.share(config.batch_size)
         self.model, self.conversion = build_model(config, self.device, ranks)
         self.optimizer = optim.build_optimizer(self.model, config)
@@ -73,24 +94,20 @@ class Trainer:
         self._saved_step, self.last_checkpoint = self.step, checkpoint
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, as `Stateful` objects."""
-        state = {"model": self.model, "rng": RandomState(self.device)}
-        if self.step:
-            state["optimizer"] = OptimizerState(self.model, self.optimizer)
-        return state
+        """What a checkpoint holds, as `Stateful` objects. Nothing in training is random."""
+        optimizer = {"optimizer": OptimizerState(self.model, self.optimizer)} if self.step else {}
+        return {"model": self.model, **optimizer}
 
-    def run(self, stop: StopRequest) -> str:
+    def run(self, stop: Event) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
         config = self.config
-        parameters = self.model.config.num_parameters
-        of_run = (self.corpus, parameters, self.conversion, self.step, self.ranks.size)
-        self._tell("on_start", RunInfo(config, *of_run))
+        self._tell("on_start", self)
         self.model.train()
         # Not earlier: restoring takes a step to make the optimizer's state.
         attach_to_optimizer(self.model, self.optimizer)
         try:
-            while self.step < config.last_step and not self.ranks.any(stop.requested):
-                self._train_step()
+            while self.step < config.last_step and not self.ranks.any(stop.is_set()):
+                self.train_step()
                 self._tell("on_step", self.step)
                 if self._due(config.log_interval):
                     self._report(check=True)
@@ -98,7 +115,7 @@ class Trainer:
                     self._validate()
                 if self._due(config.checkpoint_interval):
                     self._save()
-            status = self._finish(self.ranks.any(stop.requested))
+            status = self._finish(self.ranks.any(stop.is_set()))
         except BaseException:
             # Whatever happened, the steps that were done go on record: of several ranks, which
             # may not be there any more, those that were reduced.
@@ -111,7 +128,8 @@ class Trainer:
         self._tell("on_end", status, self.step)
         return status
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
+        """Forward, backward and optimizer, without waiting for the device."""
         config, step = self.config, self.step + 1
         self.timer.mark()
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
@@ -201,7 +219,8 @@ class Trainer:
         steps = range(self.step - len(losses) + 1, self.step + 1)
         values = (steps, self.ranks.mean(losses).tolist(), norms.tolist(), self.timer.collect())
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
-        memory = self.ranks.max(self.memory.read())
+        peaks = self.ranks.gather(self.memory.read())
+        memory = None if None in peaks else max(peaks)  # type: ignore[type-var]
         records = [
             StepRecord(
                 step=step,
@@ -224,8 +243,7 @@ class Trainer:
                 f"training diverged at step {bad.step}: loss {bad.loss}, gradient norm "
                 f"{bad.grad_norm}. The metrics are in {self.folder.metrics}"
                 + (f", the last checkpoint is {kept}" if kept else "")
-                + "; try a lower --learning-rate or a longer --warmup-steps",
-                bad.step,
+                + "; try a lower --learning-rate or a longer --warmup-steps"
             )
 
     def _save(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,24 +11,17 @@ from typing import Any
 from float8_lab.trainer.metrics import FINISHED, Summary
 
 
-@dataclass(frozen=True)
-class RunRow:
+@dataclass(frozen=True, kw_only=True)
+class RunRow(Summary):
     """One run of a comparison; None stands for what is not known.
 
     Attributes:
         recipe: The recipe's name.
         status: `"finished"`, `"interrupted"`, `"stopped"` or `"failed"`.
-        train_loss: Mean over the last tenth of the steps (at most 100), nats per byte.
-        val_loss: At the end, nats per byte.
         train_gap_nats: Training loss minus that of high precision.
         val_gap_nats: Validation loss minus that of high precision.
         val_gap_percent: The same in percent of high precision's.
-        tokens_per_s: Median over the steps after compilation and warm-up.
         speedup: Throughput over that of high precision.
-        step_ms: Median over the same steps.
-        peak_memory_bytes: See `memory_note`.
-        memory_note: What the peak memory means, or why there is none.
-        steps: Optimizer steps done.
         parameters: Number of trained parameters.
         metrics: The run's record, relative to the report.
         error: Why the run failed.
@@ -37,63 +29,31 @@ class RunRow:
 
     recipe: str
     status: str
-    train_loss: float | None = None
-    val_loss: float | None = None
+    parameters: int
+    metrics: str
+    error: str | None = None
     train_gap_nats: float | None = None
     val_gap_nats: float | None = None
     val_gap_percent: float | None = None
-    tokens_per_s: float | None = None
     speedup: float | None = None
-    step_ms: float | None = None
-    peak_memory_bytes: int | None = None
-    memory_note: str = ""
-    steps: int = 0
-    parameters: int | None = None
-    metrics: str | None = None
-    error: str | None = None
 
 
-def make_row(
-    recipe: str, status: str, summary: Summary, reference: RunRow | None, **about: Any
-) -> RunRow:
-    """Turn a run's summary into a row.
+def with_gaps(row: RunRow, base: RunRow) -> RunRow:
+    """`row` with what it differs by from `base`, the row of high precision.
 
     Gaps stay None unless both runs finished: losses after different numbers of steps say nothing
     about a recipe.
-
-    Args:
-        recipe: The recipe's name.
-        status: How the run ended.
-        summary: Its numbers.
-        reference: The row of high precision, None if this is it.
-        **about: The other fields of the row.
     """
-    row = RunRow(
-        recipe,
-        status,
-        train_loss=_finite(summary.train_loss),
-        val_loss=_finite(summary.val_loss),
-        tokens_per_s=summary.tokens_per_s,
-        step_ms=None if summary.step_seconds is None else 1e3 * summary.step_seconds,
-        peak_memory_bytes=summary.peak_memory_bytes,
-        steps=summary.steps,
-        **about,
-    )
-    base = reference or row
+    found: dict[str, Any] = {}
     if row.tokens_per_s and base.tokens_per_s:
-        row = replace(row, speedup=row.tokens_per_s / base.tokens_per_s)
+        found["speedup"] = row.tokens_per_s / base.tokens_per_s
     if row.status == base.status == FINISHED:
         if row.train_loss is not None and base.train_loss is not None:
-            row = replace(row, train_gap_nats=row.train_loss - base.train_loss)
+            found["train_gap_nats"] = row.train_loss - base.train_loss
         if row.val_loss is not None and base.val_loss:
-            gap = row.val_loss - base.val_loss
-            row = replace(row, val_gap_nats=gap, val_gap_percent=100 * gap / base.val_loss)
-    return row
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN, and a diverged run has no loss to compare."""
-    return value if value is not None and math.isfinite(value) else None
+            found["val_gap_nats"] = row.val_loss - base.val_loss
+            found["val_gap_percent"] = 100 * found["val_gap_nats"] / base.val_loss
+    return replace(row, **found)
 
 
 def write_report(
@@ -110,7 +70,7 @@ def write_report(
         The path of `report.json`.
     """
     content = {
-        "runs": [asdict(row) for row in rows],
+        "runs": [{"recipe": row.recipe, "status": row.status, **asdict(row)} for row in rows],
         "environment": environment,
         "settings": settings,
         "corpus": corpus,

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -17,10 +18,10 @@ from typing import Any
 
 import torch
 
+from float8_lab.errors import CheckpointError, ConfigError
 from float8_lab.trainer.checkpoint import is_checkpoint, list_checkpoints, read_state
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
-from float8_lab.trainer.errors import CheckpointError, ConfigError
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
 
@@ -44,29 +45,13 @@ class RunFolder:
     @property
     def failed_early(self) -> bool:
         """Whether the run that was written here ended in an error before its first checkpoint."""
-        return (
-            not list_checkpoints(self.checkpoints)
-            and self.metrics.exists()
-            and read_metrics(self.metrics).status == FAILED
-        )
-
-
-def describe_corpus(corpus: Corpus) -> dict[str, Any]:
-    """What was trained on, JSON-ready: sizes in bytes, files and the fingerprint."""
-    return {
-        "name": corpus.name,
-        "train_bytes": len(corpus.train),
-        "validation_bytes": len(corpus.validation),
-        "train_files": corpus.train_files,
-        "validation_files": corpus.validation_files,
-        "skipped_files": corpus.skipped_files,
-        "fingerprint": corpus.fingerprint,
-    }
+        failed = read_metrics(self.metrics).status == FAILED
+        return failed and not list_checkpoints(self.checkpoints)
 
 
 def describe_run(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     """What `check_same_run` needs, JSON-ready."""
-    return {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
+    return {"config": dataclasses.asdict(config), "corpus": corpus.describe()}
 
 
 def open_run_folder(
@@ -105,21 +90,19 @@ def open_run_folder(
         if failed:
             _set_aside(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(describe_run(config, corpus), indent=1)
-        folder.config.write_text(content + "\n")
+        folder.config.write_text(json.dumps(describe_run(config, corpus), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
 
 
 def _set_aside(folder: RunFolder) -> None:
-    number = next(n for n in itertools.count(1) if not (folder.path / f"failed-{n}").exists())
-    target = folder.path / f"failed-{number}"
+    targets = (folder.path / f"failed-{number}" for number in itertools.count(1))
+    target = next(path for path in targets if not path.exists())
+    parts = [path for path in folder.path.iterdir() if not path.name.startswith("failed-")]
     target.mkdir()
-    parts = (folder.config, folder.conversion, folder.metrics, folder.tensorboard)
-    for path in (*parts, folder.checkpoints):
-        if path.exists():
-            path.rename(target / path.name)
+    for path in parts:
+        path.rename(target / path.name)
 
 
 def read_config_file(folder: RunFolder) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import torch
 
+from float8_lab.errors import DataError, OutOfMemoryError
 from float8_lab.trainer import data
 from float8_lab.trainer.checkpoint import check_checkpoint, read_state
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.errors import DataError, OutOfMemoryError
-from float8_lab.trainer.interrupt import StopRequest
 from float8_lab.trainer.loop import Trainer
 from float8_lab.trainer.metrics import (
     JsonLines,
@@ -43,16 +43,12 @@ class TrainResult:
         summary: The run's numbers, over all its parts if it was resumed.
         folder: Where everything was written.
         checkpoint: Checkpoint of the last step, None if none was asked for.
-        parameters: Number of trained parameters.
-        memory_note: What the peak memory means, or why there is none.
     """
 
     status: str
     summary: Summary
     folder: RunFolder
     checkpoint: Path | None
-    parameters: int
-    memory_note: str
 
 
 def train(
@@ -61,7 +57,7 @@ def train(
     observers: Sequence[Observer] = (),
     resume: Path | None = None,
     corpus: data.Corpus | None = None,
-    stop: StopRequest | None = None,
+    stop: Event | None = None,
     ranks: Ranks | None = None,
 ) -> TrainResult:
     """Train a Llama as `config` says and leave everything in `config.output`.
@@ -86,7 +82,7 @@ def train(
         CheckpointError: If there is nothing to resume or it is damaged.
         TrainingDivergedError: If the loss or the gradient norm is not finite any more.
         OutOfMemoryError: If the model does not fit.
-        OtherRankError: If another rank failed and has the cause.
+        RankFailedError: If another rank is gone.
     """
     if ranks is None:
         with join_ranks(config.fsdp) as met:
@@ -104,7 +100,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explain_out_of_memory(config))
         everyone: list[Observer] = []
-        if ranks.is_first:
+        if ranks.rank == 0:
             everyone = [*observers, JsonLines(folder.metrics)]
             for observer in everyone:
                 stack.callback(observer.close)
@@ -115,16 +111,14 @@ def train(
         trainer = Trainer(config, text, folder, everyone, ranks)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        if trainer.conversion and ranks.is_first:
+        if trainer.conversion and ranks.rank == 0:
             folder.conversion.write_text(trainer.conversion + "\n")
-        status = trainer.run(stop or StopRequest())
+        status = trainer.run(stop or Event())
     return TrainResult(
         status=status,
         summary=ranks.once(lambda: summarize(read_metrics(folder.metrics))),
         folder=folder,
         checkpoint=trainer.last_checkpoint,
-        parameters=trainer.model.config.num_parameters,
-        memory_note=trainer.memory.note,
     )
 
 
