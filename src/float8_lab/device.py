@@ -9,33 +9,28 @@ from float8_lab.errors import ConfigError
 
 
 def check_device(name: str) -> torch.device:
-    """Turn a device name into a device that this machine has.
-
-    Raises:
-        ConfigError: (a `ValueError`) if the name means nothing or the device is not there.
-    """
+    """The device of that name; a `ConfigError` if it means nothing or is not there."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from error
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    problem = None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
-    if device.type == "cpu" and device.index:
-        raise ConfigError(f"device {name!r} is not there: there is one CPU device, use cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} is not there: no CUDA GPU here, use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise ConfigError(f"device {name!r} is not there: PyTorch sees {found} CUDA device(s)")
+        problem = "not supported: use cpu, cuda or cuda:N"
+    elif device.type == "cpu" and device.index:
+        problem = "not there: there is one CPU device, use cpu"
+    elif device.type == "cuda" and not found:
+        problem = "not there: no CUDA GPU here, use --device cpu"
+    elif device.type == "cuda" and (device.index or 0) >= found:
+        problem = f"not there: PyTorch sees {found} CUDA device(s)"
+    if problem is not None:
+        raise ConfigError(f"device {name!r} is {problem}")
     return device
 
 
 def float8_device(name: str) -> torch.device:
-    """The device of that name with its number, made the current one, to measure float8 on.
-
-    Raises:
-        ConfigError: (a `ValueError`) if it is not there, or has no float8 GEMMs.
-    """
+    """The device of that name, made the current one; a `ConfigError` if it has no float8 GEMMs."""
     device = check_device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)

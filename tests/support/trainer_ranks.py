@@ -22,10 +22,10 @@ from float8_lab.trainer import loop
 from float8_lab.trainer.checkpoint import save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
+from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.ranks import join_ranks
 from float8_lab.trainer.run_folder import RunFolder
-from float8_lab.trainer.train import train
 from support.listener import Listener
 from support.nano import NANO
 from support.sharded import traffic

@@ -17,9 +17,9 @@ from float8_lab.errors import (
 )
 from float8_lab.trainer import build, loop
 from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
-from float8_lab.trainer.train import train
 from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]

@@ -130,8 +130,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, at_call: int, problem: str) -> None:
 def test_a_failing_run_leaves_the_others(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
-    # Each recipe is tried first. 4 steps and 2 validation batches per run: call 9 of the runs is the
-    # third step of the second one.
+    # Each recipe is tried first. 4 steps and 2 validation batches per run: call 9 of the runs is
+    # the third step of the second one.
     poison(monkeypatch, 3 + 9, problem)
     config = make_config(steps=4)
     result = compare(config, ["tensorwise", "delayed"])

@@ -18,9 +18,9 @@ from float8_lab.trainer import loop
 from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
-from float8_lab.trainer.train import train
 from support.checkpoints import read_tensors
 from support.listener import Listener
 

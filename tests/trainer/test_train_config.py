@@ -12,7 +12,7 @@ from float8_lab.errors import (
     ConfigError,
 )
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.train import train
+from float8_lab.trainer.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
 

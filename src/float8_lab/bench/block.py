@@ -63,12 +63,11 @@ def bf16_stack(size: StackSize, device: torch.device) -> Stack:
     return stack
 
 
-def stack_data(size: StackSize, device: torch.device, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Input and gradient of the output, each [batch, seq, dim] bf16; the same at every call."""
+def stack_data(size: StackSize, device: torch.device, seed: int = 1) -> Tensor:
+    """Input and gradient of the output, [2, batch, seq, dim] bf16; the same at every call."""
     shape = (2, size.batch, size.seq_len, preset(size.model).model.dim)
     generator = torch.Generator(device).manual_seed(seed)
-    data = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
-    return data[0], data[1]
+    return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
 
 
 def stack_step(variant: Variant, size: StackSize, device: torch.device) -> Step:
@@ -83,9 +82,6 @@ def bench_block(
     """Time every variant; an empty list for each that is compiled and checked, then all rows.
 
     The first variant must be bf16.
-
-    Raises:
-        WrongResultError: A gradient is wrong; says which.
     """
     steps = ((variant, stack_step(variant, size, device)) for variant in variants)
     return compare("block", steps, device, rounds, at_least=AT_LEAST)

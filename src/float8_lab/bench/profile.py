@@ -35,9 +35,6 @@ def profile_block(
 
     Returns:
         For each pass and kind of kernel its µs and its share of all kernels' time.
-
-    Raises:
-        ValueError: The profiler sees no kernels here.
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = device.type == "cuda"

@@ -32,11 +32,7 @@ _LAST_WORDS = 1.0
 
 
 def rank_count(device_type: str, wanted: int | None) -> int:
-    """How many ranks a benchmark runs on.
-
-    Args:
-        device_type: `cuda` or `cpu`.
-        wanted: None: all GPUs, or two processes on a CPU.
+    """How many ranks a benchmark runs on: by default all GPUs, or two processes on a CPU.
 
     Raises:
         ConfigError: (a `ValueError`) if there are not as many GPUs, or another launcher started
@@ -47,12 +43,12 @@ def rank_count(device_type: str, wanted: int | None) -> int:
             "ranks: got RANK in the environment, as under torchrun; this command starts its ranks "
             "itself: run it without a launcher, and say how many with --ranks"
         )
-    if device_type != "cuda":
-        return 2 if wanted is None else wanted
     there = torch.cuda.device_count()
-    if wanted is not None and wanted > there:
+    if wanted is None:
+        return there if device_type == "cuda" else 2
+    if device_type == "cuda" and wanted > there:
         raise ConfigError(f"ranks: got {wanted}, but there are {there} GPUs here")
-    return there if wanted is None else wanted
+    return wanted
 
 
 def run_ranks(
@@ -65,17 +61,8 @@ def run_ranks(
 ) -> Iterator[Any]:
     """Run `work` on new processes, each with its device and a process group of all; its reports.
 
-    NCCL on CUDA, Gloo on a CPU. Whatever ends this iterator ends the processes.
-
-    Args:
-        work: Called as `work(report, device, *args)` on every rank.
-        args: Picklable.
-        ranks: How many.
-        device_type: `cuda` or `cpu`.
-        timeout: Seconds in one collective.
-
-    Yields:
-        What ranks report, in the order in which it comes.
+    NCCL on CUDA, Gloo on a CPU. Whatever ends this iterator ends the processes. It yields what
+    ranks report, in the order in which it comes.
 
     Raises:
         WrongResultError: That of the first rank which raised one, if it failed first.

@@ -84,8 +84,7 @@ def issue_microseconds(
 ) -> float:
     """Median time that the calling thread takes to issue `call`, in microseconds.
 
-    The GPU's time must be the shorter one: give it a tensor too small to matter. Each of the
-    `samples` is the mean of some `calls`.
+    The GPU's time must be the shorter one: give it a tensor too small to matter.
     """
     times = []
     for _ in range(_WARMUP + samples):

@@ -248,7 +248,7 @@ def fsdp_command(
     settings |= {"passes": PASSES, "optimizer": "fused AdamW"}
     bench = Bench("fsdp", device, where.output, **settings)
     own = StackSize(**dataclasses.asdict(size))
-    plan = Plan(own, tuple(chosen["recipes"]), chosen["modes"], tuple(bench.peers), rounds)
+    plan = Plan(own, chosen["recipes"], chosen["modes"], bench.peers, rounds)
     rows = bench.collect(bench_fsdp(plan, world, device), PASSES * len(plan.variants()) + 1)
     title = f"{size} each, under FSDP2 on {world} rank(s), forward + backward + optimizer"
     bench.finish(title, rows, communication=communication_settings())

@@ -16,7 +16,7 @@ from float8_lab.errors import ConfigError
 from float8_lab.trainer.compare import Comparison, compare
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
-from float8_lab.trainer.report import HEADINGS, cells
+from float8_lab.trainer.report import cells
 
 _NOT_OURS = (
     *("recipe", "fsdp", "fsdp_float8_all_gather", "hsdp"),
@@ -94,9 +94,11 @@ def _table(comparison: Comparison) -> Table:
     """At most 80 columns wide."""
     title = "losses in nats per byte"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, pad_edge=False)
-    table.add_column(HEADINGS[0], overflow="fold")
-    for heading in HEADINGS[1:]:
+    rows = [cells(row) for row in comparison.rows]
+    first, *others = rows[0]
+    table.add_column(first, overflow="fold")
+    for heading in others:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
-    for row in comparison.rows:
-        table.add_row(*cells(row))
+    for row in rows:
+        table.add_row(*row.values())
     return table

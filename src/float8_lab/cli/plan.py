@@ -8,8 +8,9 @@ import torch
 import typer
 
 from float8.config import Float8LinearConfig
-from float8.convert.filters import SMALLEST, known_gpu
-from float8_lab.bench.plan import by_measuring, by_size, plan_conversion, planned_speedup
+from float8.convert.filters import SMALLEST, known_gpu, too_small
+from float8.convert.measure import LinearTimes, measure_linear
+from float8_lab.bench.plan import plan_conversion, planned_speedup
 from float8_lab.bench.results import check_output, write_results
 from float8_lab.cli.options import Debug, Output
 from float8_lab.cli.progress import make_console
@@ -64,12 +65,17 @@ def plan_command(
         if gpu is not None:
             raise ConfigError("--gpu is for judging by size: leave it or --measure out")
         place = float8_device(device or "cuda")
-        judge, how, where = by_measuring(tokens, config, place), "measured", device_name(place)
+        how, where = "measured", device_name(place)
     else:
         if device is not None:
             raise ConfigError("--device is where to measure: leave it or --by-size out")
         how, where = "judged by size", _gpu(gpu, here)
-        judge = by_size(tokens, where)
+
+    def judge(K: int, N: int) -> str | LinearTimes | None:
+        if measuring:
+            return measure_linear(tokens, K, N, place, config)
+        return too_small(where, tokens, K, N)
+
     with torch.device("meta"):
         llama = Llama(shape.model, shape.seq_len)
     rows = plan_conversion(llama, tokens, judge, head="output")

@@ -1,12 +1,15 @@
-"""From settings to a model: converted to float8, compiled, sharded, initialised."""
+"""From settings to a model, its optimizer and its learning rates."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from float8 import conversion_report, convert_to_float8_training
 from float8.formats import lacks_float8_gemm
@@ -81,3 +84,39 @@ def _convert(model: Llama, recipe: str, float8_all_gather: bool, device: torch.d
         reasons = {str(layer.skip_reason) for layer in report.skipped if layer.fqn != "output"}
         raise ConfigError(f"recipe {recipe!r} converted no layer: {'; '.join(sorted(reasons))}")
     return str(report)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only, one fused kernel per group."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
+    )
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scale all gradients down to a global norm of `limit`, 0 for no limit; collective if sharded.
+
+    Returns:
+        The norm before, 0-dim float32, of the whole model on each rank. Nothing waits for it.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Learning rate of optimizer step `step`, counted from 1.
+
+    Rises linearly to `learning_rate` at step `warmup_steps`, then falls along half a cosine to
+    `learning_rate * min_lr_ratio` at the last step.
+    """
+    peak, floor = config.learning_rate, config.learning_rate * config.min_lr_ratio
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    decay_steps = config.steps - config.warmup_steps
+    progress = min((step - config.warmup_steps) / decay_steps, 1.0)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))

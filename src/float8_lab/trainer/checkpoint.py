@@ -58,9 +58,6 @@ def save_checkpoint(
         keep: How many checkpoints stay, the new one included.
         ranks: Who writes it.
 
-    Returns:
-        The new checkpoint's folder.
-
     Raises:
         CheckpointError: If it could not be written on some rank (disk full, no permission); older
             ones stay. The same on all ranks, here and below.
@@ -91,13 +88,11 @@ def _make_room(temporary: Path, state: dict[str, Any]) -> None:
     for leftover in temporary.parent.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
-    (temporary / _STATE).write_text(json.dumps(state, indent=1))
-    _flush(temporary / _STATE)
+    _write_json(temporary / _STATE, state)
 
 
 def _put_in_place(temporary: Path, target: Path, checksums: dict[str, int]) -> None:
-    (temporary / _CHECKSUMS).write_text(json.dumps(checksums, indent=1, sort_keys=True))
-    _flush(temporary / _CHECKSUMS)
+    _write_json(temporary / _CHECKSUMS, checksums)
     _flush(temporary)
     if target.exists():  # Reached again after resuming from an older step.
         shutil.rmtree(target)
@@ -108,10 +103,8 @@ def _put_in_place(temporary: Path, target: Path, checksums: dict[str, int]) -> N
 def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) -> None:
     """Put what a checkpoint holds into `values`, in place. Collective over `ranks`.
 
-    Args:
-        path: A checkpoint that passed `check_checkpoint`, written by any number of ranks.
-        values: As for `save_checkpoint`, with the same names and shapes. Shards may differ.
-        ranks: Who reads.
+    It passed `check_checkpoint`, and was written by any number of ranks: names and shapes must be
+    the same as then, shards may differ.
 
     Raises:
         CheckpointError: If it could not be read, or does not fit `values`.
@@ -186,7 +179,6 @@ def _find_damage(path: Path, ranks: Ranks = ALONE) -> str | None:
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -196,6 +188,11 @@ def _checksum(path: Path) -> int:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1))
+    _flush(path)
 
 
 def _flush(path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import torch
 
@@ -19,29 +17,21 @@ from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
-from float8_lab.trainer.loop import Trainer
+from float8_lab.trainer.loop import Trainer, train
 from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics, summarize
 from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.report import RunRow, with_gaps, write_report
 from float8_lab.trainer.run_folder import RunFolder, check_same_run, read_config_file
-from float8_lab.trainer.train import train
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison left.
+    """What a comparison left."""
 
-    Attributes:
-        rows: One per run that was started, the first one high precision.
-        report: Path of `report.json`.
-        plot: Path of the plot, None if no run has a step to show.
-        interrupted: Whether a signal ended it early.
-    """
-
-    rows: list[RunRow]
-    report: Path
-    plot: Path | None
-    interrupted: bool
+    rows: list[RunRow]  # one per run that was started, the first one high precision
+    report: Path  # of `report.json`
+    plot: Path | None  # None if no run has a step to show
+    interrupted: bool  # whether a signal ended it early
 
     @property
     def failed(self) -> list[RunRow]:
@@ -88,6 +78,8 @@ def compare(
     _prepare(output, configs, corpus, resume=resume, overwrite=overwrite)
 
     stop = stop or Event()
+    settings = {k: public_path(v) if isinstance(v, str) else v for k, v in vars(base).items()}
+    del settings["recipe"]
     rows: list[RunRow] = []
     report = output / "report.json"
     for config in configs:
@@ -97,7 +89,7 @@ def compare(
             output,
             rows,
             environment=describe_environment(check_device(base.device)),
-            settings=_public_settings(base),
+            settings=settings,
             corpus={**corpus.describe(), "name": public_path(corpus.name)},
         )
         if stop.is_set():
@@ -123,8 +115,8 @@ def _prepare(
 ) -> None:
     """Make the folder ready, or say why it is not, before anything runs.
 
-    With `resume`, runs that cannot be gone on with (killed before their first checkpoint) are
-    deleted; with `overwrite`, all of them are.
+    With `resume`, runs that were killed before their first checkpoint are deleted; with
+    `overwrite`, all are.
     """
     folders = [RunFolder(Path(config.output)) for config in configs]
     taken = (output / "report.json").exists() or any(folder.used for folder in folders)
@@ -159,10 +151,9 @@ def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], sto
         if config.compile:
             torch.compiler.reset()  # Each run starts with its whole budget of recompilations.
         unfinished = folder.path if list_checkpoints(folder.checkpoints) else None
+        how = {"observers": observers, "resume": unfinished, "corpus": corpus, "stop": stop}
         try:
-            status = train(
-                config, observers=observers, resume=unfinished, corpus=corpus, stop=stop
-            ).status
+            status = train(config, **how).status  # type: ignore[arg-type]
         except Exception as problem:
             status, error = FAILED, _explain(problem, folder)
     return RunRow(
@@ -184,12 +175,6 @@ def _explain(problem: Exception, folder: RunFolder) -> str:
     details.write_text("".join(traceback.format_exception(problem)))
     first_line = (str(problem).splitlines() or [""])[0]
     return f"{type(problem).__name__}: {first_line} (traceback in {details})"
-
-
-def _public_settings(base: TrainConfig) -> dict[str, Any]:
-    settings = dataclasses.asdict(base)
-    del settings["recipe"]
-    return {k: public_path(v) if isinstance(v, str) else v for k, v in settings.items()}
 
 
 def _plot(output: Path, rows: list[RunRow], base: TrainConfig, corpus: Corpus) -> Path | None:

@@ -38,26 +38,15 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What there is to say of a field of `TrainConfig`, kept in its metadata.
+    """What there is to say of a field of `TrainConfig`, kept in its metadata."""
 
-    Attributes:
-        group: Where help pages list it.
-        text: What it means.
-        default: What holds where neither the user nor the model's preset says something else.
-        shown: The default in words, where it depends on others.
-        bound: What its value must be, one of `_BOUNDS`.
-        flag: Its option, where that is not its name.
-        free: Whether it leaves the numbers as they are: a resumed run may have another value. All
-            of `OUTPUT` do.
-    """
-
-    group: str
-    text: str
-    default: Any = None
-    shown: str = ""
-    bound: str = ""
-    flag: str = ""
-    free: bool = False
+    group: str  # where help pages list it
+    text: str  # what it means
+    default: Any = None  # where neither the user nor the model's preset says something else
+    shown: str = ""  # the default in words, where it depends on others
+    bound: str = ""  # what its value must be, one of `_BOUNDS`
+    flag: str = ""  # its option, where that is not its name
+    free: bool = False  # leaves the numbers as they are, as all of `OUTPUT`: may change on resume
 
 
 def _setting(group: str, text: str, default: Any = None, **rest: Any) -> Any:
@@ -196,15 +185,9 @@ class TrainConfig:
         if unknown := given.keys() - SETTINGS.keys():
             raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
         values = {name: setting.default for name, setting in SETTINGS.items()}
-        values |= {
-            "vocab_size": chosen.model.vocab_size,
-            "tied_head": chosen.model.tied_head,
-            "steps": chosen.steps,
-            "batch_size": chosen.batch_size,
-            "seq_len": chosen.seq_len,
-            "learning_rate": chosen.learning_rate,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
-        }
+        values |= vars(chosen)
+        values |= {"vocab_size": chosen.model.vocab_size, "tied_head": chosen.model.tied_head}
+        values |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
         values |= {**given, "model": model}
         derived = {
             # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.

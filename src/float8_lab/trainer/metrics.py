@@ -23,28 +23,16 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
-
-    Attributes:
-        step: Counted from 1.
-        loss: Mean training loss over the step's tokens, those of all ranks, nats per byte.
-        grad_norm: Global gradient norm before clipping.
-        learning_rate: Of this step.
-        seconds: Duration, on the first rank.
-        tokens: Tokens seen in this step, by all ranks.
-        timed: Whether the step counts for throughput, being past compilation and warm-up.
-        memory_bytes: Peak memory until now, of the rank that took most; None where it cannot be
-            measured.
-    """
+    """One optimizer step, counted from 1."""
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float  # mean over the step's tokens, those of all ranks, nats per byte
+    grad_norm: float  # of the whole model, before clipping
     learning_rate: float
-    seconds: float
-    tokens: int
-    timed: bool
-    memory_bytes: int | None
+    seconds: float  # on the first rank
+    tokens: int  # seen by all ranks
+    timed: bool  # whether it counts for throughput, being past compilation and warm-up
+    memory_bytes: int | None  # peak until now, of the rank that took most, where it is known
 
     @property
     def finite(self) -> bool:
@@ -178,19 +166,12 @@ class TensorBoard(Observer):
 
 @dataclass
 class Metrics:
-    """A run's record as read back: steps and validations in order, each step once.
-
-    Attributes:
-        train: Steps.
-        validation: Validations.
-        status: How the run ended; empty if it is still going or was killed.
-        memory_note: What the peak memory means, or why there is none.
-    """
+    """A run's record as read back: steps and validations in order, each step once."""
 
     train: list[StepRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
-    status: str = ""
-    memory_note: str = ""
+    status: str = ""  # how the run ended; empty if it is still going or was killed
+    memory_note: str = ""  # what the peak memory means, or why there is none
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -225,24 +206,18 @@ def read_metrics(path: Path) -> Metrics:
 class Summary:
     """The numbers by which runs are compared; None where a run has not got that far or diverged.
 
-    Attributes:
-        steps: Optimizer steps done.
-        train_loss: Mean over the last tenth of the steps (at most 100), nats per byte: that of one
-            step is too noisy.
-        val_loss: Last validation loss, nats per byte.
-        tokens_per_s: Median over the steps past compilation and warm-up.
-        step_ms: Median over the same steps.
-        peak_memory_bytes: Highest peak reported.
-        memory_note: What the peak memory means, or why there is none.
+    Losses are in nats per byte. The training loss is a mean over the last tenth of the steps (at
+    most 100): that of one step is too noisy. Times are medians over the steps past compilation and
+    warm-up.
     """
 
     steps: int
     train_loss: float | None
-    val_loss: float | None
+    val_loss: float | None  # of the last validation
     tokens_per_s: float | None
     step_ms: float | None
     peak_memory_bytes: int | None
-    memory_note: str
+    memory_note: str  # what the peak means, or why there is none
 
 
 def summarize(metrics: Metrics) -> Summary:

@@ -40,24 +40,14 @@ class Ranks:
     """The processes that train one model together; by default this one alone.
 
     Each method with a "collective" in its description must be called by all ranks.
-
-    Attributes:
-        rank: Number of this process; the first one writes files and talks to the user.
-        size: How many there are.
-        sharded: Whether the model is sharded over them, which a single rank can do, too.
     """
 
-    rank: int = 0
+    rank: int = 0  # of this process; the first one writes files and talks to the user
     size: int = 1
-    sharded: bool = False
+    sharded: bool = False  # whether the model is sharded over them: one rank can do that, too
 
     def device(self, name: str) -> torch.device:
-        """The device of this rank, made the current one.
-
-        Raises:
-            ConfigError: (a `ValueError`) if there is no such device, or `name` asks several
-                ranks to share one GPU.
-        """
+        """The device of this rank, made the current one; a `ConfigError` if it has none."""
         if name == "cuda" and self.sharded:
             # Who made the group without torchrun has chosen the device, too.
             name = f"cuda:{os.environ.get('LOCAL_RANK') or torch.cuda.current_device()}"
@@ -72,15 +62,7 @@ class Ranks:
         return device
 
     def check_fits(self, batch_size: int, replicas: int) -> None:
-        """Make sure that what is divided among the ranks comes out even.
-
-        Args:
-            batch_size: Sequences per forward pass, of all ranks together.
-            replicas: Of the sharded model.
-
-        Raises:
-            ConfigError: (a `ValueError`) if it does not.
-        """
+        """Raise a `ConfigError` unless sequences and replicas of the model come out even."""
         if batch_size % self.size:
             fitting = max(batch_size // self.size, 1) * self.size
             raise ConfigError(
@@ -88,10 +70,10 @@ class Ranks:
                 f"multiple of the {self.size} ranks: use for example {fitting}"
             )
         if self.size % replicas:
-            fitting_replicas = [str(n) for n in range(1, self.size + 1) if self.size % n == 0]
+            divisors = [str(n) for n in range(1, self.size + 1) if self.size % n == 0]
             raise ConfigError(
                 f"--hsdp got {replicas} replicas, expected a divisor of the {self.size} ranks: "
-                f"use one of {', '.join(fitting_replicas)}"
+                f"use one of {', '.join(divisors)}"
             )
 
     def share(self, count: int) -> slice:
@@ -100,10 +82,7 @@ class Ranks:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over ranks, float64 if there are several; collective.
-
-        NaN where it is NaN on any rank.
-        """
+        """Mean over ranks, float64 if there are several; NaN if one is. Collective."""
         if self.size == 1:
             return values
         total = values.double()
@@ -148,11 +127,7 @@ class Ranks:
         return result
 
     def once(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank alone; its picklable result on all. Collective.
-
-        Raises:
-            Exception: what `work` raised.
-        """
+        """Run `work` on the first rank alone; its picklable result on all. As `together`."""
         return self.gather(self.together(lambda: work() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
 
@@ -175,9 +150,8 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
         ConfigError: (a `ValueError`) if `fsdp` and the environment do not fit.
         RankFailedError: If another rank ended before this one.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
     if not fsdp:
-        if size > 1:
+        if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise ConfigError(
                 f"torchrun started {size} ranks, but not for --fsdp: add it, or start one"
             )
@@ -202,11 +176,7 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def explain_lost_rank() -> Iterator[None]:
-    """Turn the errors of broken connections into `RankFailedError`.
-
-    Raises:
-        RankFailedError: For such an error.
-    """
+    """Turn the errors of broken connections into `RankFailedError`."""
     try:
         yield
     except RuntimeError as error:  # An OSError is never torch's: it is of a file or an observer.

@@ -13,25 +13,13 @@ from float8_lab.trainer.metrics import FINISHED, Summary
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow(Summary):
-    """One run of a comparison; None stands for what is not known.
-
-    Attributes:
-        recipe: The recipe's name.
-        status: `"finished"`, `"interrupted"`, `"stopped"` or `"failed"`.
-        train_gap_nats: Training loss minus that of high precision.
-        val_gap_nats: Validation loss minus that of high precision.
-        val_gap_percent: The same in percent of high precision's.
-        speedup: Throughput over that of high precision.
-        parameters: Number of trained parameters.
-        metrics: The run's record, relative to the report.
-        error: Why the run failed.
-    """
+    """One run of a comparison; None stands for what is not known. Gaps are to high precision."""
 
     recipe: str
-    status: str
-    parameters: int
-    metrics: str
-    error: str | None = None
+    status: str  # `"finished"`, `"interrupted"`, `"stopped"` or `"failed"`
+    parameters: int  # how many are trained
+    metrics: str  # the run's record, relative to the report
+    error: str | None = None  # why it failed
     train_gap_nats: float | None = None
     val_gap_nats: float | None = None
     val_gap_percent: float | None = None
@@ -64,11 +52,7 @@ def write_report(
     settings: dict[str, Any],
     corpus: dict[str, Any],
 ) -> Path:
-    """Write `report.json` and `report.md`; a report that was there is replaced in one go.
-
-    Returns:
-        The path of `report.json`.
-    """
+    """Write `report.json`, whose path is returned, and `report.md`; each is replaced in one go."""
     content = {
         "runs": [{"recipe": row.recipe, "status": row.status, **asdict(row)} for row in rows],
         "environment": environment,
@@ -80,42 +64,30 @@ def write_report(
     return folder / "report.json"
 
 
-HEADINGS = (
-    "recipe",
-    "train loss",
-    "val loss",
-    "gap (nats)",
-    "gap (%)",
-    "tokens/s",
-    "speed-up",
-    "step (ms)",
-    "peak MiB",
-)
+def cells(row: RunRow) -> dict[str, str]:
+    """A row as text by column; "-" for what is not known."""
 
-
-def cells(row: RunRow) -> tuple[str, ...]:
-    """A row as text, in the order of `HEADINGS`; "-" for what is not known."""
-
-    def show(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+    def show(value: float | None, form: str, unit: str = "") -> str:
+        return "-" if value is None else format(value, form) + unit
 
     memory = row.peak_memory_bytes
-    return (
-        row.recipe if row.status == FINISHED else f"{row.recipe} ({row.status})",
-        show(row.train_loss, ".4f"),
-        show(row.val_loss, ".4f"),
-        show(row.val_gap_nats, "+.4f"),
-        show(row.val_gap_percent, "+.2f"),
-        show(row.tokens_per_s, ",.0f"),
-        show(row.speedup, ".2f") + ("" if row.speedup is None else "x"),
-        show(row.step_ms, ".1f"),
-        "-" if memory is None else f"{memory / 2**20:,.0f}",
-    )
+    return {
+        "recipe": row.recipe if row.status == FINISHED else f"{row.recipe} ({row.status})",
+        "train loss": show(row.train_loss, ".4f"),
+        "val loss": show(row.val_loss, ".4f"),
+        "gap (nats)": show(row.val_gap_nats, "+.4f"),
+        "gap (%)": show(row.val_gap_percent, "+.2f"),
+        "tokens/s": show(row.tokens_per_s, ",.0f"),
+        "speed-up": show(row.speedup, ".2f", "x"),
+        "step (ms)": show(row.step_ms, ".1f"),
+        "peak MiB": show(None if memory is None else memory / 2**20, ",.0f"),
+    }
 
 
 def _markdown(rows: list[RunRow], environment: dict[str, Any], corpus: dict[str, Any]) -> str:
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|---" + "|---:" * (len(HEADINGS) - 1) + "|"]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    table = [cells(row) for row in rows]
+    lines = ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in table]
     lines += ["", "Losses in nats per byte; gaps in validation loss to the first row."]
     lines += [f"{row.recipe} failed: {row.error}" for row in rows if row.error]
     lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]

@@ -60,12 +60,7 @@ def open_run_folder(
     """Make the run's folder and write its `config.json`.
 
     What a run left there that failed before its first checkpoint goes to `failed-1`, `failed-2`
-    and so on.
-
-    Args:
-        config: Settings of the run.
-        corpus: Data of the run.
-        checkpoint: What the run resumes from; its own run may go on in the same folder.
+    and so on. A run that resumes from `checkpoint` may go on in the folder of that checkpoint.
 
     Raises:
         ConfigError: (a `ValueError`) if another run lies there, it cannot be written, or the run
@@ -78,11 +73,9 @@ def open_run_folder(
         own = folder.path.resolve() in checkpoint.resolve().parents
     failed = folder.failed_early
     if folder.used and not own and not failed:
-        way_on = (
-            f"continue it with --resume {folder.path}"
-            if list_checkpoints(folder.checkpoints)
-            else "it has no checkpoint to go on from, so delete it if it is not running any more"
-        )
+        way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"
+        if list_checkpoints(folder.checkpoints):
+            way_on = f"continue it with --resume {folder.path}"
         raise ConfigError(
             f"{folder.path} already holds a run: {way_on}, or choose another folder with --output"
         )
@@ -99,18 +92,14 @@ def open_run_folder(
 def _set_aside(folder: RunFolder) -> None:
     targets = (folder.path / f"failed-{number}" for number in itertools.count(1))
     target = next(path for path in targets if not path.exists())
-    parts = [path for path in folder.path.iterdir() if not path.name.startswith("failed-")]
     target.mkdir()
-    for path in parts:
-        path.rename(target / path.name)
+    for name in ("config.json", "conversion.txt", "metrics.jsonl", "tensorboard", "checkpoints"):
+        if (folder.path / name).exists():
+            (folder.path / name).rename(target / name)
 
 
 def read_config_file(folder: RunFolder) -> dict[str, Any]:
-    """What `config.json` holds, for `check_same_run`.
-
-    Raises:
-        ConfigError: (a `ValueError`) if it is missing or damaged.
-    """
+    """What `config.json` holds, for `check_same_run`; a `ConfigError` if it is damaged."""
     try:
         saved: dict[str, Any] = json.loads(folder.config.read_text())
         TrainConfig.from_dict(saved["config"])
@@ -127,8 +116,6 @@ def read_config_file(folder: RunFolder) -> dict[str, Any]:
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest one of the run that lies there.
 
-    Its files are not looked at: see `check_checkpoint`.
-
     Raises:
         CheckpointError: If there is none.
     """
@@ -142,33 +129,18 @@ def find_checkpoint(path: Path) -> Path:
     return checkpoints[-1]
 
 
-def saved_config(checkpoint: Path, *, output: str | None = None) -> TrainConfig:
-    """The settings of the run a checkpoint belongs to, for one process that is not sharded.
-
-    Args:
-        checkpoint: A checkpoint, of which only the settings are read.
-        output: Where to continue; None for the folder in which the checkpoint lies.
-    """
+def saved_config(checkpoint: Path) -> TrainConfig:
+    """The settings of a checkpoint's run, to go on in its folder, in one process."""
     config = TrainConfig.from_dict(read_state(checkpoint)["config"])
-    return config.replace(
-        output=output or str(checkpoint.parent.parent),
-        stop_after=0,
-        fsdp=False,
-        fsdp_float8_all_gather=False,
-        hsdp=1,
-    )
+    alone = {"fsdp": False, "fsdp_float8_all_gather": False, "hsdp": 1}
+    return config.replace(output=str(checkpoint.parent.parent), stop_after=0, **alone)
 
 
 def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
     """Make sure that a run goes on with the settings and the data it began with.
 
-    It may go on on another GPU, as each of several ranks does.
-
-    Args:
-        config: Settings to go on with.
-        corpus: Data to go on with.
-        saved: What `describe_run` gave when the run began.
-        where: What is resumed, for the message.
+    It may go on on another GPU, as each of several ranks does. `saved` is what `describe_run` gave
+    when it began; `where` names what is resumed.
 
     Raises:
         ConfigError: (a `ValueError`) listing what differs.
