@@ -1,7 +1,5 @@
 """From the name of a device to a device of this machine."""
 
-from __future__ import annotations
-
 import torch
 
 from float8.formats import lacks_float8_gemm

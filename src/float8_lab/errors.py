@@ -1,7 +1,5 @@
 """What can go wrong, as exceptions that say what to do about it."""
 
-from __future__ import annotations
-
 
 class LabError(Exception):
     """Base of everything this package raises on purpose; its text is written for the user.

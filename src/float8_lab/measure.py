@@ -1,7 +1,5 @@
 """Time and memory of steps, measured without making the device wait."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

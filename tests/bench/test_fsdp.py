@@ -133,7 +133,7 @@ def test_a_wrong_gradient_ends_it(tmp_path: Path) -> None:
 def test_a_rank_that_fails_ends_all(how: str, error: type[Exception], message: str) -> None:
     start = time.monotonic()
     with pytest.raises(error, match=message):
-        list(run_ranks(failing_ranks.fail, (how,), 2, "cpu", timeout=5 if how == "hangs" else 180))
+        list(run_ranks(failing_ranks.fail, (how,), 2, "cpu", timeout=2 if how == "hangs" else 180))
     assert time.monotonic() - start < 60
 
 

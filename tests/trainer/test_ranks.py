@@ -63,20 +63,26 @@ def test_the_curves_of_two_ranks_are_those_of_one(two: Ranks, settings: Settings
         assert_close(mine, theirs, BY_ORDER)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "compile"),
+    [
+        ("delayed", False),
+        pytest.param("tensorwise", False, marks=pytest.mark.exhaustive),
+        pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
-    two: Ranks, settings: Settings
+    two: Ranks, settings: Settings, recipe: str, compile: bool
 ) -> None:
     # A scale is that of one rank's part of the batch, as it is that of one microbatch.
-    for recipe in ("tensorwise", "delayed"):
-        how = {"recipe": recipe, "steps": 3}
-        wanted = work.curves(settings(batch_size=2, accumulate=2, **how))
-        how |= {"batch_size": 4, "fsdp": True}
-        # None of this changes a bit.
-        more = {"fsdp_float8_all_gather": True, "activation_checkpointing": True}
-        more["compile"] = recipe == "tensorwise"
-        plain, other = two.run(work.several, [settings(**how), settings(**how, **more)])[0]
-        assert plain == other
-        assert_close((plain[0], []), (wanted[0], []), BY_ORDER)  # validation has no parts
+    how = {"recipe": recipe, "steps": 3}
+    wanted = work.curves(settings(batch_size=2, accumulate=2, **how))
+    how |= {"batch_size": 4, "fsdp": True}
+    # None of this changes a bit.
+    more = {"fsdp_float8_all_gather": True, "activation_checkpointing": True, "compile": compile}
+    plain, other = two.run(work.several, [settings(**how), settings(**how, **more)])[0]
+    assert plain == other
+    assert_close((plain[0], []), (wanted[0], []), BY_ORDER)  # validation has no parts
 
 
 def test_what_travels(two: Ranks, settings: Settings) -> None:
@@ -91,9 +97,11 @@ def test_gradients_are_shards_between_microbatches(two: Ranks, settings: Setting
     assert two.run(work.shards_between_microbatches, run) == [[False, True, True]] * 2
 
 
-def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings) -> None:
-    how = {"recipe": "tensorwise", "dtype": "bfloat16", "accumulate": 2, "steps": 4}
-    runs = [settings(fsdp=True, fsdp_float8_all_gather=True, hsdp=n, **how) for n in (1, 2, 4)]
+@pytest.mark.parametrize("replicas", [[2], pytest.param([2, 4], marks=pytest.mark.exhaustive)])
+def test_replicas_of_a_sharded_model(four: Ranks, settings: Settings, replicas: list[int]) -> None:
+    how = {"recipe": "tensorwise", "dtype": "bfloat16", "accumulate": 2, "steps": 2}
+    how |= {"fsdp": True, "fsdp_float8_all_gather": True}
+    runs = [settings(hsdp=n, **how) for n in (1, *replicas)]
     plain, *replicated = four.run(work.several, runs)[0]
     for curves in replicated:
         assert_close(curves, plain, BY_ORDER)
@@ -105,7 +113,9 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
     return read_tensors(checkpoint)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("tensorwise", marks=pytest.mark.exhaustive), "delayed"]
+)
 def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
     two: Ranks, four: Ranks, settings: Settings, tmp_path: Path, recipe: str
 ) -> None:

@@ -1,7 +1,5 @@
 """`float8 bench block`: a stack of Llama blocks, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

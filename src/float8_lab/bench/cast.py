@@ -1,7 +1,5 @@
 """`float8 bench cast`: the kernels around the GEMMs, against the bandwidth of a device copy."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,10 +45,7 @@ def bench_cast(
     """Time amax, casts and transposes of bf16 tensors; yields the rows of one tensor at a time.
 
     GB/s counts what a call has to read and write once; `of_copy` is that over the bandwidth of a
-    copy of the same tensor.
-
-    Raises:
-        WrongResultError: A result differs in a bit from its plain-torch twin's; says which.
+    copy of the same tensor. Each result is compared with its plain-torch twin's first, bit by bit.
     """
     for R, C in tensors:
         yield _rows(R, C, device, rounds)
@@ -93,20 +88,21 @@ def _cases(device: torch.device) -> list[Case]:
             lambda x: cast_reference(x, scale, E4M3, row, col),
         )
 
-    def dynamic(x: Tensor) -> object:
-        return kernels.cast_dynamic(x, spec, row=True, col=True)
-
-    def dynamic_twin(x: Tensor) -> object:
-        return cast_dynamic_reference(x, E4M3, True, True, False, False)
+    def one_after_the_other(first: Call, second: Call) -> Call:
+        return lambda x: (first(x), second(x))
 
     def delayed(x: Tensor) -> object:
         return amax, kernels.cast_delayed(x, spec, state, row=True, col=True)
 
-    def amax_in_torch(x: Tensor) -> object:
+    def dynamic_twin(x: Tensor) -> object:
+        return cast_dynamic_reference(x, E4M3, True, True, False, False)
+
+    def in_torch(x: Tensor) -> object:
         return x.abs().max()
 
+    dynamic = functools.partial(kernels.cast_dynamic, spec=spec, row=True, col=True)
     amaxes, both = (kernels.amax, amax_reference), cast(True, True)
-    apart = _one_after_the_other(amaxes[0], both[0]), _one_after_the_other(amaxes[1], both[1])
+    apart = [one_after_the_other(*pair) for pair in zip(amaxes, both, strict=True)]
     return [
         Case(_COPY, 4, torch.clone, torch.clone),
         Case("amax", 2, *amaxes),
@@ -115,16 +111,12 @@ def _cases(device: torch.device) -> list[Case]:
         Case("cast row+col of x.t()", 4, *both, Tensor.t),
         Case("cast row", 3, *cast(True, False)),
         Case("cast col", 3, *cast(False, True)),
-        Case("amax, cast row+col", 6, *apart),
+        Case("amax, cast row+col", 6, apart[0], apart[1]),
         Case("cast_dynamic row+col", 6, dynamic, dynamic_twin),
         Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), scale, both[1](x))),
         Case("transpose", 2, kernels.transpose_bytes, transpose_reference, lambda x: x.to(E4M3)),
-        Case("x.abs().max() in torch", 2, amax_in_torch, amax_in_torch),
+        Case("x.abs().max() in torch", 2, in_torch, in_torch),
     ]
-
-
-def _one_after_the_other(first: Call, second: Call) -> Call:
-    return lambda x: (first(x), second(x))
 
 
 def _awkward(x: Tensor) -> Tensor:

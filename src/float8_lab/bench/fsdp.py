@@ -5,8 +5,6 @@ two of them. Clocks that drop while GPUs heat up would favour the first ones: so
 runs twice, and medians are over the steps of both times.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics

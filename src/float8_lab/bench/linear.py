@@ -1,7 +1,5 @@
 """`float8 bench linear`: one linear layer, forward and backward, in bf16 and in float8."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`float8 bench matmul`: one GEMM per shape, bf16 and float8."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which layers of a model to convert, told without changing it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

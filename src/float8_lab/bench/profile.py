@@ -1,7 +1,5 @@
 """`float8 bench profile`: where the time of a stack of blocks goes, by kind of kernel."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes that make up a process group for one benchmark: they end together, in time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile
@@ -32,12 +30,7 @@ _LAST_WORDS = 1.0
 
 
 def rank_count(device_type: str, wanted: int | None) -> int:
-    """How many ranks a benchmark runs on: by default all GPUs, or two processes on a CPU.
-
-    Raises:
-        ConfigError: (a `ValueError`) if there are not as many GPUs, or another launcher started
-            this process.
-    """
+    """How many ranks a benchmark runs on: by default all GPUs, or two processes on a CPU."""
     if "RANK" in os.environ:
         raise ConfigError(
             "ranks: got RANK in the environment, as under torchrun; this command starts its ranks "

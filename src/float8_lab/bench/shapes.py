@@ -1,7 +1,5 @@
 """The shapes of linear layers that the benchmarks know by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

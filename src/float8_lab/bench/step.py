@@ -1,7 +1,5 @@
 """Forward and backward of a model in several variants: checked, then timed in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 

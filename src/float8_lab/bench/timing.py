@@ -1,7 +1,5 @@
 """Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What one rank sends: collectives counted as they are called, and the time they stand alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

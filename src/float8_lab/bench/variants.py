@@ -1,7 +1,5 @@
 """The variants of a model that are held against each other: bf16, our recipes, peers' recipes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

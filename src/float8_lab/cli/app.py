@@ -1,7 +1,5 @@
 """The subcommands of `float8`, put together."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

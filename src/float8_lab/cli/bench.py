@@ -1,7 +1,5 @@
 """`float8 bench`: time GEMMs, casts, layers, blocks and steps, each checked before it is timed."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

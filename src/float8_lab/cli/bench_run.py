@@ -1,7 +1,5 @@
 """One `float8 bench` command on the terminal: its bar, its table, its files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

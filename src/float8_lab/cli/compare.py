@@ -1,7 +1,5 @@
 """`float8 compare`: the same training under several recipes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated, Any

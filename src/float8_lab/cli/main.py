@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 the training or a measurement failed, 2 something about th
 130 interrupted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

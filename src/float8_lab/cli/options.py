@@ -5,8 +5,6 @@ so that defaults stay in one place, `TrainConfig.create`, and a resumed run can 
 for now from what it was started with.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """`float8 plan`: which layers of a model to convert."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

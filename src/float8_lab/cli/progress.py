@@ -1,7 +1,5 @@
 """A run on the terminal: a bar where there is one, plain lines at intervals where there is not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +34,7 @@ class ConsoleProgress(Observer):
         self._bar: Progress | None = None
         self._steps = self._last_line = 0
 
-    def on_start(self, run: Trainer) -> None:
+    def on_start(self, run: "Trainer") -> None:
         """Say what is trained on what, and start the bar."""
         config, corpus, say = run.config, run.corpus, self._console.print
         self._steps, self._last_line = config.steps, run.step

@@ -1,7 +1,5 @@
 """Rows of results as tables that fit the terminal, however narrow it is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`float8 train`: one training run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

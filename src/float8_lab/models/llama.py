@@ -4,8 +4,6 @@ Every matrix multiply of a block is an `nn.Linear` without bias under its own na
 `convert_to_float8_training` can swap it. The head is called `output`, to be left out by name.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

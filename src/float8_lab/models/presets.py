@@ -1,7 +1,5 @@
 """The shapes of the Llama models that the trainer knows by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from float8_lab.errors import ConfigError
@@ -87,11 +85,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Look a preset up by name.
-
-    Raises:
-        ConfigError: (a `ValueError`) naming the known models if there is none of that name.
-    """
+    """The preset of that name; a `ConfigError` if there is none."""
     if name not in PRESETS:
         raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,7 +1,5 @@
 """From settings to a model, its optimizer and its learning rates."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -24,13 +22,8 @@ def build_model(
 ) -> tuple[Llama, str]:
     """Build the run's model: converted, compiled, sharded and initialised as the settings say.
 
-    Collective if it is sharded.
-
-    Returns:
-        The model, and what was converted as text (empty for high precision).
-
-    Raises:
-        ConfigError: (a `ValueError`) if the recipe does not work with this model or device.
+    Collective if it is sharded. Returns what was converted as text, too, empty for high precision;
+    a `ConfigError` if the recipe does not work with this model or device.
     """
     # No rank has room for a whole model: it gets memory when each rank has its shards.
     again = config.activation_checkpointing
@@ -101,8 +94,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """Scale all gradients down to a global norm of `limit`, 0 for no limit; collective if sharded.
 
-    Returns:
-        The norm before, 0-dim float32, of the whole model on each rank. Nothing waits for it.
+    The norm before, 0-dim float32, is that of the whole model on each rank. Nothing waits for it.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -9,8 +9,6 @@ renamed, so a folder with the final name was once complete; all ranks must see t
 DCP reads pickles: resume only from checkpoints that you trust.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -104,10 +102,7 @@ def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) ->
     """Put what a checkpoint holds into `values`, in place. Collective over `ranks`.
 
     It passed `check_checkpoint`, and was written by any number of ranks: names and shapes must be
-    the same as then, shards may differ.
-
-    Raises:
-        CheckpointError: If it could not be read, or does not fit `values`.
+    the same as then (a `CheckpointError`), shards may differ.
     """
     with _explained(f"could not go on from the checkpoint {path}"):
         planner = DefaultLoadPlanner()
@@ -130,23 +125,16 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
-    """Compare every file of a checkpoint with its checksum; each rank reads a part of them.
+    """Compare every file of a checkpoint with its checksum; each of `ranks` reads a part of them.
 
-    Collective over `ranks`.
-
-    Raises:
-        CheckpointError: Naming the checkpoint, what is wrong, and which older one is intact.
+    A `CheckpointError` names the checkpoint, what is wrong, and which older one is intact.
     """
     if damage := next(filter(None, ranks.gather(_find_damage(path, ranks))), None):
         ranks.once(lambda: _refuse(path, damage))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON values of a checkpoint, `step` among them.
-
-    Raises:
-        CheckpointError: If they cannot be read; as `check_checkpoint`, which sees more.
-    """
+    """The JSON values of a checkpoint, `step` among them."""
     try:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
     except (OSError, ValueError) as error:

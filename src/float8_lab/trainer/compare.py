@@ -1,7 +1,5 @@
 """The same training under several recipes: same seed, same data in the same order."""
 
-from __future__ import annotations
-
 import shutil
 import traceback
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Settings of one training run: one frozen dataclass, complete and checked when it exists."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -170,7 +168,7 @@ class TrainConfig:
             raise ConfigError(f"--{option} must be {expected}, got {getattr(self, name)}")
 
     @classmethod
-    def create(cls, *, model: str = "tiny", **settings: Any) -> TrainConfig:
+    def create(cls, *, model: str = "tiny", **settings: Any) -> "TrainConfig":
         """Build a config, what is not given coming from the model's preset and the machine.
 
         Args:
@@ -198,13 +196,8 @@ class TrainConfig:
         return cls(**(values | derived | given))
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """The config of which `values` are `dataclasses.asdict`.
-
-        Raises:
-            ConfigError: (a `ValueError`) if fields are missing or unknown, or hold what they
-                cannot hold.
-        """
+    def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
+        """The config of which `values` are `dataclasses.asdict`; a `ConfigError` if of none."""
         if not isinstance(values, dict):
             raise ConfigError(f"the saved settings are a {type(values).__name__}, not a dict")
         if wrong := SETTINGS.keys() ^ values.keys():
@@ -232,11 +225,11 @@ class TrainConfig:
         """Number of the step after which this process ends."""
         return min(self.stop_after, self.steps) if self.stop_after else self.steps
 
-    def replace(self, **settings: Any) -> TrainConfig:
+    def replace(self, **settings: Any) -> "TrainConfig":
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **settings)
 
-    def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    def differences(self, other: "TrainConfig") -> dict[str, tuple[Any, Any]]:
         """Settings that change the numbers and differ, as name -> (this one's, the other's)."""
         return {
             name: (getattr(self, name), getattr(other, name))
@@ -253,11 +246,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def float8_config(recipe: str) -> Float8LinearConfig | None:
-    """The conversion settings of a recipe, None for `"high_precision"`.
-
-    Raises:
-        ConfigError: (a `ValueError`) naming the valid recipes if there is none of that name.
-    """
+    """The conversion settings of a recipe, None for `"high_precision"`."""
     if recipe == HIGH_PRECISION:
         return None
     try:

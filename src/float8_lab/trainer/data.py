@@ -4,8 +4,6 @@ A token is a byte. Files are joined with a NUL byte, which no text contains. Not
 downloaded: the default corpus is the source code of the Python standard library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig
@@ -133,11 +131,7 @@ def _corpus(name: str, train: list[bytes], validation: list[bytes], skipped: int
 
 
 def check_length(corpus: Corpus, seq_len: int) -> None:
-    """Make sure that both splits hold at least one sequence and its next token.
-
-    Raises:
-        DataError: (a `ValueError`) naming the split that is too short.
-    """
+    """Raise a `DataError` unless both splits hold at least one sequence and its next token."""
     for split in _SPLITS:
         size = len(getattr(corpus, split))
         if size < seq_len + 1:

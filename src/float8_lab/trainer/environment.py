@@ -1,7 +1,5 @@
 """Where a result was made: versions, device and command, without private paths."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

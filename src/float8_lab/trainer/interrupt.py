@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM as a wish to stop after the current step."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

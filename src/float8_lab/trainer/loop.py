@@ -1,7 +1,5 @@
 """One training run, from settings to its result: steps, validation, checkpoints, observers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a run reports while it goes, who listens, and how the record is read back."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -56,7 +54,7 @@ class Observer:
     `on_checkpoint`, and at last `on_end` (only if the run ends in an orderly way) and `close`.
     """
 
-    def on_start(self, run: Trainer) -> None:
+    def on_start(self, run: "Trainer") -> None:
         """The run is about to take its first step; after `run.step` others if it was resumed."""
 
     def on_step(self, step: int) -> None:
@@ -98,7 +96,7 @@ class JsonLines(Observer):
         }
         self._file.write(json.dumps({"kind": kind, **safe}, allow_nan=False) + "\n")
 
-    def on_start(self, run: Trainer) -> None:
+    def on_start(self, run: "Trainer") -> None:
         """Note where the run starts."""
         self._write("start", step=run.step, time=time.time(), memory_note=run.memory.note)
 
@@ -122,11 +120,7 @@ class JsonLines(Observer):
 
 
 class TensorBoard(Observer):
-    """Write the curves as TensorBoard events.
-
-    Raises:
-        ConfigError: (a `ValueError`) if the tensorboard package is not installed.
-    """
+    """Write the curves as TensorBoard events."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         try:

@@ -1,7 +1,5 @@
 """Loss curves of several runs, and how far each is from high precision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ and objects travel through Gloo, so that no rank waits for its GPU to say whethe
 wrong on one rank is raised on all of them, so that the first one tells the user, once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

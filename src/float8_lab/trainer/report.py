@@ -1,7 +1,5 @@
 """The outcome of a comparison: rows with gaps to high precision, as JSON and as Markdown."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass, replace

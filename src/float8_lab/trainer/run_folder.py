@@ -8,8 +8,6 @@
 - `failed-1/`: the same of an earlier run that failed before its first checkpoint
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -114,11 +112,7 @@ def read_config_file(folder: RunFolder) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one of the run that lies there.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """The checkpoint that `path` means: itself, or the newest one of the run that lies there."""
     if is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -137,13 +131,10 @@ def saved_config(checkpoint: Path) -> TrainConfig:
 
 
 def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
-    """Make sure that a run goes on with the settings and the data it began with.
+    """Raise a `ConfigError` unless a run goes on with the settings and the data it began with.
 
     It may go on on another GPU, as each of several ranks does. `saved` is what `describe_run` gave
     when it began; `where` names what is resumed.
-
-    Raises:
-        ConfigError: (a `ValueError`) listing what differs.
     """
     old = TrainConfig.from_dict(saved["config"])
     wrong = [
