@@ -1,7 +1,5 @@
 """`float8 bench matmul`: one GEMM per shape, bf16 and float8."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,9 +10,8 @@ from torch import Tensor
 from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
 from float8.gemm import Gemm, matmul
 from float8.quantize.spec import Part
-from float8_lab.bench.quality import check
 from float8_lab.bench.shapes import OUTPUT, Shape, gemm_shapes
-from float8_lab.bench.step import Row
+from float8_lab.bench.step import Row, check
 from float8_lab.bench.timing import input_sets, kernel_sampler, take_turns
 
 BF16 = "bf16"
@@ -40,9 +37,6 @@ def bench_matmul(
     Both operands lie contiguous along K, and the result is bf16. Each shape's operands are several
     sets that together exceed the L2 cache. With `gradients` all three GEMMs of each layer are
     timed; in those of the gradients the first operand is in e5m2.
-
-    Raises:
-        WrongResultError: A product is wrong; says which.
     """
     for name, members in shapes.items():
         for layer in members:

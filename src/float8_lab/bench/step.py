@@ -1,17 +1,61 @@
 """Forward and backward of a model in several variants: checked, then timed in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from float8.convert.measure import WrongResultError
 from float8.sync import sync_float8_amax_and_scale_history
-from float8_lab.bench.quality import check
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
+
+_CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
+
+
+def check(
+    what: str, reference: Mapping[str, Tensor], results: Mapping[str, Tensor], at_least: float
+) -> float:
+    """The lowest signal to quantisation noise ratio of all results in dB; infinite if all equal.
+
+    References have at least one dim, on any device; results have the same names and shapes. Where
+    there is a process group, tensors are shards and ratios those of whole ones: all ranks must
+    call it, and all come to the same end. A `WrongResultError` if a result is below `at_least`, or
+    not a number.
+    """
+    powers = []
+    for name, expected in reference.items():
+        if expected.shape != results[name].shape:
+            raise WrongResultError(
+                f"{what} {name}: shape {tuple(results[name].shape)}, expected "
+                f"{tuple(expected.shape)}; nothing was timed"
+            )
+        powers.append(_powers(expected.detach(), results[name].detach()))
+    total = torch.stack(powers)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    signal, noise = total.unbind(1)
+    found = (10 * torch.log10(signal / noise)).tolist()
+    for name, quality in zip(reference, found, strict=True):
+        if not quality >= at_least:  # also if it is NaN
+            raise WrongResultError(
+                f"{what} {name}: SQNR {quality:.1f} dB, expected at least {at_least:.0f} dB; "
+                "nothing was timed"
+            )
+    return float(min(found))
+
+
+def _powers(reference: Tensor, x: Tensor) -> Tensor:
+    """[2] float64: the power of the reference and that of the error."""
+    total = torch.zeros(2, dtype=torch.float64, device=x.device)
+    parts = 1 + x.numel() // _CHUNK
+    for a, b in zip(reference.chunk(parts), x.chunk(parts), strict=True):
+        a, b = a.to(x.device).double(), b.double()
+        total += torch.stack([a.square().sum(), (a - b).square().sum()])
+    return total
+
 
 Row = dict[str, Any]
 
@@ -20,16 +64,11 @@ WARMUP = 3
 
 
 class Step:
-    """Forward and backward of a model in one variant, on fixed random data.
+    """Forward and backward of a bf16 model, which the variant converts, on fixed random data.
 
-    Args:
-        variant: How; it converts the model.
-        model: In bf16. Each of its children in `layers` is compiled by itself, as trainers do, or
-            the model as a whole if it has none.
-        x: The input.
-        grad: The gradient of the output.
-        microbatches: Forwards and backwards per step; gradients accumulate.
-        sync: Whether the sync of delayed scaling is a part of a step.
+    Each of the model's children in `layers` is compiled by itself, as trainers do, or the model as
+    a whole if it has none. Gradients of `microbatches` accumulate; with `sync` that of delayed
+    scaling is a part of a step.
     """
 
     def __init__(
@@ -100,12 +139,9 @@ def compare(
         steps: The first must be bf16, which the others are checked against; one in each mode.
         device: Where.
         rounds: Samples of each.
-        at_least: Lower bound in dB of the SQNR of output and gradients.
+        at_least: Lower bound in dB of the SQNR of output and gradients: a `WrongResultError`.
         measure: Further columns, of a step that was checked.
         beside: Further samplers; their medians in ms become columns.
-
-    Raises:
-        WrongResultError: An output or a gradient is wrong; says which.
     """
     rows: dict[str, Row] = {}
     samplers = dict(beside or {})
