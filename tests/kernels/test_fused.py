@@ -110,7 +110,9 @@ def test_rms_norm_recast(shape, dtype, triton_device) -> None:
     ):
         rstd, scale, row = cast(x, weight, 1e-5, E4M3, None, None, False, False)
         col = recast(x, weight, rstd, scale, E4M3)
-        assert torch.equal(col.view(torch.uint8), columns(Part(row, scale)).data.view(torch.uint8))
+        assert torch.equal(
+            col.view(torch.uint8), columns(Part(row, scale), CastSpec(E4M3)).data.view(torch.uint8)
+        )
 
 
 @source

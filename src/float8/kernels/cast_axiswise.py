@@ -493,9 +493,8 @@ def _cast_axiswise_fake(
 
 
 register(
-    "cast_axiswise(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
-    "bool power_of_2, Tensor? after=None) -> Tensor[]",
-    plain=cast_axiswise_reference,
+    "cast_axiswise",
+    cast_axiswise_reference,
     triton=cast_axiswise_triton,
     fake=_cast_axiswise_fake,
 )

@@ -418,9 +418,8 @@ def _cast_blockwise_fake(
 
 
 register(
-    "cast_blockwise(Tensor x, ScalarType dtype, bool square, bool row, bool col, "
-    "bool power_of_2, Tensor? after=None) -> Tensor[]",
-    plain=cast_blockwise_reference,
+    "cast_blockwise",
+    cast_blockwise_reference,
     triton=cast_blockwise_triton,
     fake=_cast_blockwise_fake,
 )
