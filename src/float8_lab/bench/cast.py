@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
+from float8.config import ScalingGranularity
 from float8.convert.measure import WrongResultError
 from float8.formats import E4M3
 from float8.kernels.amax import amax_reference
@@ -88,6 +89,16 @@ def _cases(device: torch.device) -> list[Case]:
             lambda x: cast_reference(x, scale, E4M3, row, col),
         )
 
+    def finer(granularity: ScalingGranularity, row: bool, col: bool) -> tuple[Call, Call]:
+        spec = CastSpec(E4M3, granularity)
+        called, twin = kernels.cast_blockwise, kernels.cast_blockwise_traced
+        if granularity is ScalingGranularity.AXISWISE:
+            called, twin = kernels.cast_axiswise, kernels.cast_axiswise_traced
+        return (
+            lambda x: called(x, spec, row=row, col=col),
+            lambda x: twin(x, spec, row=row, col=col),
+        )
+
     def one_after_the_other(first: Call, second: Call) -> Call:
         return lambda x: (first(x), second(x))
 
@@ -114,6 +125,12 @@ def _cases(device: torch.device) -> list[Case]:
         Case("amax, cast row+col", 6, apart[0], apart[1]),
         Case("cast_dynamic row+col", 6, dynamic, dynamic_twin),
         Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), scale, both[1](x))),
+        Case("rowwise row", 3, *finer(ScalingGranularity.AXISWISE, True, False)),
+        Case("rowwise col", 5, *finer(ScalingGranularity.AXISWISE, False, True)),
+        Case("rowwise row+col", 6, *finer(ScalingGranularity.AXISWISE, True, True)),
+        Case("1x128 row+col", 4, *finer(ScalingGranularity.BLOCK_1x128, True, True)),
+        Case("128x128 row", 3, *finer(ScalingGranularity.BLOCK_128x128, True, False)),
+        Case("128x128 col", 3, *finer(ScalingGranularity.BLOCK_128x128, False, True)),
         Case("transpose", 2, kernels.transpose_bytes, transpose_reference, lambda x: x.to(E4M3)),
         Case("x.abs().max() in torch", 2, in_torch, in_torch),
     ]
