@@ -18,6 +18,7 @@ from float8.convert import (
     all_linears,
     conversion_report,
     convert_to_float8_training,
+    convert_to_high_precision,
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "cached_weights",
     "conversion_report",
     "convert_to_float8_training",
+    "convert_to_high_precision",
     "forget_float8_amax",
     "high_precision_state_dict",
     "linear",
