@@ -60,16 +60,18 @@ def _class_with_forward(cls: type) -> type:
     return next(each for each in cls.__mro__ if {"forward", "__call__"} & vars(each).keys())
 
 
-@functools.cache
-def class_of(base: type, source: type) -> Any:
+def class_of(base: Any, source: Any) -> Any:
     """`base`, which is `Float8Linear` or a subclass, for layers that were a `source`.
 
     Where `source` is a subclass of `nn.Linear`, a subclass of both: `isinstance` holds and the
     methods, properties and class attributes of `source` stay; forward is that of `base`. Its layers
     are pickled as long as `source` can be.
     """
-    if issubclass(base, source):
-        return base
+    return base if issubclass(base, source) else _class_of_both(base, source)
+
+
+@functools.cache
+def _class_of_both(base: type, source: type) -> Any:
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,

@@ -11,6 +11,7 @@ from float8.linear.cached import current_operand
 from float8.linear.classes import class_of
 from float8.linear.delayed import StatefulLinear
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, held_in_float8
+from float8.linear.other_state import as_loadable
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import OWN_ATTRIBUTES, own_containers, require_supported
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
@@ -74,8 +75,8 @@ class Float8Linear(StatefulLinear):
         require_supported(mod, config, linear_classes)
         new_class: Any = type(mod)
         if not isinstance(mod, Float8Linear):
-            new_class = class_of(cls, type(mod))
-        elif issubclass(mod.source_class, nn.Linear):  # else it was no layer of that kind
+            new_class = class_of(cls, new_class)
+        elif issubclass(mod.source_class, nn.Linear):  # a Float8Conv1D stays one
             new_class = class_of(cls, mod.source_class)
         new: Float8Linear = new_class.__new__(new_class)
         new.__dict__.update(mod.__dict__)
@@ -100,6 +101,10 @@ class Float8Linear(StatefulLinear):
         for name in OWN_ATTRIBUTES & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = self.source_class  # type: ignore[assignment]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict = as_loadable(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---------------------------------------------------------------- forward
 
