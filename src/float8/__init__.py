@@ -19,6 +19,7 @@ from float8.convert import (
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    float8_state_dict,
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "conversion_report",
     "convert_to_float8_training",
     "convert_to_high_precision",
+    "float8_state_dict",
     "forget_float8_amax",
     "high_precision_state_dict",
     "linear",

@@ -202,7 +202,7 @@ def test_the_head_and_adapters_are_converted_only_if_asked(head: str, wrap: str 
     assert is_float8(parts) == ["attention.output"]
     reasons = [layer.skip_reason for layer in conversion_report(parts).skipped]
     assert reasons == [
-        "an adapter: converted only if a module_filter_fn takes it",
+        "of an adapter: converted only if a module_filter_fn takes it",
         "the head: converted only if a module_filter_fn takes it",
     ]
     convert_to_float8_training(whole, module_filter_fn=all_linears)

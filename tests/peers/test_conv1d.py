@@ -23,27 +23,14 @@ from support.models import gradients
 
 transformers = pytest.importorskip("transformers")
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+hf = pytest.importorskip("support.hugging_face")
+gpt2, tokens = hf.gpt2, hf.tokens
 CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_head=4,
-        n_embd=64,
-        vocab_size=256,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config).eval()  # no dropout
-
-
 def step(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
-    loss = model(input_ids=tokens, labels=tokens).loss
+    loss = model(input_ids=tokens(seed), labels=tokens(seed)).loss
     loss.backward()
     sync(model)
     return {"loss": loss.detach(), **gradients(model)}

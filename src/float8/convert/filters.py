@@ -50,13 +50,14 @@ def left_out(fqn: str) -> str | None:
     """Why a layer of this name is only converted if a `module_filter_fn` asks for it, or None.
 
     The head, which turns the last hidden states into logits: it hurts the loss most, and is a small
-    part of the time of a large model. And the low-rank adapters of PEFT, too small to gain.
+    part of the time of a large model. And what PEFT trains: low-rank adapters, too small to gain,
+    and copies of layers, so that no state of delayed scaling gets into its checkpoints.
     """
     parts = [part for part in fqn.split(".") if part not in WRAPPERS]
-    if parts[-1:] == ["lm_head"] or parts == ["output"]:
+    if "lm_head" in parts or parts == ["output"]:
         return "the head: converted only if a module_filter_fn takes it"
-    if any(part.startswith("lora_") for part in parts):
-        return "an adapter: converted only if a module_filter_fn takes it"
+    if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+        return "of an adapter: converted only if a module_filter_fn takes it"
     return None
 
 
