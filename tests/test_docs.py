@@ -17,7 +17,7 @@ LANGUAGES = {"python", "py", "bash", "text"}
 
 
 # What samples may import and users need not have.
-EXTRAS = {"accelerate", "lightning", "peft", "torchao", "transformers"}
+EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"}
 
 
 def name(page: Path) -> str:
