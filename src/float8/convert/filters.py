@@ -49,8 +49,8 @@ def all_linears(mod: nn.Module, fqn: str) -> bool:
 def left_out(fqn: str) -> str | None:
     """Why a layer of this name is only converted if a `module_filter_fn` asks for it, or None.
 
-    The head, which turns the last hidden states into logits: it hurts the loss most, and is a small
-    part of the time of a large model. And what PEFT trains: low-rank adapters, too small to gain,
+    The head, which turns the last hidden states into logits: the loss depends on them directly, and
+    it is a small part of a large model. And what PEFT trains: low-rank adapters, too small to gain,
     and copies of layers, so that no state of delayed scaling gets into its checkpoints.
     """
     parts = [part for part in fqn.split(".") if part not in WRAPPERS]
