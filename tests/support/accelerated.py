@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from float8 import Float8LinearConfig, attach_to_optimizer, convert_to_float8_training
+from float8 import Float8LinearConfig, all_linears, attach_to_optimizer, convert_to_float8_training
 from support.models import FeedForward, seeded
 
 DELAYED = Float8LinearConfig.from_recipe_name("delayed")
@@ -28,11 +28,11 @@ def run(
     )
     model = made(seed)
     if convert == "before":
-        convert_to_float8_training(model, config=DELAYED)
+        convert_to_float8_training(model, config=DELAYED, module_filter_fn=all_linears)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     if convert == "after":
-        convert_to_float8_training(model, config=DELAYED)
+        convert_to_float8_training(model, config=DELAYED, module_filter_fn=all_linears)
     attach_to_optimizer(model, optimizer)
     if steps.start == 2:
         accelerator.load_state(str(folder))

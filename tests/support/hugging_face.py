@@ -57,7 +57,9 @@ class Tokens(Dataset):
 
 def converted(recipe: str, seed: int = 0) -> nn.Module:
     config = Float8LinearConfig.from_recipe_name(recipe)
-    return convert_to_float8_training(llama(seed), config=config)
+    return convert_to_float8_training(
+        llama(seed), config=config, module_filter_fn=lambda mod, fqn: fqn != "lm_head"
+    )
 
 
 def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer:

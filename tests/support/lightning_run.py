@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from float8 import Float8LinearConfig
+from float8 import Float8LinearConfig, all_linears
 from float8.integrations.lightning import Float8Callback
 from support.models import FeedForward, seeded
 
@@ -61,7 +61,7 @@ def trainer(folder: Path, epochs: int, **more: Any) -> lightning.Trainer:
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[
-            Float8Callback(config=DELAYED),
+            Float8Callback(config=DELAYED, module_filter_fn=all_linears),
             ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1),
         ],
         **more,
