@@ -18,6 +18,8 @@ from float8.convert import (
     all_linears,
     conversion_report,
     convert_to_float8_training,
+    convert_to_high_precision,
+    float8_state_dict,
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
@@ -50,6 +52,8 @@ __all__ = [
     "cached_weights",
     "conversion_report",
     "convert_to_float8_training",
+    "convert_to_high_precision",
+    "float8_state_dict",
     "forget_float8_amax",
     "high_precision_state_dict",
     "linear",

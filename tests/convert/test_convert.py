@@ -183,29 +183,38 @@ class MyLinear(nn.Linear):
         return super().forward(x) * 2
 
 
-def test_subclasses_of_linear_are_left_alone_and_reported() -> None:
+def test_what_may_not_compute_a_linear_layer_is_left_alone_and_reported() -> None:
     mine = MyLinear(16, 16)
     model = nn.Sequential(mine, nn.MultiheadAttention(16, 2), nn.Bilinear(4, 4, 4))
     out_proj = model[1].out_proj
-    convert_to_float8_training(model)
+    with pytest.warns(UserWarning, match="no layer of Sequential was converted: got a .*MyLinear"):
+        convert_to_float8_training(model)
     assert model[0] is mine
     assert model[1].out_proj is out_proj
-    reasons = {layer.fqn: layer.skip_reason for layer in conversion_report(model).skipped}
+    report = conversion_report(model)
+    reasons = {layer.fqn: layer.skip_reason for layer in report.skipped}
     assert reasons.keys() == {"0", "1.out_proj"}
-    assert "MyLinear" in reasons["0"]
-    assert "NonDynamicallyQuantizableLinear" in reasons["1.out_proj"]
+    assert f"{__name__}.MyLinear, whose forward is not nn.Linear's" in reasons["0"]
+    assert "linear_classes=[MyLinear]" in reasons["0"]
+    assert "reads the weight of this one itself" in reasons["1.out_proj"]
+    assert [(x.fqn, x.shape) for x in report.others] == [
+        ("1.in_proj_weight", (48, 16)),
+        ("2.weight", (4, 4, 4)),
+    ]
 
 
 def test_parametrized_linears_are_left_alone() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
-    convert_to_float8_training(model)
+    with pytest.warns(UserWarning, match="no layer of Sequential was converted"):
+        convert_to_float8_training(model)
     assert converted(model) == []
     assert "ParametrizedLinear" in conversion_report(model).skipped[0].skip_reason
 
 
 def test_lazy_linears_are_left_alone() -> None:
     model = nn.Sequential(nn.LazyLinear(16))
-    convert_to_float8_training(model)
+    with pytest.warns(UserWarning, match="no layer of Sequential was converted"):
+        convert_to_float8_training(model)
     assert converted(model) == []
     assert "LazyLinear" in conversion_report(model).skipped[0].skip_reason
 
@@ -228,24 +237,35 @@ def test_converting_twice_changes_nothing() -> None:
     assert {layer.config for layer in layers.values()} == {delayed()}
 
 
-def test_converting_again_with_another_configuration_is_refused() -> None:
-    model = Nested()
+def test_converting_again_takes_the_new_configuration_alone() -> None:
+    model = convert_to_float8_training(Nested(), config=delayed())
+    layers = {name: model.get_submodule(name) for name in ALL}
+    parameters = dict(model.named_parameters())
+    twice = []
+    layers["by_name.head"].register_forward_hook(lambda *_: twice.append(1))
+    assert convert_to_float8_training(model, config=tensorwise()) is model
+    assert all(model.get_submodule(name) is layer for name, layer in layers.items())
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert {layer.config for layer in layers.values()} == {tensorwise()}
+    assert list(model.state_dict()) == list(Nested().state_dict())  # no state is left
     convert_to_float8_training(
-        model, config=delayed(), module_filter_fn=lambda mod, fqn: fqn == "blocks.1.w2"
+        model, config=delayed(), module_filter_fn=lambda mod, fqn: "blocks.1" in fqn
     )
-    expected = (
-        r"layer 'blocks\.1\.w2': got a layer already converted with another config \("
-        r"cast_config_input: delayed/e4m3, not dynamic/e4m3; .*; emulate: False, not True\), "
-        r"expected .*module_filter_fn"
-    )
-    with pytest.raises(ValueError, match=expected):
-        convert_to_float8_training(model, config=tensorwise(emulate=True))
-    assert converted(model) == ["blocks.1.w2"]  # nothing else was converted either
-    assert [layer.skip_reason for layer in conversion_report(model).skipped] == [
-        "module_filter_fn returned False"
-    ] * 6
-    with pytest.raises(ValueError, match=r"layer '\(root\)'"):
-        convert_to_float8_training(Float8Linear(16, 16), config=delayed())
+    assert {name for name, layer in layers.items() if layer.config == delayed()} == set(ALL[3:6])
+    same = convert_to_float8_training(Nested(), config=delayed())
+    same.load_state_dict(model.state_dict(), strict=False)
+    convert_to_float8_training(model, config=delayed())
+    x = seeded(0, 4, 16)
+    assert torch.equal(model(x), same(x))
+    assert twice == [1]
+
+
+def test_converting_again_with_what_a_layer_cannot_do_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10))
+    convert_to_float8_training(model, config=delayed())
+    with pytest.raises(ValueError, match=r"layer '1': got a layer already .*pad_inner_dim=True"):
+        convert_to_float8_training(model, config=tensorwise(pad_inner_dim=False))
+    assert {layer.config for layer in model} == {delayed()}
 
 
 def test_partial_conversions_with_different_configurations() -> None:

@@ -181,3 +181,38 @@ def test_judged_by_size_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -
     known = KNOWN_GPU(torch.device("cuda", 0))
     converted = convert_to_float8_training(model(device))
     assert is_float8(converted) == (["large", "small"] if known is None else ["large"])
+
+
+# ---------------------------------------------------------------- by name
+
+
+class WithHead(nn.Module):
+    def __init__(self, head: str) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"output": nn.Linear(16, 16), "lora_A": nn.Linear(16, 8)})
+        self.add_module(head, nn.Linear(16, 32))
+
+
+@pytest.mark.parametrize("head", ["lm_head", "output"])
+@pytest.mark.parametrize("wrap", [None, "model", "module", "_orig_mod"])
+def test_the_head_and_adapters_are_converted_only_if_asked(head: str, wrap: str | None) -> None:
+    parts = WithHead(head)
+    whole = parts if wrap is None else nn.ModuleDict({wrap: parts})
+    convert_to_float8_training(whole)
+    assert is_float8(parts) == ["attention.output"]
+    reasons = [layer.skip_reason for layer in conversion_report(parts).skipped]
+    assert reasons == [
+        "of an adapter: converted only if a module_filter_fn takes it",
+        "the head: converted only if a module_filter_fn takes it",
+    ]
+    convert_to_float8_training(whole, module_filter_fn=all_linears)
+    assert is_float8(parts) == ["attention.output", "attention.lora_A", head]
+
+
+def test_nothing_converted_is_told() -> None:
+    expected = "no layer of WithHead was converted: module_filter_fn returned False. print"
+    with pytest.warns(UserWarning, match=expected) as caught:
+        convert_to_float8_training(WithHead("lm_head"), module_filter_fn=lambda mod, fqn: False)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="of ReLU was converted: it has no linear layers"):
+        convert_to_float8_training(nn.ReLU())

@@ -48,7 +48,7 @@ def test_converted_and_skipped_layers() -> None:
 def test_as_text() -> None:
     converted = convert_to_float8_training(model(), module_filter_fn=lambda mod, fqn: fqn == "0")
     assert str(conversion_report(converted)).splitlines() == [
-        "1 of 2 linear layers run in float8",
+        "1 of 2 linear layers run in float8, 61.5% of all matmul weights",
         "  0  [32, 16]         input dynamic/e4m3, weight dynamic/e4m3, grad_output dynamic/e5m2",
         "  2  [10, 32]         skipped: module_filter_fn returned False",
     ]
@@ -86,7 +86,7 @@ def test_anything_but_a_module_is_refused(wrong: object) -> None:
 def test_an_empty_model() -> None:
     report = conversion_report(nn.ReLU())
     assert report == ConversionReport(())
-    assert str(report) == "0 of 0 linear layers run in float8"
+    assert str(report) == "0 of 0 linear layers run in float8, 0.0% of all matmul weights"
 
 
 def test_a_linear_as_root_has_a_name() -> None:
@@ -130,3 +130,74 @@ def test_a_layer_on_a_device_without_float8_says_so(monkeypatch: pytest.MonkeyPa
     )
     convert_to_float8_training(converted, config=tensorwise(emulate=True))
     assert len(conversion_report(converted).converted) == 2
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 32, 16))
+        self.down_proj = nn.Parameter(torch.randn(4, 16, 16))
+        self.bias = nn.Parameter(torch.randn(4, 16))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position_embedding = nn.Parameter(torch.randn(8, 16))
+        self.class_token = nn.Parameter(torch.randn(1, 1, 16))
+        self.embedding = nn.Embedding(64, 16)
+        self.patches = nn.Conv2d(3, 16, 4)
+        self.norm = nn.LayerNorm((4, 16))
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.experts = Experts()
+        self.linear = nn.Linear(16, 64)
+        self.linear.bias.requires_grad_(False)
+
+
+def test_weights_that_no_linear_layer_has_are_listed_and_counted() -> None:
+    report = conversion_report(convert_to_float8_training(Model()))
+    assert [(other.fqn, other.shape, other.module) for other in report.others] == [
+        ("attention.in_proj_weight", (48, 16), "MultiheadAttention"),
+        ("experts.gate_up_proj", (4, 32, 16), "Experts"),
+        ("experts.down_proj", (4, 16, 16), "Experts"),
+    ]
+    everything = 16 * 64 + 16 * 16 + 48 * 16 + 4 * 32 * 16 + 4 * 16 * 16
+    assert report.share == pytest.approx(16 * 64 / everything)
+    lines = str(report).splitlines()
+    assert lines[0] == "1 of 2 linear layers run in float8, 20.0% of all matmul weights"
+    assert lines[-2:] == [
+        "  experts.gate_up_proj      [4, 32, 16]      "
+        "not converted: a weight of Experts, no linear layer",
+        "  experts.down_proj         [4, 16, 16]      "
+        "not converted: a weight of Experts, no linear layer",
+    ]
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
+def test_experts_of_transformers_are_listed(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    moe = getattr(transformers, f"{name}ForCausalLM")(config)
+    report = conversion_report(convert_to_float8_training(moe))
+    prefix = "model.layers.0.mlp"
+    others = {other.fqn: other.shape for other in report.others}
+    assert others[f"{prefix}.experts.gate_up_proj"] == (4, 128, 32)
+    assert others[f"{prefix}.experts.down_proj"] == (4, 32, 64)
+    assert not any("embed" in name or "norm" in name for name in others)
+    matrices = sum(p.numel() for p in moe.parameters() if p.dim() > 1)
+    embedding = moe.model.embed_tokens.weight.numel()
+    converted = sum(x.in_features * x.out_features for x in report.converted)
+    assert report.share == pytest.approx(converted / (matrices - embedding))
+    assert report.share < 0.6

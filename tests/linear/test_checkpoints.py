@@ -17,8 +17,6 @@ from float8 import (
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.models import forward_backward, fp8_state, seeded
 
-SHORT = DelayedScalingConfig(history_len=8)
-
 
 def plain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 17))
@@ -238,6 +236,75 @@ def test_scales_of_other_shapes_are_refused(shapes, assign: bool) -> None:
         converted().load_state_dict(state, assign=assign)
 
 
-def test_a_history_of_another_length_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.fp8_amax_history_input"):
-        converted().load_state_dict(foreign(converted(delayed_scaling_config=SHORT), 8))
+# ---------------------------------------------------------------- of another configuration
+
+
+@pytest.mark.parametrize("other_library", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_of_delayed_scaling_is_dropped_by_a_dynamic_model(assign, other_library) -> None:
+    model, other = converted(), convert_to_float8_training(plain(), config=tensorwise())
+    step(model, 0)
+    state = through_file(foreign(model) if other_library else model.state_dict())
+    expected = r"dropped the state of grad_output, which is not delayed here; .* of input, .*weight"
+    with pytest.warns(UserWarning, match=expected) as told:
+        other.load_state_dict(state, assign=assign)
+    assert len({str(warning.message) for warning in told}) == 1
+    assert any("fp8_scale" in key for key in state)
+    assert fp8_state(other) == {}
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+
+
+def test_a_dynamic_checkpoint_starts_a_delayed_model_anew_and_drops_nothing(recwarn) -> None:
+    model, other = converted(), convert_to_float8_training(plain(), config=tensorwise())
+    step(model, 0)
+    model.load_state_dict(other.state_dict())
+    fresh = fp8_state(converted())
+    assert all(torch.equal(x, fresh[name]) for name, x in fp8_state(model).items())
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_of_the_roles_that_both_have_is_taken(assign: bool) -> None:
+    first, second = mixed(DELAYED, DYNAMIC, DELAYED), mixed(DELAYED, DELAYED, DYNAMIC)
+    model, other = (convert_to_float8_training(plain(), config=each) for each in (first, second))
+    step(model, 0)
+    step(other, 1)
+    expected = "dropped the state of grad_output.*; found no state of weight, which starts anew"
+    with pytest.warns(UserWarning, match=expected):
+        other.load_state_dict(through_file(model.state_dict()), assign=assign)
+    mine, fresh = fp8_state(model), fp8_state(convert_to_float8_training(plain(), config=second))
+    for name, x in fp8_state(other).items():
+        assert torch.equal(x, fresh[name] if "weight" in name else mine[name]), name
+    step(other, 2)
+
+
+LONG, SHORTER = DelayedScalingConfig(history_len=4), DelayedScalingConfig(history_len=2)
+
+
+@pytest.mark.parametrize("other_library", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+def test_histories_of_another_length_are_cut_or_filled(assign, other_library, recwarn) -> None:
+    # 1 / (1 / scale) is exact for powers of two
+    more = {"round_scales_to_power_of_2": True}
+    long = converted(delayed_scaling_config=LONG, **more)
+    short = converted(delayed_scaling_config=SHORTER, **more)
+    for seed in range(3):
+        step(long, seed)
+    state = foreign(long, 4) if other_library else long.state_dict()
+    with pytest.warns(UserWarning, match="all but the last 2 of 4 steps of input; dropped all but"):
+        short.load_state_dict(through_file(state), assign=assign)
+    before, after = fp8_state(long), fp8_state(short)
+    for name, x in after.items():
+        assert torch.equal(x, before[name][:2] if "history" in name else before[name]), name
+    recwarn.clear()
+    long.load_state_dict(foreign(short, 2) if other_library else short.state_dict(), assign=assign)
+    for name, x in fp8_state(long).items():
+        if "history" in name:
+            assert torch.equal(x[:2], after[name])
+            assert not x[2:].any()
+        else:
+            assert torch.equal(x, after[name])
+    assert not recwarn.list
+    step(long, 3)
+    step(short, 3)

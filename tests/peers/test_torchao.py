@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8 import Float8LinearConfig, convert_to_float8_training
+from float8 import Float8LinearConfig, convert_to_float8_training, convert_to_high_precision
 from sqnr import sqnr
 from support.devices import on_devices
 
@@ -46,3 +46,14 @@ def test_errors_are_those_of_torchao(outliers: bool, device: str) -> None:
     theirs = three(converted, x, grad)
     for a, b, reference in zip(ours, theirs, exact, strict=True):
         assert sqnr(reference, a.double()) == pytest.approx(sqnr(reference, b.double()), abs=0.05)
+
+
+def test_a_model_on_its_way_back_is_quantised() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model, plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.Sequential(nn.Linear(64, 64))
+    plain.load_state_dict(model.state_dict())
+    for each in (convert_to_high_precision(convert_to_float8_training(model)), plain):
+        quantization.quantize_(each, quantization.Int8WeightOnlyConfig())
+    assert type(model[0].weight) is type(plain[0].weight)
+    x = torch.randn(4, 64)
+    assert torch.equal(model[0](x), plain[0](x))

@@ -1,12 +1,17 @@
-"""Swap the `nn.Linear` layers of a model for `Float8Linear`."""
+"""Swap the linear layers of a model for `Float8Linear`."""
+
+import warnings
+from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
-from float8.convert.report import set_skip_reason
-from float8.linear import Float8Linear, move_hooks
+from float8.convert.report import conversion_report, set_skip_reason
+from float8.convert.restore import require_changeable, tell_adapter, ungather
+from float8.linear import Float8Conv1D, Float8Linear, is_conv1d, move_hooks, unsupported
 from float8.parallel.ddp import keep_amaxes_under_ddp
 from float8.parallel.fsdp import check_gatherable, enable_float8_all_gather
 
@@ -18,39 +23,50 @@ def convert_to_float8_training(
     config: Float8LinearConfig | None = None,
     tokens_per_step: int = DEFAULT_TOKENS,
     auto_filter: bool = False,
+    linear_classes: Collection[type[nn.Linear]] = (),
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
     Parameters stay the same objects, so tied weights, optimizers that exist already and
     `requires_grad=False` keep working; forward hooks and the training mode stay too. Layers
-    reached by several names stay shared. Subclasses of `nn.Linear` are left alone, as are layers
-    already converted with this `config`. With `enable_fsdp_float8_all_gather`, weights become
+    reached by several names stay shared. With `enable_fsdp_float8_all_gather`, weights become
     Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
-    `conversion_report(module)` says what was converted and what was not.
+    `conversion_report(module)` says what was converted and what was not, and a warning if nothing
+    was. `convert_to_high_precision(module)` is the way back.
 
-    Without a `module_filter_fn`, layers that float8 would make slower stay in high precision: on an
-    H100 or H200 those that are too small, elsewhere (as on a CPU) none. Weights on the CPU or the
-    meta device are taken to be on their way to the current GPU, if there is one.
+    Subclasses of `nn.Linear` without a forward of their own are converted, too: the new layer is an
+    instance of both. So is the `Conv1D` of transformers (GPT2): its weight [K, N] becomes [N, K],
+    except in state dicts. An optimizer that has state of it already, does not fit any more.
+
+    Layers already converted take the new `config`, with state made anew: without a
+    `module_filter_fn` all of them, else those for which it returns True.
+
+    Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself) and low-rank
+    adapters stay in high precision, and so do layers that float8 would make slower: on an H100 or
+    H200 those that are too small, elsewhere (as on a CPU) none. Weights on the CPU or the meta
+    device are taken to be on their way to the current GPU, if there is one.
 
     Args:
-        module: the model, or a single `nn.Linear`.
-        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear`; only those
-            for which it returns True are converted, `all_linears` takes them all. None: those
-            that gain, or at least lose nothing, at `tokens_per_step`.
+        module: the model, or a single linear layer.
+        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and `Conv1D`
+            that can be converted; only those for which it returns True are, `all_linears` takes
+            them all. None: those described above.
         config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
             without a `module_filter_fn`.
         auto_filter: measure each shape on the GPU instead of judging by its size.
+        linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
+            same, `input @ weight.T + bias`. It is replaced.
 
     Returns:
-        `module`; or, if it is itself an `nn.Linear` and passes the filter, its replacement.
+        `module`; or, if it is itself a linear layer and passes the filter, its replacement.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a layer that the filter lets through was converted before, with another
-            `config`, or is to be gathered in float8, although it is sharded already or its weight
-            has gradient hooks; nothing is changed then. Or `tokens_per_step` is less than 1, or
-            `auto_filter` comes with a `module_filter_fn` or without a GPU.
+        ValueError: a layer is to be gathered in float8, although it is sharded already or its
+            weight has gradient hooks; or a layer already converted cannot take the new config;
+            nothing is changed then. Or `tokens_per_step` is less than 1, or `auto_filter` comes
+            with a `module_filter_fn` or without a GPU.
     """
     require_module(module, "module")
     config = Float8LinearConfig() if config is None else config
@@ -59,40 +75,81 @@ def convert_to_float8_training(
             f"config: got {type(config).__name__}, expected a Float8LinearConfig, for example "
             f"Float8LinearConfig.from_recipe_name('tensorwise')"
         )
-    skip_reason = choose_filter(module_filter_fn, config, tokens_per_step, auto_filter)
-    reasons: dict[nn.Linear, str | None] = {}
+    skip_reason = choose_filter(
+        module_filter_fn, config, tokens_per_step, auto_filter, linear_classes
+    )
+    reasons: dict[Any, str | None] = {}
+    again: list[Float8Linear] = []
     for fqn, linear in module.named_modules():
         if isinstance(linear, Float8Linear):
             if linear.config == config:
                 continue
             if module_filter_fn is None or module_filter_fn(linear, fqn):
-                raise ValueError(
-                    f"layer {fqn or '(root)'!r}: got a layer already converted with another config "
-                    f"({linear.config.differences(config)}), expected one not converted or with "
-                    f"the same config; leave it out with module_filter_fn, or convert the model "
-                    f"afresh"
-                )
-        elif isinstance(linear, nn.Linear):
-            reasons[linear] = skip_reason(linear, fqn)
+                _require_convertible_again(linear, fqn, config)
+                again.append(linear)
+        elif isinstance(linear, nn.Linear) or is_conv1d(linear):
+            reasons[linear] = skip_reason(linear, fqn) or _tied(linear, module)
             if reasons[linear] is None and config.enable_fsdp_float8_all_gather:
                 check_gatherable(linear, fqn)
 
     replacements: dict[nn.Module, nn.Module] = {}
     for linear, reason in reasons.items():  # from here on nothing raises
         set_skip_reason(linear, reason)
-        if reason is None:
-            replacements[linear] = Float8Linear.from_float(linear, config)
+        if reason is None and is_conv1d(linear):
+            replacements[linear] = Float8Conv1D.from_conv1d(linear, config)
+        elif reason is None:
+            replacements[linear] = Float8Linear.from_float(
+                linear, config, linear_classes=linear_classes
+            )
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in replacements:
                 parent._modules[name] = replacements[child]
+                tell_adapter(parent, child, has_transposed=False)
     for linear, replacement in replacements.items():
         move_hooks(linear, replacement)
+    ungather(again)
+    for layer in again:
+        layer.set_up(config)
     module = replacements.get(module, module)
     enable_float8_all_gather(module)
     keep_amaxes_under_ddp(module)
+    _warn_if_nothing_is(module)
     return module
 
 
 swap_linear_with_float8_linear = convert_to_float8_training
 """The name that float8_experimental gave it."""
+
+
+def _require_convertible_again(layer: Float8Linear, fqn: str, config: Float8LinearConfig) -> None:
+    require_changeable(layer, fqn)
+    problem = unsupported(layer, config)
+    if problem is not None:
+        raise ValueError(
+            f"layer {fqn or '(root)'!r}: got a layer already converted, which cannot take the new "
+            f"config: {problem}; leave it out with module_filter_fn"
+        )
+    if config.enable_fsdp_float8_all_gather:
+        check_gatherable(layer, fqn)
+
+
+def _tied(linear: Any, module: nn.Module) -> str | None:
+    """Why a `Conv1D`, whose weight is transposed, cannot be converted for another's sake."""
+    if not is_conv1d(linear):
+        return None
+    users = [x for x in module.modules() for own in x._parameters.values() if own is linear.weight]
+    return None if len(users) == 1 else "got a Conv1D whose weight another module uses, too"
+
+
+def _warn_if_nothing_is(module: nn.Module) -> None:
+    if any(isinstance(layer, Float8Linear) for layer in module.modules()):
+        return
+    report = conversion_report(module)
+    reasons = dict.fromkeys(str(layer.skip_reason) for layer in report.skipped)
+    why = "; ".join([*reasons][:3]) or "it has no linear layers"
+    warnings.warn(
+        f"float8: no layer of {type(module).__name__} was converted: {why}. "
+        f"print(conversion_report(model)) shows each layer",
+        stacklevel=3,
+    )

@@ -1,22 +1,25 @@
 """Which layers to convert: those that a filter takes, or those that float8 makes no slower."""
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from float8.config import Float8LinearConfig
 from float8.convert.measure import measure_linear
-from float8.linear import unsupported
+from float8.linear import computes_something_else, is_conv1d, unsupported
 
 DEFAULT_TOKENS = 8192
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
-SkipReason = Callable[[nn.Linear, str], str | None]
+SkipReason = Callable[[nn.Module, str], str | None]
 """Why a layer is left in high precision; None: it is not."""
+
+WRAPPERS = {"module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Under which names a model is found in what wraps it."""
 
 
 class Smallest(NamedTuple):
@@ -41,6 +44,27 @@ SMALLEST = {
 def all_linears(mod: nn.Module, fqn: str) -> bool:
     """The `module_filter_fn` that takes every layer, however slow float8 makes it."""
     return True
+
+
+def left_out(fqn: str) -> str | None:
+    """Why a layer of this name is only converted if a `module_filter_fn` asks for it, or None.
+
+    The head, which turns the last hidden states into logits: the loss depends on them directly, and
+    it is a small part of a large model. And what PEFT trains: low-rank adapters, too small to gain,
+    and copies of layers, so that no state of delayed scaling gets into its checkpoints.
+    """
+    parts = [part for part in fqn.split(".") if part not in WRAPPERS]
+    if "lm_head" in parts or parts == ["output"]:
+        return "the head: converted only if a module_filter_fn takes it"
+    if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+        return "of an adapter: converted only if a module_filter_fn takes it"
+    return None
+
+
+def features(linear: Any) -> tuple[int, int]:
+    """K and N of an `nn.Linear`, or of a `Conv1D`, whose weight is [K, N]."""
+    K, N = linear.weight.shape if is_conv1d(linear) else (linear.in_features, linear.out_features)
+    return K, N
 
 
 def too_small(gpu: str, tokens: int, in_features: int, out_features: int) -> str | None:
@@ -74,6 +98,7 @@ def choose_filter(
     config: Float8LinearConfig,
     tokens_per_step: int,
     auto_filter: bool,
+    linear_classes: Collection[type[nn.Linear]],
 ) -> SkipReason:
     """What the arguments of `convert_to_float8_training` ask for; raises as that does."""
     if module_filter_fn is not None and not callable(module_filter_fn):
@@ -99,6 +124,14 @@ def choose_filter(
             "it out, or choose layers with a module_filter_fn"
         )
 
+    for cls in linear_classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
+            raise TypeError(
+                f"linear_classes: got {cls!r}, expected subclasses of nn.Linear, for example "
+                f"linear_classes=[MyLinear]"
+            )
+    linear_classes = tuple(linear_classes)
+
     @functools.cache
     def measured(device: torch.device, in_features: int, out_features: int) -> str | None:
         times = measure_linear(tokens_per_step, in_features, out_features, device, config)
@@ -106,16 +139,17 @@ def choose_filter(
         slower = f"measured {speedup:.2f}x of bf16 at {tokens_per_step} tokens on {where}"
         return slower if speedup < 1 else None
 
-    def skip(linear: nn.Linear, fqn: str) -> str | None:
-        problem = unsupported(linear, config)
-        if type(linear) is not nn.Linear:  # no filter need know of these
-            return problem
+    def skip(linear: Any, fqn: str) -> str | None:
+        if reason := computes_something_else(linear, linear_classes):
+            return reason  # no filter need know of these
+        problem = unsupported(linear, config, linear_classes)
         if module_filter_fn is not None:
             return problem if module_filter_fn(linear, fqn) else "module_filter_fn returned False"
+        problem = problem or left_out(fqn)
         # Emulation is for its numerics; what cannot be converted has a better reason than speed.
         if problem is not None or config.emulate or not config.float8_gemms:
             return problem
-        device, shape = linear.weight.device, (linear.in_features, linear.out_features)
+        device, shape = linear.weight.device, features(linear)
         if auto_filter:
             if device.type != "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())

@@ -1,14 +1,23 @@
 """What a conversion did, layer by layer."""
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
 
 from float8.arguments import require_module
 from float8.config import CastSite
-from float8.linear import Float8Linear
+from float8.convert.filters import features
+from float8.linear import Float8Linear, is_conv1d
 
 _SKIP_REASON = "_float8_skip_reason"
+
+_NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
+"""Modules whose Parameters of two dims and more are not multiplied as matrices."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +38,36 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class OtherWeight:
+    """A weight that matrices are multiplied with, although no linear layer has it.
+
+    Such as those of experts, and `in_proj_weight` of `nn.MultiheadAttention`.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+
+    module: str
+    """The class that has it."""
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """All linear layers of a model, converted or not. `str()` gives a readable table."""
 
     layers: tuple[LayerReport, ...]
+
+    others: tuple[OtherWeight, ...] = ()
+    """Stay in high precision. Told by their shape: two dims or more, each larger than one, in no
+    embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
+
+    @property
+    def share(self) -> float:
+        """The part of all matmul weights that runs in float8, by their number, from 0 to 1."""
+        in_float8 = sum(x.in_features * x.out_features for x in self.converted)
+        skipped = sum(x.in_features * x.out_features for x in self.skipped)
+        all_weights = in_float8 + skipped + sum(math.prod(x.shape) for x in self.others)
+        return in_float8 / all_weights if all_weights else 0.0
 
     @property
     def converted(self) -> tuple[LayerReport, ...]:
@@ -45,16 +80,21 @@ class ConversionReport:
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"]
-        width = max((len(layer.fqn) for layer in self.layers), default=0)
+        count = f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"
+        lines = [f"{count}, {self.share:.1%} of all matmul weights"]
+        names = [layer.fqn for layer in self.layers] + [other.fqn for other in self.others]
+        width = max(map(len, names), default=0)
         for layer in self.layers:
             shape = f"[{layer.out_features}, {layer.in_features}]"
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
             lines.append(f"  {layer.fqn:<{width}}  {shape:<16} {fate}")
+        for other in self.others:
+            fate = f"not converted: a weight of {other.module}, no linear layer"
+            lines.append(f"  {other.fqn:<{width}}  {[*other.shape]!s:<16} {fate}")
         return "\n".join(lines)
 
 
-def set_skip_reason(linear: nn.Linear, reason: str | None) -> None:
+def set_skip_reason(linear: nn.Module, reason: str | None) -> None:
     """Note on a layer why it was not converted (None: nothing to note)."""
     linear.__dict__.pop(_SKIP_REASON, None)
     if reason is not None:
@@ -71,9 +111,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    layers = []
+    layers, others = [], []
     for fqn, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            others += _other_weights(fqn, module)
             continue
         scaling = reason = None
         if not isinstance(module, Float8Linear):
@@ -86,7 +127,19 @@ def conversion_report(model: nn.Module) -> ConversionReport:
                 for site in CastSite
                 if module.config.owner(site) is site
             )
-        layers.append(
-            LayerReport(fqn or "(root)", module.in_features, module.out_features, scaling, reason)
-        )
-    return ConversionReport(tuple(layers))
+        layers.append(LayerReport(fqn or "(root)", *features(module), scaling, reason))
+    return ConversionReport(tuple(layers), tuple(others))
+
+
+def _other_weights(fqn: str, module: nn.Module) -> list[OtherWeight]:
+    if isinstance(module, _NO_MATMUL) or type(module).__module__ == parametrize.__name__:
+        return []
+    return [
+        OtherWeight(f"{fqn}.{name}" if fqn else name, tuple(weight.shape), type(module).__name__)
+        for name, weight in module._parameters.items()
+        if isinstance(weight, nn.Parameter)
+        and not isinstance(weight, UninitializedParameter)
+        and weight.dim() > 1
+        and min(weight.shape) > 1
+        and not any(word in name for word in ("bias", "embed", "token", "pos"))
+    ]

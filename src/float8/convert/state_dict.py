@@ -29,6 +29,19 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     return state
 
 
+def float8_state_dict(model: nn.Module) -> dict[str, Any]:
+    """What `high_precision_state_dict(model)` leaves out: the state of delayed scaling alone.
+
+    To be saved beside a checkpoint of the plain model; it loads with `strict=False` into the
+    converted one, after that.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+    """
+    plain = high_precision_state_dict(model)
+    return {name: x for name, x in model.state_dict().items() if name not in plain}
+
+
 def _drop_state(
     layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:

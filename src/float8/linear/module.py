@@ -1,14 +1,19 @@
 """`Float8Linear`: a drop-in `nn.Linear` whose GEMMs run in float8."""
 
+from collections.abc import Collection
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from float8.config import CastSite, Float8LinearConfig
 from float8.linear.cached import current_operand
+from float8.linear.classes import class_of
 from float8.linear.delayed import StatefulLinear
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, held_in_float8
+from float8.linear.other_state import as_loadable
 from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.source import own_containers, require_supported
+from float8.linear.source import OWN_ATTRIBUTES, own_containers, require_supported
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
@@ -23,6 +28,8 @@ class Float8Linear(StatefulLinear):
     """
 
     plan: LinearPlan
+    source_class: ClassVar[type[nn.Module]] = nn.Linear
+    """What it was made of, and becomes again in `convert_to_high_precision`."""
 
     def __init__(
         self,
@@ -36,11 +43,17 @@ class Float8Linear(StatefulLinear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         config = Float8LinearConfig() if config is None else config
-        require_supported(self, config, float8=True)
-        self._set_up(config)
+        require_supported(self, config)
+        self.set_up(config)
 
     @classmethod
-    def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "Float8Linear":
+    def from_float(
+        cls,
+        mod: nn.Linear,
+        config: Float8LinearConfig | None = None,
+        *,
+        linear_classes: Collection[type[nn.Linear]] = (),
+    ) -> "Float8Linear":
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
         Parameters are the same objects (`enable_fsdp_float8_all_gather` takes effect in
@@ -48,29 +61,50 @@ class Float8Linear(StatefulLinear):
         new layer, does not show in the other; so the handle of a hook of `mod` removes it there.
 
         Args:
-            mod: the layer; its Parameters are shared, not copied.
+            mod: the layer; its Parameters are shared, not copied. Of a subclass of `nn.Linear`
+                the new layer is an instance, too. Of a `Float8Linear` the state is made anew.
             config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+            linear_classes: subclasses of `nn.Linear` whose own forward may be replaced.
 
         Raises:
-            TypeError: `mod` is not exactly an `nn.Linear` (or a `Float8Linear`, whose state is
-                then made anew), or its dtype cannot be cast to float8.
+            TypeError: `mod` is no `nn.Linear`, or of a subclass that may compute something else,
+                or its dtype cannot be cast to float8.
             ValueError: `config` cannot be honoured for this layer.
         """
         config = Float8LinearConfig() if config is None else config
-        require_supported(mod, config, float8=isinstance(mod, Float8Linear))
-        new = cls.__new__(cls)
+        require_supported(mod, config, linear_classes)
+        new_class: Any = type(mod)
+        if not isinstance(mod, Float8Linear):
+            new_class = class_of(cls, new_class)
+        elif issubclass(mod.source_class, nn.Linear):  # a Float8Conv1D stays one
+            new_class = class_of(cls, mod.source_class)
+        new: Float8Linear = new_class.__new__(new_class)
         new.__dict__.update(mod.__dict__)
         new.__dict__.update(own_containers(mod))
-        if isinstance(mod, Float8Linear):
-            for site in mod.delayed:  # of its configuration, not ours
-                for name in site.buffers:
-                    del new._buffers[name]
-        new._set_up(config)
+        new.set_up(config)
         return new
 
-    def _set_up(self, config: Float8LinearConfig) -> None:
+    def set_up(self, config: Float8LinearConfig) -> None:
+        """Take this configuration, with state made anew."""
+        self._drop_state()
         self.plan = plan_linear(config)
         self.register_state(config)
+
+    def _drop_state(self) -> None:
+        for site in self.delayed:
+            for name in site.buffers:
+                del self._buffers[name]
+
+    def become_high_precision(self) -> None:
+        """Turn this very object back into what it was made of."""
+        self._drop_state()
+        for name in OWN_ATTRIBUTES & vars(self).keys():
+            del self.__dict__[name]
+        self.__class__ = self.source_class  # type: ignore[assignment]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict = as_loadable(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---------------------------------------------------------------- forward
 

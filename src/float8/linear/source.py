@@ -1,24 +1,39 @@
-"""The `nn.Linear` that a `Float8Linear` is made of: which ones can be, and what they hand over."""
+"""The layer that a `Float8Linear` is made of: which ones can be, and what they hand over."""
 
 import copy
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from float8.config import Float8LinearConfig
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, lacks_float8_gemm
+from float8.linear.classes import computes_something_else, is_conv1d, path
+from float8.linear.delayed import StatefulLinear
+
+OWN_ATTRIBUTES = frozenset({"config", "plan", *dir(StatefulLinear)}) - {*dir(nn.Linear)}
+"""Names that a `Float8Linear` uses and `nn.Linear` does not."""
 
 
-def unsupported(mod: nn.Linear, config: Float8LinearConfig) -> str | None:
-    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None."""
-    problem = _problem(mod, config, float8=False)
+def unsupported(
+    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
+) -> str | None:
+    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
+
+    Args:
+        mod: an `nn.Linear` of any subclass, also a `Float8Linear`, or a `Conv1D`.
+        config: the configuration.
+        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
+    """
+    problem = _problem(mod, config, linear_classes)
     return None if problem is None else str(problem)
 
 
-def require_supported(mod: nn.Module, config: Float8LinearConfig, *, float8: bool) -> None:
-    """Raise what `unsupported` says; `float8`: `mod` is a `Float8Linear`, of any subclass."""
+def require_supported(
+    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
+) -> None:
+    """Raise what `unsupported` says."""
     if not isinstance(mod, nn.Linear):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
     if not isinstance(config, Float8LinearConfig):
@@ -26,7 +41,7 @@ def require_supported(mod: nn.Module, config: Float8LinearConfig, *, float8: boo
             f"Float8Linear: got a config of type {type(config).__name__}, expected a "
             f"Float8LinearConfig, for example Float8LinearConfig.from_recipe_name('tensorwise')"
         )
-    problem = _problem(mod, config, float8=float8)
+    problem = _problem(mod, config, linear_classes)
     if problem is not None:
         raise type(problem)(f"Float8Linear: {problem}")
 
@@ -51,13 +66,16 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _problem(
-    mod: nn.Linear, config: Float8LinearConfig, *, float8: bool
+    mod: Any, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    # A parametrized layer is of a class of its own, which the new layer would not have.
-    if not (float8 or type(mod) is nn.Linear) or is_parametrized(mod):
-        return TypeError(
-            f"got a {type(mod).__name__}, which may not compute what nn.Linear does, expected an "
-            f"nn.Linear itself"
+    # A Float8Linear is one of ours, whatever it was made of; a parametrized one is somebody else's.
+    if reason := computes_something_else(mod, (*linear_classes, StatefulLinear)):
+        return TypeError(reason)
+    taken = OWN_ATTRIBUTES & {*vars(mod), *dir(type(mod))}
+    if taken and not isinstance(mod, StatefulLinear):
+        return ValueError(
+            f"got a {path(type(mod))} with an attribute {min(taken)!r}, expected one without: "
+            f"Float8Linear has one of that name"
         )
     if "forward" in mod.__dict__:  # it would win over ours
         return ValueError(
@@ -68,6 +86,11 @@ def _problem(
             "got a layer after `.compile()`, expected one before; convert first, then compile"
         )
     weight = mod.weight
+    if is_conv1d(mod) and type(weight) is not nn.Parameter:
+        return ValueError(
+            f"got a Conv1D whose weight is a {type(weight).__name__}, expected an nn.Parameter: "
+            f"convert before weights are sharded or quantised"
+        )
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
         return TypeError(f"got weight of dtype {weight.dtype}, expected one of {expected}")

@@ -1,0 +1,96 @@
+"""The way back: layers in high precision again."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from float8.arguments import require_module
+from float8.linear import Float8Linear, is_conv1d
+from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+
+
+def convert_to_high_precision(module: nn.Module) -> nn.Module:
+    """Turn each `Float8Linear` of `module` back into what it was made of, in place.
+
+    An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
+    Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
+    working. The state of delayed scaling is dropped. Does nothing for a model in high precision.
+
+    Args:
+        module: the model, or a single `Float8Linear`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError: `module` is no `nn.Module`.
+        ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or is
+            inside of `cached_weights`; nothing is changed then.
+    """
+    require_module(module, "module")
+    layers = {
+        layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Linear)
+    }
+    for layer, fqn in layers.items():
+        require_changeable(layer, fqn)
+    ungather(layers)
+    for layer in layers:
+        layer.become_high_precision()
+    for parent in module.modules():
+        for child in parent._modules.values():
+            if child in layers:
+                tell_adapter(parent, child, has_transposed=True)
+    return module
+
+
+def require_changeable(layer: Float8Linear, fqn: str) -> None:
+    """Raise a `ValueError` if somebody relies on what `layer` is."""
+    if hasattr(type(layer), "reshard"):
+        got = "a layer that fully_shard was applied to"
+        do = "apply it to the block around it"
+    elif is_parametrized(layer):
+        got, do = "a layer that is parametrized", "remove the parametrization first"
+    elif layer.weight_cache is not None:
+        got, do = "a layer inside of cached_weights", "leave that context first"
+    elif not isinstance(layer.weight, Float8GatherWeight) and isinstance(
+        local_tensor(layer.weight), Float8GatherWeight | Float8Tensor
+    ):
+        got = "a weight that FSDP2 gathers in float8"
+        do = "make the change before fully_shard, or load a state dict of it into a new model"
+    else:
+        return
+    raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
+
+
+def ungather(layers: Iterable[Float8Linear]) -> None:
+    """Make weights that were to be gathered in float8 ordinary Parameters again."""
+    users: dict[Any, list[Float8Linear]] = {}
+    for layer in layers:
+        weight: Any = layer._parameters.get("weight")
+        if isinstance(weight, Float8GatherWeight):
+            users.setdefault(weight, []).append(layer)
+    for weight, of_layers in users.items():
+        plain: Any = nn.Parameter(weight.high_precision, requires_grad=weight.requires_grad)
+        plain.grad = weight.grad
+        ours = {*Float8GatherWeight.__annotations__, "_is_param"}
+        plain.__dict__.update({k: v for k, v in vars(weight).items() if k not in ours})
+        try:
+            torch.utils.swap_tensors(weight, plain)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # nothing has changed then
+            for layer in of_layers:
+                layer._parameters["weight"] = plain
+            warnings.warn(
+                "float8: a weight is a new Parameter, because something refers to the old one (a "
+                "graph, a weakref): make the optimizer anew",
+                stacklevel=3,
+            )
+
+
+def tell_adapter(parent: Any, child: Any, *, has_transposed: bool) -> None:
+    """Tell an adapter of PEFT how the weight of the `Conv1D` that it wraps lies now."""
+    if is_conv1d(child) and hasattr(parent, "fan_in_fan_out"):
+        parent.fan_in_fan_out = has_transposed

@@ -1,0 +1,44 @@
+"""The `Trainer` of Lightning."""
+
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from float8.convert import convert_to_float8_training
+from float8.sync import Attachment, attach_to_optimizer
+
+
+class Float8Callback(Callback):
+    """Converts the module before its optimizers are made, and attaches it to them.
+
+    `Trainer(..., callbacks=[Float8Callback(config=...)])`. Checkpoints carry the state of delayed
+    scaling; load them into a module that this callback converted, in any stage. A model that is
+    made in `configure_model` does not exist yet: convert it there, and give `convert=False`.
+
+    Args:
+        convert: False leaves the conversion to you.
+        group: of the sync, as in `attach_to_optimizer`.
+        **conversion: the arguments of `convert_to_float8_training`, for example `config`.
+    """
+
+    def __init__(self, *, convert: bool = True, group: Any = None, **conversion: Any) -> None:
+        self._convert, self._group, self._conversion = convert, group, conversion
+        self._attachments: list[Attachment] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Convert the layers of the module."""
+        if self._convert:
+            convert_to_float8_training(pl_module, **self._conversion)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach the module to each of its optimizers."""
+        self._attachments = [
+            attach_to_optimizer(pl_module, optimizer, group=self._group)
+            for optimizer in trainer.optimizers
+        ]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End the attachments."""
+        for attachment in self._attachments:
+            attachment.remove()
+        self._attachments = []

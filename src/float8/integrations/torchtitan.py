@@ -1,0 +1,92 @@
+"""torchtitan 0.3: a converter of model configs, and what its optimizers need.
+
+In a function of a `config_registry`, or wherever a `Trainer.Config` is made:
+
+    spec = model_registry("8B", converters=[Float8Converter.Config(recipe_name="delayed")])
+    spec.post_optimizer_build_fn = attach_to_optimizers
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.model import ModelConfigConverter
+
+from float8.config import Float8LinearConfig
+from float8.convert.filters import left_out
+from float8.linear import Float8Linear
+from float8.linear.source import require_supported
+from float8.parallel.fsdp import enable_float8_all_gather
+from float8.sync import attach_to_optimizer
+
+
+class ConvertedLinear(Float8Linear, Linear):
+    """A `Float8Linear` that is built as torchtitan builds its own `Linear`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """That of `Linear`, and how it is to run."""
+
+        float8: Float8LinearConfig
+
+    def __init__(self, config: Config) -> None:
+        Linear.__init__(self, config)
+        require_supported(self, config.float8)
+        self.set_up(config.float8)
+        enable_float8_all_gather(self)
+
+
+class Float8Converter(ModelConfigConverter):
+    """Makes the linear layers of a model `Float8Linear`, by a recipe of this library.
+
+    Those with a config of their own, and so perhaps with a forward of their own, stay. Tensor
+    parallel is not supported.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """Which recipe, and which layers; the other fields as in `Float8LinearConfig`."""
+
+        recipe_name: str = "tensorwise"
+
+        filter_fqns: list[str] = field(default_factory=list)
+        """Layers stay in high precision if their names contain one of these; the head always."""
+
+        enable_fsdp_float8_all_gather: bool = False
+
+        emulate: bool = False
+
+    def __init__(self, config: Config) -> None:
+        self._filter_fqns = config.filter_fqns
+        self._float8 = Float8LinearConfig.from_recipe_name(config.recipe_name)
+        self._float8 = replace(
+            self._float8,
+            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+            emulate=config.emulate,
+        )
+
+    def convert(self, model_config: Any) -> Any:
+        """`model_config` with other configs for its linear layers, in place."""
+        for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
+            if left_out(fqn) or any(part in fqn for part in self._filter_fqns):
+                continue
+            if type(linear) is not Linear.Config:
+                continue
+            new = ConvertedLinear.Config(
+                **{each.name: getattr(linear, each.name) for each in fields(linear)},
+                float8=self._float8,
+            )
+            if isinstance(parent, list):
+                parent[name] = new
+            else:
+                setattr(parent, name, new)
+        return model_config
+
+
+def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
+    """Attach each part of the model to its optimizers: a `post_optimizer_build_fn`."""
+    for part in model_parts:
+        own = {id(parameter) for parameter in part.parameters()}
+        for optimizer in optimizers:
+            if any(id(x) in own for group in optimizer.param_groups for x in group["params"]):
+                attach_to_optimizer(part, optimizer)

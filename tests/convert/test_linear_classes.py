@@ -1,0 +1,263 @@
+"""Subclasses of `nn.Linear`: which convert, and what they stay."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    all_linears,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from float8.linear.source import OWN_ATTRIBUTES
+from sqnr import same_bits
+from support.configs import delayed, tensorwise
+from support.models import forward_backward, seeded
+
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
+
+class Scaled(nn.Linear):
+    """No forward of its own, but all else."""
+
+    kind = "scaled"
+
+    def __init__(self, K: int, N: int, std: float = 0.5) -> None:
+        self.std = std
+        super().__init__(K, N)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)
+
+    @property
+    def fan(self) -> int:
+        return self.in_features
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, std={self.std}"
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class DoubledOutside(nn.Linear):
+    def __call__(self, input: Tensor) -> Tensor:
+        return super().__call__(input) * 2
+
+
+class Plain(Doubled):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.t() + self.bias
+
+
+@CONFIGS
+def test_a_subclass_without_a_forward_converts_and_stays_one(config: Float8LinearConfig) -> None:
+    model, same = nn.Sequential(Scaled(32, 16)), nn.Sequential(nn.Linear(32, 16))
+    same.load_state_dict(model.state_dict())
+    weight = model[0].weight
+    convert_to_float8_training(model, config=config)
+    convert_to_float8_training(same, config=config)
+    layer = model[0]
+    assert isinstance(layer, Float8Linear)
+    assert isinstance(layer, Scaled)
+    assert layer.weight is weight
+    assert (layer.kind, layer.std, layer.fan) == ("scaled", 0.5, 32)
+    assert repr(layer).startswith("Float8Linear[Scaled](in_features=32, out_features=16, bias=True")
+    assert "std=0.5" in repr(layer)
+    assert len(conversion_report(model).converted) == 1
+    x, grad = seeded(0, 4, 32), seeded(1, 4, 16)
+    for _ in range(2):
+        wanted, got = forward_backward(same, x, grad), forward_backward(model, x, grad)
+        assert all(same_bits(got[name], wanted[name]) for name in wanted)
+    layer.reset_parameters()
+    assert not layer.bias.any()
+
+
+@CONFIGS
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_it_is_copied_and_pickled(how: str, config: Float8LinearConfig) -> None:
+    model = convert_to_float8_training(nn.Sequential(Scaled(32, 16)), config=config)
+    x, grad = seeded(0, 4, 32), seeded(1, 4, 16)
+    forward_backward(model, x, grad)
+    if how == "deepcopy":
+        again = copy.deepcopy(model)
+    elif how == "pickle":
+        again = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    assert type(again[0]) is type(model[0])
+    assert again[0].weight is not model[0].weight
+    state = model.state_dict()
+    assert all(same_bits(x, state[name]) for name, x in again.state_dict().items())
+    wanted, got = forward_backward(model, x, grad), forward_backward(again, x, grad)
+    assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+def test_layers_of_one_class_have_one_class() -> None:
+    """So compiled code is made once for all of them."""
+    model = convert_to_float8_training(nn.Sequential(Scaled(16, 16), Scaled(16, 16)))
+    assert type(model[0]) is type(model[1])
+    model.compile(backend="aot_eager", fullgraph=True)
+    model(seeded(0, 4, 16)).sum().backward()
+
+
+def test_a_class_defined_in_a_function_converts() -> None:
+    class Linear(nn.Linear):
+        pass
+
+    model = convert_to_float8_training(nn.Sequential(Linear(16, 16)))
+    assert isinstance(model[0], Linear)
+    assert isinstance(model[0], Float8Linear)
+
+
+@pytest.mark.parametrize("cls", [Doubled, DoubledOutside])
+def test_a_subclass_with_a_forward_of_its_own_says_how_to_ask_for_it(cls: type) -> None:
+    model = nn.Sequential(cls(16, 16), nn.Linear(16, 16))
+    convert_to_float8_training(model, module_filter_fn=all_linears)
+    assert type(model[0]) is cls
+    (layer,) = conversion_report(model).skipped
+    assert f"got a {__name__}.{cls.__name__}, whose forward is not" in layer.skip_reason
+    assert f"linear_classes=[{cls.__name__}]" in layer.skip_reason
+
+
+def test_a_subclass_with_a_forward_of_its_own_converts_on_request() -> None:
+    mine, linear = Plain(32, 16), nn.Linear(32, 16)
+    linear.load_state_dict(mine.state_dict())
+    model = convert_to_float8_training(nn.Sequential(mine, Doubled(16, 16)), linear_classes=[Plain])
+    assert isinstance(model[0], Plain)
+    assert type(model[1]) is Doubled
+    x = seeded(0, 4, 32)
+    assert torch.equal(model[0](x), convert_to_float8_training(linear)(x))
+    with pytest.raises(TypeError, match="whose forward is not"):
+        Float8Linear.from_float(mine)
+
+
+@pytest.mark.parametrize("wrong", [nn.ReLU, "Linear", nn.Linear(1, 1)])
+def test_linear_classes_of_a_wrong_type(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"linear_classes: got .*expected subclasses of nn.Linear"):
+        convert_to_float8_training(nn.Linear(16, 16), linear_classes=[wrong])
+
+
+def test_an_attribute_that_we_need_is_not_overwritten() -> None:
+    class Configured(nn.Linear):
+        config = "theirs"
+
+    model = nn.Sequential(Configured(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].plan = "theirs"
+    convert_to_float8_training(model)
+    for layer, name in zip(conversion_report(model).skipped, ("config", "plan"), strict=True):
+        assert f"with an attribute '{name}', expected one without" in layer.skip_reason
+    assert (model[0].config, model[1].plan) == ("theirs", "theirs")
+
+
+def test_all_that_conversion_adds_to_a_layer_is_known() -> None:
+    linear = nn.Linear(16, 16)
+    layer = Float8Linear.from_float(linear, delayed())
+    forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
+    assert vars(layer).keys() - vars(linear).keys() <= OWN_ATTRIBUTES
+
+
+# ---------------------------------------------------------------- and back
+
+
+@CONFIGS
+def test_it_becomes_what_it_was(config: Float8LinearConfig) -> None:
+    model = nn.Sequential(Scaled(32, 16), Plain(16, 16), nn.Linear(16, 16).eval())
+    model[0].register_forward_hook(lambda mod, args, out: out + 1)
+    model[2].weight.requires_grad_(False)
+    original, x = copy.deepcopy(model), seeded(0, 4, 32)
+    parameters = dict(model.named_parameters())
+    convert_to_float8_training(model, config=config, linear_classes=[Plain])
+    assert len(conversion_report(model).converted) == 3
+    layers = list(model)
+    model(x).sum().backward()
+    assert convert_to_high_precision(model) is model
+    assert [*map(type, model)] == [*map(type, original)]
+    assert all(layer is converted for layer, converted in zip(model, layers, strict=True))
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert list(model.state_dict()) == list(original.state_dict())
+    left = {"_ddp_params_and_buffers_to_ignore"}  # names of buffers that are gone
+    for layer, before in zip(model, original, strict=True):
+        assert vars(layer).keys() - left == vars(before).keys()
+    assert not model[2].training
+    assert torch.equal(model(x), original(x))
+    assert conversion_report(model).converted == ()
+    convert_to_float8_training(model, config=config, linear_classes=[Plain])  # and again
+    assert len(conversion_report(model).converted) == 3
+
+
+def test_a_layer_as_root_becomes_a_linear_in_place() -> None:
+    layer = Float8Linear(16, 16, config=delayed())
+    assert convert_to_high_precision(layer) is layer
+    assert type(layer) is nn.Linear
+    assert convert_to_high_precision(layer) is layer  # nothing left to do
+
+
+def test_an_optimizer_goes_on_across_the_way_back() -> None:
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=delayed())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for change in (lambda m: m, convert_to_high_precision, convert_to_float8_training):
+        change(model)
+        before = model[0].weight.detach().clone()
+        model(seeded(0, 4, 16)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model[0].weight, before)
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
+def test_a_compiled_model_follows() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    x, wanted = seeded(0, 4, 16), None
+    wanted = model(x)
+    compiled = torch.compile(convert_to_float8_training(model), backend="eager")
+    assert not torch.equal(compiled(x), wanted)
+    convert_to_high_precision(compiled)
+    assert torch.equal(compiled(x), wanted)
+
+
+def test_weights_to_be_gathered_in_float8_are_plain_again() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight = model[0].weight
+    weight = model[0].weight
+    model[0].weight.note = "kept"
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config)
+    assert type(model[0].weight.data) is not Tensor
+    convert_to_high_precision(model)
+    assert model[0].weight is model[1].weight is weight
+    assert type(weight) is nn.Parameter
+    assert type(weight.data) is Tensor
+    assert vars(weight) == {"note": "kept"}
+    convert_to_float8_training(model, config=config)
+    convert_to_float8_training(model)  # without the gather
+    assert type(model[0].weight.data) is Tensor
+
+
+def test_what_somebody_relies_on_is_refused_before_anything_changes() -> None:
+    from float8 import cached_weights
+
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    nn.utils.parametrizations.weight_norm(model[1])
+    with pytest.raises(ValueError, match=r"layer '1': got a layer that is parametrized"):
+        convert_to_high_precision(model)
+    with (
+        cached_weights(model[0]),
+        pytest.raises(ValueError, match=r"\(root\).*inside of cached_weights"),
+    ):
+        convert_to_high_precision(model[0])
+    assert isinstance(model[0], Float8Linear)
+    with pytest.raises(TypeError, match="module: got NoneType"):
+        convert_to_high_precision(None)

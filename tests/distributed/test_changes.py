@@ -1,0 +1,126 @@
+"""Changing a model under FSDP2 and DDP: the way back, another recipe; GPT2's transposed weights."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from float8 import (
+    all_linears,
+    attach_to_optimizer,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from support.configs import RECIPES, delayed, tensorwise
+from support.models import gradients, seeded
+from support.ranks import Ranks
+from support.sharded import DIM, convert, model_of, shard, train, whole
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(seeded(3, 16, DIM)).square().mean().backward()
+    return {name.removeprefix("module."): whole(x) for name, x in gradients(model).items()}
+
+
+def changed(wrap: str) -> None:
+    wrapped = []
+    for recipe in (None, "delayed", "tensorwise"):
+        model = model_of(42)
+        if recipe is not None:
+            convert(model, recipe, all_gather=False)
+        wrapped.append(shard(model) if wrap == "fsdp" else DistributedDataParallel(model))
+    plain, model, dynamic = wrapped
+    grads_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    attach_to_optimizer(model, optimizer).remove()
+    convert_to_float8_training(model, config=tensorwise(), module_filter_fn=all_linears)
+    assert conversion_report(model).converted
+    if wrap == "ddp":  # it keeps a list of buffers, which are gone
+        model = DistributedDataParallel(model.module)
+    wanted, got = grads_of(dynamic), grads_of(model)
+    assert all(torch.equal(got[name], x) for name, x in wanted.items())
+    convert_to_high_precision(model)
+    assert not conversion_report(model).converted
+    wanted, got = grads_of(plain), grads_of(model)
+    assert all(torch.equal(got[name], x) for name, x in wanted.items())
+
+
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_a_wrapped_model_changes(two: Ranks, wrap: str) -> None:
+    two.run(changed, wrap)
+
+
+def refused() -> None:
+    model = shard(convert(model_of(42), "delayed"))
+    train(model, 1)
+    before = [type(layer) for layer in model.modules()]
+    for change in (
+        convert_to_high_precision,
+        lambda m: convert_to_float8_training(m, config=tensorwise(), module_filter_fn=all_linears),
+    ):
+        with pytest.raises(ValueError, match="got a weight that FSDP2 gathers in float8, expected"):
+            change(model)
+    assert [type(layer) for layer in model.modules()] == before
+
+
+def test_weights_that_are_gathered_in_float8_are_refused(two: Ranks) -> None:
+    two.run(refused)
+
+
+def gpt2_on_ranks(path: str, recipe: str, all_gather: bool) -> None:
+    hf = pytest.importorskip("support.hugging_face")
+    config = {"tensorwise": tensorwise, "delayed": delayed}[recipe](
+        enable_fsdp_float8_all_gather=all_gather
+    )
+    model = convert_to_float8_training(hf.gpt2(), config=config)
+    alone = convert_to_float8_training(hf.gpt2(), config=config)
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    tokens = hf.tokens()
+    for one in (model, alone):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+        attach_to_optimizer(one, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    wanted = alone.state_dict()
+    assert full.keys() == wanted.keys()
+    for name, x in full.items():
+        torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-5)
+    # Into a sharded one by torch's own functions, and into the tensors of a plain model's state.
+    other = convert_to_float8_training(hf.gpt2(1), config=config)
+    for block in other.transformer.h:
+        fully_shard(block)
+    fully_shard(other)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(other, copy.deepcopy(full), options=options)
+    again = get_model_state_dict(other, options=options)
+    assert all(torch.equal(again[name], x) for name, x in full.items())
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    plain = hf.gpt2(1)
+    dcp.load(plain.state_dict(), checkpoint_id=path)
+    assert all(torch.equal(x, full[name]) for name, x in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("all_gather", [False, True])
+def test_conv1d_is_sharded_and_its_checkpoints_stay_those_of_gpt2(
+    two: Ranks, recipe: str, all_gather: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    two.run(gpt2_on_ranks, str(tmp_path), recipe, all_gather)

@@ -1,0 +1,151 @@
+"""The `Conv1D` of transformers (GPT2) converts; its checkpoints stay those of the original."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tolerances
+from float8 import (
+    Float8Linear,
+    all_linears,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from float8 import sync_float8_amax_and_scale_history as sync
+from sqnr import same_bits, sqnr
+from support.configs import delayed, tensorwise
+from support.models import gradients
+
+transformers = pytest.importorskip("transformers")
+Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+hf = pytest.importorskip("support.hugging_face")
+gpt2, tokens = hf.gpt2, hf.tokens
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
+
+def step(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=tokens(seed), labels=tokens(seed)).loss
+    loss.backward()
+    sync(model)
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@CONFIGS
+def test_it_trains_as_in_high_precision(config) -> None:
+    plain, model = gpt2(), gpt2()
+    parameters = dict(model.named_parameters())
+    convert_to_float8_training(model, config=config)
+    report = conversion_report(model)
+    assert len(report.converted) == 8
+    (head,) = report.skipped
+    assert head.fqn == "lm_head"
+    assert report.others == ()
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    layer = model.transformer.h[0].attn.c_attn
+    assert isinstance(layer, Float8Linear)
+    assert layer.weight.shape == (layer.out_features, layer.in_features) == (192, 64)
+    assert layer.weight.is_contiguous()
+    for seed in range(3):
+        wanted, got = step(plain, seed), step(model, seed)
+        assert got["loss"] == pytest.approx(wanted["loss"].item(), abs=0.02)
+        for name, grad in wanted.items():
+            mine = got[name].t() if name.endswith((".c_attn.weight", ".c_fc.weight")) else got[name]
+            if name.endswith(".c_proj.weight"):
+                mine = mine.t()
+            assert sqnr(grad, mine) > tolerances.MODEL, name
+
+
+@CONFIGS
+def test_checkpoints_are_those_of_the_original_in_both_directions(config) -> None:
+    plain, model = gpt2(), convert_to_float8_training(gpt2(), config=config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    state = model.state_dict()
+    incompatible = plain.load_state_dict(state, strict=config == tensorwise())
+    assert not incompatible.missing_keys
+    convert_to_high_precision(model)
+    assert all(same_bits(x, plain.state_dict()[name]) for name, x in model.state_dict().items())
+    for assign in (False, True):
+        other = convert_to_float8_training(gpt2(), config=config)
+        other.load_state_dict(copy.deepcopy(plain.state_dict()), assign=assign)
+        weight = other.transformer.h[0].attn.c_attn.weight
+        assert weight.is_contiguous()
+        assert torch.equal(weight.t(), plain.transformer.h[0].attn.c_attn.weight)
+        step(other)
+
+
+def test_a_state_dict_can_be_written_to() -> None:
+    model = convert_to_float8_training(gpt2())
+    for x in model.state_dict().values():
+        x.zero_()
+    assert not any(p.any() for p in model.parameters())
+
+
+def test_it_is_saved_and_loaded_by_transformers(tmp_path: Path) -> None:
+    plain, model = gpt2(), convert_to_float8_training(gpt2())
+    model.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert all(same_bits(x, plain.state_dict()[name]) for name, x in loaded.state_dict().items())
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again.transformer.h[0].attn.c_attn) is type(model.transformer.h[0].attn.c_attn)
+    assert same_bits(step(again)["loss"], step(model)["loss"])
+
+
+@CONFIGS
+def test_the_way_back(config) -> None:
+    model = gpt2()
+    before, parameters = copy.deepcopy(model), dict(model.named_parameters())
+    convert_to_float8_training(model, config=config)
+    step(model)
+    grad = model.transformer.h[0].attn.c_attn.weight.grad
+    layer = model.transformer.h[0].attn.c_attn
+    convert_to_high_precision(model)
+    assert model.transformer.h[0].attn.c_attn is layer
+    assert type(layer) is Conv1D
+    assert torch.equal(layer.weight.grad, grad.t())
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert all(same_bits(x, before.state_dict()[name]) for name, x in model.state_dict().items())
+    wanted, got = step(before), step(model)
+    assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+def test_to_another_recipe() -> None:
+    model = convert_to_float8_training(gpt2(), config=delayed())
+    convert_to_float8_training(model)
+    same = convert_to_float8_training(gpt2())
+    assert same_bits(step(model)["loss"], step(same)["loss"])
+    layer = same.transformer.h[0].attn.c_attn
+    assert type(Float8Linear.from_float(layer, delayed())) is type(layer)
+
+
+def test_the_report_lists_one_that_was_not_converted() -> None:
+    model = nn.ModuleList([Conv1D(32, 16), Conv1D(16, 32), nn.Linear(16, 32)])
+    model[1].weight = model.extra = nn.Parameter(torch.randn(32, 16))
+    convert_to_float8_training(model, module_filter_fn=lambda mod, fqn: fqn != "0")
+    first, second = conversion_report(model).skipped
+    assert (first.fqn, first.in_features, first.out_features) == ("0", 16, 32)
+    assert first.skip_reason == "module_filter_fn returned False"
+    assert second.skip_reason == "got a Conv1D whose weight another module uses, too"
+    assert conversion_report(model).share == pytest.approx(1 / 4)
+
+
+def test_one_as_root() -> None:
+    layer = convert_to_float8_training(Conv1D(32, 16), module_filter_fn=all_linears)
+    assert isinstance(layer, Float8Linear)
+    assert layer(torch.randn(2, 3, 16)).shape == (2, 3, 32)
+
+
+def test_a_class_of_that_name_from_elsewhere_is_none_of_ours() -> None:
+    mine = type("Conv1D", (Conv1D,), {"forward": lambda self, x: x, "__module__": __name__})
+    model = nn.Sequential(mine(16, 16), nn.Linear(16, 16))
+    convert_to_float8_training(model)
+    assert type(model[0]) is mine
+    (other,) = conversion_report(model).others
+    assert (other.fqn, other.shape, other.module) == ("0.weight", (16, 16), "Conv1D")

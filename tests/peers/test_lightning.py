@@ -1,0 +1,64 @@
+"""The `Trainer` of Lightning with our callback, and its checkpoints."""
+
+from pathlib import Path
+
+import pytest
+
+from float8 import Float8Linear
+from sqnr import same_bits
+from support.fresh import in_fresh_process
+
+pytest.importorskip("lightning")
+lightning_run = pytest.importorskip("support.lightning_run")
+
+
+def histories(module) -> list[int]:
+    """How many steps each history has seen."""
+    return [int((x > 0).sum()) for name, x in module.named_buffers() if "history" in name]
+
+
+def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
+    whole = lightning_run.run(tmp_path, accumulate_grad_batches=2)
+    rest = in_fresh_process(lightning_run.resumed, tmp_path / "rest", tmp_path / "epoch=0.ckpt")
+    assert rest.keys() == whole.keys()
+    assert all(same_bits(x, rest[name]) for name, x in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "more"),
+    [
+        (False, {}),
+        (False, {"accumulate_grad_batches": 2}),
+        (False, {"precision": "bf16-mixed"}),
+        (False, {"gradient_clip_val": 1.0}),
+        (True, {}),
+    ],
+)
+def test_each_step_is_synced_once(by_hand: bool, more: dict, tmp_path: Path) -> None:
+    module = lightning_run.Module(by_hand=by_hand)
+    lightning_run.trainer(tmp_path, 1, **more).fit(module, lightning_run.data())
+    layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
+    assert len(layers) == 6
+    assert not any(layer.attached for layer in layers)
+    steps = 4 // more.get("accumulate_grad_batches", 1)
+    assert histories(module) == [steps] * 18
+    assert not any(layer.has_unsynced_amax() for layer in layers)
+
+
+def test_a_checkpoint_is_tested_in_a_module_that_is_not_converted_yet(tmp_path: Path) -> None:
+    lightning_run.run(tmp_path)
+    path = str(tmp_path / "epoch=1.ckpt")
+    results = [
+        lightning_run.trainer(tmp_path, 1).validate(
+            lightning_run.Module(seed), lightning_run.data(), ckpt_path=path, verbose=False
+        )
+        for seed in range(2)
+    ]
+    assert results[0] == results[1]
+
+
+def test_the_conversion_can_be_left_to_the_user(tmp_path: Path) -> None:
+    callback = type(lightning_run.trainer(tmp_path, 1).callbacks[0])(convert=False)
+    module = lightning_run.Module()
+    callback.setup(None, module, "fit")
+    assert not any(isinstance(layer, Float8Linear) for layer in module.modules())

@@ -1,0 +1,116 @@
+"""LoRA of PEFT on a converted model, and a model with LoRA converted: trained, saved, merged."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from float8 import (
+    Float8Linear,
+    attach_to_optimizer,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from float8 import sync_float8_amax_and_scale_history as sync
+from sqnr import same_bits, sqnr
+from support.configs import delayed, tensorwise
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
+hf = pytest.importorskip("support.hugging_face")
+
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+ORDERS = pytest.mark.parametrize("order", ["convert first", "LoRA first"])
+MODELS = pytest.mark.parametrize(
+    "model", ["llama", "gpt2"]
+)  # nn.Linear, and Conv1D with weights [K, N]
+
+
+def with_lora(model: str, order: str, config, **more) -> nn.Module:
+    plain = getattr(hf, model)()
+    if order == "convert first":
+        convert_to_float8_training(plain, config=config)
+    torch.manual_seed(0)
+    kind = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **more}
+    lora = peft.get_peft_model(plain, peft.LoraConfig(**kind)).eval()  # no dropout
+    with torch.no_grad():  # else it has no effect yet
+        for name, parameter in lora.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    if order == "LoRA first":
+        convert_to_float8_training(lora, config=config)
+    return lora
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=hf.tokens()).logits
+
+
+def train(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    attachment = attach_to_optimizer(model, optimizer)
+    for seed in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=hf.tokens(seed), labels=hf.tokens(seed)).loss.backward()
+        optimizer.step()
+    attachment.remove()
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
+@MODELS
+@CONFIGS
+def test_both_orders_train_alike_and_leave_the_adapters_alone(model: str, config) -> None:
+    first, second = (with_lora(model, order, config) for order in ("convert first", "LoRA first"))
+    for lora in (first, second):
+        names = {name for name, x in lora.named_modules() if isinstance(x, Float8Linear)}
+        assert len(names) == {"llama": 14, "gpt2": 8}[model]
+        assert all(name.endswith(".base_layer") for name in names)
+        train(lora)
+    for (name, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert same_bits(p, q), name
+    state = second.state_dict()
+    assert all(same_bits(x, state[name]) for name, x in first.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
+@MODELS
+@ORDERS
+def test_an_adapter_is_saved_without_float8_and_loads_into_the_plain_model(
+    model: str, order: str, tmp_path: Path
+) -> None:
+    lora = with_lora(model, order, delayed(), modules_to_save=["lm_head"])
+    train(lora)
+    lora.save_pretrained(tmp_path)
+    names = safetensors.load_file(tmp_path / "adapter_model.safetensors").keys()
+    assert any("lora_A" in name for name in names)
+    assert any("lm_head" in name for name in names)
+    assert not any("fp8" in name for name in names)
+    plain = peft.PeftModel.from_pretrained(getattr(hf, model)(), tmp_path).eval()
+    assert sqnr(logits(plain), logits(lora)) > 15
+    convert_to_float8_training(plain, config=delayed())
+    assert torch.equal(logits(plain), logits(lora))
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
+@MODELS
+@ORDERS
+@CONFIGS
+def test_merging_is_that_of_the_model_in_high_precision(model: str, order: str, config) -> None:
+    lora = with_lora(model, order, config)
+    train(lora)
+    plain = convert_to_high_precision(copy.deepcopy(lora))
+    assert conversion_report(plain).converted == ()
+    wanted, merged = plain.merge_and_unload(), lora.merge_and_unload()
+    assert len(conversion_report(merged).converted) == {"llama": 14, "gpt2": 8}[model]
+    state = merged.state_dict()
+    for name, x in wanted.state_dict().items():
+        assert torch.equal(state[name], x), name
+    sync(merged)
+    convert_to_high_precision(merged)
+    assert torch.equal(logits(merged), logits(wanted))
+    assert [*map(type, merged.modules())] == [*map(type, getattr(hf, model)().modules())]

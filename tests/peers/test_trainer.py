@@ -1,0 +1,101 @@
+"""The `Trainer` of transformers trains a converted model, saves it and resumes it."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from float8 import (
+    convert_to_float8_training,
+    convert_to_high_precision,
+    float8_state_dict,
+    high_precision_state_dict,
+)
+from float8 import sync_float8_amax_and_scale_history as sync
+from sqnr import same_bits
+from support.configs import RECIPES, delayed
+from support.fresh import in_fresh_process
+from support.models import fp8_state
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
+hf = pytest.importorskip("support.hugging_face")
+
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+SETTINGS = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "bf16": {"bf16": True},
+    "sgd": {"optim": "sgd"},
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"), [("tensorwise", "plain"), *(("delayed", each) for each in SETTINGS)]
+)
+def test_a_run_is_resumed_bit_by_bit(recipe: str, settings: str, tmp_path: Path) -> None:
+    more = SETTINGS[settings]
+    model = hf.converted(recipe)
+    before = copy.deepcopy(model.state_dict())
+    hf.trainer(model, tmp_path / "whole", **more).train()
+    assert not any(layer.attached for layer in model.modules() if hasattr(layer, "attached"))
+    if recipe == "delayed":
+        histories = [x for name, x in fp8_state(model).items() if "history" in name]
+        assert all((x > 0).sum() == 4 for x in histories)  # one of each step, not microbatch
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    rest = (hf.resumed, recipe, checkpoint, tmp_path / "rest", more)
+    state = in_fresh_process(*rest) if settings == "plain" else rest[0](*rest[1:])
+    assert state.keys() == model.state_dict().keys()
+    for name, x in model.state_dict().items():
+        assert same_bits(state[name], x), name
+    assert not same_bits(state["lm_head.weight"], before["lm_head.weight"])
+
+
+def loaded(folder: Path) -> torch.nn.Module:
+    model, found = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model
+
+
+@recipes
+def test_what_is_published_loads_without_a_word(recipe: str, tmp_path: Path) -> None:
+    """Weights for everybody, and beside them the state to go on with."""
+    model = hf.converted(recipe)
+    ids = hf.tokens()
+    model(input_ids=ids, labels=ids).loss.backward()
+    sync(model)
+    model.save_pretrained(tmp_path, state_dict=high_precision_state_dict(model))
+    safetensors.save_file(float8_state_dict(model), tmp_path / "float8.safetensors")
+    again = loaded(tmp_path)
+    convert_to_float8_training(again, config=model.model.layers[0].mlp.up_proj.config)
+    again.load_state_dict(safetensors.load_file(tmp_path / "float8.safetensors"), strict=False)
+    assert bool(float8_state_dict(model)) == (recipe == "delayed")
+    for one in (model, again):
+        one.zero_grad()
+        one.train()(input_ids=ids, labels=ids).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert same_bits(p.grad, q.grad), name
+    assert all(same_bits(x, fp8_state(again)[name]) for name, x in fp8_state(model).items())
+
+
+def test_a_model_on_its_way_back_is_an_ordinary_one(tmp_path: Path) -> None:
+    model = hf.converted("delayed")
+    model.save_pretrained(tmp_path / "with state")
+    with pytest.raises(AssertionError):
+        loaded(tmp_path / "with state")
+    convert_to_high_precision(model).save_pretrained(tmp_path)
+    again = loaded(tmp_path)
+    ids = hf.tokens()
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+def test_the_state_alone_is_what_the_plain_model_lacks() -> None:
+    model = convert_to_float8_training(hf.gpt2(), config=delayed())
+    plain, state = high_precision_state_dict(model), float8_state_dict(model)
+    assert plain.keys() == hf.gpt2().state_dict().keys()
+    assert state.keys() == fp8_state(model).keys()
+    with pytest.raises(TypeError, match="model: got dict, expected"):
+        float8_state_dict({})

@@ -1,0 +1,85 @@
+"""A small Llama and GPT2, and runs of transformers' `Trainer`, which need accelerate."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from float8 import Float8LinearConfig, convert_to_float8_training
+from float8.integrations.transformers import Float8Callback
+
+
+def llama(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(seed: int = 0) -> nn.Module:
+    """Without dropout."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_head=4,
+        n_embd=64,
+        vocab_size=256,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def tokens(seed: int = 0, batch: int = 2) -> Tensor:
+    return torch.randint(256, (batch, 32), generator=torch.Generator().manual_seed(seed))
+
+
+class Tokens(Dataset):
+    """64 sequences of random tokens."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = tokens(index, 1)[0]
+        return {"input_ids": row, "labels": row}
+
+
+def converted(recipe: str, seed: int = 0) -> nn.Module:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(
+        llama(seed), config=config, module_filter_fn=lambda mod, fqn: fqn != "lm_head"
+    )
+
+
+def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer:
+    arguments = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    settings = transformers.TrainingArguments(str(folder), **arguments | more)
+    return transformers.Trainer(
+        model, settings, train_dataset=Tokens(), callbacks=[Float8Callback()]
+    )
+
+
+def resumed(recipe: str, checkpoint: Path, folder: Path, more: dict[str, Any]) -> dict[str, Tensor]:
+    """The state after the rest of a run."""
+    model = converted(recipe, seed=1)
+    trainer(model, folder, **more).train(resume_from_checkpoint=str(checkpoint))
+    return model.state_dict()
