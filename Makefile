@@ -13,10 +13,11 @@ CPU_TORCH := torch==$(TORCH)
 CPU_TRITON := triton==3.6.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-all lint clean
 help:
 	@echo "make demo   install, then train a small Llama in float8 next to high precision"
-	@echo "make test   install, then run all tests (TORCH=2.11.0: with that release)"
+	@echo "make test   install, then run the tests (TORCH=2.11.0: with that release)"
+	@echo "make test-all  the same with the tests of many combinations, which take longer"
 	@echo "make lint   install, then ruff, type checker and import-linter"
 	@echo "make clean  remove the environment and caches; runs/ stays"
 
@@ -50,7 +51,10 @@ demo: $(VENV)/cli.done
 	$(BIN)/float8 compare tensorwise delayed --output runs/demo --overwrite
 
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not exhaustive"
+
+test-all: $(VENV)/dev.done
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check .

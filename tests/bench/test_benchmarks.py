@@ -72,9 +72,9 @@ def test_a_wrong_matmul_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_devices
 def test_cast(device: str) -> None:
-    assert cast.check_awkward(torch.device(device)) > 100
-    rows = flat(cast.bench_cast(SHAPES, torch.device(device), 2))
-    tensors = [(32, 48), (32, 64), (48, 64)]
+    tensors = cast.distinct_tensors(SHAPES)
+    assert tensors == [(32, 48), (32, 64), (48, 64)]
+    rows = flat(cast.bench_cast(tensors, torch.device(device), 2))
     assert list(dict.fromkeys((row["R"], row["C"]) for row in rows)) == tensors
     for row in rows:
         if row["case"] == "copy":
@@ -92,9 +92,7 @@ def test_a_cast_that_differs_in_one_bit_is_not_timed(monkeypatch: pytest.MonkeyP
     cast_reference = cast.cast_reference
     monkeypatch.setattr(cast.kernels, "cast", off)
     with pytest.raises(WrongResultError, match="not bitwise equal to its twin; nothing was timed"):
-        flat(cast.bench_cast(SHAPES, CPU, 1))
-    with pytest.raises(WrongResultError, match="not bitwise equal to its twin"):
-        cast.check_awkward(CPU)
+        flat(cast.bench_cast([(32, 48)], CPU, 1))
 
 
 @on_devices

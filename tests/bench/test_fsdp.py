@@ -19,8 +19,9 @@ from float8_lab.bench import variants as variants_module
 from float8_lab.bench.block import Stack, StackSize
 from float8_lab.bench.fsdp import Plan, build_and_free, same_bits
 from float8_lab.bench.quality import check
-from float8_lab.bench.ranks import RankFailedError, rank_count, run_ranks
+from float8_lab.bench.ranks import rank_count, run_ranks
 from float8_lab.cli.main import main
+from float8_lab.errors import RankFailedError
 from support import failing_ranks
 
 TINY = StackSize("tiny", 1, 32)
@@ -35,7 +36,7 @@ def test_the_command(
     words += ["--device", "cpu", "--ranks", "2", "--rounds", "1", "-o", "x.json"]
     assert main(["bench", "fsdp", *words]) == 0
     out = capsys.readouterr().out
-    assert "1 tiny block(s) under FSDP2 on 2 rank(s), 1 x 32 tokens each" in out
+    assert "1 tiny block(s), 1 x 32 tokens each, under FSDP2 on 2 rank(s)" in out
     assert "  11/11" in out
     results = json.loads(Path("x.json").read_text())
     assert {"device", "torch", "git_commit", "command"} <= results["environment"].keys()
@@ -132,7 +133,7 @@ def test_a_wrong_gradient_ends_it(tmp_path: Path) -> None:
 def test_a_rank_that_fails_ends_all(how: str, error: type[Exception], message: str) -> None:
     start = time.monotonic()
     with pytest.raises(error, match=message):
-        list(run_ranks(failing_ranks.fail, (how,), 2, "cpu", timeout=5 if how == "hangs" else 180))
+        list(run_ranks(failing_ranks.fail, (how,), 2, "cpu", timeout=2 if how == "hangs" else 180))
     assert time.monotonic() - start < 60
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from float8 import Float8LinearConfig
-from float8.convert.filters import SMALLEST
-from float8.convert.measure import LinearTimes
-from float8_lab.bench import plan
-from float8_lab.bench.plan import Verdict, by_measuring, by_size, plan_conversion
+from float8.convert.filters import SMALLEST, too_small
+from float8.convert.measure import LinearTimes, measure_linear
+from float8_lab.bench.plan import plan_conversion
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -30,8 +29,7 @@ def model() -> nn.Module:
 
 
 def test_layers_are_grouped_by_shape_and_fate() -> None:
-    judge = by_size(8192, "H100")
-    rows = plan_conversion(model(), 8192, judge, head="head")
+    rows = plan_conversion(model(), 8192, lambda K, N: too_small("H100", 8192, K, N), head="head")
     found = [(row["layers"], row["count"], row["M"], row["K"], row["fate"]) for row in rows]
     assert found == [
         ("a b", 2, 8192, 4096, "convert"),
@@ -42,7 +40,7 @@ def test_layers_are_grouped_by_shape_and_fate() -> None:
 
 def test_the_model_is_not_changed() -> None:
     planned = model()
-    plan_conversion(planned, 16, lambda in_features, out_features: Verdict(None), head="head")
+    plan_conversion(planned, 16, lambda K, N: None, head="head")
     assert all(type(layer) is nn.Linear for layer in planned.children())
 
 
@@ -56,7 +54,7 @@ def test_the_model_is_not_changed() -> None:
     ],
 )
 def test_a_size_that_is_too_small_is_named(tokens: int, K: int, N: int, compared: str) -> None:
-    slower = by_size(tokens, "H100")(K, N).slower
+    slower = too_small("H100", tokens, K, N)
     assert slower is not None
     assert re.fullmatch(f"{compared}: float8 is slower there on H100", slower)
 
@@ -67,7 +65,7 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
     gaining = [row for row in rows if row["K"] is not None and row["speedup"] > 1]
     assert len(gaining) == 24
     for row in gaining:
-        assert by_size(row["M"], gpu)(row["K"], row["N"]).slower is None
+        assert too_small(gpu, row["M"], row["K"], row["N"]) is None
 
 
 def test_faster_memory_makes_smaller_layers_gain() -> None:
@@ -75,32 +73,30 @@ def test_faster_memory_makes_smaller_layers_gain() -> None:
         (tokens, K, N) for tokens in (512, 1024, 4096) for K in (512, 2048) for N in (512, 8192)
     ]
     gains = {
-        gpu: {(M, K, N) for M, K, N in shapes if by_size(M, gpu)(K, N).slower is None}
+        gpu: {(M, K, N) for M, K, N in shapes if too_small(gpu, M, K, N) is None}
         for gpu in SMALLEST
     }
     assert gains["H100"] < gains["H200"]
 
 
-def test_measuring_runs_once_per_shape_and_leaves_random_numbers_alone() -> None:
-    measured = by_measuring(32, Float8LinearConfig(), torch.device("cpu"))
+def test_measuring_leaves_random_numbers_alone() -> None:
     state = torch.get_rng_state()
-    verdict = measured(64, 32)
+    times = measure_linear(32, 64, 32, torch.device("cpu"), Float8LinearConfig())
     assert torch.equal(state, torch.get_rng_state())
-    assert verdict.bf16_ms > 0
-    assert verdict.float8_ms > 0
-    assert measured(64, 32) is verdict
+    assert min(times) > 0
 
 
-@pytest.mark.parametrize(("float8_ms", "slower"), [(0.5, None), (1.0, None), (1.1, "slower")])
-def test_a_measured_layer_says_whether_it_is_slower(
-    float8_ms: float, slower: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "measure_linear", lambda *_: LinearTimes(1.0, float8_ms))
-    verdict = by_measuring(100, Float8LinearConfig(), torch.device("cpu"))(64, 32)
-    assert verdict == (slower, 1.0, float8_ms)
+@pytest.mark.parametrize(
+    ("float8_ms", "fate"), [(0.5, "convert"), (1.0, "convert"), (1.1, "leave: slower")]
+)
+def test_a_measured_layer_says_whether_it_is_slower(float8_ms: float, fate: str) -> None:
+    rows = plan_conversion(model(), 100, lambda K, N: LinearTimes(1.0, float8_ms), head="head")
+    assert (rows[0]["fate"], rows[0]["bf16_ms"], rows[0]["float8_ms"]) == (fate, 1.0, float8_ms)
+    assert rows[0]["speedup"] == 1 / float8_ms
+    assert rows[-1]["fate"].startswith("leave")
 
 
 @pytest.mark.gpu
 def test_a_large_layer_gains_on_a_gpu() -> None:
-    judge = by_measuring(8192, Float8LinearConfig(), torch.device("cuda", 0))
-    assert judge(4096, 4096).slower is None
+    times = measure_linear(8192, 4096, 4096, torch.device("cuda", 0), Float8LinearConfig())
+    assert times.float8_ms < times.bf16_ms

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, parse_shape, select_shapes
-from float8_lab.bench.timing import bench_device, input_sets
+from float8_lab.bench.timing import input_sets
+from float8_lab.device import float8_device
 
 
 def test_a_shape_is_three_numbers() -> None:
@@ -42,18 +43,18 @@ def test_there_must_be_a_shape() -> None:
 
 def test_without_a_gpu_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"no CUDA GPU here: .* --device cpu"):
-        bench_device("cuda")
-    with pytest.raises(ValueError, match="expected cuda, cuda:N or cpu"):
-        bench_device("meta")
-    assert bench_device("cpu").type == "cpu"
+    with pytest.raises(ValueError, match="no CUDA GPU here, use --device cpu"):
+        float8_device("cuda")
+    with pytest.raises(ValueError, match="use cpu, cuda or cuda:N"):
+        float8_device("meta")
+    assert float8_device("cpu").type == "cpu"
 
 
 @pytest.mark.gpu
 def test_input_sets_outgrow_the_cache() -> None:
-    device = bench_device("cuda")
+    device = float8_device("cuda")
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     assert input_sets(1 << 24, device) * (1 << 24) >= 4 * cache
     assert input_sets(1 << 40, device) == 2
-    with pytest.raises(ValueError, match="got 'cuda:99', but there are"):
-        bench_device("cuda:99")
+    with pytest.raises(ValueError, match="'cuda:99' is not there: PyTorch sees"):
+        float8_device("cuda:99")

@@ -12,14 +12,27 @@ from rich.console import Console
 from float8_lab.cli.compare import _table
 from float8_lab.cli.progress import ConsoleProgress
 from float8_lab.trainer.compare import Comparison
-from float8_lab.trainer.metrics import RunInfo, StepRecord
+from float8_lab.trainer.metrics import StepRecord
+from float8_lab.trainer.ranks import ALONE
 from float8_lab.trainer.report import RunRow, cells
 
 
 def row(recipe: str, status: str = "finished") -> RunRow:
-    memory = 123_456 * 2**20
     return RunRow(
-        *(recipe, status, 1.2345, 1.2346, 0.1, -0.0123, -10.12, 1_234_567.0, 1.08, 1234.5, memory)
+        recipe=recipe,
+        status=status,
+        steps=9,
+        train_loss=1.2345,
+        val_loss=1.2346,
+        val_gap_nats=-0.0123,
+        val_gap_percent=-10.12,
+        tokens_per_s=1_234_567.0,
+        speedup=1.08,
+        step_ms=1234.5,
+        peak_memory_bytes=123_456 * 2**20,
+        memory_note="",
+        parameters=10,
+        metrics="",
     )
 
 
@@ -30,7 +43,7 @@ def test_the_table_of_a_comparison_fits_80_columns_with_all_its_numbers() -> Non
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     shown = [line.split()[1:] for line in lines if "1.2345" in line]
-    assert shown == [list(cells(one)[1:]) for one in rows]
+    assert shown == [list(cells(one).values())[1:] for one in rows]
     assert "…" not in file.getvalue()
 
 
@@ -40,11 +53,12 @@ def test_the_bar_fits_and_shows_step_and_loss(width: int) -> None:
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
     config: Any = SimpleNamespace(
         steps=100_000, recipe="high_precision", model="tiny", dtype="float32", compile=False,
-        device="cpu", tokens_per_step=64,
+        device="cpu", tokens_per_step=64, model_config=lambda: SimpleNamespace(num_parameters=10),
     )  # fmt: skip
-    corpus: Any = SimpleNamespace(name="text", train=b"", train_files=1)
+    corpus = SimpleNamespace(name="text", train=b"", train_files=1)
+    run: Any = SimpleNamespace(config=config, corpus=corpus, conversion="", step=0, ranks=ALONE)
     progress = ConsoleProgress(console)
-    progress.on_start(RunInfo(config, corpus, 10, "", 0))
+    progress.on_start(run)
     progress.on_step(50_000)
     progress.on_records([StepRecord(50_000, 1.25, 1.0, 1e-3, 0.1, 65_536, True, 12 * 2**30)])
     assert progress._bar is not None

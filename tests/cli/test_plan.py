@@ -50,7 +50,7 @@ def test_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--measure"], "no CUDA GPU here"),
+        (["--measure"], "device 'cuda' is not there: no CUDA GPU here"),
         (["--model", "huge"], "unknown model 'huge'"),
         (["--recipe", "fp7"], "recipe: got 'fp7'"),
         (["--gpu", "abacus"], "gpu: got 'abacus', expected one of H100, H200"),

@@ -49,12 +49,12 @@ def compiled(recipe: str | None, all_gather: bool, what: str) -> tuple[Run, list
     return run, sorted(counters["graph_break"]), counter.frame_count
 
 
-def cells(recipe: str) -> None:
-    _, plain_breaks, _ = compiled(None, False, "whole model")
+def cells(recipe: str, gathers: list[bool], whats: list[str]) -> None:
+    plain_breaks = compiled(None, False, "whole model")[1] if "whole model" in whats else []
     other_gather: dict[str, Run] = {}
-    for all_gather in (False, True):
+    for all_gather in gathers:
         eager = train(shard(small(recipe, all_gather)), 2)
-        for what in WHAT:
+        for what in whats:
             run, breaks, graphs = compiled(recipe, all_gather, what)
             if backend() == "aot_eager":
                 run.assert_equal(eager)
@@ -75,10 +75,18 @@ def assert_near(run: Run, eager: Run) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_blocks_have_one_graph_each_and_the_bits_of_eager_mode(
+    either: Ranks, recipe: str
+) -> None:
+    either.run(cells, recipe, [True], ["blocks"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_cell_has_one_graph_per_block_and_the_bits_of_eager_mode(
     either: Ranks, recipe: str
 ) -> None:
-    either.run(cells, recipe)
+    either.run(cells, recipe, [False, True], WHAT)
 
 
 def evaluating(all_gather: bool, compile: bool) -> Run:
@@ -157,13 +165,18 @@ def stepped(recipe: str, compile_step: bool, tell: str, kind: str) -> list[Tenso
     return losses
 
 
-def compiled_steps() -> None:
-    for recipe, tell in (("tensorwise", "attach"), ("tensorwise", "before"), ("delayed", "attach")):
+def compiled_steps(cases: list[tuple[str, str]], kinds: list[str]) -> None:
+    for recipe, tell in cases:
         eager, compiled = (stepped(recipe, compiled, tell, "SGD") for compiled in (False, True))
         assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True)), (recipe, tell)
-    for kind in OPTIMIZERS:  # of others torch compiles another rounding
+    for kind in kinds:  # of others torch compiles another rounding
         stepped("tensorwise", True, "before", kind)
 
 
 def test_compiled_optimizer_steps(two: Ranks) -> None:
-    two.run(compiled_steps)
+    two.run(compiled_steps, [("delayed", "attach")], ["fused"])
+
+
+@pytest.mark.exhaustive
+def test_compiled_steps_of_every_optimizer(two: Ranks) -> None:
+    two.run(compiled_steps, [("tensorwise", "attach"), ("tensorwise", "before")], [*OPTIMIZERS])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8_lab.models.llama import Llama, apply_rope, build_llama, rope_table
+from float8_lab.models.llama import Llama, apply_rope, rope_table
 from float8_lab.models.presets import PRESETS, ModelConfig
+from support.llama import build_llama
 
 SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.15)
 

@@ -39,5 +39,5 @@ if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
     if how == "dies":
         checkpoint.save = at_second_call(checkpoint.save, die)
     if how == "raises":
-        loop.Trainer._train_step = at_second_call(loop.Trainer._train_step, fail)
+        loop.Trainer.train_step = at_second_call(loop.Trainer.train_step, fail)
 sys.exit(main(words))

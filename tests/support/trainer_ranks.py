@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -14,18 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from float8_lab.cli.main import main
+from float8_lab.errors import LabError
 from float8_lab.models import presets
 from float8_lab.trainer import checkpoint as checkpoint_files
 from float8_lab.trainer import loop
 from float8_lab.trainer.checkpoint import save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
-from float8_lab.trainer.errors import TrainerError
-from float8_lab.trainer.interrupt import StopRequest
+from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.ranks import join_ranks
 from float8_lab.trainer.run_folder import RunFolder
-from float8_lab.trainer.train import train
 from support.listener import Listener
 from support.nano import NANO
 from support.sharded import traffic
@@ -109,16 +109,17 @@ def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> N
 
 def interrupted(settings: dict[str, Any], who: int) -> tuple[str, int, list[str]]:
     """Someone asks rank `who` alone to stop after step 3; status, steps, what observers hear."""
-    stop, listener = StopRequest(), Listener()
-    plain = loop.Trainer._train_step
+    stop, listener = Event(), Listener()
+    plain = loop.Trainer.train_step
 
     def step(trainer: loop.Trainer) -> None:
         plain(trainer)
-        stop.requested |= trainer.ranks.rank == who and trainer.step == 3
+        if trainer.ranks.rank == who and trainer.step == 3:
+            stop.set()
 
     with (
         mock.patch.dict(presets.PRESETS, nano=NANO),
-        mock.patch.object(loop.Trainer, "_train_step", step),
+        mock.patch.object(loop.Trainer, "train_step", step),
     ):
         result = train(config_of(settings), observers=[listener], stop=stop)
     return result.status, result.summary.steps, listener.events
@@ -147,7 +148,7 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
         mine = ranks.rank == who
         try:
             train(config_of(settings), ranks=ranks)
-        except TrainerError as error:
+        except LabError as error:
             return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
 
@@ -156,7 +157,7 @@ def damage_found(checkpoint: Path) -> tuple[str, str]:
     with join_ranks(True) as ranks:
         try:
             checkpoint_files.check_checkpoint(checkpoint, ranks)
-        except TrainerError as error:
+        except LabError as error:
             return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
 

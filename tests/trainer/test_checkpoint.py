@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from float8_lab.errors import CheckpointError
 from float8_lab.trainer import checkpoint
 from float8_lab.trainer.checkpoint import (
     check_checkpoint,
@@ -15,7 +16,6 @@ from float8_lab.trainer.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from float8_lab.trainer.errors import CheckpointError
 from float8_lab.trainer.run_folder import find_checkpoint
 
 

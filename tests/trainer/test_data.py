@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from float8_lab.errors import DataError
 from float8_lab.trainer.data import (
     Corpus,
     check_length,
@@ -13,7 +14,6 @@ from float8_lab.trainer.data import (
     train_batch,
     validation_batches,
 )
-from float8_lab.trainer.errors import DataError
 
 
 def files_of(text: torch.Tensor) -> list[bytes]:
@@ -97,7 +97,7 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
     binary.write_bytes(b"\0\1\2")
     with pytest.raises(DataError, match=r"no readable UTF-8 text .*1 file"):
         load_corpus(tmp_path / "folder")
-    with pytest.raises(DataError, match="not readable UTF-8"):
+    with pytest.raises(DataError, match="no readable UTF-8"):
         load_corpus(binary)
     empty = tmp_path / "empty.txt"
     empty.touch()

@@ -23,10 +23,10 @@ def test_first_signal_asks_and_handlers_come_back(
 ) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with stop_on_signals("stopping soon") as stop:
-        assert not stop.requested
+        assert not stop.is_set()
         assert signal.getsignal(number) not in before
         os.kill(os.getpid(), number)
-        assert stop.requested
+        assert stop.is_set()
         assert capfd.readouterr().err == "\nstopping soon\n"
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -35,6 +35,6 @@ def test_first_signal_asks_and_handlers_come_back(
 def test_second_ctrl_c_acts_as_usual() -> None:
     with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGINT)
-        assert stop.requested
+        assert stop.is_set()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

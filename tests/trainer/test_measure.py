@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8_lab.trainer import measure
+from float8_lab import measure
+from float8_lab.measure import Clock, PeakMemory
 from float8_lab.trainer.environment import describe_environment, public_path
-from float8_lab.trainer.measure import PeakMemory, StepTimer
 
 CPU = torch.device("cpu")
 
 
 def test_timer_measures_steps_and_not_what_lies_between() -> None:
-    timer = StepTimer(CPU)
+    timer = Clock(CPU)
     for _ in range(2):
         timer.mark()
         time.sleep(0.02)
         timer.mark()
         time.sleep(0.1)
-    seconds = timer.collect()
-    assert len(seconds) == 2
-    assert all(0.02 <= value < 0.1 for value in seconds)
+    steps, between = timer.collect()[::2], timer.collect()
+    assert len(steps) == 2
+    assert all(0.02 <= value < 0.1 for value in steps)
+    assert between == []
     assert timer.collect() == []
 
 

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.metrics import (
     JsonLines,
     Metrics,
-    RunInfo,
     StepRecord,
     ValidationRecord,
     read_metrics,
@@ -42,7 +39,7 @@ def test_lines_come_back_as_written(tmp_path: Path) -> None:
 
 
 def test_steps_taken_again_after_a_resume_count_once(
-    tmp_path: Path, make_config: Callable[..., TrainConfig], corpus: Corpus
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     log = JsonLines(path)
@@ -53,13 +50,15 @@ def test_steps_taken_again_after_a_resume_count_once(
         file.write('{"kind": "train", "st')  # Killed while writing.
 
     log = JsonLines(path)
-    log.on_start(RunInfo(make_config(), corpus, 1, "", start_step=3))
+    memory = SimpleNamespace(note="of the GPU")
+    log.on_start(SimpleNamespace(step=3, memory=memory))  # type: ignore[arg-type]
     log.on_records([record(step, loss=20.0) for step in range(4, 7)])
     log.close()
     back = read_metrics(path)
     assert [r.step for r in back.train] == [1, 2, 3, 4, 5, 6]
     assert [r.loss for r in back.train] == [10.0] * 3 + [20.0] * 3
     assert back.validation == []
+    assert back.memory_note == "of the GPU"
 
 
 def test_summary_takes_the_median_past_warm_up() -> None:
@@ -68,10 +67,9 @@ def test_summary_takes_the_median_past_warm_up() -> None:
     train += [record(30, loss=70.0, seconds=50.0)]
     summary = summarize(Metrics(train, [ValidationRecord(10, 4.0), ValidationRecord(30, 3.0)]))
     assert summary.steps == 30
-    assert summary.step_seconds == 0.2
+    assert summary.step_ms == 200
     assert summary.tokens_per_s == pytest.approx(500)
     assert summary.train_loss == pytest.approx((72 + 71 + 70) / 3)
-    assert summary.train_loss_steps == 3
     assert summary.val_loss == 3.0
     assert summary.peak_memory_bytes == 1030
 

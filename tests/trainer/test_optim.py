@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from float8_lab.models.llama import build_llama
+from float8_lab.trainer.build import build_optimizer, learning_rate
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.optim import build_optimizer, learning_rate
+from support.llama import build_llama
 
 
 def test_schedule_warms_up_then_follows_half_a_cosine(

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
+from float8_lab.errors import (
+    CheckpointError,
+    ConfigError,
+)
 from float8_lab.trainer import loop
 from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
-from float8_lab.trainer.errors import (
-    CheckpointError,
-    ConfigError,
-)
-from float8_lab.trainer.interrupt import StopRequest
+from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
-from float8_lab.trainer.train import train
 from support.checkpoints import read_tensors
 from support.listener import Listener
 
@@ -58,10 +58,11 @@ def test_resuming_is_exact_to_the_bit(make_config: MakeConfig, tmp_path: Path, r
 
 
 def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(make_config: MakeConfig) -> None:
-    stop = StopRequest()
+    stop = Event()
 
     def ask(step: int) -> None:
-        stop.requested = step == 3
+        if step == 3:
+            stop.set()
 
     listener = Listener(ask)
     result = train(make_config(), observers=[listener], stop=stop)
@@ -121,8 +122,8 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
 def test_a_run_stopped_before_its_first_step_goes_on_as_a_new_one(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    stop = StopRequest()
-    stop.requested = True
+    stop = Event()
+    stop.set()
     first = train(make_config(), stop=stop)
     assert (first.status, first.summary.steps) == ("interrupted", 0)
     assert first.checkpoint is not None

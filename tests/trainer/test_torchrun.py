@@ -131,7 +131,7 @@ def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
     [
         (["train"], "2", "torchrun started 2 ranks"),
         (["train", "--bogus"], "2", "No such option"),
-        (["compare", "tensorwise"], "1", "float8 compare got ranks of torchrun"),
+        (["compare", "tensorwise"], "1", "compare got ranks of torchrun"),
     ],
 )
 def test_wrong_calls_are_told_by_the_first_rank_alone(
@@ -157,7 +157,7 @@ def test_wrong_calls_are_told_by_the_first_rank_alone(
     [
         (["--fsdp"], r"--fsdp needs ranks .*: use torchrun --nproc-per-node \d+ "),
         (["--hsdp", "2"], r"--hsdp is for sharded models: add --fsdp"),
-        (["--hsdp", "0"], r"--hsdp must be at least 1 replica, got 0"),
+        (["--hsdp", "0"], r"--hsdp must be at least 1, got 0"),
         (
             ["--fsdp-float8-all-gather", "--recipe", "delayed"],
             r"--fsdp-float8-all-gather is for sharded models: add --fsdp",

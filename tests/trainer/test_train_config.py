@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
-from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.errors import (
+from float8_lab.errors import (
     ConfigError,
 )
-from float8_lab.trainer.train import train
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -50,9 +51,9 @@ def test_settings_that_cannot_work_are_named(
 
 def test_settings_survive_json(make_config: MakeConfig) -> None:
     config = make_config(recipe="delayed", grad_clip=0.3)
-    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert TrainConfig.from_dict(asdict(config)) == config
     with pytest.raises(ConfigError, match="different version of float8: colour"):
-        TrainConfig.from_dict({**config.to_dict(), "colour": "red"})
+        TrainConfig.from_dict({**asdict(config), "colour": "red"})
 
 
 @pytest.mark.parametrize("saved", [None, [], "text", 3])
@@ -63,7 +64,7 @@ def test_saved_settings_that_are_no_settings_are_refused(saved: object) -> None:
 
 def test_saved_settings_of_a_wrong_type_are_refused(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match="the saved settings hold a value of a wrong type"):
-        TrainConfig.from_dict({**make_config().to_dict(), "steps": "many"})
+        TrainConfig.from_dict({**asdict(make_config()), "steps": "many"})
 
 
 def test_the_largest_seed_works(make_config: MakeConfig) -> None:

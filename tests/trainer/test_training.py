@@ -16,8 +16,8 @@ from float8_lab.trainer import data, loop
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
-from float8_lab.trainer.train import train
 from sqnr import same_bits
 from support.checkpoints import read_tensors
 from support.listener import Listener

@@ -1,7 +1,5 @@
 """`float8 bench block`: a stack of Llama blocks, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +24,9 @@ class StackSize:
     seq_len: int
     batch: int = 1
     microbatches: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.blocks} {self.model} block(s), {self.batch} x {self.seq_len} tokens"
 
 
 class Stack(nn.Module):
@@ -60,12 +61,11 @@ def bf16_stack(size: StackSize, device: torch.device) -> Stack:
     return stack
 
 
-def stack_data(size: StackSize, device: torch.device, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Input and gradient of the output, each [batch, seq, dim] bf16; the same at every call."""
+def stack_data(size: StackSize, device: torch.device, seed: int = 1) -> Tensor:
+    """Input and gradient of the output, [2, batch, seq, dim] bf16; the same at every call."""
     shape = (2, size.batch, size.seq_len, preset(size.model).model.dim)
     generator = torch.Generator(device).manual_seed(seed)
-    data = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
-    return data[0], data[1]
+    return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
 
 
 def stack_step(variant: Variant, size: StackSize, device: torch.device) -> Step:
@@ -80,9 +80,6 @@ def bench_block(
     """Time every variant; an empty list for each that is compiled and checked, then all rows.
 
     The first variant must be bf16.
-
-    Raises:
-        WrongResultError: A gradient is wrong; says which.
     """
     steps = ((variant, stack_step(variant, size, device)) for variant in variants)
     return compare("block", steps, device, rounds, at_least=AT_LEAST)

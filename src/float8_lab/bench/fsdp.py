@@ -5,14 +5,10 @@ two of them. Clocks that drop while GPUs heat up would favour the first ones: so
 runs twice, and medians are over the steps of both times.
 """
 
-from __future__ import annotations
-
 import gc
-import itertools
 import os
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
@@ -30,13 +25,8 @@ from float8_lab.bench.quality import check
 from float8_lab.bench.ranks import Report, run_ranks
 from float8_lab.bench.step import Row, Step
 from float8_lab.bench.traffic import CountedTraffic, exposed_ms
-from float8_lab.bench.variants import (
-    FLOAT8,
-    HIGH_PRECISION,
-    Variant,
-    make_variants,
-    many_compilations,
-)
+from float8_lab.bench.variants import FLOAT8, Variant, make_variants, many_compilations
+from float8_lab.measure import Clock
 
 PASSES = 2
 """How often the list of variants is run."""
@@ -54,9 +44,9 @@ class Plan:
     """What every rank runs; picklable."""
 
     size: StackSize  # of each rank
-    recipes: tuple[str, ...]
-    modes: tuple[str, ...]
-    peers: tuple[str, ...]
+    recipes: Sequence[str]
+    modes: Sequence[str]
+    peers: Sequence[str]
     rounds: int  # steps that are timed, in each of the two passes
 
     def variants(self) -> list[Variant]:
@@ -65,12 +55,7 @@ class Plan:
 
 
 def bench_fsdp(plan: Plan, ranks: int, device_type: str) -> Iterator[list[Row]]:
-    """Time every variant on `ranks` new processes; an empty list after each, then all rows.
-
-    Raises:
-        WrongResultError: A gradient is wrong; says which.
-        RankFailedError: A rank failed; all have ended.
-    """
+    """Time every variant on `ranks` new processes; an empty list after each, then all rows."""
     return run_ranks(_measure_all, (plan,), ranks, device_type)
 
 
@@ -88,8 +73,8 @@ class ShardedStep(Step):
     """Forward, backward and optimizer step of a stack under FSDP2, on fixed random data.
 
     Weights and the state of a fused AdamW are bf16; no mixed precision policy. Each rank has data
-    of its own. Weights are the same for every variant. Converted, each block compiled, each block
-    sharded, the optimizer made: a user's order.
+    of its own. Converted, each block compiled, each block sharded, the optimizer made: a user's
+    order.
     """
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
@@ -117,17 +102,14 @@ class ShardedStep(Step):
     def first_gradients(self) -> Gradients:
         """This rank's gradients of a step that has yet to be finished with `optimize`."""
         self.backward(self.forward()[0])
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            assert isinstance(parameter.grad, DTensor)
-            found[f"gradient of {name}"] = parameter.grad.to_local()
-        return found
+        gradients: dict[str, Any] = {n: p.grad for n, p in self.model.named_parameters()}
+        return {f"gradient of {name}": grad.to_local() for name, grad in gradients.items()}
 
     def times(self, rounds: int) -> list[float]:
         """Milliseconds of each of `rounds` steps, of the slowest rank; sets `peak_gib`.
 
-        Steps follow each other as in training, after some that do not count. On a GPU its own
-        clock counts, from the end of one step to the end of the next.
+        Steps follow each other as in training, after some that do not count: from the end of one
+        to the end of the next.
         """
         for _ in range(_WARMUP):
             self.train()
@@ -136,14 +118,12 @@ class ShardedStep(Step):
             torch.cuda.reset_peak_memory_stats(self._device)
         dist.barrier()
         self.train()  # so that the first one which counts finds the GPU at work
-        ends = [self._now()]
+        clock = Clock(self._device)
+        clock.mark()
         for _ in range(rounds):
             self.train()
-            ends.append(self._now())
-        if self._gpu:
-            torch.cuda.synchronize(self._device)
-        pairs = itertools.pairwise(ends)
-        found = [a.elapsed_time(b) if self._gpu else 1e3 * (b - a) for a, b in pairs]
+            clock.mark()
+        found = [1e3 * seconds for seconds in clock.collect()]
         peak = torch.cuda.max_memory_allocated(self._device) - self._before if self._gpu else 0
         slowest = torch.tensor([*found, peak], dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -168,13 +148,6 @@ class ShardedStep(Step):
             self.train()
             torch.cuda.synchronize(self._device)
         return exposed_ms(profiled)
-
-    def _now(self) -> Any:
-        if not self._gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 @contextmanager
@@ -238,11 +211,11 @@ def _measure_all(report: Report, device: torch.device, plan: Plan) -> None:
 def _checked(variant: Variant, gradients: Gradients, references: dict[str, Gradients]) -> Row:
     """Hold gradients against bf16's, and against those of the same recipe gathered in 16 bits."""
     row = {"recipe": variant.recipe, "mode": variant.mode, "gather": variant.gather}
-    twin = variant.ours and variant.gather == FLOAT8
     if variant.gather != FLOAT8:
         kept = {name: gradient.cpu() for name, gradient in gradients.items()}
-        references[HIGH_PRECISION if variant.is_reference else "16-bit gather"] = kept
-    quality = check(f"fsdp {variant.name}:", references[HIGH_PRECISION], gradients, AT_LEAST)
+        references["bf16" if variant.is_reference else "16-bit gather"] = kept
+    quality = check(f"fsdp {variant.name}:", references["bf16"], gradients, AT_LEAST)
+    twin = variant.ours and variant.gather == FLOAT8
     same = same_bits(references.pop("16-bit gather"), gradients) if twin else None
     return {**row, "sqnr_db": quality, "same_bits": same}
 

@@ -1,9 +1,8 @@
 """`float8 bench linear`: one linear layer, forward and backward, in bf16 and in float8."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +52,6 @@ def bench_linear(
     if issuing takes longer than the GPU, they are the time to issue. The sync of delayed scaling,
     which happens once per optimizer step for a whole model, is not in them; `float8 bench block`
     has it.
-
-    Raises:
-        WrongResultError: A result is wrong; says which.
     """
     for name, members in shapes.items():
         summed = []
@@ -86,16 +82,14 @@ def _rows(
     def saved(step: Step) -> Row:
         return {"saved_mib": saved_bytes(step.forward, step.model.parameters()) / 2**20}
 
-    beside = {"floor_ms": _gemms_sampler(shape, device)}
-    what = f"linear {shape}"
-    groups = compare(
-        what, steps(), device, rounds, at_least=_AT_LEAST, measure=saved, beside=beside
-    )
-    *_, rows = groups
+    place = {"set": name, "M": M, "K": K, "N": N}
+    bounds: dict[str, Any] = {"at_least": _AT_LEAST, "measure": saved}
+    bounds["beside"] = {"floor_ms": _gemms_sampler(shape, device)}
+    *_, rows = compare(f"linear {shape}", steps(), device, rounds, **bounds)
     for row in rows:
         peak = row.pop("peak_gib")
         row["peak_mib"] = None if peak is None else peak * 2**10
-    return [{"set": name, "M": M, "K": K, "N": N, **row} for row in rows]
+    return [{**place, **row} for row in rows]
 
 
 def _exact(

@@ -1,7 +1,5 @@
 """`float8 bench matmul`: one GEMM per shape, bf16 and float8."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -40,9 +38,6 @@ def bench_matmul(
     Both operands lie contiguous along K, and the result is bf16. Each shape's operands are several
     sets that together exceed the L2 cache. With `gradients` all three GEMMs of each layer are
     timed; in those of the gradients the first operand is in e5m2.
-
-    Raises:
-        WrongResultError: A product is wrong; says which.
     """
     for name, members in shapes.items():
         for layer in members:

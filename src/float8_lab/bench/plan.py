@@ -1,60 +1,28 @@
 """Which layers of a model to convert, told without changing it."""
 
-from __future__ import annotations
-
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
-from float8.config import Float8LinearConfig
-from float8.convert.filters import too_small
-from float8.convert.measure import measure_linear
+from float8.convert.measure import LinearTimes
 
 CONVERT = "convert"
 
 
-class Verdict(NamedTuple):
-    """What is known of layers of one shape."""
-
-    slower: str | None
-    """What says that float8 is slower; None: it is not."""
-    bf16_ms: float | None = None
-    """Forward and backward, if measured."""
-    float8_ms: float | None = None
-
-
-Judge = Callable[[int, int], Verdict]
-"""`judge(in_features, out_features)`."""
-
-
-def by_size(tokens: int, gpu: str) -> Judge:
-    """A judge that runs nothing: by the limits of a GPU that `float8.convert.filters` knows."""
-    return lambda in_features, out_features: Verdict(
-        too_small(gpu, tokens, in_features, out_features)
-    )
-
-
-def by_measuring(tokens: int, config: Float8LinearConfig, device: torch.device) -> Judge:
-    """A judge that runs a layer of each shape once on `device`."""
-
-    @functools.cache
-    def judge(in_features: int, out_features: int) -> Verdict:
-        times = measure_linear(tokens, in_features, out_features, device, config)
-        return Verdict("slower" if times.float8_ms > times.bf16_ms else None, *times)
-
-    return judge
-
-
-def plan_conversion(model: nn.Module, tokens: int, judge: Judge, head: str) -> list[dict[str, Any]]:
+def plan_conversion(
+    model: nn.Module,
+    tokens: int,
+    judge: Callable[[int, int], str | LinearTimes | None],
+    head: str,
+) -> list[dict[str, Any]]:
     """Judge every `nn.Linear` of a model, on the meta device, too, without changing it.
 
     Args:
         model: Any model.
         tokens: Per forward; a column of the rows.
-        judge: Called once for each row.
+        judge: `judge(in_features, out_features)` gives what was measured, or what says that float8
+            is slower, or None if nothing does. Called once for each row.
         head: Name of the output head, which is left in high precision.
 
     Returns:
@@ -67,15 +35,15 @@ def plan_conversion(model: nn.Module, tokens: int, judge: Judge, head: str) -> l
             groups.setdefault(key, []).append(name)
     rows = []
     for (K, N, is_head), names in groups.items():
-        slower, bf16_ms, float8_ms = judge(K, N)
-        fate = CONVERT
-        if slower or is_head:
-            fate = f"leave: {(slower or 'output head').partition(':')[0]}"
         layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-        row = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
-        row |= {"bf16_ms": bf16_ms, "float8_ms": float8_ms}
-        row["speedup"] = bf16_ms / float8_ms if bf16_ms and float8_ms else None
-        rows.append({**row, "fate": fate})
+        row: dict[str, Any] = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
+        found = judge(K, N)
+        if isinstance(found, LinearTimes):
+            row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
+            found = "slower" if found.float8_ms > found.bf16_ms else None
+        reason = found or ("output head" if is_head else None)
+        row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
+        rows.append(row)
     return rows
 
 

@@ -1,7 +1,5 @@
 """`float8 bench profile`: where the time of a stack of blocks goes, by kind of kernel."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -35,9 +33,6 @@ def profile_block(
 
     Returns:
         For each pass and kind of kernel its µs and its share of all kernels' time.
-
-    Raises:
-        ValueError: The profiler sees no kernels here.
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = device.type == "cuda"

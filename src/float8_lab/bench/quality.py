@@ -1,7 +1,5 @@
 """How close results are to their references; a wrong one ends a measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -20,10 +18,8 @@ def check(
 
     References have at least one dim, on any device; results have the same names and shapes. Where
     there is a process group, tensors are shards and ratios those of whole ones: all ranks must
-    call it, and all come to the same end.
-
-    Raises:
-        WrongResultError: A result is below `at_least`, or not a number, or shapes differ.
+    call it, and all come to the same end. A `WrongResultError` if a result is below `at_least`, or
+    not a number.
     """
     powers = []
     for name, expected in reference.items():

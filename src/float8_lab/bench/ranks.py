@@ -1,10 +1,7 @@
 """Processes that make up a process group for one benchmark: they end together, in time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from float8.convert.measure import WrongResultError
+from float8_lab.errors import ConfigError, RankFailedError
 
 COLLECTIVE_TIMEOUT = 180.0
 """Seconds that a rank waits for the others in one collective; they compile at the same time."""
@@ -31,31 +29,19 @@ _LAST_WORDS = 1.0
 """Seconds by which a rank that fails outlives its error: those it fails have not ended by then."""
 
 
-class RankFailedError(RuntimeError):
-    """What the first rank that failed had to say."""
-
-
 def rank_count(device_type: str, wanted: int | None) -> int:
-    """How many ranks a benchmark runs on.
-
-    Args:
-        device_type: `cuda` or `cpu`.
-        wanted: None: all GPUs, or two processes on a CPU.
-
-    Raises:
-        ValueError: There are not as many GPUs, or another launcher started this process.
-    """
+    """How many ranks a benchmark runs on: by default all GPUs, or two processes on a CPU."""
     if "RANK" in os.environ:
-        raise ValueError(
+        raise ConfigError(
             "ranks: got RANK in the environment, as under torchrun; this command starts its ranks "
             "itself: run it without a launcher, and say how many with --ranks"
         )
-    if device_type != "cuda":
-        return 2 if wanted is None else wanted
     there = torch.cuda.device_count()
-    if wanted is not None and wanted > there:
-        raise ValueError(f"ranks: got {wanted}, but there are {there} GPUs here")
-    return there if wanted is None else wanted
+    if wanted is None:
+        return there if device_type == "cuda" else 2
+    if device_type == "cuda" and wanted > there:
+        raise ConfigError(f"ranks: got {wanted}, but there are {there} GPUs here")
+    return wanted
 
 
 def run_ranks(
@@ -68,17 +54,8 @@ def run_ranks(
 ) -> Iterator[Any]:
     """Run `work` on new processes, each with its device and a process group of all; its reports.
 
-    NCCL on CUDA, Gloo on a CPU. Whatever ends this iterator ends the processes.
-
-    Args:
-        work: Called as `work(report, device, *args)` on every rank.
-        args: Picklable.
-        ranks: How many.
-        device_type: `cuda` or `cpu`.
-        timeout: Seconds in one collective.
-
-    Yields:
-        What ranks report, in the order in which it comes.
+    NCCL on CUDA, Gloo on a CPU. Whatever ends this iterator ends the processes. It yields what
+    ranks report, in the order in which it comes.
 
     Raises:
         WrongResultError: That of the first rank which raised one, if it failed first.
@@ -92,22 +69,23 @@ def run_ranks(
             _serve, (place, reports, work, args), ranks, join=False, daemon=True
         )
         try:
-            failure = None
             ended = False
             while not ended:
+                death = None
                 try:
                     ended = context.join(timeout=0.1)
                 except ProcessExitedException as error:
-                    death = f"died without a word, exit code {error.exit_code}"
-                    failure = RankFailedError(f"rank {error.error_index} of {ranks}: {death}")
-                    ended = True
+                    death, ended = error, True
                 while not reports.empty():
                     report = reports.get()
-                    if isinstance(report, (RankFailedError, WrongResultError)):
+                    if isinstance(report, Exception):
                         raise report
                     yield report
-            if failure is not None:
-                raise failure
+                if death is not None:
+                    raise RankFailedError(
+                        f"rank {death.error_index} of {ranks}: died without a word, "
+                        f"exit code {death.exit_code}"
+                    )
         finally:
             for process in context.processes:
                 process.kill()
@@ -139,11 +117,12 @@ def _serve(
         dist.destroy_process_group()
     except BaseException as error:
         time.sleep(_LAST_WORDS)
+        told: Exception = RankFailedError(
+            f"rank {rank} of {ranks}: {type(error).__name__}: {error}"
+        )
         if isinstance(error, WrongResultError):
-            reports.put(WrongResultError(str(error)))
+            told = WrongResultError(str(error))
         else:
-            sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
-            sys.stderr.flush()
-            told = f"rank {rank} of {ranks}: {type(error).__name__}: {error}"
-            reports.put(RankFailedError(told))
+            traceback.print_exc()
+        reports.put(told)
         os._exit(1)

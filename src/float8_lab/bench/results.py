@@ -1,7 +1,5 @@
 """Results of one command: one file, JSON or CSV, with everything needed to repeat it; a plot."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -46,11 +44,7 @@ def write_results(
 
 
 def check_output(path: Path) -> None:
-    """Refuse a path that results cannot go to, before anything is measured.
-
-    Raises:
-        ValueError: Its suffix is unknown, or its folder is not there.
-    """
+    """Refuse a path that results cannot go to, before anything is measured."""
     if path.suffix not in (".json", ".csv"):
         raise ValueError(f"output: got {path.name!r}, expected a name ending in .json or .csv")
     if not path.parent.is_dir():
@@ -71,11 +65,8 @@ def _plain(value: Any) -> Any:
 def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Draw one field per shape and variant, blue above 1 and red below, with its number.
 
-    Args:
-        rows: Each with `M`, `K`, `N`, `speedup`, `variant` or `recipe` and `mode`, and perhaps
-            `gemm`; rows of sums over shapes are left out.
-        title: What was measured on what.
-        path: Image to write; the format is that of its suffix.
+    Each row has `M`, `K`, `N`, `speedup`, `variant` or `recipe` and `mode`, and perhaps `gemm`;
+    those of sums over shapes are left out.
     """
     rows = [row for row in rows if row["K"] is not None]
     shapes = list(dict.fromkeys(_shape(row) for row in rows))

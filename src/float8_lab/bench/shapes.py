@@ -1,7 +1,5 @@
 """The shapes of linear layers that the benchmarks know by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,11 +46,7 @@ GIVEN = "given"
 
 
 def parse_shape(text: str) -> Shape:
-    """`"M,K,N"` as a shape.
-
-    Raises:
-        ValueError: It is not three positive multiples of 16.
-    """
+    """`"M,K,N"` as a shape; a `ValueError` if it is not three positive multiples of 16."""
     parts = text.replace(" ", "").split(",")
     numbers = [int(part) for part in parts if part.isdecimal()]
     if len(parts) != 3 or len(numbers) != 3 or any(n < 16 or n % 16 for n in numbers):
@@ -64,11 +58,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def select_shapes(sets: Sequence[str], given: Sequence[str]) -> dict[str, tuple[Shape, ...]]:
-    """Shapes by the name of their set: of `sets`, and those `given` one by one as `"M,K,N"`.
-
-    Raises:
-        ValueError: A name or a shape is unknown, or there is none at all.
-    """
+    """Shapes by the name of their set: of `sets`, and those `given` one by one as `"M,K,N"`."""
     unknown = [name for name in sets if name not in SHAPE_SETS]
     if unknown:
         raise ValueError(f"shapes: got {unknown[0]!r}, expected one of {', '.join(SHAPE_SETS)}")

@@ -1,7 +1,5 @@
 """Forward and backward of a model in several variants: checked, then timed in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,16 +18,11 @@ WARMUP = 3
 
 
 class Step:
-    """Forward and backward of a model in one variant, on fixed random data.
+    """Forward and backward of a bf16 model, which the variant converts, on fixed random data.
 
-    Args:
-        variant: How; it converts the model.
-        model: In bf16. Each of its children in `layers` is compiled by itself, as trainers do, or
-            the model as a whole if it has none.
-        x: The input.
-        grad: The gradient of the output.
-        microbatches: Forwards and backwards per step; gradients accumulate.
-        sync: Whether the sync of delayed scaling is a part of a step.
+    Each of the model's children in `layers` is compiled by itself, as trainers do, or the model as
+    a whole if it has none. Gradients of `microbatches` accumulate; with `sync` that of delayed
+    scaling is a part of a step.
     """
 
     def __init__(
@@ -100,12 +93,9 @@ def compare(
         steps: The first must be bf16, which the others are checked against; one in each mode.
         device: Where.
         rounds: Samples of each.
-        at_least: Lower bound in dB of the SQNR of output and gradients.
+        at_least: Lower bound in dB of the SQNR of output and gradients: a `WrongResultError`.
         measure: Further columns, of a step that was checked.
         beside: Further samplers; their medians in ms become columns.
-
-    Raises:
-        WrongResultError: An output or a gradient is wrong; says which.
     """
     rows: dict[str, Row] = {}
     samplers = dict(beside or {})

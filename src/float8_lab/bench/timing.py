@@ -1,9 +1,4 @@
-"""Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU.
-
-And the device that is measured, and how much data outgrows its caches.
-"""
-
-from __future__ import annotations
+"""Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
 
 import statistics
 import time
@@ -12,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from float8.convert.measure import Call, issued_at_once, milliseconds
-from float8.formats import lacks_float8_gemm
 
 Sampler = Callable[[], float]
 """Takes one sample: milliseconds per call."""
@@ -88,8 +82,7 @@ def issue_microseconds(
 ) -> float:
     """Median time that the calling thread takes to issue `call`, in microseconds.
 
-    The GPU's time must be the shorter one: give it a tensor too small to matter. Each of the
-    `samples` is the mean of some `calls`.
+    The GPU's time must be the shorter one: give it a tensor too small to matter.
     """
     times = []
     for _ in range(_WARMUP + samples):
@@ -100,33 +93,6 @@ def issue_microseconds(
             call()
         times.append((time.perf_counter() - start) * 1e6 / calls)
     return statistics.median(times[_WARMUP:])
-
-
-def bench_device(name: str) -> torch.device:
-    """The device called `name`, `"cuda"`, `"cuda:N"` or `"cpu"`.
-
-    Raises:
-        ValueError: It is not there, or has no float8 GEMMs.
-    """
-    device = torch.device(name)
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"device: got {name!r}, expected cuda, cuda:N or cpu")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "no CUDA GPU here: run this on a machine with one, or add --device cpu to try the "
-                "command with host times"
-            )
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device: got {name!r}, but there are {torch.cuda.device_count()}")
-        device = torch.device(
-            "cuda", torch.cuda.current_device() if device.index is None else device.index
-        )
-        torch.cuda.set_device(device)
-    reason = lacks_float8_gemm(device)
-    if reason is not None:
-        raise ValueError(reason)
-    return device
 
 
 def input_sets(set_bytes: int, device: torch.device) -> int:

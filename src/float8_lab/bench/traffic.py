@@ -1,7 +1,5 @@
 """What one rank sends: collectives counted as they are called, and the time they stand alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,18 +60,16 @@ class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, name: str, args: Sequence[Any], result: Any) -> None:
         """`result` is that of a functional collective; the others write into an argument."""
-        if name in _NO_DATA:
-            return
         traffic, functional = self.traffic, result is not None
         if "allgather" in name or "all_gather" in name:
-            traffic.gathered += _bytes([result if functional else args[0]])
+            traffic.gathered += _bytes(result if functional else args[0])
         elif "reduce_scatter" in name:
-            traffic.reduce_scattered += _bytes([args[0 if functional else 1]])
+            traffic.reduce_scattered += _bytes(args[0 if functional else 1])
         elif "allreduce" in name or "all_reduce" in name:
-            traffic.all_reduced += _bytes([args[0]])
+            traffic.all_reduced += _bytes(args[0])
             traffic.all_reduces += 1
-        else:
-            traffic.other += _bytes([args[0]])
+        elif name not in _NO_DATA:
+            traffic.other += _bytes(args[0])
 
 
 def exposed(communication: Iterable[Interval], work: Iterable[Interval]) -> float:
@@ -96,18 +92,17 @@ def exposed(communication: Iterable[Interval], work: Iterable[Interval]) -> floa
 
 def exposed_ms(profiled: torch.profiler.profile) -> float:
     """Time in which a GPU ran kernels of NCCL and nothing else, in milliseconds."""
-    communication: list[Interval] = []
-    work: list[Interval] = []
+    spans: dict[bool, list[Interval]] = {True: [], False: []}
     events = profiled.events()  # type: ignore[no-untyped-call]
     for event in events or ():
-        if event.device_type != torch.profiler.DeviceType.CUDA or event.is_user_annotation:
-            continue
         lower = event.name.lower()
-        if lower.startswith(("nccl:", "fsdp::")):  # a span around kernels, not one of them
-            continue
-        span = (event.time_range.start, event.time_range.end)
-        (communication if "nccl" in lower else work).append(span)
-    return exposed(communication, work) / 1e3
+        kernel = event.device_type == torch.profiler.DeviceType.CUDA
+        # What has such a name is a span around kernels, not one of them.
+        around = event.is_user_annotation or lower.startswith(("nccl:", "fsdp::"))
+        if kernel and not around:
+            span = (event.time_range.start, event.time_range.end)
+            spans["nccl" in lower].append(span)
+    return exposed(communication=spans[True], work=spans[False]) / 1e3
 
 
 def _bytes(tensors: Any) -> int:

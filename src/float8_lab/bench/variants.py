@@ -1,7 +1,5 @@
 """The variants of a model that are held against each other: bf16, our recipes, peers' recipes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -95,28 +93,25 @@ def make_variants(
         cached: Whether each recipe runs once more, with cached weights.
         sharded: Whether each recipe runs once more, with a float8 all-gather; of peers torchao's
             tensorwise with it.
-
-    Raises:
-        ValueError: No recipe, no switch or no peer has such a name.
     """
     configs = {recipe: recipe_config(recipe) for recipe in recipes}
     installed = [peer for peer in peers if peer_version(peer) is not None]
     nearest = ["tensorwise"] if sharded else list(dict.fromkeys(r.split("+")[0] for r in recipes))
     gather = BF16 if sharded else ""
-    variants = []
+    variants: list[Variant | None] = []
     for mode in modes:
         variants.append(Variant(HIGH_PRECISION, mode, gather=gather))
         for recipe, config in configs.items():
-            variants.append(_ours(recipe, mode, config, gather))
+            ours = _ours(recipe, mode, config, gather)
+            variants.append(ours)
             if cached:
                 name = f"{recipe}, cached weights"
-                variants.append(dataclasses.replace(variants[-1], recipe=name, cached=True))
+                variants.append(dataclasses.replace(ours, recipe=name, cached=True))
             if sharded:
                 own = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
                 variants.append(_ours(recipe, mode, own, FLOAT8))
-        found = (find_peer(name, recipe, mode, sharded) for name in installed for recipe in nearest)
-        variants += [peer for peer in found if peer is not None]
-    return variants
+        variants += [find_peer(peer, r, mode, sharded) for peer in installed for r in nearest]
+    return [variant for variant in variants if variant is not None]
 
 
 def many_compilations() -> Any:
@@ -129,9 +124,6 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
 
     Switches are bool fields of `Float8LinearConfig` (but that of the gather), which are set, and
     `fast_accum` for all three GEMMs.
-
-    Raises:
-        ValueError: No recipe or switch has such a name, or they exclude each other.
     """
     name, *switches = recipe.split("+")
     config = Float8LinearConfig.from_recipe_name(name)
@@ -160,11 +152,7 @@ def _ours(recipe: str, mode: str, config: Float8LinearConfig, gather: str) -> Va
 
 
 def peer_version(peer: str) -> str | None:
-    """Version of an installed peer, `"torchao"` or `"te"`; None if it is not installed.
-
-    Raises:
-        ValueError: No peer has this name.
-    """
+    """Version of an installed peer, `"torchao"` or `"te"`; None if it is not installed."""
     if peer not in PEERS:
         raise ValueError(f"peer: got {peer!r}, expected one of {', '.join(PEERS)}")
     installed = importlib.util.find_spec(PEERS[peer]) is not None
@@ -212,18 +200,13 @@ def _transformer_engine(recipe: str) -> Variant:
         around = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=scaling)
 
     def convert(model: nn.Module) -> nn.Module:
-        for parent in list(model.modules()):
-            for name, child in parent.named_children():
-                if isinstance(child, nn.Linear):
-                    new = te.Linear(
-                        child.in_features,
-                        child.out_features,
-                        bias=child.bias is not None,
-                        params_dtype=child.weight.dtype,
-                        device=child.weight.device,
-                    )
-                    new.load_state_dict(child.state_dict(), strict=False)
-                    setattr(parent, name, new)
+        for name, linear in list(model.named_modules()):
+            if isinstance(linear, nn.Linear):
+                like = {"params_dtype": linear.weight.dtype, "device": linear.weight.device}
+                sizes = (linear.in_features, linear.out_features)
+                new = te.Linear(*sizes, bias=linear.bias is not None, **like)
+                new.load_state_dict(linear.state_dict(), strict=False)
+                model.set_submodule(name, new)
         return model
 
     return Variant(f"te {recipe}", EAGER, convert, around)

@@ -1,82 +1,143 @@
-"""`float8 bench`: time GEMMs, casts, layers and blocks, each checked before it is timed."""
-
-from __future__ import annotations
+"""`float8 bench`: time GEMMs, casts, layers, blocks and steps, each checked before it is timed."""
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from float8_lab.bench.block import StackSize, bench_block
-from float8_lab.bench.cast import bench_cast, check_awkward, distinct_tensors
+from float8_lab.bench.cast import bench_cast, distinct_tensors
 from float8_lab.bench.cast import host_microseconds as cast_host_microseconds
+from float8_lab.bench.fsdp import PASSES, Plan, bench_fsdp, communication_settings
 from float8_lab.bench.linear import bench_linear, host_microseconds
 from float8_lab.bench.matmul import bench_matmul
 from float8_lab.bench.profile import profile_block
-from float8_lab.bench.shapes import Shape, select_shapes
-from float8_lab.bench.variants import COMPILED, EAGER, HIGH_PRECISION, make_variants
-from float8_lab.cli import bench_run as run
-from float8_lab.cli.bench_run import Bench, choices, words
-from float8_lab.cli.options import Debug
+from float8_lab.bench.ranks import rank_count
+from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
+from float8_lab.bench.variants import COMPILED, EAGER, HIGH_PRECISION, MODES, make_variants
+from float8_lab.cli.bench_run import Bench
+from float8_lab.cli.options import Debug, Output, takes
+from float8_lab.errors import ConfigError
+from float8_lab.models.presets import PRESETS, preset
 
 app = typer.Typer(
     help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
     no_args_is_help=True,
 )
 
+Plot = Annotated[Path | None, typer.Option(help="Write a heat map of speedups over shapes.")]
 
-def _count(shapes: dict[str, tuple[Shape, ...]]) -> int:
-    return sum(map(len, shapes.values()))
+
+@dataclass
+class Run:
+    """Where a benchmark runs, how often it measures, where its results go."""
+
+    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try it with host times.")] = (
+        "cuda"
+    )
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Samples per variant; medians are reported.")
+    ] = 15
+    output: Output = None
+    debug: Debug = False
+
+
+@dataclass
+class Shapes:
+    """Shapes of linear layers."""
+
+    shapes: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(SHAPE_SETS)}; several: with commas.")
+    ] = None
+    mkn: Annotated[
+        list[str] | None,
+        typer.Option(help="A shape as M,K,N: tokens, in and out features; repeatable."),
+    ] = None
+
+    def selected(self) -> dict[str, tuple[Shape, ...]]:
+        """By the name of their set."""
+        return select_shapes(_words(self.shapes), self.mkn or [])
+
+
+@dataclass
+class Variants:
+    """What is compared with bf16."""
+
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Several: with commas. Switches of Float8LinearConfig behind a +, as in "
+            "tensorwise+round_scales_to_power_of_2; +fast_accum for all GEMMs.",
+            show_default="tensorwise,delayed",
+        ),
+    ] = None
+    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "both"
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(help="Also measure torchao, te (TransformerEngine) or torchao,te."),
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        """The settings `recipes`, `modes` and `peers`."""
+        if self.mode not in MODES:
+            raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
+        recipes = _words(self.recipe) or ["tensorwise", "delayed"]
+        return {"recipes": recipes, "modes": MODES[self.mode], "peers": _words(self.peers)}
+
+
+@dataclass(frozen=True)
+class Size(StackSize):
+    """How large a stack of blocks is."""
+
+    model: Annotated[str, typer.Option(help=f"Shape of the blocks: {', '.join(PRESETS)}.")] = (
+        "llama3-8b"
+    )
+    blocks: Annotated[int, typer.Option(min=1, help="How many blocks.")] = 4
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 8192
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1
+
+
+def _words(values: Sequence[str] | None) -> list[str]:
+    """Words of options that may be repeated or hold several words with commas between."""
+    return [word for value in values or [] for word in value.split(",") if word]
 
 
 @app.command("matmul")
+@takes({"rounds": 20}, layers=Shapes, where=Run)
 def matmul_command(
-    shapes: run.ShapeSets = None,
-    mkn: run.Mkn = None,
+    layers: Shapes,
+    where: Run,
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Also the GEMMs of both gradients.")
     ] = False,
-    device: run.Device = "cuda",
-    rounds: run.Rounds = 20,
-    output: run.Output = None,
-    plot: run.Plot = None,
-    debug: Debug = False,
+    plot: Plot = None,
 ) -> None:
     """One GEMM per shape: bf16, float8 without and with fast accumulation."""
-    selected = select_shapes(words(shapes), mkn or [])
-    settings = {"shapes": selected, "gradients": gradients, "rounds": rounds}
-    bench = Bench.start("matmul", device, output, **settings)
-    groups = bench_matmul(selected, bench.device, rounds, gradients=gradients)
-    rows = bench.collect(groups, _count(selected) * (3 if gradients else 1))
+    shapes, rounds = layers.selected(), where.rounds
+    settings = {"shapes": shapes, "gradients": gradients, "rounds": rounds}
+    bench = Bench("matmul", where.device, where.output, **settings)
+    groups = bench_matmul(shapes, bench.device, rounds, gradients=gradients)
+    rows = bench.collect(groups, sum(map(len, shapes.values())) * (3 if gradients else 1))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", rows, plot)
 
 
 @app.command("linear")
-def linear_command(
-    shapes: run.ShapeSets = None,
-    mkn: run.Mkn = None,
-    recipe: run.Recipes = None,
-    mode: run.Mode = "both",
-    peers: run.Peers = None,
-    device: run.Device = "cuda",
-    rounds: run.Rounds = 15,
-    output: run.Output = None,
-    plot: run.Plot = None,
-    debug: Debug = False,
-) -> None:
+@takes(layers=Shapes, compared=Variants, where=Run)
+def linear_command(layers: Shapes, compared: Variants, where: Run, plot: Plot = None) -> None:
     """One layer forward and backward per shape and recipe, against nn.Linear in bf16.
 
     Each result is checked against bf16's, which is checked against float64. A shape set of several
     layers ends with its sums.
     """
-    selected = select_shapes(words(shapes), mkn or [])
-    settings = {"shapes": selected, **choices(recipe, mode, peers), "rounds": rounds}
-    bench = Bench.start("linear", device, output, **settings)
-    variants = make_variants(settings["recipes"], settings["modes"], bench.find_peers())
-    sums = sum(len(members) > 1 for members in selected.values())
-    groups = bench_linear(selected, variants, bench.device, rounds)
-    rows = bench.collect(groups, _count(selected) + sums)
+    shapes, rounds = layers.selected(), where.rounds
+    settings = {"shapes": shapes, **compared.chosen(), "rounds": rounds}
+    bench = Bench("linear", where.device, where.output, **settings)
+    variants = make_variants(settings["recipes"], settings["modes"], bench.peers)
+    total = sum(len(members) + (len(members) > 1) for members in shapes.values())
+    rows = bench.collect(bench_linear(shapes, variants, bench.device, rounds), total)
     host = host_microseconds(variants, bench.device)
     bench.finish("linear layer, forward + backward", rows, plot, host_us=host)
     for name, microseconds in host.items():
@@ -84,46 +145,32 @@ def linear_command(
 
 
 @app.command("cast")
-def cast_command(
-    shapes: run.ShapeSets = None,
-    mkn: run.Mkn = None,
-    device: run.Device = "cuda",
-    rounds: run.Rounds = 30,
-    output: run.Output = None,
-    debug: Debug = False,
-) -> None:
+@takes({"rounds": 30}, layers=Shapes, where=Run)
+def cast_command(layers: Shapes, where: Run) -> None:
     """Amax, casts and transposes of the tensors of these layers, against a device copy.
 
     Every kernel is compared with its plain-torch twin first, bit by bit.
     """
-    selected = select_shapes(words(shapes), mkn or [])
-    bench = Bench.start("cast", device, output, shapes=selected, rounds=rounds)
-    comparisons = check_awkward(bench.device)
-    bench.console.print(f"{comparisons} comparisons with the plain-torch twins: bitwise equal")
-    groups = bench_cast(selected, bench.device, rounds)
-    rows = bench.collect(groups, len(distinct_tensors(selected)))
+    shapes, rounds = layers.selected(), where.rounds
+    bench = Bench("cast", where.device, where.output, shapes=shapes, rounds=rounds)
+    tensors = distinct_tensors(shapes)
+    rows = bench.collect(bench_cast(tensors, bench.device, rounds), len(tensors))
     host = cast_host_microseconds(bench.device)
-    bench.finish("casts of bf16 tensors", rows, comparisons=comparisons, host_us=host)
+    bench.finish("casts of bf16 tensors", rows, host_us=host)
+    bench.console.print("compared with the plain-torch twins: bitwise equal")
     for name, microseconds in host.items():
         bench.console.print(f"host time per eager call, {name}: {microseconds:.1f} us")
 
 
 @app.command("block")
+@takes(size=Size, compared=Variants, where=Run)
 def block_command(
-    model: run.Model = "llama3-8b",
-    blocks: run.Blocks = 4,
-    seq_len: run.SeqLen = 8192,
-    batch: run.Batch = 1,
+    size: Size,
+    compared: Variants,
+    where: Run,
     microbatches: Annotated[
         int, typer.Option(min=1, help="Forwards and backwards per step, gradients accumulated.")
     ] = 1,
-    recipe: run.Recipes = None,
-    mode: run.Mode = "both",
-    peers: run.Peers = None,
-    device: run.Device = "cuda",
-    rounds: run.Rounds = 15,
-    output: run.Output = None,
-    debug: Debug = False,
 ) -> None:
     """A stack of Llama blocks forward and backward, with the sync of delayed scaling.
 
@@ -131,40 +178,75 @@ def block_command(
     over the resting state. With several microbatches, each recipe runs once more with
     `float8.cached_weights` around them.
     """
-    size = StackSize(model, blocks, seq_len, batch, microbatches)
-    settings = {**dataclasses.asdict(size), **choices(recipe, mode, peers), "rounds": rounds}
-    bench = Bench.start("block", device, output, **settings)
+    size, rounds = dataclasses.replace(size, microbatches=microbatches), where.rounds
+    settings = {**dataclasses.asdict(size), **compared.chosen(), "rounds": rounds}
+    bench = Bench("block", where.device, where.output, **settings)
     recipes, modes, cached = settings["recipes"], settings["modes"], microbatches > 1
-    variants = make_variants(recipes, modes, bench.find_peers(), cached=cached)
+    variants = make_variants(recipes, modes, bench.peers, cached=cached)
     rows = bench.collect(bench_block(size, variants, bench.device, rounds), len(variants) + 1)
-    title = f"{blocks} {model} block(s), {batch} x {seq_len} tokens, forward + backward"
+    title = f"{size}, forward + backward"
     bench.finish(title + f" of {microbatches} microbatches" * cached, rows)
 
 
 @app.command("profile")
+@takes({"blocks": 1}, size=Size)
 def profile_command(
+    size: Size,
     traces: Annotated[Path, typer.Option(help="Folder for the traces.")] = Path("runs/profile"),
-    model: run.Model = "llama3-8b",
-    blocks: run.Blocks = 1,
-    seq_len: run.SeqLen = 8192,
-    batch: run.Batch = 1,
     recipe: Annotated[str, typer.Option(help="bf16, or a recipe as for `block`.")] = "tensorwise",
     mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
-    device: run.Device = "cuda",
-    output: run.Output = None,
+    device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
+    output: Output = None,
     debug: Debug = False,
 ) -> None:
     """Where the time of a stack of Llama blocks goes; writes traces of forward and backward.
 
     The traces open in chrome://tracing and ui.perfetto.dev.
     """
-    size = StackSize(model, blocks, seq_len, batch)
     if mode not in (EAGER, COMPILED):
-        raise ValueError(f"mode: got {mode!r}, expected {EAGER} or {COMPILED}")
+        raise ConfigError(f"mode: got {mode!r}, expected {EAGER} or {COMPILED}")
     settings = {**dataclasses.asdict(size), "recipe": recipe, "mode": mode}
     variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode], [])[-1]
-    bench = Bench.start("profile", device, output, **settings)
+    bench = Bench("profile", device, output, **settings)
     rows = profile_block(size, variant, bench.device, traces)
-    title = f"{recipe} {mode}: {blocks} {model} block(s), {batch} x {seq_len} tokens"
-    bench.finish(title, rows)
+    bench.finish(f"{recipe} {mode}: {size}", rows)
     bench.console.print(f"traces: {traces}/forward.json, {traces}/backward.json")
+
+
+@app.command("fsdp")
+@takes({"blocks": 8, "mode": "compiled", "rounds": 10}, size=Size, compared=Variants, where=Run)
+def fsdp_command(
+    size: Size,
+    compared: Variants,
+    where: Run,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"
+        ),
+    ] = None,
+) -> None:
+    """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
+
+    A step is forward, backward and fused AdamW, with the scaling attached to it; parameters are
+    bf16. It starts its own ranks (NCCL; Gloo on a CPU): run it without torchrun. Speedups are over
+    bf16, compiled if that is measured. Bytes are counted, per step and rank, own shards included.
+    Every gradient of every variant is checked against bf16's first, and compared bit by bit
+    between the gathers of a recipe. Each variant has its rounds in two passes over the list.
+    """
+    device, rounds, chosen = where.device, where.rounds, compared.chosen()
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f"device: got {device!r}, expected cuda or cpu; say --ranks for how many")
+    preset(size.model)
+    for peer in chosen["peers"]:
+        if peer != "torchao":  # the only one that has a float8 all-gather
+            raise ConfigError(f"peers: got {peer!r}, expected torchao")
+    world = rank_count(device, ranks)
+    settings = {**dataclasses.asdict(size), **chosen, "ranks": world, "rounds": rounds}
+    settings |= {"passes": PASSES, "optimizer": "fused AdamW"}
+    bench = Bench("fsdp", device, where.output, **settings)
+    own = StackSize(**dataclasses.asdict(size))
+    plan = Plan(own, chosen["recipes"], chosen["modes"], bench.peers, rounds)
+    rows = bench.collect(bench_fsdp(plan, world, device), PASSES * len(plan.variants()) + 1)
+    title = f"{size} each, under FSDP2 on {world} rank(s), forward + backward + optimizer"
+    bench.finish(title, rows, communication=communication_settings())

@@ -1,7 +1,5 @@
 """`float8 compare`: the same training under several recipes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated, Any
@@ -10,31 +8,22 @@ import typer
 from rich import box
 from rich.table import Table
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, takes_settings
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
+from float8_lab.errors import ConfigError
 from float8_lab.trainer.compare import Comparison, compare
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
-from float8_lab.trainer.ranks import refuse
-from float8_lab.trainer.report import HEADINGS, cells
+from float8_lab.trainer.report import cells
 
-FAILED_EXIT = 1
-
-
-@takes_settings(
-    but=(
-        "recipe",
-        "fsdp",
-        "fsdp_float8_all_gather",
-        "hsdp",
-        "output",
-        "keep_checkpoints",
-        "stop_after",
-    ),
-    shown={"eval_interval": "a fifth of the steps"},
+_NOT_OURS = (
+    *("recipe", "fsdp", "fsdp_float8_all_gather", "hsdp"),
+    *("output", "keep_checkpoints", "final_checkpoint", "stop_after"),
 )
+
+
+@takes(chosen=settings(but=_NOT_OURS, shown={"eval_interval": "a fifth of the steps"}))
 def compare_command(
-    given: dict[str, Any],
     recipes: Annotated[
         list[str],
         typer.Argument(
@@ -42,6 +31,7 @@ def compare_command(
             help="Recipes to hold against high precision, which is always run first.",
         ),
     ],
+    chosen: Any,
     output: Annotated[
         str, typer.Option(help="Folder of the comparison.", rich_help_panel=OUTPUT)
     ] = "runs/compare",
@@ -61,6 +51,7 @@ def compare_command(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    debug: Debug = False,
 ) -> None:
     """Train high precision and each RECIPE from the same seed on the same data, and compare.
 
@@ -68,9 +59,11 @@ def compare_command(
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
     if "RANK" in os.environ:
-        refuse("float8 compare got ranks of torchrun, but keeps to one device: run it without")
-    config = TrainConfig.create(final_checkpoint=False, output=output, **given)
-    if "eval_interval" not in given:
+        raise ConfigError(
+            "float8 compare got ranks of torchrun, but keeps to one device: run it without"
+        )
+    config = TrainConfig.create(final_checkpoint=False, output=output, **given(chosen))
+    if chosen.eval_interval is None:
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     console = make_console()
     with stop_on_signals(STOP_NOTICE) as stop:
@@ -92,19 +85,18 @@ def compare_command(
     for row in comparison.failed:
         sys.stderr.write(f"error: {row.recipe}: {row.error}\n")
     if comparison.failed:
-        raise typer.Exit(FAILED_EXIT)
+        raise typer.Exit(1)
 
 
 def _table(comparison: Comparison) -> Table:
     """At most 80 columns wide."""
     title = "losses in nats per byte"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, pad_edge=False)
-    for index, heading in enumerate(HEADINGS):
-        words = heading.replace(" ", "\n")
-        if index:
-            table.add_column(words, justify="right", no_wrap=True)
-        else:
-            table.add_column(words, overflow="fold")
-    for row in comparison.rows:
-        table.add_row(*cells(row))
+    rows = [cells(row) for row in comparison.rows]
+    first, *others = rows[0]
+    table.add_column(first, overflow="fold")
+    for heading in others:
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
     return table

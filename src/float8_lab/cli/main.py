@@ -1,33 +1,23 @@
 """Entry point of the `float8` command: runs it and turns errors into one line and an exit code.
 
 Exit codes: 0 done, 1 the training or a measurement failed, 2 something about the call is wrong,
-130 interrupted. A rank that another one's error ended: 1.
+130 interrupted.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from float8.convert.measure import WrongResultError
-from float8_lab.bench.ranks import RankFailedError
-from float8_lab.trainer.errors import (
-    LostRankError,
-    OtherRankError,
-    OutOfMemoryError,
-    TrainerError,
-    TrainingDivergedError,
-)
+from float8_lab.errors import LabError, OutOfMemoryError
 
 _LAST_WORDS = 2.0
 """Seconds by which the rank with the cause ends before others: torchrun shows the first one."""
@@ -60,58 +50,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "run pip install 'float8[cli]'"
         )
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "RANK" not in os.environ:
-        return _run(_cli.run, words, _cli.Session())
-    return _run_as_rank(words, _cli.Session(), first=os.environ["RANK"] == "0")
+    return _run(words) if "RANK" not in os.environ else _run_as_rank(words)
 
 
-def _run(command: Callable[[list[str], Any], None], words: list[str], session: Any) -> int:
+def _run(words: list[str]) -> int:
+    """Run the command; what is the user's to know becomes a line and an exit code."""
+    assert _cli is not None
     try:
-        command(words, session)
+        _cli.command(args=words, prog_name="float8")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except (TrainerError, WrongResultError, RankFailedError, ValueError, OSError) as error:
-        if session.debug:
+    except (LabError, WrongResultError, ValueError, OSError) as error:
+        ours = isinstance(error, (LabError, WrongResultError))
+        met_by_all = ours and not isinstance(error, OutOfMemoryError)
+        if os.environ.get("RANK", "0") != "0" and not met_by_all:
+            raise
+        if "--debug" in words:
             traceback.print_exc()
-        failed = isinstance(
-            error, (TrainingDivergedError, OutOfMemoryError, WrongResultError, RankFailedError)
-        )
-        hint = "" if failed or isinstance(error, TrainerError) else " (--debug shows where)"
-        return _fail(f"{error}{hint}", 1 if failed else 2)
+        code = getattr(error, "exit_code", 1 if ours else 2)
+        return _fail(f"{error}{'' if ours else ' (--debug shows where)'}", code)
     return 0
 
 
-def _run_as_rank(words: list[str], session: Any, first: bool) -> int:
-    """Run one of the processes that `torchrun` started: it shows its own errors, no others.
+def _run_as_rank(words: list[str]) -> int:
+    """Run one of the processes that `torchrun` started; only the first one talks to the user.
 
-    Does not return after an error on the way: an orderly end would wait for the other ranks.
+    Errors that are the user's to know are raised on all ranks. Any other is a cause, which its rank
+    tells by itself, and ends before those that miss it. Does not return after an error: an orderly
+    end would wait for the other ranks.
     """
-
-    # What is recorded is what torchrun shows as the cause.
-    @record
-    def command(words: list[str], session: Any) -> None:
-        assert _cli is not None
-        try:
-            _cli.run(words, session, show_usage=first)
-        except OtherRankError as error:
-            if first and isinstance(error, LostRankError):
-                _fail(str(error))
+    rank = os.environ["RANK"]
+    try:
+        with contextlib.ExitStack() as stack:
+            if rank != "0":
+                nowhere = stack.enter_context(Path(os.devnull).open("w"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+            code = record(_run)(words) or 0  # what is recorded is what torchrun shows
+        if code:
             time.sleep(_LAST_WORDS)
-            raise SystemExit(1) from error
-        except TrainingDivergedError as error:  # All ranks see it.
-            if first:
-                raise
-            raise SystemExit(1) from error
-
-    with contextlib.ExitStack() as stack:
-        if not first:
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-        try:
-            code = _run(command, words, session)
-        except BaseException:
-            sys.stderr.write(f"rank {os.environ['RANK']}: {traceback.format_exc()}")
-            code = 1
+    except BaseException:
+        sys.stderr.write(f"rank {rank}: {traceback.format_exc()}")
+        code = 1
     if code and dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,9 +100,7 @@ def _run_as_rank(words: list[str], session: Any, first: bool) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    rank = os.environ.get("RANK", "0")
-    where = "" if rank == "0" else f"rank {rank}: "
-    sys.stderr.write(f"{where}error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
     return code
 
 

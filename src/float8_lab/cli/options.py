@@ -1,16 +1,16 @@
-"""Options of the training commands, made of the settings themselves.
+"""Options that several commands share, said once.
 
-Every option is None unless it is given, so that defaults stay in one place, `TrainConfig.create`,
-and a resumed run can tell what was asked for now from what it was started with.
+Those of the training commands are made of the settings themselves. Each is None unless it is given,
+so that defaults stay in one place, `TrainConfig.create`, and a resumed run can tell what was asked
+for now from what it was started with.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,64 +20,49 @@ from float8_lab.trainer.config import SETTINGS, TrainConfig
 INTERRUPTED_EXIT = 130
 STOP_NOTICE = "stopping after this step, with a checkpoint (again: stop at once)"
 
-
-@dataclass
-class Session:
-    """What one call of the command line carries around.
-
-    Attributes:
-        debug: Whether to show tracebacks.
-    """
-
-    debug: bool = False
-
-
-def _set_debug(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        context.ensure_object(Session).debug = True
-
-
-Debug = Annotated[
-    bool,
-    typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show tracebacks of errors."),
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write results: .json or .csv.")
 ]
 
 
-def takes_settings(
-    *, but: tuple[str, ...] = (), shown: dict[str, str] | None = None
+def takes(
+    defaults: Mapping[str, Any] | None = None, /, **groups: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each setting, and `--debug`.
+    """Give a command the options of whole dataclasses: their fields annotated as Typer wants it.
 
     Args:
-        but: Settings that this command has no option for, or one of its own.
-        shown: Defaults in words that differ from those of `TrainConfig`.
-
-    Returns:
-        A decorator of a function whose parameter `given` receives the settings that were given.
+        defaults: Those of options that differ from their dataclass.
+        **groups: Parameters of the command, and the dataclass that each of them is.
     """
-    types = typing.get_type_hints(TrainConfig)
-    options = [
-        _parameter(name, types[name], (shown or {}).get(name))
-        for name, setting in SETTINGS.items()
-        if setting.group is not None and name not in but
-    ]
-    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False)
-    options.append(debug.replace(annotation=Debug))
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters.values()
+        fields: dict[str, list[str]] = {}
+        parameters = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            if own.name not in groups:
+                parameters.append(own)
+                continue
+            hints = typing.get_type_hints(groups[own.name], include_extras=True)
+            options = {name: kind for name, kind in hints.items() if hasattr(kind, "__metadata__")}
+            fields[own.name] = list(options)
+            for name, kind in options.items():
+                default = getattr(groups[own.name], name)
+                parameters.append(own.replace(name=name, annotation=kind, default=default))
 
         @functools.wraps(command)
-        def run(debug: bool, **values: Any) -> None:
-            names = [option.name for option in options if option.name in values]
-            settings = {name: values.pop(name) for name in names}
-            given = {name: value for name, value in settings.items() if value is not None}
-            command(given=given, **values)
+        def run(**values: Any) -> None:
+            made = {
+                group: groups[group](**{name: values.pop(name) for name in names})
+                for group, names in fields.items()
+            }
+            command(**made, **values)
 
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "given"]
-        # Help pages list what comes first first: the command's own options begin the last group.
-        last = [p.name for p in options].index("log_interval")
-        parameters = [*options[:last], *parameters, *options[last:]]
+        changed = defaults or {}
+        parameters = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=changed.get(p.name, p.default))
+            for p in parameters
+        ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -85,22 +70,32 @@ def takes_settings(
     return decorate
 
 
-def _parameter(name: str, kind: Any, shown: str | None) -> inspect.Parameter:
-    setting = SETTINGS[name]
-    default = str(setting.default)
-    flag = "--" + name.replace("_", "-")
-    if kind is bool:
-        default = "yes" if setting.default else "no"
-        flag = setting.flag or f"{flag}/--no-{flag.removeprefix('--')}"
-    option = typer.Option(
-        flag,
-        help=setting.text,
-        rich_help_panel=setting.group,
-        show_default=shown or setting.shown or default,
-    )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
+def settings(*, but: tuple[str, ...] = (), shown: Mapping[str, str] | None = None) -> Any:
+    """A dataclass for `takes` of an option for each setting of the trainer.
+
+    Args:
+        but: Settings that a command has no option for, or one of its own.
+        shown: Defaults in words that differ from those of `TrainConfig`.
+    """
+    types = typing.get_type_hints(TrainConfig)
+    fields = []
+    for name, setting in SETTINGS.items():
+        if name in but:
+            continue
+        default, flag = str(setting.default), "--" + name.replace("_", "-")
+        if types[name] is bool:
+            default = "yes" if setting.default else "no"
+            flag = setting.flag or f"{flag}/--no-{flag.removeprefix('--')}"
+        option = typer.Option(
+            flag,
+            help=setting.text,
+            rich_help_panel=setting.group,
+            show_default=(shown or {}).get(name) or setting.shown or default,
+        )
+        fields.append((name, Annotated[types[name] | None, option], None))
+    return dataclasses.make_dataclass("Settings", fields)
+
+
+def given(settings: Any) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in vars(settings).items() if value is not None}

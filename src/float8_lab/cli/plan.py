@@ -1,20 +1,20 @@
 """`float8 plan`: which layers of a model to convert."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch
 import typer
 
 from float8.config import Float8LinearConfig
-from float8.convert.filters import SMALLEST, known_gpu
-from float8_lab.bench.plan import Judge, by_measuring, by_size, plan_conversion, planned_speedup
+from float8.convert.filters import SMALLEST, known_gpu, too_small
+from float8.convert.measure import LinearTimes, measure_linear
+from float8_lab.bench.plan import plan_conversion, planned_speedup
 from float8_lab.bench.results import check_output, write_results
-from float8_lab.bench.timing import bench_device
-from float8_lab.cli.bench_run import Output, print_table
-from float8_lab.cli.options import Debug
+from float8_lab.cli.options import Debug, Output
 from float8_lab.cli.progress import make_console
+from float8_lab.cli.table import print_table
+from float8_lab.device import float8_device
+from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.environment import describe_environment, device_name
@@ -57,42 +57,44 @@ def plan_command(
         check_output(output)
     config = Float8LinearConfig.from_recipe_name(recipe)
     shape = preset(model)
-    if gpu is not None and measure:
-        raise ValueError("--gpu is for judging by size: leave it or --measure out")
-    measuring = torch.cuda.is_available() and gpu is None if measure is None else measure
-    judge, where = _judge(measuring, device, gpu, tokens, config)
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measuring = here.type == "cuda" and gpu is None if measure is None else measure
+    if measuring:
+        if gpu is not None:
+            raise ConfigError("--gpu is for judging by size: leave it or --measure out")
+        place = float8_device(device or "cuda")
+        how, where = "measured", device_name(place)
+    else:
+        if device is not None:
+            raise ConfigError("--device is where to measure: leave it or --by-size out")
+        how, where = "judged by size", _gpu(gpu, here)
+
+    def judge(K: int, N: int) -> str | LinearTimes | None:
+        if measuring:
+            return measure_linear(tokens, K, N, place, config)
+        return too_small(where, tokens, K, N)
+
     with torch.device("meta"):
         llama = Llama(shape.model, shape.seq_len)
     rows = plan_conversion(llama, tokens, judge, head="output")
-    how = "measured" if measuring else "judged by size"
     console = make_console()
     title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}"
-    if measuring:
-        title += "; ms of forward + backward"
-    print_table(console, title, rows)
+    print_table(console, title + "; ms of forward + backward" * measuring, rows)
     gain = {"linear_speedup": planned_speedup(rows)} if measuring else {}
     for speedup in gain.values():
         console.print(f"all linear layers: {speedup:.2f}x of bf16")
     if output is not None:
         settings = {"model": model, "tokens": tokens, "recipe": recipe, "how": how, "for": where}
-        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         write_results(output, "plan", rows, describe_environment(here), settings, gain)
         console.print(f"results: {output}")
 
 
-def _judge(
-    measuring: bool, device: str | None, gpu: str | None, tokens: int, config: Float8LinearConfig
-) -> tuple[Judge, str]:
-    """The judge, and for what it judges."""
-    if measuring:
-        place = bench_device(device or "cuda")
-        return by_measuring(tokens, config, place), device_name(place)
-    if device is not None:
-        raise ValueError("--device is where to measure: leave it or --by-size out")
-    if gpu is None:
-        gpu = known_gpu(torch.device("cpu")) if torch.cuda.is_available() else _DEFAULT_GPU
-    if gpu is None:
-        raise ValueError("the limits of this GPU are not known: measure, or name another by --gpu")
-    if gpu not in SMALLEST:
-        raise ValueError(f"gpu: got {gpu!r}, expected one of {', '.join(SMALLEST)}")
-    return by_size(tokens, gpu), gpu
+def _gpu(name: str | None, here: torch.device) -> str:
+    """A GPU whose limits are known: of that name, or the one here, or else `_DEFAULT_GPU`."""
+    if name is None:
+        name = known_gpu(torch.device("cpu")) if here.type == "cuda" else _DEFAULT_GPU
+    if name is None:
+        raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
+    if name not in SMALLEST:
+        raise ConfigError(f"gpu: got {name!r}, expected one of {', '.join(SMALLEST)}")
+    return name

@@ -1,29 +1,20 @@
 """A run on the terminal: a bar where there is one, plain lines at intervals where there is not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from float8_lab.trainer.metrics import Observer, RunInfo, StepRecord, ValidationRecord
+from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
+
+if TYPE_CHECKING:
+    from float8_lab.trainer.loop import Trainer
 
 _PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
-_BAR, _TIME, _WIDE = (
-    12,
-    9,
-    70,
-)  # Columns: of bar and gaps, of the time left, from which it is shown.
+_BAR, _WIDE = 12, 70  # Columns: of bar and gaps; from which the time left is shown.
 _PLAIN_LINES = 20  # How many progress lines a whole run writes, about.
 
 
@@ -41,43 +32,37 @@ class ConsoleProgress(Observer):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Progress | None = None
-        self._steps = 0
-        self._line_interval = 1
-        self._next_line = 0
+        self._steps = self._last_line = 0
 
-    def on_start(self, info: RunInfo) -> None:
+    def on_start(self, run: "Trainer") -> None:
         """Say what is trained on what, and start the bar."""
-        config, corpus = info.config, info.corpus
-        self._steps = config.steps
-        self._line_interval = max(config.steps // _PLAIN_LINES, 1)
-        self._next_line = info.start_step + self._line_interval
-        say = self._console.print
+        config, corpus, say = run.config, run.corpus, self._console.print
+        self._steps, self._last_line = config.steps, run.step
         say(
-            f"{config.recipe}: Llama {config.model}, {info.parameters / 1e6:.1f}M parameters, "
+            f"{config.recipe}: Llama {config.model}, "
+            f"{config.model_config().num_parameters / 1e6:.1f}M parameters, "
             f"{config.dtype}{', compiled' if config.compile else ''} on {config.device}"
-            f"{f', {info.ranks} ranks' if info.ranks > 1 else ''}"
+            f"{f', {run.ranks.size} ranks' if run.ranks.size > 1 else ''}"
         )
         say(
             f"  data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in {corpus.train_files} "
             f"file(s), {config.tokens_per_step:,} tokens per step"
         )
-        if info.conversion:
-            say(f"  {info.conversion.splitlines()[0]}")
-        if info.start_step:
-            say(f"  resumed after step {info.start_step}")
+        if run.conversion:
+            say(f"  {run.conversion.splitlines()[0]}")
+        if run.step:
+            say(f"  resumed after step {run.step}")
         if self._console.is_terminal:
-            columns: list[ProgressColumn] = [
+            self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(None, table_column=Column(ratio=1)),  # what the others leave
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),
-            ]
-            if self._console.width >= _WIDE:
-                columns.append(TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console, expand=True)
-            self._bar.add_task(
-                config.recipe, total=config.steps, completed=info.start_step, status=""
+                *[TimeRemainingColumn()] * (self._console.width >= _WIDE),
+                console=self._console,
+                expand=True,
             )
+            self._bar.add_task(config.recipe, total=config.steps, completed=run.step, status="")
             self._bar.start()
 
     def on_step(self, step: int) -> None:
@@ -87,26 +72,23 @@ class ConsoleProgress(Observer):
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
         """Show the mean of these steps."""
+        step, memory = records[-1].step, records[-1].memory_bytes
         loss = sum(record.loss for record in records) / len(records)
         seconds = sum(record.seconds for record in records) / len(records)
-        parts = [
-            f"loss {loss:.4f}",
-            f"{records[-1].tokens / seconds:,.0f} tok/s",
-            f"{1e3 * seconds:.0f} ms",
-        ]
-        if records[-1].memory_bytes is not None:
-            parts.append(f"{records[-1].memory_bytes / 2**30:.2f} GiB")
-        step, status = records[-1].step, "  ".join(parts)
+        speed = f"{records[-1].tokens / seconds:,.0f} tok/s"
+        parts = [f"loss {loss:.4f}", speed, f"{1e3 * seconds:.0f} ms"]
+        if memory is not None:
+            parts.append(f"{memory / 2**30:.2f} GiB")
         if self._bar is not None:
             task = self._bar.tasks[0]
-            others = len(task.description) + 2 * len(str(self._steps)) + _BAR
-            others += _TIME if self._console.width >= _WIDE else 0
-            while len(parts) > 1 and others + len("  ".join(parts)) > self._console.width:
+            room = self._console.width - _BAR - len(task.description) - 2 * len(str(self._steps))
+            room -= len("  -:--:--") if self._console.width >= _WIDE else 0
+            while len(parts) > 1 and len("  ".join(parts)) > room:
                 parts.pop()
             self._bar.update(task.id, status="  ".join(parts))
-        elif step >= self._next_line or step == self._steps:
-            self._console.print(f"  step {step}/{self._steps}  {status}")
-            self._next_line = step + self._line_interval
+        elif step >= self._last_line + self._steps // _PLAIN_LINES or step == self._steps:
+            self._console.print(f"  step {step}/{self._steps}  {'  '.join(parts)}")
+            self._last_line = step
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Print the validation loss."""

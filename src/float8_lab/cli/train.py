@@ -1,26 +1,23 @@
 """`float8 train`: one training run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, takes_settings
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
+from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED
 from float8_lab.trainer.ranks import LAUNCH, Ranks, join_ranks
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
-from float8_lab.trainer.train import TrainResult, train
 
 
-@takes_settings()
+@takes(chosen=settings())
 def train_command(
-    given: dict[str, Any],
+    chosen: Any,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -30,6 +27,7 @@ def train_command(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    debug: Debug = False,
 ) -> None:
     """Train a Llama on bytes of text, in high precision or with a float8 recipe.
 
@@ -38,14 +36,20 @@ def train_command(
 
     On several GPUs: torchrun --nproc-per-node 8 --no-python float8 train --fsdp ...
     """
-    with join_ranks("fsdp" in given) as ranks:
-        notice = STOP_NOTICE if ranks.is_first else ""
+    console = make_console()
+    with join_ranks(bool(chosen.fsdp)) as ranks:
+        notice = STOP_NOTICE if ranks.rank == 0 else ""
         with stop_on_signals(notice) as stop:
-            config, checkpoint = ranks.once(lambda: _settings(given, resume))
-            console = make_console()
+            config, checkpoint = ranks.once(lambda: _settings(given(chosen), resume))
             progress = ConsoleProgress(console)
             result = train(config, observers=[progress], resume=checkpoint, stop=stop, ranks=ranks)
-    _say(console, config, result, ranks)
+    summary, folder = result.summary, result.folder.path
+    console.print(f"{result.status} after step {summary.steps} of {config.steps}")
+    if summary.val_loss is not None:
+        console.print(f"validation loss {summary.val_loss:.4f} nats per byte")
+    console.print(f"everything is in {folder}")
+    if result.status != FINISHED:
+        console.print(f"go on with: {_command(config, ranks)} --resume {folder}")
     if result.status == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_EXIT)
 
@@ -56,16 +60,6 @@ def _settings(given: dict[str, Any], resume: str | None) -> tuple[TrainConfig, P
         return TrainConfig.create(**given), None
     checkpoint = find_checkpoint(Path(resume))
     return saved_config(checkpoint).replace(**given), checkpoint
-
-
-def _say(console: Console, config: TrainConfig, result: TrainResult, ranks: Ranks) -> None:
-    say = console.print
-    say(f"{result.status} after step {result.summary.steps} of {config.steps}")
-    if result.summary.val_loss is not None:
-        say(f"validation loss {result.summary.val_loss:.4f} nats per byte")
-    say(f"everything is in {result.folder.path}")
-    if result.status != FINISHED:
-        say(f"go on with: {_command(config, ranks)} --resume {result.folder.path}")
 
 
 def _command(config: TrainConfig, ranks: Ranks) -> str:

@@ -4,8 +4,6 @@ Every matrix multiply of a block is an `nn.Linear` without bias under its own na
 `convert_to_float8_training` can swap it. The head is called `output`, to be left out by name.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,16 +35,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(head_dim: int, seq_len: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's rotation angles.
-
-    Args:
-        head_dim: Width of one attention head; even.
-        seq_len: Number of positions.
-        theta: Base of the frequencies.
-
-    Returns:
-        cos and sin, each [seq_len, head_dim / 2] float32.
-    """
+    """Cosine and sine of every position's rotation angles, [seq_len, head_dim / 2] float32."""
     # float64 until the end: a float32 angle of position 8191 is off by up to 5e-4 radians.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     positions = torch.arange(seq_len, dtype=torch.float64)
@@ -55,15 +44,9 @@ def rope_table(head_dim: int, seq_len: int, theta: float) -> tuple[Tensor, Tenso
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of every head by its position's angles.
+    """Rotate pairs (i, i + head_dim / 2) of every head of x [batch, seq, heads, head_dim].
 
-    Args:
-        x: [batch, seq, heads, head_dim].
-        cos: [seq, head_dim / 2] float32.
-        sin: [seq, head_dim / 2] float32.
-
-    Returns:
-        The rotated heads, same shape and dtype as x.
+    By the angles of its position, which `rope_table` gave; same shape and dtype out.
     """
     cos, sin = cos[:, None], sin[:, None]
     first, second = x.float().chunk(2, dim=-1)
@@ -72,10 +55,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, added to its input.
-
-    Key and value heads are shared by query heads.
-    """
+    """Causal self-attention with rotary positions; query heads share key and value heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -87,10 +67,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
-        """X plus what attention makes of norm(x [batch, seq, dim]).
-
-        cos and sin are [seq, head_dim / 2] float32.
-        """
+        """X plus what attention makes of norm(x [batch, seq, dim])."""
         batch, seq, _ = x.shape
         heads = (batch, seq, -1, self.head_dim)
         layers = (self.query, self.key, self.value)
@@ -137,7 +114,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The language model: token ids in, next-token logits out.
 
-    Parameters are float32 and uninitialised noise until `init_weights`; use `build_llama`.
+    Parameters are float32 and uninitialised until `init_weights`. Make it on the meta device, then
+    call `to_empty` and `init_weights`: so nothing is initialised twice.
 
     Args:
         config: Shape of the model.
@@ -198,10 +176,7 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predict the token after each position.
-
-        Args:
-            tokens: [batch, seq] int64 ids below `vocab_size`, seq at most `max_seq_len`.
+        """Predict the token after each position of tokens [batch, seq] int64.
 
         Returns:
             Logits [batch, seq, vocab_size], in the autocast dtype if autocast is on, else float32.
@@ -226,23 +201,3 @@ class Llama(nn.Module):
             else:
                 x = block(x, cos, sin)
         return self.output(self.norm(x))  # type: ignore[no-any-return]
-
-
-def build_llama(
-    config: ModelConfig,
-    max_seq_len: int,
-    *,
-    seed: int,
-    device: torch.device | str = "cpu",
-    activation_checkpointing: bool = False,
-) -> Llama:
-    """Build and initialise a `Llama` directly on `device`, parameters in float32.
-
-    Made on the meta device first, so that nothing is initialised twice and the global random
-    state stays untouched.
-    """
-    with torch.device("meta"):
-        model = Llama(config, max_seq_len, activation_checkpointing=activation_checkpointing)
-    model.to_empty(device=device)
-    model.init_weights(seed)
-    return model

@@ -1,8 +1,8 @@
 """The shapes of the Llama models that the trainer knows by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+
+from float8_lab.errors import ConfigError
 
 BYTE_VOCAB = 256  # Byte-level text needs exactly this many; a multiple of 16 as float8 GEMMs want.
 LLAMA3_VOCAB = 128256
@@ -10,7 +10,7 @@ LLAMA3_VOCAB = 128256
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama; a `ValueError` if the numbers do not fit together."""
+    """Shape of a Llama; a `ConfigError` if the numbers do not fit together."""
 
     dim: int  # width of the residual stream
     n_layers: int
@@ -26,18 +26,18 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model {name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigError(f"model {name} must be at least 1, got {getattr(self, name)}")
         if self.vocab_size < BYTE_VOCAB:
-            raise ValueError(
+            raise ConfigError(
                 f"vocab size {self.vocab_size} is too small: "
                 f"the data is bytes and needs at least {BYTE_VOCAB}"
             )
         if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
-            raise ValueError(
+            raise ConfigError(
                 f"model dim {self.dim} over {self.n_heads} heads must give an even head size"
             )
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
             )
 
@@ -85,11 +85,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Look a preset up by name.
-
-    Raises:
-        ValueError: naming the known models if there is none of that name.
-    """
+    """The preset of that name; a `ConfigError` if there is none."""
     if name not in PRESETS:
-        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(PRESETS)}")
+        raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,20 +1,19 @@
-"""From settings to a model: converted to float8, compiled, sharded, initialised."""
-
-from __future__ import annotations
+"""From settings to a model, its optimizer and its learning rates."""
 
 import dataclasses
+import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from float8 import conversion_report, convert_to_float8_training
 from float8.formats import lacks_float8_gemm
-from float8_lab.models.llama import Llama, build_llama
-from float8_lab.models.presets import ModelConfig
+from float8_lab.errors import ConfigError
+from float8_lab.models.llama import Llama
 from float8_lab.trainer.config import DTYPES, TrainConfig, float8_config
-from float8_lab.trainer.errors import ConfigError
 from float8_lab.trainer.ranks import ALONE, Ranks
 
 
@@ -23,21 +22,13 @@ def build_model(
 ) -> tuple[Llama, str]:
     """Build the run's model: converted, compiled, sharded and initialised as the settings say.
 
-    Collective if it is sharded.
-
-    Returns:
-        The model, and what was converted as text (empty for high precision).
-
-    Raises:
-        ConfigError: (a `ValueError`) if the recipe does not work with this model or device.
+    Collective if it is sharded. Returns what was converted as text, too, empty for high precision;
+    a `ConfigError` if the recipe does not work with this model or device.
     """
     # No rank has room for a whole model: it gets memory when each rank has its shards.
+    again = config.activation_checkpointing
     with torch.device("meta"):
-        model = Llama(
-            config.model_config(),
-            config.seq_len,
-            activation_checkpointing=config.activation_checkpointing,
-        )
+        model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
     model.tie_head()
     conversion = ranks.together(
         lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather, device)
@@ -47,11 +38,12 @@ def build_model(
         for block in (*model.layers, model.norm):
             block.compile(fullgraph=True, dynamic=False)
     if ranks.sharded:
+        shards = ranks.size // config.hsdp
         if config.hsdp == 1:
-            mesh = init_device_mesh(device.type, (ranks.size,))
+            mesh = init_device_mesh(device.type, (shards,))
         else:
-            shape = (config.hsdp, ranks.size // config.hsdp)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(device.type, (config.hsdp, shards), mesh_dim_names=names)
         # No mixed precision policy: weights are gathered as they are, or in float8 if the config
         # says so, and autocast does the rest, so that the numbers are those of one device.
         for module in (*model.layers, model):
@@ -65,27 +57,6 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     """The context of the forward pass: autocast to the run's dtype, nothing for float32."""
     low = config.dtype != "float32"
     return torch.autocast(device.type, dtype=DTYPES[config.dtype] if low else None, enabled=low)
-
-
-def load_libraries(config: TrainConfig, device: torch.device) -> None:
-    """Take one step of a very small model with the run's recipe, and throw it away.
-
-    What is loaded and allocated once per process on first use (50 MiB on a CPU) is then there
-    before a run's memory is measured, instead of being counted against the first run.
-
-    Raises:
-        ConfigError: (a `ValueError`) if the recipe does not work on this device.
-    """
-    shape = ModelConfig(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64)
-    model = build_llama(shape, 16, seed=0, device=device)
-    _convert(model, config.recipe, False, device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
-    with autocast(config, device):
-        logits = model(tokens)
-    logits.float().logsumexp(-1).mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
 
 
 def _convert(model: Llama, recipe: str, float8_all_gather: bool, device: torch.device) -> str:
@@ -106,3 +77,38 @@ def _convert(model: Llama, recipe: str, float8_all_gather: bool, device: torch.d
         reasons = {str(layer.skip_reason) for layer in report.skipped if layer.fqn != "output"}
         raise ConfigError(f"recipe {recipe!r} converted no layer: {'; '.join(sorted(reasons))}")
     return str(report)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only, one fused kernel per group."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
+    )
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scale all gradients down to a global norm of `limit`, 0 for no limit; collective if sharded.
+
+    The norm before, 0-dim float32, is that of the whole model on each rank. Nothing waits for it.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Learning rate of optimizer step `step`, counted from 1.
+
+    Rises linearly to `learning_rate` at step `warmup_steps`, then falls along half a cosine to
+    `learning_rate * min_lr_ratio` at the last step.
+    """
+    peak, floor = config.learning_rate, config.learning_rate * config.min_lr_ratio
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    decay_steps = config.steps - config.warmup_steps
+    progress = min((step - config.warmup_steps) / decay_steps, 1.0)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))

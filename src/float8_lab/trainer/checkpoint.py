@@ -9,8 +9,6 @@ renamed, so a folder with the final name was once complete; all ranks must see t
 DCP reads pickles: resume only from checkpoints that you trust.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -28,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from float8_lab.trainer.errors import CheckpointError, OtherRankError
+from float8_lab.errors import CheckpointError
 from float8_lab.trainer.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -58,19 +56,15 @@ def save_checkpoint(
         keep: How many checkpoints stay, the new one included.
         ranks: Who writes it.
 
-    Returns:
-        The new checkpoint's folder.
-
     Raises:
         CheckpointError: If it could not be written on some rank (disk full, no permission); older
-            ones stay.
-        OtherRankError: On the ranks that were not the first to fail.
-        LostRankError: If a rank ended meanwhile; older ones stay, and an unfinished one.
+            ones stay. The same on all ranks, here and below.
+        RankFailedError: If a rank ended meanwhile; older ones stay, and an unfinished one.
     """
     target = folder / f"step_{step:08d}"
     temporary = folder / f"{_UNFINISHED}{target.name}"
     try:
-        with _explained(f"could not write the checkpoint {target}", ranks):
+        with _explained(f"could not write the checkpoint {target}"):
             ranks.once(lambda: _make_room(temporary, {"step": step, **state}))
             save(values, checkpoint_id=temporary, no_dist=ranks.size == 1)
             # One list for all: what a shared folder shows may come late to some.
@@ -81,7 +75,7 @@ def save_checkpoint(
     except (CheckpointError, torch.OutOfMemoryError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if ranks.is_first:
+    if ranks.rank == 0:
         others = [path for path in list_checkpoints(folder) if path != target]
         for path in others[::-1][keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
@@ -92,13 +86,11 @@ def _make_room(temporary: Path, state: dict[str, Any]) -> None:
     for leftover in temporary.parent.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
-    (temporary / _STATE).write_text(json.dumps(state, indent=1))
-    _flush(temporary / _STATE)
+    _write_json(temporary / _STATE, state)
 
 
 def _put_in_place(temporary: Path, target: Path, checksums: dict[str, int]) -> None:
-    (temporary / _CHECKSUMS).write_text(json.dumps(checksums, indent=1, sort_keys=True))
-    _flush(temporary / _CHECKSUMS)
+    _write_json(temporary / _CHECKSUMS, checksums)
     _flush(temporary)
     if target.exists():  # Reached again after resuming from an older step.
         shutil.rmtree(target)
@@ -109,16 +101,10 @@ def _put_in_place(temporary: Path, target: Path, checksums: dict[str, int]) -> N
 def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) -> None:
     """Put what a checkpoint holds into `values`, in place. Collective over `ranks`.
 
-    Args:
-        path: A checkpoint that passed `check_checkpoint`, written by any number of ranks.
-        values: As for `save_checkpoint`, with the same names and shapes. Shards may differ.
-        ranks: Who reads.
-
-    Raises:
-        CheckpointError: If it could not be read, or does not fit `values`.
-        OtherRankError: On the ranks that were not the first to fail.
+    It passed `check_checkpoint`, and was written by any number of ranks: names and shapes must be
+    the same as then (a `CheckpointError`), shards may differ.
     """
-    with _explained(f"could not go on from the checkpoint {path}", ranks):
+    with _explained(f"could not go on from the checkpoint {path}"):
         planner = DefaultLoadPlanner()
         load(values, checkpoint_id=path, planner=planner, no_dist=ranks.size == 1)
         assert planner.metadata is not None
@@ -139,26 +125,16 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
-    """Compare every file of a checkpoint with its checksum; each rank reads a part of them.
+    """Compare every file of a checkpoint with its checksum; each of `ranks` reads a part of them.
 
-    Collective over `ranks`.
-
-    Raises:
-        CheckpointError: Naming the checkpoint, what is wrong, and which older one is intact; on the
-            first rank.
-        OtherRankError: On the other ranks.
+    A `CheckpointError` names the checkpoint, what is wrong, and which older one is intact.
     """
-    damages = ranks.gather(_find_damage(path, ranks))
-    if damage := next(filter(None, damages), None):
+    if damage := next(filter(None, ranks.gather(_find_damage(path, ranks))), None):
         ranks.once(lambda: _refuse(path, damage))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON values of a checkpoint, `step` among them.
-
-    Raises:
-        CheckpointError: If they cannot be read; as `check_checkpoint`, which sees more.
-    """
+    """The JSON values of a checkpoint, `step` among them."""
     try:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
     except (OSError, ValueError) as error:
@@ -191,7 +167,6 @@ def _find_damage(path: Path, ranks: Ranks = ALONE) -> str | None:
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -201,6 +176,11 @@ def _checksum(path: Path) -> int:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1))
+    _flush(path)
 
 
 def _flush(path: Path) -> None:
@@ -213,23 +193,18 @@ def _flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(what: str, ranks: Ranks) -> Iterator[None]:
-    """Have an error told by the first rank that met it, as a `CheckpointError`."""
+def _explained(what: str) -> Iterator[None]:
+    """Turn what goes wrong into a `CheckpointError`."""
     try:
         with explain_lost_rank(), warnings.catch_warnings():
             # DCP warns that there is no process group although `no_dist=True` says so.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except torch.OutOfMemoryError:  # whoever trains knows what to do about it
-        raise
-    # DCP wraps what goes wrong on any rank in a BaseException of its own, for all ranks.
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         cause: BaseException = error
+        # DCP wraps what goes wrong on some ranks in a BaseException of its own, on all ranks.
         if isinstance(error, CheckpointException) and error.failures:
-            first = min(error.failures)
-            if ranks.rank != first:
-                raise OtherRankError(f"rank {first} failed, and said why") from error
-            cause = error.failures[first][0]
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from error
+            cause = error.failures[min(error.failures)][0]
+        if isinstance(cause, torch.OutOfMemoryError):  # whoever trains knows what to do about it
+            raise cause from (None if cause is error else error)
         raise CheckpointError(f"{what}: {str(cause) or type(cause).__name__}") from error

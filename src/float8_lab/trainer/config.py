@@ -1,10 +1,8 @@
 """Settings of one training run: one frozen dataclass, complete and checked when it exists."""
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,9 @@ from typing import Any
 import torch
 
 from float8 import Float8LinearConfig
-from float8_lab.models.presets import PRESETS, ModelConfig, Preset, preset
-from float8_lab.trainer.device import check_device
-from float8_lab.trainer.errors import ConfigError
-
-_Bound = tuple[str, Callable[[Any], bool]]
+from float8_lab.device import check_device
+from float8_lab.errors import ConfigError
+from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
 HIGH_PRECISION = "high_precision"
 """The recipe name that trains without any float8."""
@@ -28,39 +24,36 @@ MODEL, OPTIMIZER, DEVICE, OUTPUT = "Model and data", "Optimizer", "Speed and mem
 
 BY_MODEL = "by model"
 
-_AT_LEAST_1: _Bound = ("at least 1", lambda value: value >= 1)
-_NOT_NEGATIVE: _Bound = ("0 or more", lambda value: value >= 0)
-_POSITIVE: _Bound = ("more than 0", lambda value: value > 0)
-_BELOW_1: _Bound = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+_BOUNDS = {
+    "at least 1": lambda value: value >= 1,
+    "at least 2": lambda value: value >= 2,
+    "0 or more": lambda value: value >= 0,
+    "more than 0": lambda value: value > 0,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
+    "between 0 and 1": lambda value: 0 <= value <= 1,
+}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What there is to say of a field of `TrainConfig`, kept in its metadata.
+    """What there is to say of a field of `TrainConfig`, kept in its metadata."""
 
-    Attributes:
-        text: What it means.
-        group: Where help pages list it; None: it has no option.
-        default: What holds where neither the user nor the model's preset says something else.
-        shown: The default in words, where it depends on others.
-        bound: What its value must be, in words and as a check.
-        flag: Its option, where that is not its name.
-        free: Whether it leaves the numbers as they are: a resumed run may have another value.
-    """
-
-    text: str
-    group: str | None
-    default: Any = None
-    shown: str = ""
-    bound: _Bound | None = None
-    flag: str = ""
-    free: bool = False
+    group: str  # where help pages list it
+    text: str  # what it means
+    default: Any = None  # where neither the user nor the model's preset says something else
+    shown: str = ""  # the default in words, where it depends on others
+    bound: str = ""  # what its value must be, one of `_BOUNDS`
+    flag: str = ""  # its option, where that is not its name
+    free: bool = False  # leaves the numbers as they are, as all of `OUTPUT`: may change on resume
 
 
-def _setting(
-    text: str, group: str | None, default: Any = None, shown: str = "", **rest: Any
-) -> Any:
-    return field(metadata={"setting": Setting(text, group, default, shown, **rest)})
+def _setting(group: str, text: str, default: Any = None, **rest: Any) -> Any:
+    return field(metadata={"setting": Setting(group, text, default, **rest)})
+
+
+_model, _optimizer, _device, _output = (
+    functools.partial(_setting, group) for group in (MODEL, OPTIMIZER, DEVICE, OUTPUT)
+)
 
 
 @dataclass(frozen=True)
@@ -74,128 +67,77 @@ class TrainConfig:
         ConfigError: (a `ValueError`) naming the setting, what it got, and what to do.
     """
 
-    recipe: str = _setting(
-        "high_precision for no float8, or tensorwise or delayed.", MODEL, HIGH_PRECISION
-    )
-    model: str = _setting(f"One of {', '.join(PRESETS)}.", MODEL, shown="tiny")
-    data: str | None = _setting(  # What it holds is compared when a run is resumed.
+    recipe: str = _model("high_precision for no float8, or tensorwise or delayed.", HIGH_PRECISION)
+    model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")
+    data: str | None = _model(  # What it holds is compared when a run is resumed.
         "File or folder of text; a token is a byte. A tenth of the files is for validation.",
-        MODEL,
         shown="the Python standard library",
         free=True,
     )
-    seq_len: int = _setting(
-        "Tokens per sequence.", MODEL, None, BY_MODEL, bound=("at least 2", lambda v: v >= 2)
-    )
-    vocab_size: int = _setting(
-        "Rows of embedding and head; the data needs 256.", MODEL, None, BY_MODEL
-    )
-    tied_head: bool = _setting(
+    seq_len: int = _model("Tokens per sequence.", shown=BY_MODEL, bound="at least 2")
+    vocab_size: int = _model("Rows of embedding and head; the data needs 256.", shown=BY_MODEL)
+    tied_head: bool = _model(
         "Share the head's weight with the embedding.",
-        MODEL,
-        None,
-        BY_MODEL,
+        shown=BY_MODEL,
         flag="--tied-head/--untied-head",
     )
-    seed: int = _setting(
-        "Decides initial weights and order of the data.", MODEL, 0, bound=_NOT_NEGATIVE
-    )
-    steps: int = _setting(
+    seed: int = _model("Decides initial weights and order of the data.", 0, bound="0 or more")
+    steps: int = _optimizer(
         "Optimizer steps of the whole run; the schedule ends there.",
-        OPTIMIZER,
-        None,
-        BY_MODEL,
-        bound=_AT_LEAST_1,
+        shown=BY_MODEL,
+        bound="at least 1",
     )
-    batch_size: int = _setting(
-        "Sequences per forward pass, of all ranks.", OPTIMIZER, None, BY_MODEL, bound=_AT_LEAST_1
+    batch_size: int = _optimizer(
+        "Sequences per forward pass, of all ranks.", shown=BY_MODEL, bound="at least 1"
     )
-    accumulate: int = _setting(
-        "Forward passes per optimizer step.", OPTIMIZER, 1, bound=_AT_LEAST_1
+    accumulate: int = _optimizer("Forward passes per optimizer step.", 1, bound="at least 1")
+    learning_rate: float = _optimizer("Peak of the schedule.", shown=BY_MODEL, bound="more than 0")
+    min_lr_ratio: float = _optimizer(
+        "The cosine ends at this part of the peak.", 0.1, bound="between 0 and 1"
     )
-    learning_rate: float = _setting(
-        "Peak of the schedule.", OPTIMIZER, None, BY_MODEL, bound=_POSITIVE
+    warmup_steps: int = _optimizer(
+        "Steps of linear warm-up.", shown="a twentieth of the steps", bound="0 or more"
     )
-    min_lr_ratio: float = _setting(
-        "The cosine ends at this part of the peak.",
-        OPTIMIZER,
-        0.1,
-        bound=("between 0 and 1", lambda value: 0 <= value <= 1),
-    )
-    warmup_steps: int = _setting(
-        "Steps of linear warm-up.", OPTIMIZER, None, "a twentieth of the steps", bound=_NOT_NEGATIVE
-    )
-    weight_decay: float = _setting(
-        "AdamW's, for matrices only.", OPTIMIZER, 0.1, bound=_NOT_NEGATIVE
-    )
-    beta1: float = _setting("AdamW's.", OPTIMIZER, 0.9, bound=_BELOW_1)
-    beta2: float = _setting("AdamW's.", OPTIMIZER, 0.95, bound=_BELOW_1)
-    grad_clip: float = _setting(
-        "Largest gradient norm; 0 for no limit.", OPTIMIZER, 1.0, bound=_NOT_NEGATIVE
-    )
-    device: str = _setting("cpu, cuda or cuda:N.", DEVICE, shown="cuda if there is one")
-    dtype: str = _setting(
+    weight_decay: float = _optimizer("AdamW's, for matrices only.", 0.1, bound="0 or more")
+    beta1: float = _optimizer("AdamW's.", 0.9, bound="at least 0 and below 1")
+    beta2: float = _optimizer("AdamW's.", 0.95, bound="at least 0 and below 1")
+    grad_clip: float = _optimizer("Largest gradient norm; 0 for no limit.", 1.0, bound="0 or more")
+    device: str = _device("cpu, cuda or cuda:N.", shown="cuda if there is one")
+    dtype: str = _device(
         f"{' or '.join(DTYPES)}: what high-precision matrix multiplies compute in. Weights and "
         "optimizer stay float32; bfloat16 means autocast.",
-        DEVICE,
         shown="bfloat16 on CUDA, else float32",
     )
-    compile: bool = _setting("torch.compile every block.", DEVICE, False)
-    activation_checkpointing: bool = _setting(
-        "Run blocks again in backward instead of keeping their activations.", DEVICE, False
+    compile: bool = _device("torch.compile every block.", False)
+    activation_checkpointing: bool = _device(
+        "Run blocks again in backward instead of keeping their activations.", False
     )
     # How a run is spread over ranks belongs to its start: a resumed one may have others.
-    fsdp: bool = _setting(
-        "Shard the model over the ranks that torchrun started.",
-        DEVICE,
-        False,
-        flag="--fsdp",
-        free=True,
+    fsdp: bool = _device("Shard the model over the ranks that torchrun started.", False, free=True)
+    fsdp_float8_all_gather: bool = _device("Gather sharded weights in float8.", False, free=True)
+    hsdp: int = _device(
+        "Replicas of the sharded model; they divide the ranks.", 1, bound="at least 1", free=True
     )
-    fsdp_float8_all_gather: bool = _setting(
-        "Gather sharded weights in float8.",
-        DEVICE,
-        False,
-        flag="--fsdp-float8-all-gather",
-        free=True,
+    output: str = _output("Folder of the run.", shown="runs/MODEL-RECIPE")
+    log_interval: int = _output(
+        "Steps between looks at the loss; each waits for the device.", 10, bound="at least 1"
     )
-    hsdp: int = _setting(
-        "Replicas of the sharded model; they divide the ranks.",
-        DEVICE,
-        1,
-        bound=("at least 1 replica", lambda value: value >= 1),
-        free=True,
+    eval_interval: int = _output(
+        "Steps between validations; 0: at the end only.", 0, bound="0 or more"
     )
-    output: str = _setting("Folder of the run.", OUTPUT, shown="runs/MODEL-RECIPE", free=True)
-    log_interval: int = _setting(
-        "Steps between looks at the loss; each waits for the device.",
-        OUTPUT,
-        10,
-        bound=_AT_LEAST_1,
-        free=True,
+    eval_batches: int = _output("Batches per validation.", 20, bound="at least 1")
+    checkpoint_interval: int = _output(
+        "Steps between checkpoints; 0: none on the way.", 0, bound="0 or more"
     )
-    eval_interval: int = _setting(
-        "Steps between validations; 0: at the end only.", OUTPUT, 0, bound=_NOT_NEGATIVE, free=True
-    )
-    eval_batches: int = _setting(
-        "Batches per validation.", OUTPUT, 20, bound=_AT_LEAST_1, free=True
-    )
-    checkpoint_interval: int = _setting(
-        "Steps between checkpoints; 0: none on the way.", OUTPUT, 0, bound=_NOT_NEGATIVE, free=True
-    )
-    keep_checkpoints: int = _setting(
-        "How many of the newest to keep.", OUTPUT, 2, bound=_AT_LEAST_1, free=True
-    )
-    final_checkpoint: bool = _setting("Write one after the last step.", None, True, free=True)
-    stop_after: int = _setting(
+    keep_checkpoints: int = _output("How many of the newest to keep.", 2, bound="at least 1")
+    final_checkpoint: bool = _output("Write one after the last step.", True)
+    stop_after: int = _output(
         "End after this step with a checkpoint; 0: run all steps.",
-        OUTPUT,
         0,
-        "never",
-        bound=_NOT_NEGATIVE,
-        free=True,
+        shown="never",
+        bound="0 or more",
     )
-    tensorboard: bool = _setting("Write TensorBoard events.", OUTPUT, True, free=True)
+    tensorboard: bool = _output("Write TensorBoard events.", True)
 
     def __post_init__(self) -> None:
         self.model_config()
@@ -209,9 +151,8 @@ class TrainConfig:
                 self._require(name, abs(value) < 2**63, "a number that fits 64 bits")
             elif isinstance(value, float):
                 self._require(name, math.isfinite(value), "a finite number")
-            if setting.bound is not None:
-                expected, holds = setting.bound
-                self._require(name, holds(value), expected)
+            if setting.bound:
+                self._require(name, _BOUNDS[setting.bound](value), setting.bound)
         if self.fsdp_float8_all_gather and recipe is None:
             raise ConfigError(
                 f"--fsdp-float8-all-gather needs weights in float8, but --recipe is "
@@ -227,7 +168,7 @@ class TrainConfig:
             raise ConfigError(f"--{option} must be {expected}, got {getattr(self, name)}")
 
     @classmethod
-    def create(cls, *, model: str = "tiny", **settings: Any) -> TrainConfig:
+    def create(cls, *, model: str = "tiny", **settings: Any) -> "TrainConfig":
         """Build a config, what is not given coming from the model's preset and the machine.
 
         Args:
@@ -237,20 +178,14 @@ class TrainConfig:
         Raises:
             ConfigError: (a `ValueError`) as `TrainConfig` does, or for a setting that is unknown.
         """
-        chosen = known_preset(model)
+        chosen = preset(model)
         given = {name: value for name, value in settings.items() if value is not None}
         if unknown := given.keys() - SETTINGS.keys():
             raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
         values = {name: setting.default for name, setting in SETTINGS.items()}
-        values |= {
-            "vocab_size": chosen.model.vocab_size,
-            "tied_head": chosen.model.tied_head,
-            "steps": chosen.steps,
-            "batch_size": chosen.batch_size,
-            "seq_len": chosen.seq_len,
-            "learning_rate": chosen.learning_rate,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
-        }
+        values |= vars(chosen)
+        values |= {"vocab_size": chosen.model.vocab_size, "tied_head": chosen.model.tied_head}
+        values |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
         values |= {**given, "model": model}
         derived = {
             # bfloat16 matrix multiplies are slower than float32 ones on most CPUs.
@@ -260,40 +195,9 @@ class TrainConfig:
         }
         return cls(**(values | derived | given))
 
-    def model_config(self) -> ModelConfig:
-        """Shape of the model, with this run's vocabulary and head."""
-        shape = known_preset(self.model).model
-        try:
-            return dataclasses.replace(shape, vocab_size=self.vocab_size, tied_head=self.tied_head)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees."""
-        return self.batch_size * self.accumulate * self.seq_len
-
-    @property
-    def last_step(self) -> int:
-        """Number of the step after which this process ends."""
-        return min(self.stop_after, self.steps) if self.stop_after else self.steps
-
-    def replace(self, **settings: Any) -> TrainConfig:
-        """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **settings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON-ready values."""
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """The config that `to_dict` wrote.
-
-        Raises:
-            ConfigError: (a `ValueError`) if fields are missing or unknown, or hold what
-                `to_dict` never writes.
-        """
+    def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
+        """The config of which `values` are `dataclasses.asdict`; a `ConfigError` if of none."""
         if not isinstance(values, dict):
             raise ConfigError(f"the saved settings are a {type(values).__name__}, not a dict")
         if wrong := SETTINGS.keys() ^ values.keys():
@@ -306,12 +210,32 @@ class TrainConfig:
         except TypeError as error:
             raise ConfigError(f"the saved settings hold a value of a wrong type: {error}") from None
 
-    def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    def model_config(self) -> ModelConfig:
+        """Shape of the model, with this run's vocabulary and head."""
+        shape = preset(self.model).model
+        return dataclasses.replace(shape, vocab_size=self.vocab_size, tied_head=self.tied_head)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.batch_size * self.accumulate * self.seq_len
+
+    @property
+    def last_step(self) -> int:
+        """Number of the step after which this process ends."""
+        return min(self.stop_after, self.steps) if self.stop_after else self.steps
+
+    def replace(self, **settings: Any) -> "TrainConfig":
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **settings)
+
+    def differences(self, other: "TrainConfig") -> dict[str, tuple[Any, Any]]:
         """Settings that change the numbers and differ, as name -> (this one's, the other's)."""
         return {
             name: (getattr(self, name), getattr(other, name))
             for name, setting in SETTINGS.items()
-            if not setting.free and getattr(self, name) != getattr(other, name)
+            if not (setting.free or setting.group == OUTPUT)
+            and getattr(self, name) != getattr(other, name)
         }
 
 
@@ -322,26 +246,10 @@ SETTINGS: dict[str, Setting] = {
 
 
 def float8_config(recipe: str) -> Float8LinearConfig | None:
-    """The conversion settings of a recipe, None for `"high_precision"`.
-
-    Raises:
-        ConfigError: (a `ValueError`) naming the valid recipes if there is none of that name.
-    """
+    """The conversion settings of a recipe, None for `"high_precision"`."""
     if recipe == HIGH_PRECISION:
         return None
     try:
         return Float8LinearConfig.from_recipe_name(recipe)
     except ValueError as error:
         raise ConfigError(f"{error} (or {HIGH_PRECISION!r} to train without float8)") from error
-
-
-def known_preset(model: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        ConfigError: (a `ValueError`) if there is none.
-    """
-    try:
-        return preset(model)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

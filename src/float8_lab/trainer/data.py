@@ -4,21 +4,21 @@ A token is a byte. Files are joined with a NUL byte, which no text contains. Not
 downloaded: the default corpus is the source code of the Python standard library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8_lab.trainer.errors import DataError
+from float8_lab.errors import DataError
 
 SEPARATOR = b"\0"
+_SPLITS = ("train", "validation")
 VALIDATION_FRACTION = 0.1
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _MASK = (1 << 64) - 1
@@ -26,25 +26,21 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation text, held in memory.
+    """Training and validation text, held in memory."""
 
-    Attributes:
-        name: What was read, for reports; holds no path of the machine for the default corpus.
-        train: [bytes] uint8.
-        validation: [bytes] uint8; no file is in both.
-        train_files: Number of files in `train`.
-        validation_files: Number of files in `validation`.
-        skipped_files: Files left out because they are not UTF-8 text or not readable.
-        fingerprint: Hash of all text in order; equal only for equal data.
-    """
-
-    name: str
-    train: Tensor
-    validation: Tensor
+    name: str  # what was read, for reports; no path of the machine for the default corpus
+    train: Tensor  # [bytes] uint8
+    validation: Tensor  # [bytes] uint8; no file is in both
     train_files: int
     validation_files: int
-    skipped_files: int
-    fingerprint: str
+    skipped_files: int  # left out because they are not UTF-8 text or not readable
+    fingerprint: str  # hash of all text in order; equal only for equal data
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, JSON-ready: the splits by their sizes in bytes."""
+        sizes = {"train_bytes": len(self.train), "validation_bytes": len(self.validation)}
+        rest = {name: value for name, value in vars(self).items() if name not in _SPLITS}
+        return {**rest, **sizes}
 
 
 def load_corpus(path: str | Path | None = None) -> Corpus:
@@ -55,54 +51,34 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
     wherever the folder lies and whatever is added to it. A single file is cut: its last tenth
     is the validation text.
 
-    Args:
-        path: File or folder; None for the `.py` files of the standard library.
-
     Raises:
         DataError: (a `ValueError`) if nothing is there, or nothing of it is readable text.
     """
     if path is None:
-        return _read_folder(
-            Path(sysconfig.get_paths()["stdlib"]), "Python standard library", suffix=".py"
-        )
-    root = Path(path)
-    if root.is_file():
-        return _read_file(root)
-    if root.is_dir():
-        return _read_folder(root, str(path))
-    raise DataError(f"no data at {path}: give an existing file or folder of text")
-
-
-def _read_file(path: Path) -> Corpus:
-    text = _read_text(path)
-    if text is None:
-        raise DataError(f"{path} is not readable UTF-8 text")
-    cut = int(len(text) * (1 - VALIDATION_FRACTION))
-    return _corpus(path.name, [text[:cut]], [text[cut:]], skipped=0)
-
-
-def _read_folder(root: Path, name: str, suffix: str = "") -> Corpus:
-    texts: dict[str, bytes] = {}
-    skipped = 0
-    for file in _walk(root, suffix):
-        text = _read_text(file)
-        if text:
-            texts[file.relative_to(root).as_posix()] = text
-        elif text is None:
-            skipped += 1
+        root, name, suffix = Path(sysconfig.get_paths()["stdlib"]), "Python standard library", ".py"
+    else:
+        root, name, suffix = Path(path), str(path), ""
+    if not root.is_file() and not root.is_dir():
+        raise DataError(f"no data at {path}: give an existing file or folder of text")
+    files = [root] if root.is_file() else _walk(root, suffix)
+    read = {file.relative_to(root).as_posix(): _read_text(file) for file in files}
+    texts = {place: text for place, text in read.items() if text}
+    skipped = sum(text is None for text in read.values())
     if not texts:
-        raise DataError(f"no readable UTF-8 text in the folder {root}: {skipped} file(s) skipped")
+        raise DataError(f"no readable UTF-8 text in {root}: {skipped} file(s) skipped")
     if len(texts) == 1:
-        return _read_file(root / next(iter(texts)))
-    places = {relative: _hash_place(relative) for relative in texts}
-    held_out = {relative for relative, place in places.items() if place < VALIDATION_FRACTION}
+        ((place, text),) = texts.items()
+        cut = int(len(text) * (1 - VALIDATION_FRACTION))
+        return _corpus((root / place).name, [text[:cut]], [text[cut:]], skipped)
+    places = {place: _hash_place(place) for place in texts}
+    held_out = {place for place, number in places.items() if number < VALIDATION_FRACTION}
     # With few files a side may be empty; then the file nearest to that side moves over.
     if not held_out:
         held_out = {min(places, key=places.__getitem__)}
     elif len(held_out) == len(texts):
         held_out.remove(max(places, key=places.__getitem__))
-    train = [text for relative, text in texts.items() if relative not in held_out]
-    validation = [text for relative, text in texts.items() if relative in held_out]
+    train = [text for place, text in texts.items() if place not in held_out]
+    validation = [text for place, text in texts.items() if place in held_out]
     return _corpus(name, train, validation, skipped)
 
 
@@ -135,19 +111,18 @@ def _hash_place(relative: str) -> float:
 
 
 def _corpus(name: str, train: list[bytes], validation: list[bytes], skipped: int) -> Corpus:
-    joined = {"train": SEPARATOR.join(train), "validation": SEPARATOR.join(validation)}
-    for split, text in joined.items():
+    fingerprint, tensors = hashlib.sha256(), {}
+    for split, texts in zip(_SPLITS, (train, validation), strict=True):
+        text = SEPARATOR.join(texts)
         if not text:
             raise DataError(
                 f"{name}: no text left for the {split} split; give more or larger files"
             )
-    fingerprint = hashlib.sha256()
-    for text in joined.values():
         fingerprint.update(len(text).to_bytes(8, "big") + text)
+        tensors[split] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Corpus(
         name=name,
-        train=torch.frombuffer(bytearray(joined["train"]), dtype=torch.uint8),
-        validation=torch.frombuffer(bytearray(joined["validation"]), dtype=torch.uint8),
+        **tensors,
         train_files=len(train),
         validation_files=len(validation),
         skipped_files=skipped,
@@ -156,12 +131,8 @@ def _corpus(name: str, train: list[bytes], validation: list[bytes], skipped: int
 
 
 def check_length(corpus: Corpus, seq_len: int) -> None:
-    """Make sure that both splits hold at least one sequence and its next token.
-
-    Raises:
-        DataError: (a `ValueError`) naming the split that is too short.
-    """
-    for split in ("train", "validation"):
+    """Raise a `DataError` unless both splits hold at least one sequence and its next token."""
+    for split in _SPLITS:
         size = len(getattr(corpus, split))
         if size < seq_len + 1:
             raise DataError(
@@ -176,15 +147,8 @@ def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len
     Sequence i depends on (seed, i) alone: not on how sequences are grouped into batches,
     microbatches or ranks, nor on what was read before. That is what makes resuming exact.
 
-    Args:
-        text: [bytes] uint8.
-        seed: Which order.
-        first: Number of the first sequence.
-        batch_size: How many sequences.
-        seq_len: Tokens per sequence, without the next one.
-
     Returns:
-        [batch_size, seq_len + 1] uint8.
+        [batch_size, seq_len + 1] uint8: each sequence with its next token.
     """
     places = len(text) - seq_len
     order = _mix(seed)
@@ -201,12 +165,6 @@ def validation_batches(
     """Cut sequences spread evenly over the validation text, always the same ones.
 
     They overlap if the text is shorter than all of them together.
-
-    Args:
-        text: [bytes] uint8.
-        batches: How many batches.
-        batch_size: Sequences per batch.
-        seq_len: Tokens per sequence, without the next one.
 
     Yields:
         [batch_size, seq_len + 1] uint8.

@@ -1,7 +1,5 @@
 """Where a result was made: versions, device and command, without private paths."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform
@@ -20,7 +18,7 @@ from float8 import __version__
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to repeat a result, JSON-ready."""
     return {
-        "float8": float8_version(),
+        "float8": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -31,11 +29,6 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "git_commit": git_commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *map(public_path, sys.argv[1:])]),
     }
-
-
-def float8_version() -> str:
-    """Version of the package that runs, installed or not."""
-    return __version__
 
 
 def device_name(device: torch.device) -> str:

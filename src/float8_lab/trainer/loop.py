@@ -1,40 +1,63 @@
-"""The training loop: steps, validation, checkpoints, and telling observers."""
-
-from __future__ import annotations
+"""One training run, from settings to its result: steps, validation, checkpoints, observers."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 
 from float8 import attach_to_optimizer, cached_weights
-from float8_lab.trainer import data, optim
-from float8_lab.trainer.build import autocast, build_model
-from float8_lab.trainer.checkpoint import load_checkpoint, read_state, save_checkpoint
-from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.errors import TrainingDivergedError
-from float8_lab.trainer.interrupt import StopRequest
-from float8_lab.trainer.measure import PeakMemory, StepTimer
-from float8_lab.trainer.metrics import (
-    FAILED,
-    FINISHED,
-    INTERRUPTED,
-    STOPPED,
-    Observer,
-    RunInfo,
-    StepRecord,
-    ValidationRecord,
+from float8_lab.errors import DataError, OutOfMemoryError, TrainingDivergedError
+from float8_lab.measure import Clock, PeakMemory
+from float8_lab.trainer import build, data, metrics
+from float8_lab.trainer.checkpoint import (
+    check_checkpoint,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
 )
-from float8_lab.trainer.ranks import ALONE, Ranks
-from float8_lab.trainer.run_folder import RunFolder, describe_run
-from float8_lab.trainer.state import OptimizerState, RandomState
+from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
+from float8_lab.trainer.ranks import ALONE, Ranks, join_ranks
+from float8_lab.trainer.run_folder import RunFolder, describe_run, find_checkpoint, open_run_folder
 
+# torch has no exception of its own for these.
+_SIGNS_OF_TOO_MUCH = (
+    "DefaultCPUAllocator: ",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+)
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
+
+
+class OptimizerState:
+    """What an optimizer has gathered about parameters, by their names; its settings stay.
+
+    Before the first step there is nothing to save, and torch would take a step to make something.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Dict by parameter of dicts of tensors, which are the live ones; sharded as they are."""
+        state: dict[str, Any] = get_optimizer_state_dict(self._model, self._optimizer)["state"]  # type: ignore[assignment]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+        whole = get_optimizer_state_dict(self._model, self._optimizer)
+        set_optimizer_state_dict(self._model, self._optimizer, {**whole, "state": state})
 
 
 class Trainer:
@@ -55,13 +78,12 @@ class Trainer:
         self.ranks = ranks
         self.device = ranks.together(lambda: ranks.device(config.device))
         self.memory = PeakMemory(self.device)
-        self.timer = StepTimer(self.device)
+        self.timer = Clock(self.device)
         self.step = 0
         self.last_checkpoint: Path | None = None
-        torch.manual_seed(config.seed)
         self._mine = ranks.share(config.batch_size)
-        self.model, self.conversion = build_model(config, self.device, ranks)
-        self.optimizer = optim.build_optimizer(self.model, config)
+        self.model, self.conversion = build.build_model(config, self.device, ranks)
+        self.optimizer = build.build_optimizer(self.model, config)
         self._first_step = 0
         self._saved_step = self._validated_step = -1
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
@@ -73,24 +95,20 @@ class Trainer:
         self._saved_step, self.last_checkpoint = self.step, checkpoint
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, as `Stateful` objects."""
-        state = {"model": self.model, "rng": RandomState(self.device)}
-        if self.step:
-            state["optimizer"] = OptimizerState(self.model, self.optimizer)
-        return state
+        """What a checkpoint holds, as `Stateful` objects. Nothing in training is random."""
+        optimizer = {"optimizer": OptimizerState(self.model, self.optimizer)} if self.step else {}
+        return {"model": self.model, **optimizer}
 
-    def run(self, stop: StopRequest) -> str:
+    def run(self, stop: Event) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
         config = self.config
-        parameters = self.model.config.num_parameters
-        of_run = (self.corpus, parameters, self.conversion, self.step, self.ranks.size)
-        self._tell("on_start", RunInfo(config, *of_run))
+        self._tell("on_start", self)
         self.model.train()
         # Not earlier: restoring takes a step to make the optimizer's state.
         attach_to_optimizer(self.model, self.optimizer)
         try:
-            while self.step < config.last_step and not self.ranks.any(stop.requested):
-                self._train_step()
+            while self.step < config.last_step and not self.ranks.any(stop.is_set()):
+                self.train_step()
                 self._tell("on_step", self.step)
                 if self._due(config.log_interval):
                     self._report(check=True)
@@ -98,7 +116,7 @@ class Trainer:
                     self._validate()
                 if self._due(config.checkpoint_interval):
                     self._save()
-            status = self._finish(self.ranks.any(stop.requested))
+            status = self._finish(self.ranks.any(stop.is_set()))
         except BaseException:
             # Whatever happened, the steps that were done go on record: of several ranks, which
             # may not be there any more, those that were reduced.
@@ -106,15 +124,17 @@ class Trainer:
                 if self.ranks.size == 1:
                     self._report(check=False)
             with contextlib.suppress(Exception):
-                self._tell("on_end", FAILED, self.step)
+                self._tell("on_end", metrics.FAILED, self.step)
             raise
         self._tell("on_end", status, self.step)
         return status
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
+        """Forward, backward and optimizer, without waiting for the device."""
         config, step = self.config, self.step + 1
         self.timer.mark()
-        optim.set_learning_rate(self.optimizer, optim.learning_rate(step, config))
+        for group in self.optimizer.param_groups:
+            group["lr"] = build.learning_rate(step, config)
         loss = torch.zeros((), device=self.device)
         several = config.accumulate > 1
         # A block's gathered weights exist for the time of its forward only: nothing to keep.
@@ -125,7 +145,7 @@ class Trainer:
                     self.corpus.train,
                     seed=config.seed,
                     first=index * config.batch_size + self._mine.start,
-                    batch_size=self._mine.stop - self._mine.start,
+                    batch_size=config.batch_size // self.ranks.size,
                     seq_len=config.seq_len,
                 )
                 if several and isinstance(self.model, FSDPModule):
@@ -136,7 +156,7 @@ class Trainer:
                 part = self._loss(batch) / config.accumulate
                 part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
-        norm = optim.clip_gradients(self.model, config.grad_clip)
+        norm = build.clip_gradients(self.model, config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.mark()
@@ -155,8 +175,8 @@ class Trainer:
         if self.config.final_checkpoint or not finished:
             self._save()
         if finished:
-            return FINISHED
-        return INTERRUPTED if stopping else STOPPED
+            return metrics.FINISHED
+        return metrics.INTERRUPTED if stopping else metrics.STOPPED
 
     def _validate(self) -> None:
         self._report(check=True)
@@ -168,7 +188,7 @@ class Trainer:
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         tokens = batch.long()
-        with autocast(self.config, self.device):
+        with build.autocast(self.config, self.device):
             logits = self.model(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -199,21 +219,20 @@ class Trainer:
             return
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
         steps = range(self.step - len(losses) + 1, self.step + 1)
-        values = (steps, self.ranks.mean(losses).tolist(), norms.tolist(), self.timer.collect())
+        means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
-        memory = self.ranks.max(self.memory.read())
+        peaks = self.ranks.gather(self.memory.read())
+        memory = None if None in peaks else max(peaks)  # type: ignore[type-var]
         records = [
             StepRecord(
-                step=step,
-                loss=loss,
-                grad_norm=norm,
-                learning_rate=optim.learning_rate(step, self.config),
-                seconds=seconds,
+                *(step, loss, norm, build.learning_rate(step, self.config), duration),
                 tokens=self.config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
             )
-            for step, loss, norm, seconds in zip(*values, strict=True)
+            for step, loss, norm, duration in zip(
+                steps, means.tolist(), norms.tolist(), seconds, strict=True
+            )
         ]
         self._pending = []
         self._tell("on_records", records)
@@ -224,8 +243,7 @@ class Trainer:
                 f"training diverged at step {bad.step}: loss {bad.loss}, gradient norm "
                 f"{bad.grad_norm}. The metrics are in {self.folder.metrics}"
                 + (f", the last checkpoint is {kept}" if kept else "")
-                + "; try a lower --learning-rate or a longer --warmup-steps",
-                bad.step,
+                + "; try a lower --learning-rate or a longer --warmup-steps"
             )
 
     def _save(self) -> None:
@@ -246,3 +264,106 @@ class Trainer:
     def _tell(self, event: str, *values: object) -> None:
         for observer in self.observers:
             getattr(observer, event)(*values)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run went."""
+
+    status: str  # `"finished"`, `"interrupted"` (by a signal) or `"stopped"` (by `stop_after`)
+    summary: metrics.Summary  # over all its parts if it was resumed
+    folder: RunFolder  # where everything was written
+    checkpoint: Path | None  # of the last step, None if none was asked for
+
+
+def train(
+    config: TrainConfig,
+    *,
+    observers: Sequence[Observer] = (),
+    resume: Path | None = None,
+    corpus: data.Corpus | None = None,
+    stop: Event | None = None,
+    ranks: Ranks | None = None,
+) -> TrainResult:
+    """Train a Llama as `config` says and leave everything in `config.output`.
+
+    With `config.fsdp` all ranks call it alike; the first one writes and tells observers.
+
+    Args:
+        config: The settings.
+        observers: Told what happens, besides the JSON lines and metrics.TensorBoard files.
+        resume: A checkpoint, or the folder of a run whose newest one is meant.
+        corpus: The data, if it is loaded already.
+        stop: Ends the run after the step in which it is requested on any rank, with a checkpoint.
+        ranks: Who trains, if they have met already: see `join_ranks`.
+
+    Returns:
+        The run's numbers and where its files are.
+
+    Raises:
+        DataError: If there is no usable data.
+        ConfigError: If the output folder holds another run, a resumed run's settings differ, the
+            recipe does not work on the device, or the ranks do not fit the settings.
+        CheckpointError: If there is nothing to resume or it is damaged.
+        TrainingDivergedError: If the loss or the gradient norm is not finite any more.
+        OutOfMemoryError: If the model does not fit.
+        RankFailedError: If another rank is gone.
+    """
+    if ranks is None:
+        with join_ranks(config.fsdp) as met:
+            return train(
+                config, observers=observers, resume=resume, corpus=corpus, stop=stop, ranks=met
+            )
+    text = ranks.together(lambda: _usable_corpus(config, corpus, ranks))
+    fingerprints = ranks.gather(text.fingerprint)
+    for rank, other in enumerate(fingerprints):
+        if other != fingerprints[0]:  # each takes its part of one order
+            raise DataError(
+                f"rank {rank} reads other data than rank 0 (fingerprint {other} and not "
+                f"{fingerprints[0]}): give a --data that is the same on all hosts"
+            )
+    checkpoint = None
+    if resume is not None:
+        checkpoint = ranks.once(lambda: find_checkpoint(resume))
+        check_checkpoint(checkpoint, ranks)
+    folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=checkpoint))
+    with contextlib.ExitStack() as stack, _explain_out_of_memory(config):
+        everyone: list[Observer] = []
+        if ranks.rank == 0:
+            everyone = [*observers, metrics.JsonLines(folder.metrics)]
+            for observer in everyone:
+                stack.callback(observer.close)
+            if config.tensorboard:
+                start_step = read_state(checkpoint)["step"] if checkpoint else 0
+                everyone.append(metrics.TensorBoard(folder.tensorboard, start_step))
+                stack.callback(everyone[-1].close)
+        trainer = Trainer(config, text, folder, everyone, ranks)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        if trainer.conversion and ranks.rank == 0:
+            folder.conversion.write_text(trainer.conversion + "\n")
+        status = trainer.run(stop or Event())
+    summary = ranks.once(lambda: metrics.summarize(metrics.read_metrics(folder.metrics)))
+    return TrainResult(status, summary, folder, trainer.last_checkpoint)
+
+
+def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None, ranks: Ranks) -> data.Corpus:
+    ranks.check_fits(config.batch_size, config.hsdp)
+    corpus = corpus if corpus is not None else data.load_corpus(config.data)
+    data.check_length(corpus, config.seq_len)
+    return corpus
+
+
+@contextlib.contextmanager
+def _explain_out_of_memory(config: TrainConfig) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not (known or any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH)):
+            raise
+        raise OutOfMemoryError(
+            f"{config.device} ran out of memory with batches of {config.batch_size} x "
+            f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
+            "use --activation-checkpointing, or choose a smaller model"
+        ) from error

@@ -1,19 +1,17 @@
 """What a run reports while it goes, who listens, and how the record is read back."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.data import Corpus
-from float8_lab.trainer.errors import ConfigError
+from float8_lab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from float8_lab.trainer.loop import Trainer
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
@@ -22,50 +20,17 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class RunInfo:
-    """What is known when a run starts.
-
-    Attributes:
-        config: The run's settings.
-        corpus: The data.
-        parameters: Number of trained parameters.
-        conversion: What was converted to float8, as text; empty for high precision.
-        start_step: Steps already done; 0 unless resumed.
-        ranks: Processes that train together.
-    """
-
-    config: TrainConfig
-    corpus: Corpus
-    parameters: int
-    conversion: str
-    start_step: int
-    ranks: int = 1
-
-
-@dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
-
-    Attributes:
-        step: Counted from 1.
-        loss: Mean training loss over the step's tokens, those of all ranks, nats per byte.
-        grad_norm: Global gradient norm before clipping.
-        learning_rate: Of this step.
-        seconds: Duration, on the first rank.
-        tokens: Tokens seen in this step, by all ranks.
-        timed: Whether the step counts for throughput, being past compilation and warm-up.
-        memory_bytes: Peak memory until now, of the rank that took most; None where it cannot be
-            measured.
-    """
+    """One optimizer step, counted from 1."""
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float  # mean over the step's tokens, those of all ranks, nats per byte
+    grad_norm: float  # of the whole model, before clipping
     learning_rate: float
-    seconds: float
-    tokens: int
-    timed: bool
-    memory_bytes: int | None
+    seconds: float  # on the first rank
+    tokens: int  # seen by all ranks
+    timed: bool  # whether it counts for throughput, being past compilation and warm-up
+    memory_bytes: int | None  # peak until now, of the rank that took most, where it is known
 
     @property
     def finite(self) -> bool:
@@ -89,8 +54,8 @@ class Observer:
     `on_checkpoint`, and at last `on_end` (only if the run ends in an orderly way) and `close`.
     """
 
-    def on_start(self, info: RunInfo) -> None:
-        """The run is about to take its first step."""
+    def on_start(self, run: "Trainer") -> None:
+        """The run is about to take its first step; after `run.step` others if it was resumed."""
 
     def on_step(self, step: int) -> None:
         """Step `step` was sent to the device."""
@@ -112,7 +77,7 @@ class Observer:
 
 
 class JsonLines(Observer):
-    """Append one JSON object per event to a file, flushed whenever steps are reported.
+    """Append one JSON object per event to a file, each as soon as it is known.
 
     Non-finite numbers are written as the strings "nan", "inf" and "-inf".
     """
@@ -120,38 +85,34 @@ class JsonLines(Observer):
     def __init__(self, path: Path) -> None:
         # A killed process may have left half a line: start on a fresh one.
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("a")
+        self._file = path.open("a", buffering=1)
         if torn:
             self._file.write("\n")
 
-    def _write(self, kind: str, values: dict[str, Any]) -> None:
+    def _write(self, kind: str, **values: Any) -> None:
         safe = {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
         self._file.write(json.dumps({"kind": kind, **safe}, allow_nan=False) + "\n")
 
-    def on_start(self, info: RunInfo) -> None:
+    def on_start(self, run: "Trainer") -> None:
         """Note where the run starts."""
-        self._write("start", {"step": info.start_step, "time": time.time()})
-        self._file.flush()
+        self._write("start", step=run.step, time=time.time(), memory_note=run.memory.note)
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
         """Write the steps."""
         for record in records:
             speed = round(record.tokens / record.seconds, 1) if record.seconds else None
-            self._write("train", {**dataclasses.asdict(record), "tokens_per_s": speed})
-        self._file.flush()
+            self._write("train", **vars(record), tokens_per_s=speed)
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Write the validation loss."""
-        self._write("validation", dataclasses.asdict(record))
-        self._file.flush()
+        self._write("validation", **vars(record))
 
     def on_end(self, status: str, step: int) -> None:
         """Note how the run ended."""
-        self._write("end", {"step": step, "status": status, "time": time.time()})
-        self._file.flush()
+        self._write("end", step=step, status=status, time=time.time())
 
     def close(self) -> None:
         """Close the file."""
@@ -159,11 +120,7 @@ class JsonLines(Observer):
 
 
 class TensorBoard(Observer):
-    """Write the curves as TensorBoard events.
-
-    Raises:
-        ConfigError: (a `ValueError`) if the tensorboard package is not installed.
-    """
+    """Write the curves as TensorBoard events."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         try:
@@ -177,23 +134,24 @@ class TensorBoard(Observer):
         purge = start_step + 1 if start_step else None
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
-    def _scalar(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)
-
     def on_records(self, records: Sequence[StepRecord]) -> None:
         """Write the steps."""
         for record in records:
-            self._scalar("loss/train", record.loss, record.step)
-            self._scalar("optimizer/grad_norm", record.grad_norm, record.step)
-            self._scalar("optimizer/learning_rate", record.learning_rate, record.step)
+            values = {
+                "loss/train": record.loss,
+                "optimizer/grad_norm": record.grad_norm,
+                "optimizer/learning_rate": record.learning_rate,
+            }
             if record.timed:
-                self._scalar("speed/tokens_per_s", record.tokens / record.seconds, record.step)
+                values["speed/tokens_per_s"] = record.tokens / record.seconds
             if record.memory_bytes is not None:
-                self._scalar("memory/peak_gib", record.memory_bytes / 2**30, record.step)
+                values["memory/peak_gib"] = record.memory_bytes / 2**30
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, record.step)
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Write the validation loss."""
-        self._scalar("loss/validation", record.loss, record.step)
+        self._writer.add_scalar("loss/validation", record.loss, record.step)
 
     def close(self) -> None:
         """Close the file."""
@@ -202,27 +160,22 @@ class TensorBoard(Observer):
 
 @dataclass
 class Metrics:
-    """A run's record as read back: steps and validations in order, each step once.
-
-    Attributes:
-        train: Steps.
-        validation: Validations.
-        status: How the run ended; empty if it is still going or was killed.
-    """
+    """A run's record as read back: steps and validations in order, each step once."""
 
     train: list[StepRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
-    status: str = ""
+    status: str = ""  # how the run ended; empty if it is still going or was killed
+    memory_note: str = ""  # what the peak memory means, or why there is none
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read what `JsonLines` wrote, across resumes.
+    """Read what `JsonLines` wrote, across resumes; of a file that is not there nothing.
 
     Steps that a resumed run took again count once, as taken last; half-written lines, which a
     killed process can leave, are passed over.
     """
     metrics = Metrics()
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.exists() else ():
         try:
             event = json.loads(line)
         except ValueError:
@@ -231,9 +184,9 @@ def read_metrics(path: Path) -> Metrics:
         if kind == "start":
             metrics.train = [record for record in metrics.train if record.step <= step]
             metrics.validation = [record for record in metrics.validation if record.step <= step]
-            metrics.status = ""
+            metrics.status, metrics.memory_note = "", event.get("memory_note", "")
         elif kind == "train":
-            event.pop("tokens_per_s")
+            del event["tokens_per_s"]
             event["loss"], event["grad_norm"] = float(event["loss"]), float(event["grad_norm"])
             metrics.train.append(StepRecord(**event))
         elif kind == "validation":
@@ -245,25 +198,20 @@ def read_metrics(path: Path) -> Metrics:
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers by which runs are compared; None where a run has not got that far.
+    """The numbers by which runs are compared; None where a run has not got that far or diverged.
 
-    Attributes:
-        steps: Optimizer steps done.
-        train_loss: Mean training loss over the last `train_loss_steps` steps, nats per byte.
-        train_loss_steps: A tenth of the steps, at most 100: one step's loss is too noisy.
-        val_loss: Last validation loss, nats per byte.
-        tokens_per_s: Median over the steps past compilation and warm-up.
-        step_seconds: Median over the same steps.
-        peak_memory_bytes: Highest peak reported.
+    Losses are in nats per byte. The training loss is a mean over the last tenth of the steps (at
+    most 100): that of one step is too noisy. Times are medians over the steps past compilation and
+    warm-up.
     """
 
     steps: int
     train_loss: float | None
-    train_loss_steps: int
-    val_loss: float | None
+    val_loss: float | None  # of the last validation
     tokens_per_s: float | None
-    step_seconds: float | None
+    step_ms: float | None
     peak_memory_bytes: int | None
+    memory_note: str  # what the peak means, or why there is none
 
 
 def summarize(metrics: Metrics) -> Summary:
@@ -275,10 +223,15 @@ def summarize(metrics: Metrics) -> Summary:
     peaks = [r.memory_bytes for r in metrics.train if r.memory_bytes is not None]
     return Summary(
         steps=metrics.train[-1].step if metrics.train else 0,
-        train_loss=sum(r.loss for r in last) / len(last) if last else None,
-        train_loss_steps=len(last),
-        val_loss=metrics.validation[-1].loss if metrics.validation else None,
+        train_loss=_finite(sum(r.loss for r in last) / len(last) if last else None),
+        val_loss=_finite(metrics.validation[-1].loss if metrics.validation else None),
         tokens_per_s=middle[1] / middle[0] if middle else None,
-        step_seconds=middle[0] if middle else None,
+        step_ms=1e3 * middle[0] if middle else None,
         peak_memory_bytes=max(peaks, default=None),
+        memory_note=metrics.memory_note,
     )
+
+
+def _finite(loss: float | None) -> float | None:
+    """JSON has no NaN, and a diverged run has no loss to compare."""
+    return loss if loss is not None and math.isfinite(loss) else None

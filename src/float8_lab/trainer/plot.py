@@ -1,7 +1,5 @@
 """Loss curves of several runs, and how far each is from high precision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from float8_lab.trainer.metrics import Metrics
+from float8_lab.trainer.metrics import Metrics, StepRecord, ValidationRecord
 
 _COLORS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _GREY = "#666666"
-_PALE = 0.45
 
 
 def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
@@ -30,27 +27,27 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    (first, reference), *others = runs.items()
+    reference, *others = runs.values()
     window = max(len(reference.train) // 40, 1)
-    wide: dict[str, Any] = {"width": 4.0, "size": 9.0, "pale": True}
-    _draw(above, reference, {}, window, color=_COLORS[0], **wide)
-    legend = [Line2D([], [], color=_COLORS[0], linewidth=4.0, alpha=_PALE, label=first)]
-    for index, (recipe, run) in enumerate(others):
-        color = _COLORS[1 + index % (len(_COLORS) - 1)]
+    wide = {"color": _COLORS[0], "linewidth": 4.0, "alpha": 0.45}
+    _draw(above, reference, None, window, wide, size=9.0)
+    styles: list[dict[str, Any]] = [wide]
+    for index, run in enumerate(others):
         dash = "-" if len(others) == 1 else (6.0 * index, (6.0, 6.0 * (len(others) - 1)))
-        size = 6.5 - 3.0 * index / len(others)
-        style: dict[str, Any] = {"color": color, "width": 1.6, "size": size, "dash": dash}
-        _draw(above, run, {}, window, **style)
-        _draw(below, run, _losses(reference), window, **style)
-        legend.append(Line2D([], [], color=color, linewidth=1.6, label=recipe))
-    figure.suptitle(title, fontsize=11)
-    above.set_ylabel("loss (nats per byte)")
+        style = {"color": _COLORS[1 + index % (len(_COLORS) - 1)], "linewidth": 1.6}
+        for axes, minus in ((above, None), (below, reference)):
+            dots = 6.5 - 3.0 * index / len(others)
+            _draw(axes, run, minus, window, {**style, "linestyle": dash}, size=dots)
+        styles.append(style)
+    legend = [Line2D([], [], label=name, **how) for name, how in zip(runs, styles, strict=True)]
     line = "training" if window == 1 else f"training, mean of {window} steps"
     legend += [
         Line2D([], [], color=_GREY, label=f"lines: {line}"),
         Line2D([], [], color=_GREY, marker="o", linestyle="", label="dots: validation"),
     ]
+    figure.suptitle(title, fontsize=11)
     above.legend(handles=legend, frameon=False, ncols=2)
+    above.set_ylabel("loss (nats per byte)")
     below.axhline(0.0, color=_COLORS[0], linewidth=1)
     below.set_ylabel("loss minus high precision\n(nats per byte)")
     below.set_xlabel("optimizer step")
@@ -61,59 +58,39 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` values at each point, over fewer at the start.
-
-    Args:
-        values: [n] float64.
-        window: At least 1.
-
-    Returns:
-        [n] float64.
-    """
+    """Mean over the last `window` values at each point, over fewer at the start: [n] float64."""
     sums = np.concatenate(([0.0], np.cumsum(values)))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - window, 0)
     return np.asarray((sums[ends] - sums[begins]) / (ends - begins))
 
 
-_Losses = dict[str, dict[int, float]]
-
-
-def _losses(run: Metrics) -> _Losses:
-    """Training and validation losses by step."""
-    return {
-        "training": {record.step: record.loss for record in run.train},
-        "validation": {record.step: record.loss for record in run.validation},
-    }
-
-
 def _draw(
     axes: Axes,
     run: Metrics,
-    minus: _Losses,
+    minus: Metrics | None,
     window: int,
+    style: dict[str, Any],
     *,
-    color: str,
-    width: float,
     size: float,
-    dash: Any = "-",
-    pale: bool = False,
 ) -> None:
     """A smoothed line of training losses and dots of validation losses; less `minus`, if any."""
-    curves = _losses(run)
-    for name, subtracted in minus.items():
-        common = {step: loss for step, loss in curves[name].items() if step in subtracted}
-        curves[name] = {step: loss - subtracted[step] for step, loss in common.items()}
-    steps, losses = list(curves["training"]), np.array([*curves["training"].values()], np.float64)
+    steps, losses = _losses(run.train, minus.train if minus else None)
     if window > 1 and not minus:
-        axes.plot(steps, losses, color=color, alpha=0.12, linewidth=0.8)
-    alpha = _PALE if pale else 1.0
-    axes.plot(
-        *(steps, smooth(losses, window)),
-        color=color,
-        linewidth=width,
-        linestyle=dash,
-        alpha=alpha,
-    )
-    dots = curves["validation"]
-    axes.plot([*dots], [*dots.values()], "o", color=color, markersize=size, alpha=alpha)
+        axes.plot(steps, losses, color=style["color"], alpha=0.12, linewidth=0.8)
+    axes.plot(steps, smooth(losses, window), **style)
+    steps, losses = _losses(run.validation, minus.validation if minus else None)
+    dots = {name: style[name] for name in ("color", "alpha") if name in style}
+    axes.plot(steps, losses, "o", markersize=size, **dots)
+
+
+def _losses(
+    records: list[StepRecord] | list[ValidationRecord],
+    minus: list[StepRecord] | list[ValidationRecord] | None,
+) -> tuple[list[int], np.ndarray]:
+    """Steps and losses, less those of `minus` at the same step."""
+    found = {record.step: record.loss for record in records}
+    if minus is not None:
+        base = {record.step: record.loss for record in minus}
+        found = {step: loss - base[step] for step, loss in found.items() if step in base}
+    return list(found), np.array([*found.values()], np.float64)

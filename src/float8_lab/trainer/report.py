@@ -1,9 +1,6 @@
 """The outcome of a comparison: rows with gaps to high precision, as JSON and as Markdown."""
 
-from __future__ import annotations
-
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,88 +9,37 @@ from typing import Any
 from float8_lab.trainer.metrics import FINISHED, Summary
 
 
-@dataclass(frozen=True)
-class RunRow:
-    """One run of a comparison; None stands for what is not known.
-
-    Attributes:
-        recipe: The recipe's name.
-        status: `"finished"`, `"interrupted"`, `"stopped"` or `"failed"`.
-        train_loss: Mean over the last tenth of the steps (at most 100), nats per byte.
-        val_loss: At the end, nats per byte.
-        train_gap_nats: Training loss minus that of high precision.
-        val_gap_nats: Validation loss minus that of high precision.
-        val_gap_percent: The same in percent of high precision's.
-        tokens_per_s: Median over the steps after compilation and warm-up.
-        speedup: Throughput over that of high precision.
-        step_ms: Median over the same steps.
-        peak_memory_bytes: See `memory_note`.
-        memory_note: What the peak memory means, or why there is none.
-        steps: Optimizer steps done.
-        parameters: Number of trained parameters.
-        metrics: The run's record, relative to the report.
-        error: Why the run failed.
-    """
+@dataclass(frozen=True, kw_only=True)
+class RunRow(Summary):
+    """One run of a comparison; None stands for what is not known. Gaps are to high precision."""
 
     recipe: str
-    status: str
-    train_loss: float | None = None
-    val_loss: float | None = None
+    status: str  # `"finished"`, `"interrupted"`, `"stopped"` or `"failed"`
+    parameters: int  # how many are trained
+    metrics: str  # the run's record, relative to the report
+    error: str | None = None  # why it failed
     train_gap_nats: float | None = None
     val_gap_nats: float | None = None
     val_gap_percent: float | None = None
-    tokens_per_s: float | None = None
     speedup: float | None = None
-    step_ms: float | None = None
-    peak_memory_bytes: int | None = None
-    memory_note: str = ""
-    steps: int = 0
-    parameters: int | None = None
-    metrics: str | None = None
-    error: str | None = None
 
 
-def make_row(
-    recipe: str, status: str, summary: Summary, reference: RunRow | None, **about: Any
-) -> RunRow:
-    """Turn a run's summary into a row.
+def with_gaps(row: RunRow, base: RunRow) -> RunRow:
+    """`row` with what it differs by from `base`, the row of high precision.
 
     Gaps stay None unless both runs finished: losses after different numbers of steps say nothing
     about a recipe.
-
-    Args:
-        recipe: The recipe's name.
-        status: How the run ended.
-        summary: Its numbers.
-        reference: The row of high precision, None if this is it.
-        **about: The other fields of the row.
     """
-    row = RunRow(
-        recipe,
-        status,
-        train_loss=_finite(summary.train_loss),
-        val_loss=_finite(summary.val_loss),
-        tokens_per_s=summary.tokens_per_s,
-        step_ms=None if summary.step_seconds is None else 1e3 * summary.step_seconds,
-        peak_memory_bytes=summary.peak_memory_bytes,
-        steps=summary.steps,
-        **about,
-    )
-    base = reference or row
+    found: dict[str, Any] = {}
     if row.tokens_per_s and base.tokens_per_s:
-        row = replace(row, speedup=row.tokens_per_s / base.tokens_per_s)
+        found["speedup"] = row.tokens_per_s / base.tokens_per_s
     if row.status == base.status == FINISHED:
         if row.train_loss is not None and base.train_loss is not None:
-            row = replace(row, train_gap_nats=row.train_loss - base.train_loss)
+            found["train_gap_nats"] = row.train_loss - base.train_loss
         if row.val_loss is not None and base.val_loss:
-            gap = row.val_loss - base.val_loss
-            row = replace(row, val_gap_nats=gap, val_gap_percent=100 * gap / base.val_loss)
-    return row
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN, and a diverged run has no loss to compare."""
-    return value if value is not None and math.isfinite(value) else None
+            found["val_gap_nats"] = row.val_loss - base.val_loss
+            found["val_gap_percent"] = 100 * found["val_gap_nats"] / base.val_loss
+    return replace(row, **found)
 
 
 def write_report(
@@ -104,13 +50,9 @@ def write_report(
     settings: dict[str, Any],
     corpus: dict[str, Any],
 ) -> Path:
-    """Write `report.json` and `report.md`; a report that was there is replaced in one go.
-
-    Returns:
-        The path of `report.json`.
-    """
+    """Write `report.json`, whose path is returned, and `report.md`; each is replaced in one go."""
     content = {
-        "runs": [asdict(row) for row in rows],
+        "runs": [{"recipe": row.recipe, "status": row.status, **asdict(row)} for row in rows],
         "environment": environment,
         "settings": settings,
         "corpus": corpus,
@@ -120,42 +62,30 @@ def write_report(
     return folder / "report.json"
 
 
-HEADINGS = (
-    "recipe",
-    "train loss",
-    "val loss",
-    "gap (nats)",
-    "gap (%)",
-    "tokens/s",
-    "speed-up",
-    "step (ms)",
-    "peak MiB",
-)
+def cells(row: RunRow) -> dict[str, str]:
+    """A row as text by column; "-" for what is not known."""
 
-
-def cells(row: RunRow) -> tuple[str, ...]:
-    """A row as text, in the order of `HEADINGS`; "-" for what is not known."""
-
-    def show(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+    def show(value: float | None, form: str, unit: str = "") -> str:
+        return "-" if value is None else format(value, form) + unit
 
     memory = row.peak_memory_bytes
-    return (
-        row.recipe if row.status == FINISHED else f"{row.recipe} ({row.status})",
-        show(row.train_loss, ".4f"),
-        show(row.val_loss, ".4f"),
-        show(row.val_gap_nats, "+.4f"),
-        show(row.val_gap_percent, "+.2f"),
-        show(row.tokens_per_s, ",.0f"),
-        show(row.speedup, ".2f") + ("" if row.speedup is None else "x"),
-        show(row.step_ms, ".1f"),
-        "-" if memory is None else f"{memory / 2**20:,.0f}",
-    )
+    return {
+        "recipe": row.recipe if row.status == FINISHED else f"{row.recipe} ({row.status})",
+        "train loss": show(row.train_loss, ".4f"),
+        "val loss": show(row.val_loss, ".4f"),
+        "gap (nats)": show(row.val_gap_nats, "+.4f"),
+        "gap (%)": show(row.val_gap_percent, "+.2f"),
+        "tokens/s": show(row.tokens_per_s, ",.0f"),
+        "speed-up": show(row.speedup, ".2f", "x"),
+        "step (ms)": show(row.step_ms, ".1f"),
+        "peak MiB": show(None if memory is None else memory / 2**20, ",.0f"),
+    }
 
 
 def _markdown(rows: list[RunRow], environment: dict[str, Any], corpus: dict[str, Any]) -> str:
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|---" + "|---:" * (len(HEADINGS) - 1) + "|"]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    table = [cells(row) for row in rows]
+    lines = ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in table]
     lines += ["", "Losses in nats per byte; gaps in validation loss to the first row."]
     lines += [f"{row.recipe} failed: {row.error}" for row in rows if row.error]
     lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]

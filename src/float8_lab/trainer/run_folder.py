@@ -8,8 +8,7 @@
 - `failed-1/`: the same of an earlier run that failed before its first checkpoint
 """
 
-from __future__ import annotations
-
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 
 import torch
 
+from float8_lab.errors import CheckpointError, ConfigError
 from float8_lab.trainer.checkpoint import is_checkpoint, list_checkpoints, read_state
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
-from float8_lab.trainer.errors import CheckpointError, ConfigError
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
 
@@ -44,29 +43,13 @@ class RunFolder:
     @property
     def failed_early(self) -> bool:
         """Whether the run that was written here ended in an error before its first checkpoint."""
-        return (
-            not list_checkpoints(self.checkpoints)
-            and self.metrics.exists()
-            and read_metrics(self.metrics).status == FAILED
-        )
-
-
-def describe_corpus(corpus: Corpus) -> dict[str, Any]:
-    """What was trained on, JSON-ready: sizes in bytes, files and the fingerprint."""
-    return {
-        "name": corpus.name,
-        "train_bytes": len(corpus.train),
-        "validation_bytes": len(corpus.validation),
-        "train_files": corpus.train_files,
-        "validation_files": corpus.validation_files,
-        "skipped_files": corpus.skipped_files,
-        "fingerprint": corpus.fingerprint,
-    }
+        failed = read_metrics(self.metrics).status == FAILED
+        return failed and not list_checkpoints(self.checkpoints)
 
 
 def describe_run(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     """What `check_same_run` needs, JSON-ready."""
-    return {"config": config.to_dict(), "corpus": describe_corpus(corpus)}
+    return {"config": dataclasses.asdict(config), "corpus": corpus.describe()}
 
 
 def open_run_folder(
@@ -75,12 +58,7 @@ def open_run_folder(
     """Make the run's folder and write its `config.json`.
 
     What a run left there that failed before its first checkpoint goes to `failed-1`, `failed-2`
-    and so on.
-
-    Args:
-        config: Settings of the run.
-        corpus: Data of the run.
-        checkpoint: What the run resumes from; its own run may go on in the same folder.
+    and so on. A run that resumes from `checkpoint` may go on in the folder of that checkpoint.
 
     Raises:
         ConfigError: (a `ValueError`) if another run lies there, it cannot be written, or the run
@@ -93,11 +71,9 @@ def open_run_folder(
         own = folder.path.resolve() in checkpoint.resolve().parents
     failed = folder.failed_early
     if folder.used and not own and not failed:
-        way_on = (
-            f"continue it with --resume {folder.path}"
-            if list_checkpoints(folder.checkpoints)
-            else "it has no checkpoint to go on from, so delete it if it is not running any more"
-        )
+        way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"
+        if list_checkpoints(folder.checkpoints):
+            way_on = f"continue it with --resume {folder.path}"
         raise ConfigError(
             f"{folder.path} already holds a run: {way_on}, or choose another folder with --output"
         )
@@ -105,29 +81,23 @@ def open_run_folder(
         if failed:
             _set_aside(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(describe_run(config, corpus), indent=1)
-        folder.config.write_text(content + "\n")
+        folder.config.write_text(json.dumps(describe_run(config, corpus), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
 
 
 def _set_aside(folder: RunFolder) -> None:
-    number = next(n for n in itertools.count(1) if not (folder.path / f"failed-{n}").exists())
-    target = folder.path / f"failed-{number}"
+    targets = (folder.path / f"failed-{number}" for number in itertools.count(1))
+    target = next(path for path in targets if not path.exists())
     target.mkdir()
-    parts = (folder.config, folder.conversion, folder.metrics, folder.tensorboard)
-    for path in (*parts, folder.checkpoints):
-        if path.exists():
-            path.rename(target / path.name)
+    for name in ("config.json", "conversion.txt", "metrics.jsonl", "tensorboard", "checkpoints"):
+        if (folder.path / name).exists():
+            (folder.path / name).rename(target / name)
 
 
 def read_config_file(folder: RunFolder) -> dict[str, Any]:
-    """What `config.json` holds, for `check_same_run`.
-
-    Raises:
-        ConfigError: (a `ValueError`) if it is missing or damaged.
-    """
+    """What `config.json` holds, for `check_same_run`; a `ConfigError` if it is damaged."""
     try:
         saved: dict[str, Any] = json.loads(folder.config.read_text())
         TrainConfig.from_dict(saved["config"])
@@ -142,13 +112,7 @@ def read_config_file(folder: RunFolder) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one of the run that lies there.
-
-    Its files are not looked at: see `check_checkpoint`.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """The checkpoint that `path` means: itself, or the newest one of the run that lies there."""
     if is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -159,36 +123,18 @@ def find_checkpoint(path: Path) -> Path:
     return checkpoints[-1]
 
 
-def saved_config(checkpoint: Path, *, output: str | None = None) -> TrainConfig:
-    """The settings of the run a checkpoint belongs to, for one process that is not sharded.
-
-    Args:
-        checkpoint: A checkpoint, of which only the settings are read.
-        output: Where to continue; None for the folder in which the checkpoint lies.
-    """
+def saved_config(checkpoint: Path) -> TrainConfig:
+    """The settings of a checkpoint's run, to go on in its folder, in one process."""
     config = TrainConfig.from_dict(read_state(checkpoint)["config"])
-    return config.replace(
-        output=output or str(checkpoint.parent.parent),
-        stop_after=0,
-        fsdp=False,
-        fsdp_float8_all_gather=False,
-        hsdp=1,
-    )
+    alone = {"fsdp": False, "fsdp_float8_all_gather": False, "hsdp": 1}
+    return config.replace(output=str(checkpoint.parent.parent), stop_after=0, **alone)
 
 
 def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
-    """Make sure that a run goes on with the settings and the data it began with.
+    """Raise a `ConfigError` unless a run goes on with the settings and the data it began with.
 
-    It may go on on another GPU, as each of several ranks does.
-
-    Args:
-        config: Settings to go on with.
-        corpus: Data to go on with.
-        saved: What `describe_run` gave when the run began.
-        where: What is resumed, for the message.
-
-    Raises:
-        ConfigError: (a `ValueError`) listing what differs.
+    It may go on on another GPU, as each of several ranks does. `saved` is what `describe_run` gave
+    when it began; `where` names what is resumed.
     """
     old = TrainConfig.from_dict(saved["config"])
     wrong = [

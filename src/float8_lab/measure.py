@@ -1,10 +1,9 @@
-"""Time and memory of training steps, measured without making the device wait."""
-
-from __future__ import annotations
+"""Time and memory of steps, measured without making the device wait."""
 
 import contextlib
 import ctypes
 import gc
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 
 
-class StepTimer:
-    """Durations of steps: wall time on the CPU, time between CUDA events on a GPU.
+class Clock:
+    """Points in time: wall time on the CPU, CUDA events on a GPU.
 
-    Events are read later and all at once, so timing a step does not wait for it.
+    Events are read later and all at once, so marking a time does not wait for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +22,7 @@ class StepTimer:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """A step begins, or the one begun last ends."""
+        """Note that the device gets here now."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -32,14 +31,12 @@ class StepTimer:
             self._marks.append(time.perf_counter())
 
     def collect(self) -> list[float]:
-        """Seconds of every step since the last call, oldest first; waits for the device."""
+        """Seconds between marks since the last call, oldest first; waits for the device."""
         marks, self._marks = self._marks, []
-        steps = list(zip(marks[::2], marks[1::2], strict=False))
-        if not self._cuda:
-            return [end - begin for begin, end in steps]
-        if steps:
-            steps[-1][1].synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in steps]
+        if self._cuda and marks:
+            marks[-1].synchronize()
+        pairs = itertools.pairwise(marks)
+        return [a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in pairs]
 
 
 class PeakMemory:
@@ -54,34 +51,31 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._resident = 0
-        self._known = True
+        self._resident: int | None = None
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             self.note = "highest torch.cuda.max_memory_allocated"
             return
-        self.note = "growth of the process's peak resident memory"
+        self.note = "not measured: the peak of a CPU run can only be told apart on Linux"
         # Give freed memory back to the system, or an earlier run's would hide this one's growth.
         with contextlib.suppress(AttributeError, OSError, TypeError):
             ctypes.CDLL(None).malloc_trim(0)  # glibc only
-        try:
+        with contextlib.suppress(OSError, ValueError):
             # Writing 5 sets the process's recorded peak back to what it holds now: see proc(5).
             Path("/proc/self/clear_refs").write_text("5")
-            self._resident = _status_bytes("VmRSS")
-            self._known = _status_bytes("VmHWM") <= self._resident + (64 << 20)
-        except (OSError, ValueError):
-            self._known = False
-        if not self._known:
-            self.note = "not measured: the peak of a CPU run can only be told apart on Linux"
+            resident = _status_bytes("VmRSS")
+            if _status_bytes("VmHWM") <= resident + (64 << 20):
+                self._resident = resident
+                self.note = "growth of the process's peak resident memory"
 
     def read(self) -> int | None:
         """Bytes, or None if this machine cannot tell."""
-        if not self._known:
-            return None
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
+        if self._resident is None:
+            return None
         return max(_status_bytes("VmHWM") - self._resident, 0)
 
 

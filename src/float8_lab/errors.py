@@ -1,0 +1,41 @@
+"""What can go wrong, as exceptions that say what to do about it."""
+
+
+class LabError(Exception):
+    """Base of everything this package raises on purpose; its text is written for the user.
+
+    Attributes:
+        exit_code: Of the `float8` command: 2 if something about the call is wrong, 1 if it failed.
+    """
+
+    exit_code = 2
+
+
+class ConfigError(LabError, ValueError):
+    """A setting that cannot work: says what it got, what it expected, and what to do."""
+
+
+class DataError(LabError, ValueError):
+    """The training data is missing, unreadable, or too small."""
+
+
+class CheckpointError(LabError):
+    """A checkpoint is missing, damaged, or belongs to a different run."""
+
+
+class FailedError(LabError):
+    """What was asked for makes sense and did not work out."""
+
+    exit_code = 1
+
+
+class OutOfMemoryError(FailedError):
+    """The device ran out of memory; says which settings lower the need."""
+
+
+class TrainingDivergedError(FailedError):
+    """The loss or the gradient norm became NaN or infinite; says at which step."""
+
+
+class RankFailedError(FailedError):
+    """Another rank is gone, maybe without a word."""

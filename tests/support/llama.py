@@ -1,0 +1,16 @@
+"""The reference Llama, built and initialised."""
+
+import torch
+
+from float8_lab.models.llama import Llama
+from float8_lab.models.presets import ModelConfig
+
+
+def build_llama(
+    config: ModelConfig, max_seq_len: int, *, seed: int, activation_checkpointing: bool = False
+) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config, max_seq_len, activation_checkpointing=activation_checkpointing)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model
