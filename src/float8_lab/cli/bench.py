@@ -1,4 +1,7 @@
-"""`float8 bench`: time GEMMs, casts, layers, blocks and steps, each checked before it is timed."""
+"""`float8 bench`: time GEMMs, casts, layers, blocks and steps, each checked before it is timed.
+
+`float8 bench numerics`, which times nothing, is in `bench_numerics`.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -59,7 +62,7 @@ class Shapes:
 
     def selected(self) -> dict[str, tuple[Shape, ...]]:
         """By the name of their set."""
-        return select_shapes(_words(self.shapes), self.mkn or [])
+        return select_shapes(words(self.shapes), self.mkn or [])
 
 
 @dataclass
@@ -84,8 +87,8 @@ class Variants:
         """The settings `recipes`, `modes` and `peers`."""
         if self.mode not in MODES:
             raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
-        recipes = _words(self.recipe) or ["tensorwise", "delayed"]
-        return {"recipes": recipes, "modes": MODES[self.mode], "peers": _words(self.peers)}
+        recipes = words(self.recipe) or ["tensorwise", "delayed"]
+        return {"recipes": recipes, "modes": MODES[self.mode], "peers": words(self.peers)}
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Size(StackSize):
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1
 
 
-def _words(values: Sequence[str] | None) -> list[str]:
+def words(values: Sequence[str] | None) -> list[str]:
     """Words of options that may be repeated or hold several words with commas between."""
     return [word for value in values or [] for word in value.split(",") if word]
 

@@ -1,6 +1,6 @@
 """One `float8 bench` command on the terminal: its bar, its table, its files."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,16 @@ class Bench:
                     self.console.print(f"  {number}/{total}")
         return rows
 
-    def finish(self, title: str, rows: Rows, plot: Path | None = None, **extra: Any) -> None:
-        """Print the table, write the files."""
-        if self.device.type == "cpu":
+    def finish(
+        self,
+        title: str,
+        rows: Rows,
+        plot: Path | None = None,
+        draw: Callable[[Rows, str, Path], None] | None = None,
+        **extra: Any,
+    ) -> None:
+        """Print the table, write the files; `draw` makes the plot, if it is none of speedups."""
+        if self.device.type == "cpu" and draw is None:
             title += " (host times)"
         print_table(self.console, title, rows)
         if self._output is not None:
@@ -67,5 +74,8 @@ class Bench:
             self.console.print(f"results: {self._output}")
         if plot is not None:
             where = self._environment["device"]
-            plot_speedups(rows, f"{title}\nspeedup over bf16, {where}", plot)
+            if draw is None:
+                plot_speedups(rows, f"{title}\nspeedup over bf16, {where}", plot)
+            else:
+                draw(rows, f"{title}\n{where}", plot)
             self.console.print(f"plot: {plot}")
