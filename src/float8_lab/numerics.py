@@ -25,7 +25,7 @@ from float8.quantize.spec import CastSpec, dequantised
 
 _SAME_BOTH_WAYS = (ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCK_128x128)
 _ROUNDING = 1 + 2.0**-20  # a float32 scale is rounded, and its amax so not quite the largest value
-_LAYER_WIDTH = 25  # with it a report has 80 columns
+_LAYER_WIDTH = 23  # with it a report has 80 columns
 
 
 class Call(NamedTuple):
@@ -71,9 +71,9 @@ def measure_cast(x: Tensor, cast: Cast, scales: DelayedScales = NO_SCALES) -> Te
     """Cast x [R, C] as a layer would and compare.
 
     Returns:
-        [6] float64: amax of x; then numbers of its elements that are not zero, that become zero
-        although they are not, that become the largest value although they are larger; then the sums
-        of x^2 and of the squared errors. NaN and Inf in x make the first and the last two so.
+        [10] float64: amax of x; numbers of its elements that are not zero, that become zero
+        although they are not, that become the largest value although they are larger; then what
+        `compare` returns. All but amax may be added up over several tensors.
     """
     state = getattr(scales, cast.state)
     made = quantize(x, cast.spec, row=not cast.col, col=cast.col, state=state)
@@ -84,9 +84,36 @@ def measure_cast(x: Tensor, cast: Cast, scales: DelayedScales = NO_SCALES) -> Te
     values, data = dequantised(part, cast.spec.granularity)[:R, :C], part.data[:R, :C].float()
     nonzero, largest = x != 0, data.abs() == FLOAT8_MAX[cast.spec.dtype]
     counts = nonzero, nonzero & (data == 0), largest & (x.abs() > values.abs() * _ROUNDING)
-    powers = (x.double().square().sum(), (values.double() - x).square().sum())
-    sums = [*(count.sum().double() for count in counts), *powers]
-    return torch.stack([x.abs().max().double(), *sums])
+    sums = torch.stack([x.abs().max().double(), *(count.sum().double() for count in counts)])
+    return torch.cat([sums, compare(x, values)])
+
+
+def compare(expected: Tensor, found: Tensor) -> Tensor:
+    """Compare two tensors [R, C], for `sqnr`.
+
+    Returns:
+        [6] float64: the sums of squares of `expected` and of the errors; then, of rows and of
+        columns that are not zero, the sum of errors relative to themselves, at most 1, and how many
+        there are. NaN and Inf make the first two NaN or Inf.
+    """
+    signal = expected.double().square()
+    noise = (found.double() - expected).square()
+    sums = [signal.sum(), noise.sum()]
+    for dim in (1, 0):
+        own, errors = signal.sum(dim), noise.sum(dim)
+        sums += [torch.where(own > 0, (errors / own).clamp(max=1), 0).sum(), (own > 0).sum()]
+    return torch.stack([each.double() for each in sums])
+
+
+def sqnr(compared: Tensor) -> tuple[float, float]:
+    """From what `compare` returns: SQNR in dB of the whole, and with all rows and columns alike.
+
+    The second is that of the mean relative error of rows, or of columns, whichever is lower: the
+    power of a whole tensor may be that of a few of them.
+    """
+    signal, noise, rows, R, columns, C = compared.tolist()
+    whole = decibels(signal, noise)
+    return whole, whole if math.isnan(whole) else min(decibels(R, rows), decibels(C, columns))
 
 
 @dataclass(frozen=True)
@@ -97,13 +124,14 @@ class CastNumbers:
     underflow: float  # share of the nonzero elements that become zero
     saturation: float  # share of the nonzero elements that are larger than the largest value
     sqnr_db: float  # infinite where nothing changes, NaN where the tensor is not finite
+    even_db: float  # the same with all rows and columns alike, see `sqnr`
 
     @classmethod
     def of(cls, measured: Tensor) -> "CastNumbers":
         """From what `measure_cast` returns, waiting for the device."""
-        amax, nonzero, vanished, saturated, signal, noise = measured.tolist()
+        amax, nonzero, vanished, saturated = measured[:4].tolist()
         count = max(nonzero, 1)
-        return cls(amax, vanished / count, saturated / count, decibels(signal, noise))
+        return cls(amax, vanished / count, saturated / count, *sqnr(measured[4:]))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -216,7 +244,7 @@ class NumericsReport:
     """What casts do to the tensors of a model in one step. `str()` gives a table of 80 columns."""
 
     casts: tuple[LayerCast, ...]
-    """Worst first: tensors that are not finite, then by SQNR."""
+    """Worst first: tensors that are not finite, then by `even_db`."""
 
     left_out: tuple[str, ...]
     """Linear layers without a cast: those in high precision, and those that did not run."""
@@ -224,22 +252,21 @@ class NumericsReport:
     def __str__(self) -> str:
         layers = {cast.layer for cast in self.casts}
         width = max([5, *(min(len(layer), _LAYER_WIDTH) for layer in layers)])
-        heading = f"{'layer':<{width}} {'role':<11} {'GEMM':<11}     amax  under-  satu-  SQNR"
+        heading = f"{'layer':<{width}} {'role':<11} {'GEMM':<11}    amax under- satu-  SQNR  even"
         lines = [
-            f"{len(self.casts)} casts of {len(layers)} linear layers, worst first; share of "
-            f"nonzero elements",
+            f"{len(self.casts)} casts of {len(layers)} linear layers, worst first; SQNR in dB",
             heading,
-            " " * (len(heading) - 20) + "flow  rated    dB",
+            " " * (len(heading) - 23) + "flow rated         SQNR",
         ]
         for cast in self.casts:
             layer = cast.layer
             if len(layer) > width:
                 layer = "…" + layer[1 - width :]
             gemm = cast.gemms[0] if len(cast.gemms) == 1 else "both"
-            shares = f"{_percent(cast.underflow):>7} {_percent(cast.saturation):>6}"
+            shares = f"{_percent(cast.underflow):>6} {_percent(cast.saturation):>5}"
             lines.append(
-                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {cast.amax:>8.2e} {shares} "
-                f"{cast.sqnr_db:>5.1f}"
+                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {cast.amax:>7.1e} {shares} "
+                f"{cast.sqnr_db:>5.1f} {cast.even_db:>5.1f}"
             )
         if self.left_out:
             lines.append(f"no casts: {', '.join(self.left_out)}")
@@ -247,7 +274,7 @@ class NumericsReport:
 
 
 def _percent(share: float) -> str:
-    return "0" if share == 0 else f"{share:.2%}" if share >= 5e-5 else "<.01%"
+    return "0" if share == 0 else f"{share:.1%}" if share >= 5e-4 else "<0.1%"
 
 
 def numerics_report(
@@ -296,7 +323,7 @@ def numerics_report(
     for (name, cast), sums in found.items():
         numbers = CastNumbers.of(sums)
         measured.append(LayerCast(**vars(numbers), layer=name, role=cast.role, gemms=cast.gemms))
-    measured.sort(key=lambda cast: -math.inf if math.isnan(cast.sqnr_db) else cast.sqnr_db)
+    measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}
     linears = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
     return NumericsReport(tuple(measured), tuple(name for name in linears if name not in seen))

@@ -1,8 +1,7 @@
 """`float8 bench numerics`: how exact the three GEMMs of a layer are under each recipe."""
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from float8_lab.bench.linear import Layer
 from float8_lab.bench.shapes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Shape
 from float8_lab.bench.step import Row
 from float8_lab.bench.variants import Variant
-from float8_lab.numerics import Call, CastNumbers, casts_of, decibels, measure_cast, watch
+from float8_lab.numerics import Call, CastNumbers, casts_of, compare, decibels, measure_cast, watch
 
 STEPS = 4
 """How many steps of tensors there are: the last is measured, the others fill histories."""
@@ -25,7 +24,7 @@ HOT = 2.0**14
 largest: a tensor with one scale bears outliers of some 2^12 before the others lose bits."""
 
 _HOT_COUNT = 4
-_WHOLE, _TYPICAL = "sqnr_{}", "typical_{}"
+_WHOLE, _EVEN = "sqnr_{}", "even_{}"
 
 
 class Sample(NamedTuple):
@@ -69,14 +68,12 @@ def _family(name: str, shape: Shape, device: torch.device) -> Sample:
 FAMILIES = ("normal", "heavy tails", "hot channels", "hot tokens", "tiny gradients")
 
 
-def random_samples(
-    shapes: Sequence[Shape], device: torch.device
-) -> Iterator[tuple[str, Callable[[], Sample]]]:
-    """Names, and what draws tensors of all families in these shapes."""
+def random_samples(shapes: Sequence[Shape], device: torch.device) -> Iterator[tuple[str, Sample]]:
+    """Draw tensors of all families in these shapes, with their names."""
     for shape in shapes:
         for name in FAMILIES:
             case = name if len(shapes) == 1 else f"{name} {shape}"
-            yield case, functools.partial(_family, name, shape, device)
+            yield case, _family(name, shape, device)
 
 
 def captured_samples(
@@ -110,16 +107,15 @@ def captured_samples(
 
 
 def bench_numerics(
-    samples: Mapping[str, Callable[[], Sample]], variants: Sequence[Variant]
+    samples: Iterable[tuple[str, Sample]], variants: Sequence[Variant]
 ) -> Iterator[list[Row]]:
     """Compare each variant with float64; yields the rows of one sample at a time.
 
-    `sqnr_*` are of whole results. `typical_*` are medians over tokens, of grad_weight over input
-    channels: a whole result is as exact as its largest rows, whatever became of the others.
+    `sqnr_*` are in dB, of whole results; `even_*` are those of the mean relative error of tokens,
+    of grad_weight that of input channels: a few of them may have nearly all the power.
     Underflow and saturation are of this library's casts, the worst of each role.
     """
-    for case, draw in samples.items():
-        sample = draw()
+    for case, sample in samples:
         x, grad = (t.double() for t in sample.steps[-1])
         weight = sample.weight.double()
         exact = {OUTPUT: x @ weight.t(), GRAD_INPUT: grad @ weight, GRAD_WEIGHT: grad.t() @ x}
@@ -133,9 +129,12 @@ def measure(variant: Variant, sample: Sample, exact: Mapping[str, Tensor]) -> Ro
     """The columns of one variant; `exact` are the results of the last step in float64."""
     model = variant.convert(Layer(sample.weight))
     (parameter,) = model.parameters()
-    for x, grad in sample.steps[:-1] if variant.config and variant.config.delayed_sites else ():
-        model(x).backward(grad)
-        sync_float8_amax_and_scale_history(model)
+    for x, grad in sample.steps[:-1] if "delayed" in variant.recipe else ():
+        with variant.around():
+            y = model(x)
+        y.backward(grad)
+        if variant.ours:
+            sync_float8_amax_and_scale_history(model)
     x, grad = sample.steps[-1]
     row = _cast_shares(model, sample)
     x = x.detach().requires_grad_()
@@ -144,12 +143,10 @@ def measure(variant: Variant, sample: Sample, exact: Mapping[str, Tensor]) -> Ro
     gradients = torch.autograd.grad(y, (x, parameter), grad)
     results = dict(zip((OUTPUT, GRAD_INPUT, GRAD_WEIGHT), (y.detach(), *gradients), strict=True))
     for gemm, found in results.items():
-        along = 0 if gemm == GRAD_WEIGHT else 1
-        signal = exact[gemm].square().sum(along)
-        noise = (exact[gemm] - found.double()).square().sum(along)
-        whole = decibels(signal.sum().item(), noise.sum().item())
-        typical = (10 * torch.log10(signal / noise)).nanmedian().item()
-        row |= {_WHOLE.format(gemm): whole, _TYPICAL.format(gemm): typical}
+        signal, noise, *rows_and_columns = compare(exact[gemm], found).tolist()
+        relative, count = rows_and_columns[2:] if gemm == GRAD_WEIGHT else rows_and_columns[:2]
+        row[_WHOLE.format(gemm)] = decibels(signal, noise)
+        row[_EVEN.format(gemm)] = decibels(count, relative)
     return row
 
 
@@ -175,7 +172,8 @@ def plot_numerics(rows: Sequence[Row], title: str, path: Path) -> None:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     figure = Figure(figsize=(11, 2.5 + 0.4 * len(cases)), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True)
-    for line, (key, kind) in zip(panels, ((_WHOLE, "whole"), (_TYPICAL, "median")), strict=True):
+    kinds = (_WHOLE, "whole"), (_EVEN, "tokens or channels alike")
+    for line, (key, kind) in zip(panels, kinds, strict=True):
         for axes, gemm in zip(line, (OUTPUT, GRAD_INPUT, GRAD_WEIGHT), strict=True):
             recipes = dict.fromkeys(row["recipe"] for row in rows)
             for recipe, marker in zip(recipes, itertools.cycle(_MARKERS), strict=False):

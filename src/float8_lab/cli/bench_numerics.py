@@ -1,6 +1,7 @@
 """`float8 bench numerics`: how exact each recipe is, on random tensors and on those of a model."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from float8.config import Float8LinearRecipeName
 from float8_lab.bench.numerics import (
+    FAMILIES,
     STEPS,
     Sample,
     bench_numerics,
@@ -76,8 +78,8 @@ def numerics_command(
 
     On random tensors of the given shapes, of several families, and on what the layers of one block
     of a trained model read in a batch of its training data. Delayed scaling has seen three steps
-    before. `typical` is the median over tokens, of grad_weight over input channels. Underflow and
-    saturation: shares of nonzero elements that a cast makes zero, or cuts.
+    before. `even` counts all tokens alike, of grad_weight all channels, though a few may have most
+    of the power. Underflow and saturation: shares of nonzero elements that become zero, or are cut.
     """
     chosen, others = words(recipe) or _RECIPES, words(peers)
     shapes = [shape for members in layers.selected().values() for shape in members]
@@ -86,7 +88,6 @@ def numerics_command(
         raise ConfigError("--model and --steps train a model: leave them or --checkpoint out")
     bench = Bench("numerics", device, output, **settings)
     variants = make_variants(chosen, [EAGER], bench.peers)
-    samples = dict(random_samples(shapes, bench.device))
     steps = _STEPS if steps is None else steps
     trainer = _trained(checkpoint, model or _MODEL, steps, bench.device)
     config = trainer.config
@@ -95,18 +96,15 @@ def numerics_command(
     if block >= blocks:
         raise ConfigError(f"block: got {block}, expected less than {blocks}")
     captured = _captured(trainer, f"layers.{block}.")
-    samples |= {name: functools.partial(_same, sample) for name, sample in captured.items()}
-    rows = bench.collect(bench_numerics(samples, variants), len(samples))
+    samples = itertools.chain(random_samples(shapes, bench.device), captured.items())
+    total = len(FAMILIES) * len(shapes) + len(captured)
+    rows = bench.collect(bench_numerics(samples, variants), total)
     run = {"model": config.model, "recipe": config.recipe, "step": trainer.step, "block": block}
     title = (
         f"{', '.join(map(str, shapes))}; then block {block} of {config.model} after step "
         f"{trainer.step} of {config.recipe}"
     )
     bench.finish(title, rows, plot, draw=plot_numerics, trained=run)
-
-
-def _same(sample: Sample) -> Sample:
-    return sample
 
 
 def _trained(checkpoint: Path | None, model: str, steps: int, device: torch.device) -> Trainer:

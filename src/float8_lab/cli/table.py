@@ -17,7 +17,7 @@ _NUMBERS = (
     "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_mib peak_gib "
     "sqnr_db same_bits fate "
     "sqnr_output sqnr_grad_input sqnr_grad_weight "
-    "typical_output typical_grad_input typical_grad_weight "
+    "even_output even_grad_input even_grad_weight "
     "underflow_input underflow_weight underflow_grad_output "
     "saturation_input saturation_weight saturation_grad_output"
 )
@@ -28,7 +28,7 @@ _WORDS = {"gemm": "GEMM", "sqnr": "SQNR", "db": "dB", "kb": "kB", "mb": "MB"}
 _WORDS |= {"mib": "MiB", "gib": "GiB"}
 _FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "same_bits": ".0%", "share": ".1%"}
 _FORMATS["of_copy"] = ".1%"
-_FORMATS |= {key: ".1f" for key in _NUMBERS.split() if key.startswith(("sqnr_", "typical_"))}
+_FORMATS |= {key: ".1f" for key in _NUMBERS.split() if key.startswith(("sqnr_", "even_"))}
 for _what in ("underflow", "saturation"):
     for _role in ("input", "weight", "grad_output"):
         _HEADINGS[f"{_what}_{_role}"] = "\n".join(
