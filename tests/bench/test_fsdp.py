@@ -18,8 +18,8 @@ from float8_lab.bench import fsdp
 from float8_lab.bench import variants as variants_module
 from float8_lab.bench.block import Stack, StackSize
 from float8_lab.bench.fsdp import Plan, build_and_free, same_bits
-from float8_lab.bench.quality import check
 from float8_lab.bench.ranks import rank_count, run_ranks
+from float8_lab.bench.step import check
 from float8_lab.cli.main import main
 from float8_lab.errors import RankFailedError
 from support import failing_ranks

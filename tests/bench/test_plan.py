@@ -11,7 +11,7 @@ from torch import nn
 from float8 import Float8LinearConfig
 from float8.convert.filters import SMALLEST, too_small
 from float8.convert.measure import LinearTimes, measure_linear
-from float8_lab.bench.plan import plan_conversion
+from float8_lab.cli.plan import plan_conversion
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

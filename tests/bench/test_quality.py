@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from float8.convert.measure import WrongResultError
-from float8_lab.bench import quality
-from float8_lab.bench.quality import check
+from float8_lab.bench import step
+from float8_lab.bench.step import check
 
 X = torch.randn(64, 64)
 AS_IT_IS = {"one": X, "two": X}
@@ -17,7 +17,7 @@ def test_the_lowest_ratio_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check("it", AS_IT_IS, AS_IT_IS, 1e9) == math.inf
     off = {"two": X * 1.1, "one": X * 1.01, "unasked": X / 0}
     assert check("it", AS_IT_IS, off, 19.9) == pytest.approx(20.0)
-    monkeypatch.setattr(quality, "_CHUNK", 640)  # in several parts
+    monkeypatch.setattr(step, "_CHUNK", 640)  # in several parts
     assert check("it", AS_IT_IS, off, 19.9) == pytest.approx(20.0)
 
 

@@ -101,7 +101,7 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
         load_corpus(binary)
     empty = tmp_path / "empty.txt"
     empty.touch()
-    with pytest.raises(DataError, match="no text left for the train split"):
+    with pytest.raises(DataError, match="no readable UTF-8 text"):
         load_corpus(empty)
 
 

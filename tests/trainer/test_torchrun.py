@@ -14,6 +14,7 @@ import pytest
 
 from float8_lab.cli import main as main_module
 from float8_lab.cli.main import main
+from float8_lab.errors import ConfigError, OutOfMemoryError
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
@@ -150,6 +151,27 @@ def test_wrong_calls_are_told_by_the_first_rank_alone(
         assert out == ""
         assert (message in " ".join(err.split())) == (rank == "0")
         assert rank == "0" or err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ConfigError("met by all"), False), (OutOfMemoryError("no room"), True), (OSError(5), True)],
+)
+def test_what_a_rank_may_meet_alone_it_tells_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception,
+    told: bool,
+) -> None:
+    def fail(**call: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main_module, "_LAST_WORDS", 0.0)
+    monkeypatch.setattr(main_module._cli, "command", fail)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train"]) != 0
+    err = capfd.readouterr().err
+    assert (f"{type(error).__name__}: {error}" in err) == ("rank 1: Traceback" in err) == told
 
 
 @pytest.mark.parametrize(

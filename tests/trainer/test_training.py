@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from float8 import cached_weights
-from float8_lab.trainer import data, loop
+from float8_lab.trainer import build, data, loop
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
@@ -79,7 +79,7 @@ def test_the_loss_falls_and_is_in_nats_per_byte(make_config: MakeConfig) -> None
 def test_first_loss_and_step_match_plain_torch(make_config: MakeConfig, corpus: Corpus) -> None:
     config = make_config(steps=2, warmup_steps=0, grad_clip=0.05)
     result = train(config)
-    model, _ = loop.build_model(config, torch.device("cpu"))
+    model, _ = build.build_model(config, torch.device("cpu"))
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.spec import Part
-from float8_lab.bench.quality import check
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.step import Row, Step, compare, saved_bytes
+from float8_lab.bench.step import Row, Step, check, compare, saved_bytes
 from float8_lab.bench.timing import Sampler, call_sampler, issue_microseconds, kernel_sampler
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 
@@ -82,14 +80,16 @@ def _rows(
     def saved(step: Step) -> Row:
         return {"saved_mib": saved_bytes(step.forward, step.model.parameters()) / 2**20}
 
-    place = {"set": name, "M": M, "K": K, "N": N}
-    bounds: dict[str, Any] = {"at_least": _AT_LEAST, "measure": saved}
-    bounds["beside"] = {"floor_ms": _gemms_sampler(shape, device)}
-    *_, rows = compare(f"linear {shape}", steps(), device, rounds, **bounds)
-    for row in rows:
-        peak = row.pop("peak_gib")
-        row["peak_mib"] = None if peak is None else peak * 2**10
-    return [{**place, **row} for row in rows]
+    *_, rows = compare(
+        f"linear {shape}",
+        steps(),
+        device,
+        rounds,
+        at_least=_AT_LEAST,
+        measure=saved,
+        beside={"floor_ms": _gemms_sampler(shape, device)},
+    )
+    return [{"set": name, "M": M, "K": K, "N": N, **row} for row in rows]
 
 
 def _exact(
@@ -127,7 +127,7 @@ def _gemms_sampler(shape: Shape, device: torch.device) -> Sampler:
 def _sums(name: str, summed: Sequence[Sequence[Row]]) -> list[Row]:
     sums: list[Row] = []
     for same in zip(*summed, strict=True):  # one variant over all shapes
-        total = {**same[0], "set": name, "M": _SUM, "K": None, "N": None, "peak_mib": None}
+        total = {**same[0], "set": name, "M": _SUM, "K": None, "N": None, "peak_gib": None}
         total |= {key: sum(row[key] for row in same) for key in ("saved_mib", "ms", "floor_ms")}
         total["sqnr_db"] = min(row["sqnr_db"] for row in same)
         sums.append(total)
@@ -150,13 +150,13 @@ def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict
             linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]
             x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
             step = Step(variant, nn.Sequential(*linears), x, grad)
-            call = functools.partial(_issue, step, list(step.model.parameters()), grad)
+            call = functools.partial(_issue, step, grad)
             issue = issue_microseconds(call, device, calls=calls, samples=samples)
             times[variant.recipe] = issue / _CHAIN
     return times
 
 
-def _issue(step: Step, parameters: Sequence[Tensor], grad: Tensor) -> object:
+def _issue(step: Step, grad: Tensor) -> object:
     """Forward and backward, and nothing else of a step."""
     output, x = step.forward()
-    return torch.autograd.grad(output, (x, *parameters), grad)
+    return torch.autograd.grad(output, (x, *step.model.parameters()), grad)

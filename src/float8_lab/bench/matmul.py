@@ -10,9 +10,8 @@ from torch import Tensor
 from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
 from float8.gemm import Gemm, matmul
 from float8.quantize.spec import Part
-from float8_lab.bench.quality import check
 from float8_lab.bench.shapes import OUTPUT, Shape, gemm_shapes
-from float8_lab.bench.step import Row
+from float8_lab.bench.step import Row, check
 from float8_lab.bench.timing import input_sets, kernel_sampler, take_turns
 
 BF16 = "bf16"

@@ -53,10 +53,9 @@ def kernel_sampler(
 ) -> Sampler:
     """Samples what the GPU needs for `calls`, without the time to issue them.
 
-    On a GPU the calls become one CUDA graph. Elsewhere the time of the calling thread counts. Calls
-    do the same work on different data, together larger than the L2 cache, so that none finds its
-    input there. A sample takes `at_least_ms` on a GPU: long ones show what holds in training, where
-    a GPU is at its limit of power and its clocks drop by a quarter.
+    On a GPU the calls become one CUDA graph. Calls do the same work on different data, together
+    larger than the L2 cache, so that none finds its input there. A sample takes `at_least_ms` on a
+    GPU: long ones show what holds in training, where power is at its limit and clocks drop.
     """
     if device.type != "cuda":
         return call_sampler(calls, device)

@@ -29,10 +29,9 @@ class Traffic:
 
 
 class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is open, collectives of this thread and its backward passes are counted.
+    """Counts collectives of this thread and its backward passes, by whatever name they are called.
 
-    At the level of the operators that reach a process group: whoever calls them, by whatever name.
-    Compiled code stays compiled.
+    At the level of the operators that reach a process group. Compiled code stays compiled.
     """
 
     def __init__(self) -> None:

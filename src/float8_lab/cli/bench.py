@@ -4,12 +4,14 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from rich.progress import track
 
 from float8_lab.bench.block import StackSize, bench_block
 from float8_lab.bench.cast import bench_cast, distinct_tensors
@@ -19,12 +21,81 @@ from float8_lab.bench.linear import bench_linear, host_microseconds
 from float8_lab.bench.matmul import bench_matmul
 from float8_lab.bench.profile import profile_block
 from float8_lab.bench.ranks import rank_count
+from float8_lab.bench.results import check_output, plot_speedups, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.variants import COMPILED, EAGER, HIGH_PRECISION, MODES, make_variants
-from float8_lab.cli.bench_run import Bench
+from float8_lab.bench.variants import (
+    COMPILED,
+    EAGER,
+    HIGH_PRECISION,
+    MODES,
+    make_variants,
+    peer_version,
+)
 from float8_lab.cli.options import Debug, Output, takes
+from float8_lab.cli.progress import make_console
+from float8_lab.cli.table import Rows, print_table
+from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS, preset
+from float8_lab.trainer.environment import describe_environment
+
+
+class Bench:
+    """One benchmark on the terminal: what it prints and what it leaves behind.
+
+    Making one refuses what cannot work before anything is measured, and says where this runs.
+    """
+
+    def __init__(self, name: str, device: str, output: Path | None, **settings: Any) -> None:
+        self.device = float8_device(device)
+        if output is not None:
+            check_output(output)
+        torch.manual_seed(0)
+        self.console = make_console()
+        self._name, self._output, self._settings = name, output, settings
+        versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
+        self.peers = [peer for peer, version in versions.items() if version is not None]
+        self._environment = describe_environment(self.device) | versions
+        self.console.print("{device}, torch {torch}".format(**self._environment))
+        for peer, version in versions.items():
+            if version is None:
+                self.console.print(f"{peer} is not installed: left out")
+
+    def collect(self, groups: Iterable[Rows], total: int) -> Rows:
+        """All rows; a bar moves with each group where there is a terminal, else a line says so."""
+        rows: Rows = []
+        hidden = not self.console.is_terminal
+        how: dict[str, Any] = {"console": self.console, "transient": True, "disable": hidden}
+        for number, group in enumerate(track(groups, self._name, total, **how), 1):
+            rows += group
+            if hidden:
+                self.console.print(f"  {number}/{total}")
+        return rows
+
+    def finish(
+        self,
+        title: str,
+        rows: Rows,
+        plot: Path | None = None,
+        draw: Callable[[Rows, str, Path], None] | None = None,
+        **extra: Any,
+    ) -> None:
+        """Print the table, write the files; `draw` makes a plot of what is no time."""
+        if self.device.type == "cpu" and draw is None:
+            title += " (host times)"
+        print_table(self.console, title, rows)
+        if self._output is not None:
+            settings = self._settings
+            write_results(self._output, self._name, rows, self._environment, settings, extra)
+            self.console.print(f"results: {self._output}")
+        if plot is not None:
+            where = self._environment["device"]
+            if draw is None:
+                plot_speedups(rows, f"{title}\nspeedup over bf16, {where}", plot)
+            else:
+                draw(rows, f"{title}\n{where}", plot)
+            self.console.print(f"plot: {plot}")
+
 
 app = typer.Typer(
     help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",

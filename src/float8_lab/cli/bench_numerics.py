@@ -22,8 +22,7 @@ from float8_lab.bench.numerics import (
     random_samples,
 )
 from float8_lab.bench.variants import EAGER, make_variants
-from float8_lab.cli.bench import Shapes, words
-from float8_lab.cli.bench_run import Bench
+from float8_lab.cli.bench import Bench, Shapes, words
 from float8_lab.cli.options import Debug, Output, takes
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS

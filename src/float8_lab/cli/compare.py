@@ -11,10 +11,9 @@ from rich.table import Table
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
 from float8_lab.errors import ConfigError
-from float8_lab.trainer.compare import Comparison, compare
+from float8_lab.trainer.compare import Comparison, cells, compare
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
-from float8_lab.trainer.report import cells
 
 _NOT_OURS = (
     *("recipe", "fsdp", "fsdp_float8_all_gather", "hsdp"),

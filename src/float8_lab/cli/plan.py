@@ -1,14 +1,15 @@
 """`float8 plan`: which layers of a model to convert."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 
 from float8.config import Float8LinearConfig
 from float8.convert.filters import SMALLEST, known_gpu, too_small
 from float8.convert.measure import LinearTimes, measure_linear
-from float8_lab.bench.plan import plan_conversion, planned_speedup
 from float8_lab.bench.results import check_output, write_results
 from float8_lab.cli.options import Debug, Output
 from float8_lab.cli.progress import make_console
@@ -18,6 +19,55 @@ from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.environment import describe_environment, device_name
+
+CONVERT = "convert"
+
+
+def plan_conversion(
+    model: nn.Module,
+    tokens: int,
+    judge: Callable[[int, int], str | LinearTimes | None],
+    head: str,
+) -> list[dict[str, Any]]:
+    """Judge every `nn.Linear` of a model, on the meta device, too, without changing it.
+
+    Args:
+        model: Any model.
+        tokens: Per forward; a column of the rows.
+        judge: `judge(in_features, out_features)` gives what was measured, or what says that float8
+            is slower, or None if nothing does. Called once for each row.
+        head: Name of the output head, which is left in high precision.
+
+    Returns:
+        A row per shape, in the order of the model: how many, which, their times, their fate.
+    """
+    groups: dict[tuple[int, int, bool], list[str]] = {}
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear):
+            key = (linear.in_features, linear.out_features, name == head)
+            groups.setdefault(key, []).append(name)
+    rows = []
+    for (K, N, is_head), names in groups.items():
+        layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        row: dict[str, Any] = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
+        found = judge(K, N)
+        if isinstance(found, LinearTimes):
+            row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
+            found = "slower" if found.float8_ms > found.bf16_ms else None
+        reason = found or ("output head" if is_head else None)
+        row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
+        rows.append(row)
+    return rows
+
+
+def planned_speedup(rows: list[dict[str, Any]]) -> float:
+    """Of all linear layers together, as planned; of measured rows."""
+    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+    planned = sum(
+        row["count"] * row["float8_ms" if row["fate"] == CONVERT else "bf16_ms"] for row in rows
+    )
+    return float(bf16 / planned)
+
 
 _DEFAULT_GPU = "H100"
 
@@ -81,8 +131,8 @@ def plan_command(
     title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}"
     print_table(console, title + "; ms of forward + backward" * measuring, rows)
     gain = {"linear_speedup": planned_speedup(rows)} if measuring else {}
-    for speedup in gain.values():
-        console.print(f"all linear layers: {speedup:.2f}x of bf16")
+    if measuring:
+        console.print("all linear layers: {linear_speedup:.2f}x of bf16".format(**gain))
     if output is not None:
         settings = {"model": model, "tokens": tokens, "recipe": recipe, "how": how, "for": where}
         write_results(output, "plan", rows, describe_environment(here), settings, gain)

@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 _NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather"
 _NUMBERS = (
     "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
-    "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_mib peak_gib "
+    "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_gib "
     "sqnr_db same_bits fate "
     "sqnr_output sqnr_grad_input sqnr_grad_weight "
     "even_output even_grad_input even_grad_weight "

@@ -1,11 +1,14 @@
-"""The same training under several recipes: same seed, same data in the same order."""
+"""The same training under several recipes: same seed, same data in the same order; a report."""
 
+import json
+import os
 import shutil
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import torch
 
@@ -16,10 +19,90 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
 from float8_lab.trainer.loop import Trainer, train
-from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics, summarize
+from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, Summary, read_metrics, summarize
 from float8_lab.trainer.plot import plot_comparison
-from float8_lab.trainer.report import RunRow, with_gaps, write_report
 from float8_lab.trainer.run_folder import RunFolder, check_same_run, read_config_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow(Summary):
+    """One run of a comparison; None stands for what is not known. Gaps are to high precision."""
+
+    recipe: str
+    status: str  # `"finished"`, `"interrupted"`, `"stopped"` or `"failed"`
+    parameters: int  # how many are trained
+    metrics: str  # the run's record, relative to the report
+    error: str | None = None  # why it failed
+    train_gap_nats: float | None = None
+    val_gap_nats: float | None = None
+    val_gap_percent: float | None = None
+    speedup: float | None = None
+
+
+def with_gaps(row: RunRow, base: RunRow) -> RunRow:
+    """`row` with what it differs by from `base`, the row of high precision.
+
+    Gaps stay None unless both runs finished: losses after different numbers of steps say nothing
+    about a recipe.
+    """
+    found: dict[str, Any] = {}
+    if row.tokens_per_s and base.tokens_per_s:
+        found["speedup"] = row.tokens_per_s / base.tokens_per_s
+    if row.status == base.status == FINISHED:
+        if row.train_loss is not None and base.train_loss is not None:
+            found["train_gap_nats"] = row.train_loss - base.train_loss
+        if row.val_loss is not None and base.val_loss:
+            found["val_gap_nats"] = row.val_loss - base.val_loss
+            found["val_gap_percent"] = 100 * found["val_gap_nats"] / base.val_loss
+    return replace(row, **found)
+
+
+def write_report(folder: Path, rows: list[RunRow], about: dict[str, Any]) -> None:
+    """Write `report.json` and `report.md`; each is replaced in one go."""
+    runs = [{"recipe": row.recipe, "status": row.status, **asdict(row)} for row in rows]
+    content = json.dumps({"runs": runs, **about}, indent=1, allow_nan=False)
+    _replace(folder / "report.json", content + "\n")
+    _replace(folder / "report.md", _markdown(rows, about["environment"], about["corpus"]))
+
+
+def cells(row: RunRow) -> dict[str, str]:
+    """A row as text by column; "-" for what is not known."""
+
+    def show(value: float | None, form: str, unit: str = "") -> str:
+        return "-" if value is None else format(value, form) + unit
+
+    memory = row.peak_memory_bytes
+    return {
+        "recipe": row.recipe if row.status == FINISHED else f"{row.recipe} ({row.status})",
+        "train loss": show(row.train_loss, ".4f"),
+        "val loss": show(row.val_loss, ".4f"),
+        "gap (nats)": show(row.val_gap_nats, "+.4f"),
+        "gap (%)": show(row.val_gap_percent, "+.2f"),
+        "tokens/s": show(row.tokens_per_s, ",.0f"),
+        "speed-up": show(row.speedup, ".2f", "x"),
+        "step (ms)": show(row.step_ms, ".1f"),
+        "peak MiB": show(None if memory is None else memory / 2**20, ",.0f"),
+    }
+
+
+def _markdown(rows: list[RunRow], environment: dict[str, Any], corpus: dict[str, Any]) -> str:
+    table = [cells(row) for row in rows]
+    lines = ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in table]
+    lines += ["", "Losses in nats per byte; gaps in validation loss to the first row."]
+    lines += [f"{row.recipe} failed: {row.error}" for row in rows if row.error]
+    lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]
+    lines += [f"- {name}: {value}" for name, value in environment.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.unfinished")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 @dataclass(frozen=True)
@@ -78,22 +161,20 @@ def compare(
     stop = stop or Event()
     settings = {k: public_path(v) if isinstance(v, str) else v for k, v in vars(base).items()}
     del settings["recipe"]
+    about = {
+        "environment": describe_environment(check_device(base.device)),
+        "settings": settings,
+        "corpus": {**corpus.describe(), "name": public_path(corpus.name)},
+    }
     rows: list[RunRow] = []
-    report = output / "report.json"
     for config in configs:
         row = _run(config, corpus, observers(config.recipe), stop)
         rows.append(with_gaps(row, base=rows[0] if rows else row))
-        report = write_report(
-            output,
-            rows,
-            environment=describe_environment(check_device(base.device)),
-            settings=settings,
-            corpus={**corpus.describe(), "name": public_path(corpus.name)},
-        )
+        write_report(output, rows, about)
         if stop.is_set():
             break
     plot = _plot(output, rows, base, corpus)
-    return Comparison(rows, report, plot, interrupted=stop.is_set())
+    return Comparison(rows, output / "report.json", plot, interrupted=stop.is_set())
 
 
 def _try(config: TrainConfig, corpus: Corpus) -> None:
@@ -149,9 +230,9 @@ def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], sto
         if config.compile:
             torch.compiler.reset()  # Each run starts with its whole budget of recompilations.
         unfinished = folder.path if list_checkpoints(folder.checkpoints) else None
-        how = {"observers": observers, "resume": unfinished, "corpus": corpus, "stop": stop}
         try:
-            status = train(config, **how).status  # type: ignore[arg-type]
+            done = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
+            status = done.status
         except Exception as problem:
             status, error = FAILED, _explain(problem, folder)
     return RunRow(

@@ -169,21 +169,15 @@ class TrainConfig:
 
     @classmethod
     def create(cls, *, model: str = "tiny", **settings: Any) -> "TrainConfig":
-        """Build a config, what is not given coming from the model's preset and the machine.
+        """Build a config from any fields, None for "not given".
 
-        Args:
-            model: Name of a preset.
-            **settings: Any fields of `TrainConfig`; None means "not given".
-
-        Raises:
-            ConfigError: (a `ValueError`) as `TrainConfig` does, or for a setting that is unknown.
+        What is not given comes from the model's preset and the machine.
         """
         chosen = preset(model)
         given = {name: value for name, value in settings.items() if value is not None}
         if unknown := given.keys() - SETTINGS.keys():
             raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
-        values = {name: setting.default for name, setting in SETTINGS.items()}
-        values |= vars(chosen)
+        values = {name: setting.default for name, setting in SETTINGS.items()} | vars(chosen)
         values |= {"vocab_size": chosen.model.vocab_size, "tied_head": chosen.model.tied_head}
         values |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
         values |= {**given, "model": model}

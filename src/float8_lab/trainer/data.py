@@ -70,13 +70,10 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
         ((place, text),) = texts.items()
         cut = int(len(text) * (1 - VALIDATION_FRACTION))
         return _corpus((root / place).name, [text[:cut]], [text[cut:]], skipped)
-    places = {place: _hash_place(place) for place in texts}
-    held_out = {place for place, number in places.items() if number < VALIDATION_FRACTION}
     # With few files a side may be empty; then the file nearest to that side moves over.
-    if not held_out:
-        held_out = {min(places, key=places.__getitem__)}
-    elif len(held_out) == len(texts):
-        held_out.remove(max(places, key=places.__getitem__))
+    order = sorted(texts, key=_hash_place)
+    count = sum(_hash_place(place) < VALIDATION_FRACTION for place in texts)
+    held_out = set(order[: min(max(count, 1), len(order) - 1)])
     train = [text for place, text in texts.items() if place not in held_out]
     validation = [text for place, text in texts.items() if place in held_out]
     return _corpus(name, train, validation, skipped)

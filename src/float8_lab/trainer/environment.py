@@ -46,16 +46,11 @@ def git_commit() -> str | None:
 
     None for an installed package, whose surrounding repository says nothing about it.
     """
-    package = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(package), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
-        git("ls-files", "--error-unmatch", "trainer")
-        commit = git("rev-parse", "HEAD")
-        return commit + "-dirty" if git("status", "--porcelain", "--", ".") else commit
+        subprocess.run([*git, "ls-files", "--error-unmatch", "."], check=True, capture_output=True)
+        describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -223,16 +223,19 @@ class Trainer:
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
         peaks = self.ranks.gather(self.memory.read())
         memory = None if None in peaks else max(peaks)  # type: ignore[type-var]
+        columns = (steps, means.tolist(), norms.tolist(), seconds)
         records = [
             StepRecord(
-                *(step, loss, norm, build.learning_rate(step, self.config), duration),
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=build.learning_rate(step, self.config),
+                seconds=duration,
                 tokens=self.config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
             )
-            for step, loss, norm, duration in zip(
-                steps, means.tolist(), norms.tolist(), seconds, strict=True
-            )
+            for step, loss, norm, duration in zip(*columns, strict=True)
         ]
         self._pending = []
         self._tell("on_records", records)
@@ -291,14 +294,11 @@ def train(
 
     Args:
         config: The settings.
-        observers: Told what happens, besides the JSON lines and metrics.TensorBoard files.
+        observers: Told what happens, besides the JSON lines and TensorBoard files.
         resume: A checkpoint, or the folder of a run whose newest one is meant.
         corpus: The data, if it is loaded already.
-        stop: Ends the run after the step in which it is requested on any rank, with a checkpoint.
+        stop: Ends the run after the step in which it is set on any rank, with a checkpoint.
         ranks: Who trains, if they have met already: see `join_ranks`.
-
-    Returns:
-        The run's numbers and where its files are.
 
     Raises:
         DataError: If there is no usable data.

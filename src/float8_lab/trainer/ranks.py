@@ -103,12 +103,9 @@ class Ranks:
         return values
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run what may fail and communicates nothing; if it fails on one rank, fail on all.
+        """Run what may fail and communicates nothing. Collective.
 
-        Collective.
-
-        Raises:
-            Exception: what `work` raised on the first rank where it did, on all ranks.
+        If it fails on one rank, all raise what the first of those raised.
         """
         error: Exception | None = None
         try:
@@ -141,11 +138,8 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
     CPU tensors too, "cpu:gloo,cuda:nccl". After an error a group made here is not destroyed, which
     would wait for ranks that are gone: end the process soon.
 
-    Args:
-        fsdp: Whether the model is to be sharded.
-
     Raises:
-        ConfigError: (a `ValueError`) if `fsdp` and the environment do not fit.
+        ConfigError: (a `ValueError`) if `fsdp`, sharding, and the environment do not fit.
         RankFailedError: If another rank ended before this one.
     """
     if not fsdp:
