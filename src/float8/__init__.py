@@ -23,7 +23,7 @@ from float8.convert import (
 )
 from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear, linear
-from float8.parallel import precompute_float8_dynamic_scale_for_fsdp
+from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from float8.sync import (
     attach_to_optimizer,
     forget_float8_amax,

@@ -9,14 +9,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
-from float8.linear import WEIGHT_AMAX, DelayedSite, Float8Linear
-from float8.parallel import (
-    all_reduce_amax,
-    mesh_device_type,
-    precompute_float8_dynamic_scale_for_fsdp,
-    shard_amax,
-    sync_groups,
-)
+from float8.linear import WEIGHT_AMAX, Float8Linear
+from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
+from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import next_history_and_scale
 from float8.untraced import untraced
 
@@ -67,25 +62,23 @@ def sync_float8_amax_and_scale_history(
         _require_same_layers(model, layers, ranks)
         _share_amaxes(layers, ranks)
     _join_tied(layers)
-    # What is updated as one tensor, by the largest value of each format.
-    alike: dict[Any, dict[float, list[tuple[Float8Linear, DelayedSite]]]] = {}
+    # What is updated as one tensor: the buffers, by the largest value of each format.
+    alike: dict[Any, dict[float, list[list[Tensor]]]] = {}
     for layer in layers:
         config, history = layer.config, layer.config.delayed_scaling_config
         kind = history.history_len, history.scale_fn_name, config.round_scales_to_power_of_2
         for site in layer.delayed:
-            device = layer.get_buffer(site.amax).device
-            formats = alike.setdefault((*kind, device), {})
-            formats.setdefault(site.float8_max, []).append((layer, site))
+            buffers = [layer.get_buffer(name) for name in site.buffers]
+            formats = alike.setdefault((*kind, buffers[0].device), {})
+            formats.setdefault(site.float8_max, []).append(buffers)
     for (_, scale_fn_name, rounds, device), formats in alike.items():
-        sites = [each for of_format in formats.values() for each in of_format]
+        every = [buffers for of_format in formats.values() for buffers in of_format]
+        amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
         # Made on the device: a copy from the host would wait for it.
         maxima = [
             torch.full((len(of_format),), float8_max, dtype=torch.float64, device=device)
             for float8_max, of_format in formats.items()
         ]
-        amaxes = [layer.get_buffer(site.amax) for layer, site in sites]
-        histories = [layer.get_buffer(site.history) for layer, site in sites]
-        scales = [layer.get_buffer(site.scale) for layer, site in sites]
         new_histories, new_scales = next_history_and_scale(
             torch.stack(amaxes),
             torch.stack(histories),

@@ -1,6 +1,7 @@
 """Weights cast once for all microbatches of gradient accumulation."""
 
 import warnings
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -64,8 +65,7 @@ class CachedWeights:
         require_module(model, "model")
         self._model = model
         self._depth = 0
-        self._open: dict[Float8Linear, str] = {}
-        self._memory: dict[Float8Linear, WeightCache] = {}
+        self._caches: dict[Float8Linear, WeightCache] = {}
         self._hooks: list[RemovableHandle] = []
 
     @untraced
@@ -75,14 +75,13 @@ class CachedWeights:
         if self._depth > 1:
             return
         try:
-            self._open = self._find()
-            self._memory = {x: self._memory.get(x) or WeightCache() for x in self._open}
-            for layer, cache in self._memory.items():
+            self._caches = {x: self._caches.get(x) or WeightCache() for x in self._find()}
+            for layer, cache in self._caches.items():
                 layer.weight_cache, cache.seen_by_eager = cache, False
-            self._cast(list(self._open))
-            if self._open:
+            self._cast(self._caches)
+            if self._caches:
                 self._hooks = [
-                    register_optimizer_step_pre_hook(self._before_step),
+                    register_optimizer_step_pre_hook(self._require_unchanged),
                     register_optimizer_step_post_hook(self._after_step),
                 ]
         except BaseException:
@@ -110,15 +109,15 @@ class CachedWeights:
         finally:
             self._close()
 
-    def _find(self) -> dict[Float8Linear, str]:
-        """The layers to cache, and their names; warns of those that should be but cannot."""
-        found, others = {}, []
+    def _find(self) -> list[Float8Linear]:
+        """The layers to cache; warns of those that should be but cannot."""
+        found, others = [], []
         for name, layer in self._model.named_modules():
             if not isinstance(layer, Float8Linear) or layer.weight_cache is not None:
                 continue
             weight = layer._parameters.get("weight")  # not one that is computed at each access
             if can_cache(layer, weight):
-                found[layer] = name
+                found.append(layer)
             elif weight is not None and type(weight) not in (*PLAIN, Float8Tensor):
                 others.append(f"{name or '(root)'} ({type(weight).__name__})")
         if others:
@@ -129,11 +128,11 @@ class CachedWeights:
             )
         return found
 
-    def _cast(self, layers: list[Float8Linear]) -> None:
+    def _cast(self, layers: Iterable[Float8Linear]) -> None:
         """Cast the weights of `layers`; one that several layers share only once."""
         done: dict[Any, Quantized] = {}
         for layer in layers:
-            weight, cache = layer._parameters.get("weight"), self._memory[layer]
+            weight, cache = layer._parameters.get("weight"), self._caches[layer]
             layer.cached_weight = None
             if weight is None or not can_cache(layer, weight):
                 continue
@@ -146,34 +145,34 @@ class CachedWeights:
     def _close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for layer in self._open:
-            layer.cached_weight = layer.weight_cache = None
-        self._hooks, self._open, self._depth = [], {}, 0
+        for layer, cache in self._caches.items():
+            if layer.weight_cache is cache:
+                layer.cached_weight = layer.weight_cache = None
+        self._hooks, self._depth = [], 0
 
     # ---------------------------------------------------------------- changes inside
 
-    def _require_unchanged(self) -> None:
-        for layer, name in self._open.items():
-            cache = self._memory[layer]
+    @untraced
+    def _require_unchanged(self, *_: Any) -> None:
+        """Right before a step, too: after it nobody can tell."""
+        for layer, cache in self._caches.items():
             if layer.cached_weight is None or cache.seen_by_eager:
                 continue  # not used, or compared at each use
             if not cache.holds(layer._parameters.get("weight")):
+                names = {module: name for name, module in self._model.named_modules()}
+                name = names.get(layer) or "(root)"
                 raise RuntimeError(
-                    f"float8.cached_weights: the weight of layer {name or '(root)'!r} was written "
+                    f"float8.cached_weights: the weight of layer {name!r} was written "
                     f"by hand inside the context, where compiled code may have used the old one; "
                     f"write it outside, or through a torch.optim optimizer or load_state_dict"
                 )
-
-    @untraced
-    def _before_step(self, *_: Any) -> None:
-        self._require_unchanged()  # after the step nobody can tell
 
     @untraced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # By its groups too: an optimizer may write through `.data`.
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = []
-        for layer, cache in self._memory.items():
+        for layer, cache in self._caches.items():
             weight = layer._parameters.get("weight")
             if id(weight) in stepped or layer.cached_weight is None or not cache.holds(weight):
                 changed.append(layer)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
-from float8.parallel import all_reduce_amax
+from float8.parallel.amax import all_reduce_amax
 from support.ranks import Ranks
 from support.sharded import batch, convert, here, mesh_of, model_of, shard, traffic, train, whole
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from float8 import Float8Linear, Float8Tensor, precompute_float8_dynamic_scale_for_fsdp
-from float8.parallel import sync_groups
+from float8.parallel.amax import sync_groups
 from support.models import seeded
 from support.ranks import Ranks
 from support.sharded import convert, here, part, traffic

@@ -42,10 +42,18 @@ def nearest_even(v: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(v.isnan(), 0x7F, code).to(torch.uint8)
 
 
-def expected_codes(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def expected_scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+    """The float32 scale of an amax, given as float64."""
+    scale = (amax.clamp(min=2.0**-100) / (448 if dtype == FORMATS[0] else 57344)).float()
+    mantissa, exponent = torch.frexp(scale.double())  # mantissa in [0.5, 1)
+    rounded = torch.ldexp(torch.where(mantissa == 0.5, 0.5, 1.0).double(), exponent).float()
+    return torch.where(scale.isfinite(), rounded, scale) if power_of_2 else scale
+
+
+def expected_codes(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """What a cast of ``x`` makes of each element, as uint8, on the CPU."""
     # Exact in float64 until the one rounding to float32 that the definition names.
-    inverse = (1 / torch.tensor(scale, dtype=torch.float32).double()).float().double()
+    inverse = (1 / torch.as_tensor(scale, dtype=torch.float32).double()).float().double()
     v = (x.cpu().double() * inverse).float().double()
     v = torch.where(x.cpu().isfinite(), v, float("nan"))
     return nearest_even(v, dtype)

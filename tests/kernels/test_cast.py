@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import ceil16
-from float8.kernels.cast import Kind, _cast_triton, launch_cast, launch_config
+from float8.kernels.cast import GIVEN, Kind, _cast_triton, launch_cast, launch_config
 from float8.kernels.cast import cast_reference as twin_of_cast
 from float8.kernels.tiles import tile_launch
 from kernels.float8_codes import (
@@ -246,7 +246,8 @@ class TestTriton:
         x = awkward((R, C), torch.bfloat16).to(triton_device)
         if group == 2:
             x = x.t()  # read along its first dim
-        out = launch_cast(x, Kind(FORMATS[0], True, True), scale=s, config=config)
+        kind = Kind(GIVEN, 0, FORMATS[0], True, True)
+        out = launch_cast(x, kind, scale=s, config=config)
         assert_layouts(out, expected_codes(x, 0.7, FORMATS[0]), FORMATS[0], pad_rows=False)
 
 

@@ -118,12 +118,12 @@ def test_any_number_of_parts_is_joined(
 ) -> None:
     x = torch.randn(40, 50, device=triton_device)
     amaxes = torch.rand(parts, device=triton_device)
-    unknown, used = (torch.zeros((), device=triton_device) for _ in range(2))
+    unknown = torch.zeros((), device=triton_device)
     for last in (False, True):
         amaxes[-1 if last else 0] = 9.0
-        kind = Kind(FORMATS[0], True, True, False, source, parts)
+        kind = Kind(source, parts, FORMATS[0], True, True)
         config = tile_launch(40, 50, 16, 16, 1)
-        launch_cast(x, kind, scale=unknown, parts=amaxes, scale_out=used, config=config)
+        used, *_ = launch_cast(x, kind, scale=unknown, parts=amaxes, config=config)
         assert torch.equal(used, amax_to_scale(amaxes.max(), FORMATS[0], False))
 
 

@@ -8,17 +8,16 @@ from float8 import kernels
 from float8.kernels.rms_norm import (
     _rms_norm_cast_triton,
     _rms_norm_recast_triton,
+    rms_norm_backward_reference,
+    rms_norm_backward_triton,
     rms_norm_cast_reference,
     rms_norm_recast_reference,
 )
-from float8.kernels.rms_norm_backward import (
-    rms_norm_backward_reference,
-    rms_norm_backward_triton,
-)
-from float8.kernels.swiglu import _swiglu_cast_triton, swiglu_cast_reference
-from float8.kernels.swiglu_backward import (
+from float8.kernels.swiglu import (
     _swiglu_backward_cast_triton,
+    _swiglu_cast_triton,
     swiglu_backward_cast_reference,
+    swiglu_cast_reference,
 )
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns
@@ -111,7 +110,9 @@ def test_rms_norm_recast(shape, dtype, triton_device) -> None:
     ):
         rstd, scale, row = cast(x, weight, 1e-5, E4M3, None, None, False, False)
         col = recast(x, weight, rstd, scale, E4M3)
-        assert torch.equal(col.view(torch.uint8), columns(Part(row, scale)).data.view(torch.uint8))
+        assert torch.equal(
+            col.view(torch.uint8), columns(Part(row, scale), CastSpec(E4M3)).data.view(torch.uint8)
+        )
 
 
 @source

@@ -11,7 +11,10 @@ import torch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the Triton kernels itself")
-@pytest.mark.parametrize("kernel", ["amax", "cast", "cast_scales", "fused", "transpose"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["amax", "cast", "cast_axiswise", "cast_blockwise", "cast_scales", "fused", "transpose"],
+)
 def test_kernel_in_interpreter(kernel: str) -> None:
     path = Path(__file__).with_name(f"test_{kernel}.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]

@@ -47,6 +47,19 @@ class TestOpcheck:
             args = (scale, amax, *args, True)
         torch.library.opcheck(getattr(torch.ops.float8, name).default, (x, *args))
 
+    @pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)], ids=str)
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("flag", [False, True])  # of axiswise: pad_rows; of blockwise: square
+    def test_casts_with_finer_scales(
+        self, device: str, layouts: tuple[bool, bool], transposed: bool, flag: bool
+    ) -> None:
+        x = torch.randn(17, 260, device=device)
+        x = x.t() if transposed else x
+        axiswise = (x, E4M3, *layouts, flag, False)
+        torch.library.opcheck(torch.ops.float8.cast_axiswise.default, axiswise)
+        blockwise = (x, E4M3, flag, *layouts, True)
+        torch.library.opcheck(torch.ops.float8.cast_blockwise.default, blockwise)
+
     @pytest.mark.parametrize("known", [False, True])
     def test_fused(self, device: str, known: bool) -> None:
         x, scale, amax = self.tensors(device)
@@ -85,6 +98,8 @@ class TestOpcheck:
     [
         "amax",
         "cast",
+        "cast_axiswise",
+        "cast_blockwise",
         "cast_delayed",
         "cast_dynamic",
         "rms_norm_backward",
@@ -201,7 +216,7 @@ class TestCompile:
         for y in (x, torch.randn(5, 7, device=device), torch.randn(160, 256, device=device)):
             for got, want in zip(compiled(y), every_op(y), strict=True):
                 assert same_bytes(got, want)
-        assert counter.frame_count == 1
+        assert len([g for g in counter.graphs if g.graph.find_nodes(op="placeholder")]) == 1
 
 
 def test_works_without_triton() -> None:

@@ -7,7 +7,6 @@ from float8.kernels.tiles import tile_launch
 from float8.kernels.transpose import (
     BYTE_DTYPES,
     launch_config,
-    launch_transpose,
     transpose_bytes,
     transpose_reference,
     transpose_triton,
@@ -75,7 +74,7 @@ class TestTriton:
         data = random_bytes((R, C), torch.float8_e4m3fn).to(triton_device)
         config = tile_launch(R, C, *tile, group=group)
         assert config.even == (fit == "even")
-        assert_transposed(launch_transpose(data, config), data)
+        assert_transposed(transpose_triton(data, config=config), data)
 
 
 def test_launch_config_is_pure() -> None:

@@ -7,11 +7,8 @@ from float8.config import Float8LinearConfig
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.report import set_skip_reason
 from float8.linear import Float8Linear, move_hooks
-from float8.parallel import (
-    check_gatherable,
-    enable_float8_all_gather,
-    keep_amaxes_under_ddp,
-)
+from float8.parallel.ddp import keep_amaxes_under_ddp
+from float8.parallel.fsdp import check_gatherable, enable_float8_all_gather
 
 
 def convert_to_float8_training(

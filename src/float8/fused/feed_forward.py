@@ -100,11 +100,9 @@ class _FeedForward(torch.autograd.Function):
         x8, x_col, rstd = input_operand(x, norm_weight, call, (gate, up), col)
         gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
         up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
-        product = kernels.swiglu_cast(
+        product8 = kernels.swiglu_cast(
             gate_out, up_out, plan.input, down.scales.input, record=record
         )
-        assert product.row is not None
-        product8 = Part(product.row, product.scale)
         y, down_scale = fused.output(product8, w_down, down, dtype, record)
         if call.residual:
             y = x + y
@@ -112,7 +110,7 @@ class _FeedForward(torch.autograd.Function):
         weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         ctx.save_for_backward(
             *(x if norm_weight is not None else None, norm_weight, rstd, x_col, x8.scale),
-            *(gate_out, up_out, product.scale),
+            *(gate_out, up_out, product8.scale),
             *(kept_weight(weight, layer.ready) for weight, layer in weights),
             *(gate_scale, up_scale, down_scale),
         )
@@ -136,7 +134,7 @@ class _FeedForward(torch.autograd.Function):
         g8 = quantize(grad_output, spec, row=True, col=col, state=state, record=record)
         assert g8.row is not None
         grad_product = fused.grad_input(g8.row, w_down, down_scale, down, dtype)
-        gradients = kernels.swiglu_backward_cast(
+        product8, gate8, up8 = kernels.swiglu_backward_cast(
             grad_product,
             gate_out,
             up_out,
@@ -153,15 +151,9 @@ class _FeedForward(torch.autograd.Function):
             g_col = g8.col
             if g_col is None:
                 g_col = quantize(grad_output, spec, col=True, scale=g8.row.scale).col
-            product8 = Part(gradients.product, product_scale)
             grad_down = fused.grad_weight(g_col, product8, down)
-            del g_col, product8
-        del g8
-        assert gradients.gate.row is not None
-        assert gradients.up.row is not None
-        gate8 = Part(gradients.gate.row, gradients.gate.scale)
-        up8 = Part(gradients.up.row, gradients.up.scale)
-        del gradients
+            del g_col
+        del g8, product8
         of_gate = of_up = None
         if gate.need_grad_weight or up.need_grad_weight:
             if norm_weight is not None:

@@ -53,9 +53,8 @@ def input_operand(
         row, columns, rstd = made.row, None if made.col is None else made.col.data, None
         assert row is not None
     else:
-        rstd, done = kernels.rms_norm_cast(x, norm_weight, call.eps, spec, state, record=record)
-        assert done.row is not None
-        row, columns = Part(done.row, done.scale), None
+        columns = None
+        rstd, row = kernels.rms_norm_cast(x, norm_weight, call.eps, spec, state, record=record)
     for reader in readers:
         own = reader.scales.input
         if record and state is not None and own is not None:

@@ -21,7 +21,7 @@ class Gemm(NamedTuple):
     """How a GEMM runs."""
 
     use_fast_accum: bool = False
-    """Add with fewer bits where the device offers it."""
+    """Add with fewer bits where the device offers it: not under block scales."""
 
     emulate: bool = False
     """Multiply the dequantised values in float32: any device."""
@@ -74,7 +74,7 @@ def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
         scale_b = b.scale.t() if recipe_b is Recipe.BlockWise128x128 else b.scale
         return torch.ops.aten._scaled_mm_v2.default(  # type: ignore[no-any-return]
             a.data, b.data.t(), [scale_a], [recipe_a.value], [], [scale_b], [recipe_b.value], [],
-            None, out_dtype, [], gemm.use_fast_accum,
+            None, out_dtype, [], False,
         )  # fmt: skip
     scale_a, scale_b = a.scale, b.scale
     if not one_scale_each:

@@ -1,17 +1,15 @@
-"""Kernels: amax, the float8 casts, the byte transpose, the backward of RMSNorm; with plain twins.
+"""Kernels: amax, the float8 casts, the byte transpose, RMSNorm and SwiGLU; with plain twins.
 
-One kernel, one file: what it computes, its plain-torch twin, its Triton code, its registration as
-``torch.ops.float8.*``. Importing registers the ops and does nothing else.
+One operation, one file: what it computes, its plain-torch twin, its Triton code, its registration
+as ``torch.ops.float8.*``. Importing registers the ops and does nothing else.
 """
 
 from float8.kernels.amax import amax
 from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic, to_float8
 from float8.kernels.cast_axiswise import cast_axiswise, cast_axiswise_traced
 from float8.kernels.cast_blockwise import cast_blockwise, cast_blockwise_traced
-from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_cast, rms_norm_recast
-from float8.kernels.rms_norm_backward import rms_norm_backward
-from float8.kernels.swiglu import swiglu_cast
-from float8.kernels.swiglu_backward import swiglu_backward_cast
+from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_backward, rms_norm_cast, rms_norm_recast
+from float8.kernels.swiglu import swiglu_backward_cast, swiglu_cast
 from float8.kernels.transpose import transpose_bytes
 
 __all__ = [

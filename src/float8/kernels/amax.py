@@ -180,8 +180,9 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     store_part(parts_ptr, tl.max(largest), x_ptr.dtype.element_ty)
 
 
-def _amax_fake(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
-
-
-register("amax(Tensor x) -> Tensor", plain=amax_reference, triton=amax_triton, fake=_amax_fake)
+register(
+    "amax",
+    amax_reference,
+    triton=amax_triton,
+    fake=lambda x: x.new_empty((), dtype=torch.float32),
+)

@@ -6,7 +6,7 @@ and the fused casts of SwiGLU and RMSNorm.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.swiglu_math import swiglu
 from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
@@ -188,12 +187,7 @@ def cast_reference(
 
 
 def cast_dynamic_reference(
-    x: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast_dynamic`: the scale, then the layouts asked for."""
     scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
@@ -212,31 +206,43 @@ def cast_delayed_reference(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch twin of :func:`cast_delayed`: scale, row data, column data."""
-    own = amax_reference(x)
-    used = choose_scale_reference(own, dtype, scale, amax, power_of_2, record)
-    return _fixed(x, used, cast_reference(x, used, dtype, row, col, pad_rows), row, col)
+    wanted = (dtype, row, col, pad_rows, power_of_2, record)
+    return _fixed(x, row, col, *cast_choosing_reference(x, scale, amax, *wanted))
 
 
-def choose_scale_reference(
-    own: Tensor,
-    dtype: torch.dtype,
+def cast_choosing_reference(
+    x: Tensor,
     scale: Tensor | None,
     amax: Tensor | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
     power_of_2: bool,
     record: bool,
-) -> Tensor:
-    """The scale of a tensor of amax ``own``: from the history if there is one; records ``own``."""
-    from_data = amax_to_scale(own, dtype, power_of_2)
-    if scale is None:
-        return from_data
-    if record:
-        assert amax is not None
-        amax.copy_(torch.maximum(amax, own))
-    scale = scale.reshape(())
-    return torch.where(scale == 0.0, from_data, scale)
+) -> list[Tensor]:
+    """The scale, from the history if there is one, and layouts; records the amax of ``x`` there."""
+    own = amax_reference(x)
+    used = amax_to_scale(own, dtype, power_of_2)
+    if scale is not None:
+        if record:
+            assert amax is not None
+            amax.copy_(torch.maximum(amax, own))
+        scale = scale.reshape(())
+        used = torch.where(scale == 0.0, used, scale)
+    return [used, *cast_reference(x, used, dtype, row, col, pad_rows)]
 
 
-def allocate(x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool) -> list[Tensor]:
+def rows_reference(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """What twins of fused casts do with their float32 product: the scale used, row data."""
+    dtype, scale, amax, *flags = how
+    used, row = cast_choosing_reference(x, scale, amax, dtype, True, False, False, *flags)
+    return used, row
+
+
+def allocate(
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool = False, *_: object
+) -> list[Tensor]:
     """Uninitialised layouts, those asked for; sizes may be symbolic."""
     R, C = x.shape
     Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16  # `ceil16`, without calls in eager mode
@@ -249,15 +255,17 @@ def allocate(x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool
 
 
 def _fixed(
-    x: Tensor, scale: Tensor, data: list[Tensor], row: bool, col: bool
+    x: Tensor, row: bool, col: bool, scale: Tensor, *data: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Three tensors, an empty one for a layout that was not asked for.
 
     Ops that write an argument must return a fixed number: the compiler's functionalisation takes no
     list.
     """
+    if row and col:
+        return scale, data[0], data[1]
     absent = x.new_empty((0,), dtype=x.dtype)
-    return scale, data[0] if row else absent, data[-1] if col else absent
+    return (scale, data[0], absent) if row else (scale, absent, data[0])
 
 
 # ---------------------------------------------------------------- Triton
@@ -276,25 +284,16 @@ _ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
 class Kind(NamedTuple):
     """What a launch of the kernel does: all that it is compiled for, but its input."""
 
+    source: int
+    parts: int  # amaxes to join, unless GIVEN
     dtype: torch.dtype
     row: bool
     col: bool
     pad_rows: bool = False
-    source: int = GIVEN
-    parts: int = 0  # amaxes to join, unless GIVEN
     power_of_2: bool = False
     record: bool = False
     producer: int = PLAIN
     weight_dtype: torch.dtype | None = None  # of the norm
-
-
-class _Plan(NamedTuple):
-    """A planned cast of tensors of one shape, layout and dtype."""
-
-    launch: Launch | None  # None where there is nothing to do
-    row_shape: tuple[int, int] | None
-    col_shape: tuple[int, int] | None
-    swapped: bool  # the kernel reads x.t(), and so takes the outputs in the other order
 
 
 def launch_cast(
@@ -303,29 +302,36 @@ def launch_cast(
     *,
     scale: Tensor | None = None,
     parts: Tensor | None = None,
-    scale_out: Tensor | None = None,
     amax: Tensor | None = None,
     y: Tensor | None = None,
     rstd: Tensor | None = None,
     weight: Tensor | None = None,
     config: TileLaunch | None = None,
 ) -> list[Tensor]:
-    """Cast ``x`` [R, C]: row data, column data, those asked for.
+    """Cast ``x`` [R, C]: the scale used unless it is `GIVEN`, row data, column data as asked for.
 
-    ``scale`` is the given one or the history's, ``parts`` [P] are amaxes from `measure`,
-    ``scale_out`` receives the scale used, and ``amax`` is raised if ``kind.record``. `SWIGLU` reads
-    ``y`` [R, C] too, `RMS_NORM` ``rstd`` [R] and ``weight`` [C].
+    ``scale`` is the given one or the history's, ``parts`` [P] are amaxes from `measure`, and
+    ``amax`` is raised if ``kind.record``. `SWIGLU` reads ``y`` [R, C] too, `RMS_NORM` ``rstd`` [R]
+    and ``weight`` [C].
     """
-    plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
+    planned = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
+    launch, row_shape, col_shape, swapped = planned
     out = []
-    if plan.row_shape is not None:
-        out.append(empty(plan.row_shape, kind.dtype, x))
-    if plan.col_shape is not None:
-        out.append(empty(plan.col_shape, kind.dtype, x))
-    if plan.launch is not None:
-        row, col = (out[0] if kind.row else None), (out[-1] if kind.col else None)
-        along, across = (col, row) if plan.swapped else (row, col)
-        plan.launch(x, y, rstd, weight, along, across, scale, parts, scale_out, amax)
+    used = row = col = None
+    if parts is not None:
+        used = empty((), torch.float32, x)
+        out.append(used)
+    if row_shape is not None:
+        row = empty(row_shape, kind.dtype, x)
+        out.append(row)
+    if col_shape is not None:
+        col = empty(col_shape, kind.dtype, x)
+        out.append(col)
+    if launch is not None:
+        along, across = (col, row) if swapped else (row, col)
+        launch(x, y, rstd, weight, along, across, scale, parts, used, amax)
+    if amax is not None and kind.record:
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
     return out
 
 
@@ -349,14 +355,18 @@ def _plan(
     device: torch.device,
     kind: Kind,
     config: TileLaunch | None,
-) -> _Plan:
-    """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
+) -> tuple[Launch | None, tuple[int, int] | None, tuple[int, int] | None, bool]:
+    """Everything about a cast that does not depend on values; cached, as eager mode needs it.
+
+    That is the launch, if there is anything to do; the shapes of row and column data; and whether
+    the kernel reads x.t(), and so takes the outputs in the other order.
+    """
     (R, C), (stride_r, stride_c) = shape, strides
     row_shape = (ceil16(R) if kind.pad_rows else R, ceil16(C)) if kind.row else None
     col_shape = (ceil16(C), ceil16(R)) if kind.col else None
     swapped = not reads_along_rows(strides)
     if R * C == 0:
-        return _Plan(None, row_shape, col_shape, swapped)
+        return None, row_shape, col_shape, swapped
     row = (_PADDED_ROWS if kind.pad_rows else _EXACT_ROWS) if kind.row else _ABSENT
     col = _PADDED_ROWS if kind.col else _ABSENT
     along, across = row, col
@@ -375,17 +385,14 @@ def _plan(
         kind.power_of_2,
         kind.record,
         has_float8_conversion(device),
-        config.even,
-        config.block_r,
-        config.block_c,
-        config.group,
+        *config.constants,
     )
     integers = (R, C, stride_r, stride_c, kind.parts)
     inputs = {PLAIN: 1, SWIGLU: 2, RMS_NORM: 3}[kind.producer]  # x; x, y; x, rstd, weight
     launch = Launch(
         _cast_kernel, config.programs, device, integers, constants, config.num_warps, inputs=inputs
     )
-    return _Plan(launch, row_shape, col_shape, swapped)
+    return launch, row_shape, col_shape, swapped
 
 
 def mantissa(dtype: torch.dtype) -> int:
@@ -398,54 +405,36 @@ def power_of_2_above(parts: int) -> int:
     return 1 << (parts - 1).bit_length() if parts else 1
 
 
+# Each takes what its twin takes; what the last two call `wanted` are fields of a `Kind`.
+
+
 def _cast_triton(
     x: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
     row: bool,
     col: bool,
-    pad_rows: bool,
+    pad_rows: bool = False,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    return launch_cast(x, Kind(dtype, row, col, pad_rows), scale=scale)
+    return launch_cast(x, Kind(GIVEN, 0, dtype, row, col, pad_rows), scale=scale)
 
 
-def _cast_dynamic_triton(
-    x: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
-) -> list[Tensor]:
+def _cast_dynamic_triton(x: Tensor, *wanted: Any) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_dynamic_reference(x, dtype, row, col, pad_rows, power_of_2)
+        return cast_dynamic_reference(x, *wanted)
     parts = measure(x)
-    scale = empty((), torch.float32, x)
-    kind = Kind(dtype, row, col, pad_rows, MEASURED, parts.shape[0], power_of_2)
-    return [scale, *launch_cast(x, kind, parts=parts, scale_out=scale)]
+    return launch_cast(x, Kind(MEASURED, parts.shape[0], *wanted), parts=parts)
 
 
 def _cast_delayed_triton(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
-    record: bool,
+    x: Tensor, scale: Tensor, amax: Tensor, *wanted: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
-        return cast_delayed_reference(x, scale, amax, dtype, row, col, pad_rows, power_of_2, record)
+        return cast_delayed_reference(x, scale, amax, *wanted)
     parts = measure(x, known_scale=scale)
-    used = empty((), torch.float32, x)
-    kind = Kind(dtype, row, col, pad_rows, HISTORY, parts.shape[0], power_of_2, record)
-    data = launch_cast(x, kind, scale=scale, parts=parts, scale_out=used, amax=amax)
-    if record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return _fixed(x, used, data, row, col)
+    kind = Kind(HISTORY, parts.shape[0], *wanted)
+    return _fixed(x, kind.row, kind.col, *launch_cast(x, kind, scale=scale, parts=parts, amax=amax))
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr", "parts_ptr", "scale_out_ptr", "amax_ptr"])
@@ -537,6 +526,12 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
+def swiglu(gate, up):  # type: ignore[no-untyped-def]
+    """``silu(gate) * up``, float32."""
+    return gate * tl.sigmoid(gate) * up
+
+
+@jit
 def choose_scale(  # type: ignore[no-untyped-def]
     scale_ptr,
     parts_ptr,
@@ -620,51 +615,26 @@ def store_across(  # type: ignore[no-untyped-def]
     store(ptr + c * (Rp // 4), words, (c < rows) & (quad < Rp // 4), EVEN)
 
 
-def _cast_fake(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, *_: object
-) -> list[Tensor]:
-    return allocate(x, dtype, row, col, pad_rows)
-
-
-def cast_dynamic_fake(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, *_: object
-) -> list[Tensor]:
+def cast_dynamic_fake(x: Tensor, *wanted: Any) -> list[Tensor]:
     """Uninitialised results of `cast_dynamic_reference`."""
-    return [x.new_empty((), dtype=torch.float32), *allocate(x, dtype, row, col, pad_rows)]
-
-
-def _cast_delayed_fake(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    used = x.new_empty((), dtype=torch.float32)
-    return _fixed(x, used, allocate(x, dtype, row, col, pad_rows), row, col)
+    return [x.new_empty((), dtype=torch.float32), *allocate(x, *wanted)]
 
 
 register(
-    "cast(Tensor x, Tensor scale, ScalarType dtype, bool row, bool col, bool pad_rows, "
-    "Tensor? after=None) -> Tensor[]",
-    plain=cast_reference,
+    "cast",
+    cast_reference,
     triton=_cast_triton,
-    fake=_cast_fake,
+    fake=lambda x, scale, *wanted: allocate(x, *wanted),
 )
 register(
-    "cast_dynamic(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
-    "bool power_of_2) -> Tensor[]",
-    plain=cast_dynamic_reference,
-    triton=_cast_dynamic_triton,
-    fake=cast_dynamic_fake,
+    "cast_dynamic", cast_dynamic_reference, triton=_cast_dynamic_triton, fake=cast_dynamic_fake
 )
 register(
-    "cast_delayed(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType dtype, bool row, bool col, "
-    "bool pad_rows, bool power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
-    plain=cast_delayed_reference,
+    "cast_delayed",
+    cast_delayed_reference,
     triton=_cast_delayed_triton,
-    fake=_cast_delayed_fake,
+    fake=lambda x, scale, amax, dtype, row, col, *wanted: _fixed(
+        x, row, col, *cast_dynamic_fake(x, dtype, row, col, *wanted)
+    ),
+    writes=("amax",),
 )

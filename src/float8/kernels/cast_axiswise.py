@@ -18,7 +18,6 @@ from float8.kernels.cast import (
     launch_config,
     mantissa,
     reads_along_rows,
-    scaled,
     store_across,
     store_along,
     to_float8,
@@ -28,7 +27,7 @@ from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import TileLaunch, load, store, tile_at, tile_of_program
+from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
 from float8.kernels.transpose import transpose_bytes
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec, Part
@@ -115,7 +114,7 @@ def cast_axiswise_reference(
         data = to_float8(x, amax_to_scale(amax, dtype, power_of_2), dtype)
         rows = ceil16(R) if pad_rows else R
         scale = amax_to_scale(pad_to(amax, rows, 1), dtype, power_of_2)
-        out += [pad_to(data, rows, ceil16(C)).contiguous(), scale]
+        out += [pad_to(data.contiguous(), rows, ceil16(C)), scale]
     if col:
         amax = amax_along(x, 0)
         data = to_float8(x, amax_to_scale(amax, dtype, power_of_2), dtype)
@@ -203,11 +202,18 @@ def row_config(R: int, C: int) -> RowLaunch:
 
 def walk_config(R: int, C: int, itemsize: int, sms: int) -> WalkLaunch:
     """For measuring [R, C], not empty, of elements of ``itemsize`` bytes."""
-    # A warp reads 512 bytes of one row with each of its loads, and so joins a row by itself.
-    block_r, block_c = 32, 512 // itemsize
+    block_r, block_c = 64, 256 // itemsize
     tiles_r, strips = -(-R // block_r), -(-C // block_c)
     rounds = min(max(tiles_r * strips // (8 * sms), 1), 8)
-    return walk_launch(R, C, block_r, block_c, 8, rounds)
+    return walk_launch(R, C, block_r, block_c, 4, rounds)
+
+
+def tile_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
+    """For casting [R, C]; ``across``: the copy contiguous along ``R`` is written, too."""
+    # Half the tile of a cast under one scale: two scales for each element take more registers.
+    if across:
+        return fitting(R, C, sms, ((64, 128, 8), (64, 64, 4), (32, 64, 4)))
+    return launch_config(R, C, across=False, sms=sms)
 
 
 def walk_launch(
@@ -295,7 +301,7 @@ def _plan(
     measure = Launch(
         _measure_kernel, walk.programs, device, (*integers, walk.rounds), constants, walk.num_warps
     )
-    tile = tile or launch_config(R, C, across=across != _ABSENT, sms=sm_count(device))
+    tile = tile or tile_config(R, C, across=across != _ABSENT, sms=sm_count(device))
     constants = (along, across, *format_constants, hardware)
     constants = (*constants, tile.even, tile.block_r, tile.block_c, tile.group)
     launch = Launch(
@@ -330,13 +336,22 @@ def _cast_rows_kernel(  # type: ignore[no-untyped-def]
     c = tl.arange(0, BLOCK_C)[None, :]
     inside = (r < R) & (c < C)
     x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
-    bits = tl.max(magnitude_bits(x), axis=1, keep_dims=True)
-    bits = float32_bits(bits, x_ptr.dtype.element_ty)
-    scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+    amax = float32_bits(tl.max(magnitude_bits(x), axis=1, keep_dims=True), x.dtype)
+    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
     tl.store(scale_ptr + r, scale, mask=r < rows)
-    v = scaled(to_float32(x, HARDWARE), inside, tl.div_rn(1.0, scale), EVEN)
+    v = times_inverse(to_float32(x, HARDWARE), inside, tl.div_rn(1.0, scale), EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
     store(data_ptr, to_float8_bits(v, MANTISSA, HARDWARE), (r < rows) & (c < Cp), EVEN)
+
+
+@jit
+def times_inverse(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``v`` times the reciprocal of the scale of an amax that covers it; zero if not ``inside``."""
+    # Unlike in `scaled`, an Inf in v becomes NaN by itself: its scale is Inf or NaN.
+    v = v * inverse
+    if not EVEN:
+        v = tl.where(inside, v, 0.0)
+    return v
 
 
 @jit
@@ -421,6 +436,20 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
         to_float32(x2, HARDWARE),
         to_float32(x3, HARDWARE),
     )
+    if ACROSS != 0:
+        rows = C if ACROSS == 1 else Cp
+        scale = scale_of_amax(load(amax_ptr + R + c, in_c, EVEN), FLOAT8_MAX, POWER_OF_2)
+        if tile_r == 0:
+            store(across_scale_ptr + c, scale, c < rows, EVEN)
+        inverse = tl.div_rn(1.0, scale)
+        store_across(
+            across_ptr,
+            times_inverse(v0, in0, inverse, EVEN),
+            times_inverse(v1, in1, inverse, EVEN),
+            times_inverse(v2, in2, inverse, EVEN),
+            times_inverse(v3, in3, inverse, EVEN),
+            quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN,
+        )  # fmt: skip
     if ALONG != 0:
         rows = R if ALONG == 1 else Rp
         s0 = scale_of_amax(load(amax_ptr + r0, r0 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
@@ -434,25 +463,11 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
             store(along_scale_ptr + r3, s3, r3 < rows, EVEN)
         store_along(
             along_ptr,
-            scaled(v0, in0, tl.div_rn(1.0, s0), EVEN),
-            scaled(v1, in1, tl.div_rn(1.0, s1), EVEN),
-            scaled(v2, in2, tl.div_rn(1.0, s2), EVEN),
-            scaled(v3, in3, tl.div_rn(1.0, s3), EVEN),
+            times_inverse(v0, in0, tl.div_rn(1.0, s0), EVEN),
+            times_inverse(v1, in1, tl.div_rn(1.0, s1), EVEN),
+            times_inverse(v2, in2, tl.div_rn(1.0, s2), EVEN),
+            times_inverse(v3, in3, tl.div_rn(1.0, s3), EVEN),
             quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN,
-        )  # fmt: skip
-    if ACROSS != 0:
-        rows = C if ACROSS == 1 else Cp
-        scale = scale_of_amax(load(amax_ptr + R + c, in_c, EVEN), FLOAT8_MAX, POWER_OF_2)
-        if tile_r == 0:
-            store(across_scale_ptr + c, scale, c < rows, EVEN)
-        inverse = tl.div_rn(1.0, scale)
-        store_across(
-            across_ptr,
-            scaled(v0, in0, inverse, EVEN),
-            scaled(v1, in1, inverse, EVEN),
-            scaled(v2, in2, inverse, EVEN),
-            scaled(v3, in3, inverse, EVEN),
-            quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN,
         )  # fmt: skip
 
 
@@ -478,9 +493,8 @@ def _cast_axiswise_fake(
 
 
 register(
-    "cast_axiswise(Tensor x, ScalarType dtype, bool row, bool col, bool pad_rows, "
-    "bool power_of_2, Tensor? after=None) -> Tensor[]",
-    plain=cast_axiswise_reference,
+    "cast_axiswise",
+    cast_axiswise_reference,
     triton=cast_axiswise_triton,
     fake=_cast_axiswise_fake,
 )

@@ -16,12 +16,11 @@ from float8.kernels.cast import (
     check_cast,
     mantissa,
     reads_along_rows,
-    scaled,
     store_across,
     store_along,
     to_float8,
 )
-from float8.kernels.cast_axiswise import amax_along, pad_to
+from float8.kernels.cast_axiswise import amax_along, pad_to, times_inverse
 from float8.kernels.numeric import scale_of_amax, to_float32
 from float8.kernels.runtime.device import has_float8_conversion
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
@@ -33,6 +32,9 @@ from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec, Part
 
 _SQUARE = {ScalingGranularity.BLOCK_1x128: False, ScalingGranularity.BLOCK_128x128: True}
+
+
+_IN_ORDER = torch.contiguous_format  # `.contiguous()` leaves strides of dims of one element alone
 
 
 def cast_blockwise(
@@ -56,11 +58,12 @@ def cast_blockwise(
         after: what a compiler must have computed first, as in :func:`cast`; not read.
 
     Returns:
-        ``(row, col)``, None where not asked for. Row data is [ceil16(R), ceil16(C)], column data
-        [ceil16(C), ceil16(R)], both contiguous, padded with zeros. The scales lie as GEMMs want
-        them: of data [M, K] and `BLOCK_1x128` they are [M, ceil(K / 128)] with strides (1, M),
-        those of padding rows that of amax 0; of `BLOCK_128x128` [ceil(M / 128), ceil(K / 128)],
-        contiguous, their second dim padded with zeros to a multiple of 4.
+        ``(row, col)``, None where not asked for. Row data is [R, C], column data [C, R], both
+        contiguous and padded with zeros, along what is contracted to whole blocks: `BLOCK_1x128` to
+        multiples of 16 and 128, `BLOCK_128x128` of 128 and 128. The scales lie as GEMMs want them:
+        of data [M, K] and `BLOCK_1x128` they are [M, K / 128] with strides (1, M), those of padding
+        rows that of amax 0; of `BLOCK_128x128` [M / 128, K / 128], contiguous, their second dim
+        padded with zeros to a multiple of 4.
         No gradient flows through it.
 
     Raises:
@@ -82,9 +85,13 @@ def cast_blockwise_traced(
     """:func:`cast_blockwise` as plain torch code, which a compiler fuses into what produces ``x``.
 
     It may then see the producer's values before they are rounded to the dtype of ``x``. Only the
-    transposition of column data is an op of its own.
+    transposition of column data is an op of its own; so is the whole cast where C is no multiple of
+    128, or rows are not contiguous.
     """
     _check(x, spec, row, col)
+    if x.shape[1] % 128 != 0 or x.stride(1) != 1:
+        # Nothing gained, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
+        return cast_blockwise(x.detach(), spec, row=row, col=col)
     square = _SQUARE[spec.granularity]
     out = cast_blockwise_reference(x.detach(), spec.dtype, square, row, col, spec.power_of_2)
     return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
@@ -101,6 +108,11 @@ def _check(x: Tensor, spec: CastSpec, row: bool, col: bool) -> None:
 def blocks(n: int) -> int:
     """How many blocks of 128 cover ``n``; also of symbolic sizes, without a guard."""
     return (n + 127) // 128
+
+
+def ceil128(n: int) -> int:
+    """The smallest multiple of 128 that is not below ``n``."""
+    return blocks(n) * 128
 
 
 def ceil4(n: int) -> int:
@@ -130,15 +142,17 @@ def cast_blockwise_reference(
         runs = pad_to(x, R, wide * 128).view(R, wide, 128)
         amax = amax_along(runs, 2)
         data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
-        scale = amax_to_scale(pad_to(amax.squeeze(2).t(), wide, ceil16(R)), dtype, power_of_2)
-        out += [pad_to(data.flatten(1)[:, :C], ceil16(R), ceil16(C)).contiguous()]
-        out += [scale.contiguous().t()]
+        amax = pad_to(amax.squeeze(2).t().contiguous(), wide, ceil16(R))
+        # Padding is zero also where a scale is NaN.
+        out += [pad_to(data.flatten(1)[:, :C].contiguous(), ceil16(R), wide * 128)]
+        out += [amax_to_scale(amax, dtype, power_of_2).t()]
     if col:
         runs = pad_to(x, tall * 128, C).view(tall, 128, C)
         amax = amax_along(runs, 1)
         data = to_float8(runs, amax_to_scale(amax, dtype, power_of_2), dtype)
-        scale = amax_to_scale(pad_to(amax.squeeze(1), tall, ceil16(C)), dtype, power_of_2)
-        out += [transpose_bytes(data.flatten(0, 1)[:R]), scale.contiguous().t()]
+        amax = pad_to(amax.squeeze(1).contiguous(), tall, ceil16(C))
+        out += [transpose_bytes(pad_to(data.flatten(0, 1)[:R], tall * 128, C))]
+        out += [amax_to_scale(amax, dtype, power_of_2).t()]
     return out
 
 
@@ -148,14 +162,14 @@ def _squares(x: Tensor, dtype: torch.dtype, row: bool, col: bool, power_of_2: bo
     runs = pad_to(x, tall * 128, wide * 128).view(tall, 128, wide, 128)
     # Of runs first: that fuses into what produces x.
     scale = amax_to_scale(amax_along(amax_along(runs, 3), 1), dtype, power_of_2)
-    data = to_float8(runs, scale, dtype).flatten(2).flatten(0, 1)[:R, :C]
-    scale = scale.squeeze(3).squeeze(1)
+    data = to_float8(runs, scale, dtype).flatten(2).flatten(0, 1)[:R, :C].contiguous()
+    data, scale = pad_to(data, tall * 128, wide * 128), scale.squeeze(3).squeeze(1)
     out = []
     if row:
-        out += [pad_to(data, ceil16(R), ceil16(C)).contiguous()]
-        out += [pad_to(scale, tall, ceil4(wide)).contiguous()]
+        out += [data, pad_to(scale, tall, ceil4(wide)).clone(memory_format=_IN_ORDER)]
     if col:
-        out += [transpose_bytes(data), pad_to(scale.t(), wide, ceil4(tall)).contiguous()]
+        out += [transpose_bytes(data)]
+        out += [pad_to(scale.t(), wide, ceil4(tall)).clone(memory_format=_IN_ORDER)]
     return out
 
 
@@ -215,9 +229,15 @@ def launch_cast(x: Tensor, kind: Kind, config: TileLaunch | None = None) -> list
     return out
 
 
-def config_of(R: int, C: int) -> TileLaunch:
+def config_of(R: int, C: int, kind: Kind) -> TileLaunch:
     """The launch configuration for a matrix [R, C]."""
-    return tile_launch(R, C, 128, 128, 8)
+    # Scales of columns take more registers: fewer, larger threads.
+    return tile_launch(R, C, 128, 128, 4 if kind.col and not kind.square else 8)
+
+
+def _data_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
+    """The shape of data of a tensor [rows, columns], which is contracted along its columns."""
+    return ceil128(rows) if square else ceil16(rows), ceil128(columns)
 
 
 def _scale_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
@@ -238,15 +258,15 @@ def _plan(
 ) -> _Plan:
     """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
     (R, C), (stride_r, stride_c) = shape, strides
-    row_shapes = (ceil16(R), ceil16(C)), _scale_shape(R, C, kind.square)
-    col_shapes = (ceil16(C), ceil16(R)), _scale_shape(C, R, kind.square)
+    row_shapes = _data_shape(R, C, kind.square), _scale_shape(R, C, kind.square)
+    col_shapes = _data_shape(C, R, kind.square), _scale_shape(C, R, kind.square)
     swapped = not reads_along_rows(strides)
     if R * C == 0:
         return _Plan(None, row_shapes, col_shapes, swapped)
     along, across = kind.row, kind.col
     if swapped:
         R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, across, along
-    config = config or config_of(R, C)
+    config = config or config_of(R, C, kind)
     constants = (
         kind.square,
         along,
@@ -268,9 +288,9 @@ def _plan(
 @jit
 def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    along_ptr,  # [Rp, Cp], padded to multiples of 16
+    along_ptr,  # [Rp, tiles of C * 128]; Rp is R padded to 16, if SQUARE to 128
     along_scale_ptr,  # [tiles of C, Rp], if SQUARE [tiles of R, tiles of C padded to 4]
-    across_ptr,  # [Cp, Rp]
+    across_ptr,  # [Cp, tiles of R * 128]; Cp is C padded to 16, if SQUARE to 128
     across_scale_ptr,  # [tiles of R, Cp], if SQUARE [tiles of C, tiles of R padded to 4]
     R,
     C,
@@ -286,9 +306,9 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    element: tl.constexpr = x_ptr.dtype.element_ty
-    Rp = tl.cdiv(R, 16) * 16
-    Cp = tl.cdiv(C, 16) * 16
+    PAD: tl.constexpr = 128 if SQUARE else 16
+    Rp, Cp = tl.cdiv(R, PAD) * PAD, tl.cdiv(C, PAD) * PAD
+    tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
     tile_r, tile_c = tile_at(tile_of_program(), R, C, 128, 128, GROUP)
     # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
     quad = (tile_r * 32 + tl.arange(0, 32)).to(tl.int64)[:, None]
@@ -310,47 +330,50 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
     largest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
     if SQUARE:
-        bits = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), element)
-        scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+        amax = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), x0.dtype)
+        scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
         inverse = tl.div_rn(1.0, scale)
-        v0 = scaled(v0, in0, inverse, EVEN)
-        v1 = scaled(v1, in1, inverse, EVEN)
-        v2 = scaled(v2, in2, inverse, EVEN)
-        v3 = scaled(v3, in3, inverse, EVEN)
-        tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
+        v0 = times_inverse(v0, in0, inverse, EVEN)
+        v1 = times_inverse(v1, in1, inverse, EVEN)
+        v2 = times_inverse(v2, in2, inverse, EVEN)
+        v3 = times_inverse(v3, in3, inverse, EVEN)
         if ALONG:
             store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
-            store_along(along_ptr, v0, v1, v2, v3, quad, c, Rp, Cp, MANTISSA, HARDWARE, EVEN)
+            store_along(
+                along_ptr, v0, v1, v2, v3, quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN
+            )
         if ACROSS:
             store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
-            store_across(across_ptr, v0, v1, v2, v3, quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN)
+            store_across(
+                across_ptr, v0, v1, v2, v3, quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN
+            )
     else:
         if ALONG:
             along_scale_ptr += tile_c.to(tl.int64) * Rp
-            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
+            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
             store_along(
                 along_ptr,
-                scaled(v0, in0, i0, EVEN),
-                scaled(v1, in1, i1, EVEN),
-                scaled(v2, in2, i2, EVEN),
-                scaled(v3, in3, i3, EVEN),
-                quad, c, Rp, Cp, MANTISSA, HARDWARE, EVEN,
+                times_inverse(v0, in0, i0, EVEN),
+                times_inverse(v1, in1, i1, EVEN),
+                times_inverse(v2, in2, i2, EVEN),
+                times_inverse(v3, in3, i3, EVEN),
+                quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN,
             )  # fmt: skip
         if ACROSS:
-            bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
-            scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+            amax = float32_bits(tl.max(largest, axis=0, keep_dims=True), x0.dtype)
+            scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
             tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
             inverse = tl.div_rn(1.0, scale)
             store_across(
                 across_ptr,
-                scaled(v0, in0, inverse, EVEN),
-                scaled(v1, in1, inverse, EVEN),
-                scaled(v2, in2, inverse, EVEN),
-                scaled(v3, in3, inverse, EVEN),
-                quad, c, Cp, Rp, MANTISSA, HARDWARE, EVEN,
+                times_inverse(v0, in0, inverse, EVEN),
+                times_inverse(v1, in1, inverse, EVEN),
+                times_inverse(v2, in2, inverse, EVEN),
+                times_inverse(v3, in3, inverse, EVEN),
+                quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN,
             )  # fmt: skip
 
 
@@ -359,9 +382,9 @@ def inverse_of_run(  # type: ignore[no-untyped-def]
     scale_ptr, bits, r, rows, element: tl.constexpr, FLOAT8_MAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
-    """Store the scale of each row of magnitudes ``bits``; returns its reciprocal."""
-    bits = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
-    scale = scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+    """Store the scale of each row of magnitudes, given as bits; returns its reciprocal."""
+    amax = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
+    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
     tl.store(scale_ptr + r, scale, mask=r < rows)
     return tl.div_rn(1.0, scale)
 
@@ -389,15 +412,14 @@ def _cast_blockwise_fake(
     for asked, (rows, columns) in ((row, x.shape), (col, x.shape[::-1])):
         if asked:
             scale = x.new_empty(_scale_shape(rows, columns, square), dtype=torch.float32)
-            out += [x.new_empty((ceil16(rows), ceil16(columns)), dtype=dtype)]
+            out += [x.new_empty(_data_shape(rows, columns, square), dtype=dtype)]
             out += [scale if square else scale.t()]
     return out
 
 
 register(
-    "cast_blockwise(Tensor x, ScalarType dtype, bool square, bool row, bool col, "
-    "bool power_of_2, Tensor? after=None) -> Tensor[]",
-    plain=cast_blockwise_reference,
+    "cast_blockwise",
+    cast_blockwise_reference,
     triton=cast_blockwise_triton,
     fake=_cast_blockwise_fake,
 )

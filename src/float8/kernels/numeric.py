@@ -65,35 +65,27 @@ def to_float8_words(  # type: ignore[no-untyped-def]
     By hand in PTX: from bytes packed with shifts, ptxas 12.8 makes words in which three of the
     four bytes are garbage (seen on H100 with Triton 3.6, unmasked kernels only).
     """
+    E4M3: tl.constexpr = """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }"""
+    E5M2: tl.constexpr = """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }"""
     if HARDWARE:
-        if MANTISSA == 3:
-            words = tl.inline_asm_elementwise(
-                """{
-                .reg .b16 low, high;
-                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-                mov.b32 $0, {low, high};
-                }""",
-                "=r,f,f,f,f",
-                [v0, v1, v2, v3],
-                dtype=tl.uint32,
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            words = tl.inline_asm_elementwise(
-                """{
-                .reg .b16 low, high;
-                cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-                mov.b32 $0, {low, high};
-                }""",
-                "=r,f,f,f,f",
-                [v0, v1, v2, v3],
-                dtype=tl.uint32,
-                is_pure=True,
-                pack=1,
-            )
+        words = tl.inline_asm_elementwise(
+            E4M3 if MANTISSA == 3 else E5M2,
+            "=r,f,f,f,f",
+            [v0, v1, v2, v3],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         words = pack_words(
             _round_to_float8_bits(v0, MANTISSA),

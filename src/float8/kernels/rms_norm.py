@@ -1,44 +1,44 @@
-"""RMSNorm -> float8: one pass for the statistics, one for the cast."""
+"""RMSNorm -> float8: one pass for the statistics, one for the cast; and its backward."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8.kernels.amax import MAX_PARTS, amax_reference, magnitude_bits, store_part
+from float8.kernels.amax import MAX_PARTS, magnitude_bits, store_part
 from float8.kernels.cast import (
     GIVEN,
     HISTORY,
     MEASURED,
     RMS_NORM,
-    Cast,
     Kind,
+    allocate,
     cast_dynamic_fake,
     cast_reference,
-    choose_scale_reference,
     launch_cast,
+    rows_reference,
 )
-from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
+from float8.kernels.checks import (
+    check_high_precision,
+    check_same,
+    check_scalar,
+    check_state,
+    describe,
+)
 from float8.kernels.numeric import to_float32
-from float8.kernels.runtime.device import has_float8_conversion
+from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.quantize.history import NO_STATE, DelayedScale
-from float8.quantize.spec import CastSpec
+from float8.quantize.spec import CastSpec, Part
 
 WIDEST_NORM = 32768
 """Each program holds a whole row; wider ones would not fit into registers."""
 
-
-class NormCast(NamedTuple):
-    """A normalised tensor in float8."""
-
-    rstd: Tensor
-    """[R] float32: 1 / sqrt(mean(x ** 2) + eps)."""
-
-    cast: Cast
+_MOST_GRADS = 3  # that one launch of the backward sums up
 
 
 def rms_norm_cast(
@@ -49,7 +49,7 @@ def rms_norm_cast(
     state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> NormCast:
+) -> tuple[Tensor, Part]:
     """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
 
     To row data only: :func:`rms_norm_recast` makes the column data when backward needs them.
@@ -63,6 +63,9 @@ def rms_norm_cast(
             the product.
         record: whether to raise the amax of ``state``.
 
+    Returns:
+        rstd [R] float32, ``1 / sqrt(mean(x ** 2) + eps)``; and row data [R, ceil16(C)].
+
     Raises:
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together.
@@ -75,7 +78,7 @@ def rms_norm_cast(
         out = _rms_norm_cast_triton(*args)
     else:
         out = torch.ops.float8.rms_norm_cast.default(*args)
-    return NormCast(out[0], Cast(out[1], out[2], None))
+    return out[0], Part(out[2], out[1])
 
 
 def rms_norm_recast(
@@ -86,7 +89,7 @@ def rms_norm_recast(
     For backward, which has x anyway and so need not keep them: [ceil16(C), ceil16(R)] from what
     :func:`rms_norm_cast` was given and returned.
     """
-    check_rms_norm(x, weight)
+    check_rms_norm(x, weight, rstd)
     check_scalar("scale", scale, x)
     args = (x, weight, rstd, scale, dtype)
     if x.is_cuda and takes_triton_directly(x, weight, rstd, scale):
@@ -95,20 +98,60 @@ def rms_norm_recast(
     return out
 
 
-def check_rms_norm(x: Tensor, weight: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what :func:`rms_norm_cast` cannot take."""
-    check_high_precision("rms_norm_cast", x)
+def rms_norm_backward(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    residual_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight of ``x * rstd * weight``; see `rms_norm_cast`.
+
+    Several layers read a norm, and a residual connection goes around it: their gradients are
+    summed in float32 in the same kernel.
+
+    Args:
+        grads: one or more gradients of the product, each as ``x``.
+        x: [R, C] float32, bfloat16 or float16, C at most `WIDEST_NORM`.
+        weight: [C] float32, bfloat16 or float16.
+        rstd: [R] float32.
+        residual_grad: as ``x``, a gradient of x itself that is added; None: none.
+
+    Returns:
+        The gradient of x, as ``x``; the gradient of weight, as ``weight``.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: the shapes or devices do not fit together, or there is no gradient.
+    """
+    if not grads:
+        raise ValueError("rms_norm_backward: got no gradient, expected one or more")
+    check_rms_norm(x, weight, rstd)
+    for grad in grads:
+        check_same("rms_norm_backward", x=x, grad=grad)
+    if residual_grad is not None:
+        check_same("rms_norm_backward", x=x, residual_grad=residual_grad)
+    args = (list(grads), x, weight, rstd, residual_grad)
+    if x.is_cuda and takes_triton_directly(x, weight, rstd, residual_grad, *grads):
+        return rms_norm_backward_triton(*args)
+    out: tuple[Tensor, Tensor] = torch.ops.float8.rms_norm_backward.default(*args)
+    return out
+
+
+def check_rms_norm(x: Tensor, weight: Tensor, rstd: Tensor | None = None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what these functions cannot take."""
+    check_high_precision("rms_norm", x)
+    check_high_precision("rms_norm", weight)
     if x.dim() != 2 or x.numel() == 0 or x.shape[1] > WIDEST_NORM:
         raise ValueError(
-            f"rms_norm_cast: x is {describe(x)}; expected [R, C], not empty, "
-            f"C at most {WIDEST_NORM}"
+            f"rms_norm: x is {describe(x)}; expected [R, C], not empty, C at most {WIDEST_NORM}"
         )
-    check_high_precision("rms_norm_cast", weight)
-    if weight.shape != x.shape[1:] or weight.device != x.device:
-        raise ValueError(
-            f"rms_norm_cast: weight is {describe(weight)} and x {describe(x)}; expected a weight "
-            f"[C] on the device of x"
-        )
+    for name, of_x, shape in (("weight", weight, x.shape[1:]), ("rstd", rstd, x.shape[:1])):
+        if of_x is not None and (of_x.shape != shape or of_x.device != x.device):
+            raise ValueError(
+                f"rms_norm: {name} is {describe(of_x)} and x {describe(x)}; expected "
+                f"{tuple(shape)} on the device of x"
+            )
 
 
 def rms_norm_cast_reference(
@@ -125,8 +168,7 @@ def rms_norm_cast_reference(
     x = x.to(torch.float32)
     rstd = torch.rsqrt(x.square().mean(dim=1) + eps)
     normed = x * rstd[:, None] * weight.to(torch.float32)
-    used = choose_scale_reference(amax_reference(normed), dtype, scale, amax, power_of_2, record)
-    return rstd, used, cast_reference(normed, used, dtype, True, False)[0]
+    return rstd, *rows_reference(normed, dtype, scale, amax, power_of_2, record)
 
 
 def rms_norm_recast_reference(
@@ -137,52 +179,85 @@ def rms_norm_recast_reference(
     return cast_reference(normed, scale, dtype, False, True)[0]
 
 
-def _rms_norm_cast_triton(
+def rms_norm_backward_reference(
+    grads: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    power_of_2: bool,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Plain-torch twin of the kernel; see :func:`rms_norm_backward`."""
+    grad = grads[0].to(torch.float32)
+    for other in grads[1:]:
+        grad = grad + other.to(torch.float32)
+    normed = x.to(torch.float32) * rstd[:, None]
+    weighted = grad * weight.to(torch.float32)
+    along = (weighted * normed).mean(dim=1, keepdim=True)
+    grad_x = (weighted - normed * along) * rstd[:, None]
+    if residual_grad is not None:
+        grad_x = grad_x + residual_grad.to(torch.float32)
+    grad_x = grad_x.to(x.dtype).contiguous()
+    return grad_x, (grad * normed).sum(dim=0).to(weight.dtype)
+
+
+def _rms_norm_cast_triton(x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    eps, dtype, scale, amax, power_of_2, record = how  # as its twin takes them
     x, weight = x.contiguous(), weight.contiguous()
     rstd = empty((x.shape[0],), torch.float32, x)
-    used = empty((), torch.float32, x)
     launch = _launch(x.shape, (x.dtype, weight.dtype), x.device, eps)
     parts = empty((launch.programs,), torch.float32, x)
     launch(x, weight, rstd, parts)
     # The statistics know the amax before the cast: nothing has to be done twice.
     kind = Kind(
+        MEASURED if scale is None else HISTORY,
+        launch.programs,
         dtype,
         row=True,
         col=False,
-        source=MEASURED if scale is None else HISTORY,
-        parts=launch.programs,
         power_of_2=power_of_2,
         record=record and amax is not None,
         producer=RMS_NORM,
         weight_dtype=weight.dtype,
     )
-    (row,) = launch_cast(
-        x, kind, scale=scale, parts=parts, scale_out=used, amax=amax, rstd=rstd, weight=weight
-    )
-    if amax is not None and record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return rstd, used, row
+    made = launch_cast(x, kind, scale=scale, parts=parts, amax=amax, rstd=rstd, weight=weight)
+    return rstd, *made
 
 
 def _rms_norm_recast_triton(
     x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
-    kind = Kind(dtype, False, True, source=GIVEN, producer=RMS_NORM, weight_dtype=weight.dtype)
-    (col,) = launch_cast(x, kind, scale=scale, rstd=rstd, weight=weight)
-    return col
+    kind = Kind(GIVEN, 0, dtype, False, True, producer=RMS_NORM, weight_dtype=weight.dtype)
+    return launch_cast(x, kind, scale=scale, rstd=rstd, weight=weight)[0]
 
 
-def whole_row(C: int) -> tuple[int, int]:
+def rms_norm_backward_triton(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Triton kernel; see :func:`rms_norm_backward`."""
+    if len(grads) > _MOST_GRADS:
+        first, *others = grads[_MOST_GRADS - 1 :]
+        rest = first.to(torch.float32)
+        for other in others:
+            rest = rest + other
+        grads = [*grads[: _MOST_GRADS - 1], rest]
+    tensors = [grad.contiguous() for grad in grads]
+    x, weight = x.contiguous(), weight.contiguous()
+    residual = None if residual_grad is None else residual_grad.contiguous()
+    dtypes = x.dtype, weight.dtype, grads[-1].dtype
+    launch = _backward_launch(x.shape, dtypes, x.device, len(grads), residual is not None)
+    grad_x = empty(x.shape, x.dtype, x)
+    parts = empty((launch.programs, x.shape[1]), torch.float32, x)
+    absent = [None] * (_MOST_GRADS - len(tensors))
+    launch(*tensors, *absent, x, residual, weight, rstd, grad_x, parts)
+    return grad_x, parts.sum(dim=0).to(weight.dtype)
+
+
+def _whole_row(C: int) -> tuple[int, int]:
     """Block size and warps of a program that holds a row of C elements in registers."""
     block = max(1 << (C - 1).bit_length(), 16)
     return block, 4 if block <= 2048 else 8 if block <= 8192 else 16
@@ -197,7 +272,7 @@ def _launch(
 ) -> Launch:
     R, C = shape
     rows = -(-R // MAX_PARTS)
-    block, num_warps = whole_row(C)
+    block, num_warps = _whole_row(C)
     return Launch(
         _rms_norm_kernel,
         -(-R // rows),
@@ -206,6 +281,29 @@ def _launch(
         (eps, block, has_float8_conversion(device)),
         num_warps,
         inputs=2,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_launch(
+    shape: tuple[int, int],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    grads: int,
+    residual: bool,
+) -> Launch:
+    R, C = shape
+    # Two programs for each multiprocessor: each leaves a row of partial sums behind.
+    rows = -(-R // (2 * sm_count(device)))
+    block, num_warps = _whole_row(C)
+    return Launch(
+        _rms_norm_backward_kernel,
+        -(-R // rows),
+        device,
+        (R, C, rows),
+        (grads, residual, block, has_float8_conversion(device)),
+        num_warps,
+        inputs=grads + residual + 3,
     )
 
 
@@ -237,30 +335,70 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     store_part(parts_ptr, tl.max(largest), tl.float32)
 
 
-def _rms_norm_cast_fake(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    used, row = cast_dynamic_fake(x, dtype, True, False, False)
-    return x.new_empty(x.shape[0], dtype=torch.float32), used, row
-
-
-def _rms_norm_recast_fake(
-    x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype, *_: object
-) -> Tensor:
-    return cast_dynamic_fake(x, dtype, False, True, False)[1]
+@jit
+def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
+    g0_ptr,  # [R, C], all but the next two and the last
+    g1_ptr,
+    g2_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,  # [C]
+    rstd_ptr,  # [R]
+    grad_x_ptr,
+    parts_ptr,  # [programs, C]
+    R,
+    C,
+    rows,
+    GRADS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    c = tl.arange(0, BLOCK)
+    weight = to_float32(tl.load(weight_ptr + c, mask=c < C, other=0.0), HARDWARE)
+    total = tl.zeros((BLOCK,), tl.float32)
+    r = tl.program_id(0).to(tl.int64) * rows
+    end = r + rows
+    while r < end:  # Triton's interpreter (3.6) takes no range of tensors
+        inside = (c < C) & (r < R)
+        at = r * C + c
+        grad = to_float32(tl.load(g0_ptr + at, mask=inside, other=0.0), HARDWARE)
+        if GRADS > 1:
+            grad += to_float32(tl.load(g1_ptr + at, mask=inside, other=0.0), HARDWARE)
+        if GRADS > 2:
+            grad += to_float32(tl.load(g2_ptr + at, mask=inside, other=0.0), HARDWARE)
+        rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
+        normed = to_float32(tl.load(x_ptr + at, mask=inside, other=0.0), HARDWARE) * rstd
+        weighted = grad * weight
+        along = tl.sum(weighted * normed) / C
+        grad_x = (weighted - normed * along) * rstd
+        if RESIDUAL:
+            grad_x += to_float32(tl.load(residual_ptr + at, mask=inside, other=0.0), HARDWARE)
+        total += grad * normed
+        tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        r += 1
+    tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * C + c, total, mask=c < C)
 
 
 register(
-    "rms_norm_cast(Tensor x, Tensor weight, float eps, ScalarType dtype, Tensor? scale, "
-    "Tensor(a!)? amax, bool power_of_2, bool record) -> (Tensor, Tensor, Tensor)",
-    plain=rms_norm_cast_reference,
+    "rms_norm_cast",
+    rms_norm_cast_reference,
     triton=_rms_norm_cast_triton,
-    fake=_rms_norm_cast_fake,
+    fake=lambda x, weight, eps, dtype, *_: (
+        x.new_empty(x.shape[0], dtype=torch.float32),
+        *cast_dynamic_fake(x, dtype, True, False),
+    ),
+    writes=("amax",),
 )
 register(
-    "rms_norm_recast(Tensor x, Tensor weight, Tensor rstd, Tensor scale, ScalarType dtype) "
-    "-> Tensor",
-    plain=rms_norm_recast_reference,
+    "rms_norm_recast",
+    rms_norm_recast_reference,
     triton=_rms_norm_recast_triton,
-    fake=_rms_norm_recast_fake,
+    fake=lambda x, weight, rstd, scale, dtype: allocate(x, dtype, False, True)[0],
+)
+register(
+    "rms_norm_backward",
+    rms_norm_backward_reference,
+    triton=rms_norm_backward_triton,
+    fake=lambda grads, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )

@@ -1,31 +1,43 @@
-"""SwiGLU -> float8 in one kernel: the product never exists in high precision."""
+"""SwiGLU with its casts: neither the product nor its gradients exist in high precision."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8.kernels.amax import amax_reference, even_shares, magnitude_bits, store_part
+from float8.formats import FLOAT8_MAX, ceil16
+from float8.kernels.amax import even_shares, magnitude_bits, store_part
 from float8.kernels.cast import (
     HISTORY,
     MEASURED,
     SWIGLU,
-    Cast,
     Kind,
     cast_dynamic_fake,
     cast_reference,
-    choose_scale_reference,
+    choose_scale,
     launch_cast,
+    mantissa,
+    power_of_2_above,
+    record_amax,
+    rows_reference,
+    scaled,
+    store_across,
+    store_along,
+    swiglu,
 )
-from float8.kernels.checks import check_same, check_state
+from float8.kernels.checks import check_same, check_scalar, check_state
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.swiglu_math import swiglu
+from float8.kernels.tiles import fitting, load, tile_at, tile_of_program
 from float8.quantize.history import NO_STATE, DelayedScale
-from float8.quantize.spec import CastSpec
+from float8.quantize.spec import CastSpec, Part
+
+_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Column data of the product; scale used and row data of gate's gradient, then of up's."""
 
 
 def swiglu_cast(
@@ -35,7 +47,7 @@ def swiglu_cast(
     state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> Cast:
+) -> Part:
     """Cast ``silu(gate) * up``, computed in float32, to row data.
 
     Args:
@@ -47,7 +59,7 @@ def swiglu_cast(
         record: whether to raise the amax of ``state``.
 
     Returns:
-        The scale used, row data [R, ceil16(C)], and None.
+        Row data [R, ceil16(C)], and the scale used.
 
     Raises:
         TypeError: a dtype is not one of those above.
@@ -61,13 +73,63 @@ def swiglu_cast(
         out = _swiglu_cast_triton(*args)
     else:
         out = torch.ops.float8.swiglu_cast.default(*args)
-    return Cast(out[0], out[1], None)
+    return Part(out[1], out[0])
 
 
-def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` in float32."""
-    gate = gate.to(torch.float32)
-    return gate * torch.sigmoid(gate) * up.to(torch.float32)
+def swiglu_backward_cast(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    product_scale: Tensor,
+    product_dtype: torch.dtype,
+    spec: CastSpec,
+    gate_state: DelayedScale | None = None,
+    up_state: DelayedScale | None = None,
+    *,
+    record: bool = False,
+) -> tuple[Part, Part, Part]:
+    """Cast the gradients of ``gate`` and ``up`` to row data, and the product once more.
+
+    The product ``silu(gate) * up`` is needed as column data only now, so forward need not keep it.
+    The gradients' column data are left to `transpose_bytes`, which needs no memory for them before
+    that of ``grad``, ``gate`` and ``up`` is free: this is where a training step needs most.
+
+    Args:
+        grad: [R, C], gradient of the product; float32, bfloat16 or float16.
+        gate: as ``grad``.
+        up: as ``grad``.
+        product_scale: 0-dim float32, the scale that forward cast the product with.
+        product_dtype: float8 format of the product.
+        spec: of the gradients: format, and whether scales from amaxes are rounded up to powers of
+            two.
+        gate_state: of delayed scaling of gate's gradient; None (both): scales are taken from the
+            amaxes.
+        up_state: of up's.
+        record: whether to raise the amaxes of the states.
+
+    Returns:
+        Column data of the product [ceil16(C), ceil16(R)]; row data [R, ceil16(C)] of the gradients
+        of gate and of up.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: the shapes or devices do not fit together, or only one state is given.
+    """
+    check_same("swiglu_backward_cast", grad=grad, gate=gate, up=up)
+    check_scalar("product_scale", product_scale, grad)
+    if (gate_state is None) != (up_state is None):
+        raise ValueError("swiglu_backward_cast: got one state, expected one for each, or none")
+    check_state(gate_state, grad)
+    check_state(up_state, grad)
+    states = (*(gate_state or NO_STATE), *(up_state or NO_STATE))
+    tensors = (grad, gate, up, product_scale)
+    args = (*tensors, product_dtype, spec.dtype, *states, spec.power_of_2, record)
+    if grad.is_cuda and takes_triton_directly(*tensors, *states):
+        out = _swiglu_backward_cast_triton(*args)
+    else:
+        out = torch.ops.float8.swiglu_backward_cast.default(*args)
+    product, gate_used, gate_row, up_used, up_row = out
+    return Part(product, product_scale), Part(gate_row, gate_used), Part(up_row, up_used)
 
 
 def swiglu_cast_reference(
@@ -80,97 +142,291 @@ def swiglu_cast_reference(
     record: bool,
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of :func:`swiglu_cast`: the scale used, row data."""
-    product = swiglu_reference(gate, up)
-    used = choose_scale_reference(amax_reference(product), dtype, scale, amax, power_of_2, record)
-    return used, cast_reference(product, used, dtype, True, False)[0]
+    gate = gate.to(torch.float32)
+    product = gate * torch.sigmoid(gate) * up.to(torch.float32)
+    return rows_reference(product, dtype, scale, amax, power_of_2, record)
 
 
-def _swiglu_cast_triton(
+def swiglu_backward_cast_reference(
+    grad: Tensor,
     gate: Tensor,
     up: Tensor,
+    product_scale: Tensor,
+    product_dtype: torch.dtype,
     dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
+    gate_scale: Tensor | None,
+    gate_amax: Tensor | None,
+    up_scale: Tensor | None,
+    up_amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-) -> tuple[Tensor, Tensor]:
+) -> _Results:
+    """Plain-torch twin of :func:`swiglu_backward_cast`."""
+    grad, gate, up = (x.to(torch.float32) for x in (grad, gate, up))
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+
+    (product,) = cast_reference(silu * up, product_scale, product_dtype, False, True)
+    grad_gate, grad_up = grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu
+    of_gate = rows_reference(grad_gate, dtype, gate_scale, gate_amax, power_of_2, record)
+    of_up = rows_reference(grad_up, dtype, up_scale, up_amax, power_of_2, record)
+    return product, *of_gate, *of_up
+
+
+def _allocate(grad: Tensor, product_dtype: torch.dtype, dtype: torch.dtype) -> _Results:
+    R, C = grad.shape
+    return (
+        grad.new_empty((ceil16(C), ceil16(R)), dtype=product_dtype),
+        grad.new_empty((), dtype=torch.float32),
+        grad.new_empty((R, ceil16(C)), dtype=dtype),
+        grad.new_empty((), dtype=torch.float32),
+        grad.new_empty((R, ceil16(C)), dtype=dtype),
+    )
+
+
+# ---------------------------------------------------------------- Triton
+
+# Each takes what its twin takes.
+
+
+def _swiglu_cast_triton(gate: Tensor, up: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    dtype, scale, amax, power_of_2, record = how
     gate, up = gate.contiguous(), up.contiguous()
-    parts = _measure(gate, up, scale)
-    used = empty((), torch.float32, gate)
+    measure = _amax_launch(gate.numel(), gate.dtype, gate.device, scale is not None, False)
+    parts = empty((measure.programs,), torch.float32, gate)
+    measure(None, gate, up, parts, scale, None)
     kind = Kind(
+        MEASURED if scale is None else HISTORY,
+        measure.programs,
         dtype,
         row=True,
         col=False,
-        source=MEASURED if scale is None else HISTORY,
-        parts=parts.shape[0],
         power_of_2=power_of_2,
         record=record and amax is not None,
         producer=SWIGLU,
     )
-    (row,) = launch_cast(gate, kind, scale=scale, parts=parts, scale_out=used, amax=amax, y=up)
-    if amax is not None and record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return used, row
+    return tuple(launch_cast(gate, kind, scale=scale, parts=parts, amax=amax, y=up))
 
 
-def _measure(gate: Tensor, up: Tensor, known_scale: Tensor | None) -> Tensor:
-    """The amaxes of the parts of ``silu(gate) * up``; see `amax.measure`."""
-    launch = _launch(gate.numel(), gate.dtype, gate.device, known_scale is not None)
-    parts = empty((launch.programs,), torch.float32, gate)
-    launch(gate, up, parts, known_scale)
-    return parts
+def _swiglu_backward_cast_triton(
+    grad: Tensor, gate: Tensor, up: Tensor, product_scale: Tensor, *how: Any
+) -> _Results:
+    product_dtype, dtype, *states, power_of_2, record = how
+    gate_scale, gate_amax, up_scale, up_amax = states
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    out = product, gate_used, gate_row, up_used, up_row = _allocate(grad, product_dtype, dtype)
+    known = gate_scale is not None
+    measure = _amax_launch(grad.numel(), grad.dtype, grad.device, known, True)
+    parts = empty((2 * measure.programs,), torch.float32, grad)
+    measure(grad, gate, up, parts, gate_scale, up_scale)
+    formats, flags = (product_dtype, dtype), (known, power_of_2, record and known)
+    _backward_launch(grad.shape, grad.dtype, grad.device, formats, measure.programs, flags)(
+        *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
+        *(gate_scale, gate_used, gate_amax, up_scale, up_used, up_amax),
+    )
+    if record and known:
+        torch.autograd.graph.increment_version([gate_amax, up_amax])  # as PyTorch does
+    return out
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(n: int, dtype: torch.dtype, device: torch.device, only_if_unknown: bool) -> Launch:
-    block, steps, rounds, programs = even_shares(n, 4096, sm_count(device))
-    constants = (block, steps, only_if_unknown, has_float8_conversion(device))
+def _amax_launch(
+    n: int, dtype: torch.dtype, device: torch.device, known: bool, backward: bool
+) -> Launch:
+    block, steps, rounds, parts = even_shares(n, 2048 if backward else 4096, sm_count(device))
+    constants = (block, steps, backward, known, has_float8_conversion(device))
+    inputs = 3 if backward else 2
+    return Launch(_amax_kernel, parts, device, (n, rounds), constants, num_warps=8, inputs=inputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_launch(
+    shape: tuple[int, int],
+    x_dtype: torch.dtype,
+    device: torch.device,
+    formats: tuple[torch.dtype, torch.dtype],
+    parts: int,
+    flags: tuple[bool, bool, bool],
+) -> Launch:
+    (R, C), (product_dtype, dtype), (known, power_of_2, record) = shape, formats, flags
+    # To keep the amaxes takes registers, which large tiles have not: 489 us instead of 642 on an
+    # H100 at [8192, 14336]. Without, 701 us (with the amaxes before) instead of 712.
+    tiles = ((32, 64, 4),) if record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
+    config = fitting(R, C, sm_count(device), tiles)
+    constants = (
+        mantissa(product_dtype),
+        mantissa(dtype),
+        FLOAT8_MAX[dtype],
+        HISTORY if known else MEASURED,
+        power_of_2_above(parts),
+        power_of_2,
+        record,
+        has_float8_conversion(device),
+        *config.constants,
+    )
+    integers = (R, C, parts)
     return Launch(
-        _swiglu_amax_kernel, programs, device, (n, rounds), constants, num_warps=8, inputs=2
+        _backward_kernel, config.programs, device, integers, constants, config.num_warps, inputs=3
     )
 
 
-@jit(do_not_specialize_on_alignment=["scale_ptr"])
-def _swiglu_amax_kernel(  # type: ignore[no-untyped-def]
+@jit(do_not_specialize_on_alignment=["scale_ptr", "up_scale_ptr"])
+def _amax_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,  # if BACKWARD
     gate_ptr,
     up_ptr,
-    parts_ptr,
+    parts_ptr,  # of the product; if BACKWARD those of gate's gradient, then those of up's
     scale_ptr,
+    up_scale_ptr,
     n,
     rounds,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
+    BACKWARD: tl.constexpr,
     ONLY_IF_UNKNOWN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     if ONLY_IF_UNKNOWN:
-        if tl.load(scale_ptr) != 0.0:
+        known = tl.load(scale_ptr) != 0.0
+        if BACKWARD:
+            known = known & (tl.load(up_scale_ptr) != 0.0)
+        if known:
             return
     largest = tl.zeros((BLOCK,), tl.int32)
+    largest_up = tl.zeros((BLOCK,), tl.int32)
     turn = tl.program_id(0).to(tl.int64) * rounds
     end = turn + rounds
     while turn < end:  # Triton's interpreter (3.6) takes no range of tensors
         first = turn * (BLOCK * STEPS)
         for step in tl.static_range(STEPS):
             at = first + step * BLOCK + tl.arange(0, BLOCK)
-            gate = to_float32(tl.load(gate_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            up = to_float32(tl.load(up_ptr + at, mask=at < n, other=0.0), HARDWARE)
-            largest = tl.maximum(largest, magnitude_bits(swiglu(gate, up)))
+            inside = at < n
+            if BACKWARD:
+                values, of_up, _ = _gradients_at(
+                    grad_ptr, gate_ptr, up_ptr, at, inside, HARDWARE, False
+                )
+            else:
+                gate = to_float32(load(gate_ptr + at, inside, False), HARDWARE)
+                values = swiglu(gate, to_float32(load(up_ptr + at, inside, False), HARDWARE))
+            largest = tl.maximum(largest, magnitude_bits(values))
+            if BACKWARD:
+                largest_up = tl.maximum(largest_up, magnitude_bits(of_up))
         turn += 1
     store_part(parts_ptr, tl.max(largest), tl.float32)
+    if BACKWARD:
+        store_part(parts_ptr + tl.num_programs(0), tl.max(largest_up), tl.float32)
 
 
-def _swiglu_cast_fake(
-    gate: Tensor, up: Tensor, dtype: torch.dtype, *_: object
-) -> tuple[Tensor, Tensor]:
-    used, row = cast_dynamic_fake(gate, dtype, True, False, False)
-    return used, row
+@jit(
+    do_not_specialize_on_alignment=[
+        "product_scale_ptr",
+        "gate_scale_ptr",
+        "gate_amax_ptr",
+        "up_scale_ptr",
+        "up_amax_ptr",
+    ]
+)
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,  # [R, C], as gate and up
+    gate_ptr,
+    up_ptr,
+    product_ptr,  # transposed
+    gate_row_ptr,
+    up_row_ptr,
+    product_scale_ptr,
+    parts_ptr,
+    gate_scale_ptr,
+    gate_scale_out_ptr,
+    gate_amax_ptr,
+    up_scale_ptr,
+    up_scale_out_ptr,
+    up_amax_ptr,
+    R,
+    C,
+    parts,
+    PRODUCT_MANTISSA: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PARTS: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    RECORD: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    Rp = tl.cdiv(R, 16) * 16
+    Cp = tl.cdiv(C, 16) * 16
+    tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
+    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
+    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
+    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
+    in_c = c < C
+    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
+    g0, u0, p0 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r0 * C + c, in0, HARDWARE, EVEN)
+    g1, u1, p1 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r1 * C + c, in1, HARDWARE, EVEN)
+    g2, u2, p2 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r2 * C + c, in2, HARDWARE, EVEN)
+    g3, u3, p3 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r3 * C + c, in3, HARDWARE, EVEN)
+
+    gate_scale = choose_scale(
+        gate_scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
+    )
+    up_scale = choose_scale(
+        up_scale_ptr, parts_ptr + parts, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
+    )
+    if SOURCE != 0:
+        if tl.program_id(0) == 0:
+            tl.store(gate_scale_out_ptr, gate_scale)
+            tl.store(up_scale_out_ptr, up_scale)
+    if RECORD:
+        record_amax(gate_amax_ptr, g0, g1, g2, g3)
+        record_amax(up_amax_ptr, u0, u1, u2, u3)
+
+    inverse = tl.div_rn(1.0, tl.load(product_scale_ptr))
+    p0, p1 = scaled(p0, in0, inverse, EVEN), scaled(p1, in1, inverse, EVEN)
+    p2, p3 = scaled(p2, in2, inverse, EVEN), scaled(p3, in3, inverse, EVEN)
+    store_across(product_ptr, p0, p1, p2, p3, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
+
+    inverse = tl.div_rn(1.0, gate_scale)
+    g0, g1 = scaled(g0, in0, inverse, EVEN), scaled(g1, in1, inverse, EVEN)
+    g2, g3 = scaled(g2, in2, inverse, EVEN), scaled(g3, in3, inverse, EVEN)
+    store_along(gate_row_ptr, g0, g1, g2, g3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+
+    inverse = tl.div_rn(1.0, up_scale)
+    u0, u1 = scaled(u0, in0, inverse, EVEN), scaled(u1, in1, inverse, EVEN)
+    u2, u3 = scaled(u2, in2, inverse, EVEN), scaled(u3, in3, inverse, EVEN)
+    store_along(up_row_ptr, u0, u1, u2, u3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+
+
+@jit
+def _gradients_at(  # type: ignore[no-untyped-def]
+    grad_ptr, gate_ptr, up_ptr, at, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr
+):
+    """The gradients of gate and up, and ``silu(gate) * up`` again; float32."""
+    grad = to_float32(load(grad_ptr + at, inside, EVEN), HARDWARE)
+    gate = to_float32(load(gate_ptr + at, inside, EVEN), HARDWARE)
+    up = to_float32(load(up_ptr + at, inside, EVEN), HARDWARE)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu, silu * up
 
 
 register(
-    "swiglu_cast(Tensor gate, Tensor up, ScalarType dtype, Tensor? scale, Tensor(a!)? amax, "
-    "bool power_of_2, bool record) -> (Tensor, Tensor)",
-    plain=swiglu_cast_reference,
+    "swiglu_cast",
+    swiglu_cast_reference,
     triton=_swiglu_cast_triton,
-    fake=_swiglu_cast_fake,
+    fake=lambda gate, up, dtype, *_: tuple(cast_dynamic_fake(gate, dtype, True, False)),
+    writes=("amax",),
+)
+register(
+    "swiglu_backward_cast",
+    swiglu_backward_cast_reference,
+    triton=_swiglu_backward_cast_triton,
+    fake=lambda grad, gate, up, scale, product_dtype, dtype, *_: _allocate(
+        grad, product_dtype, dtype
+    ),
+    writes=("gate_amax", "up_amax"),
 )

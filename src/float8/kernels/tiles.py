@@ -22,6 +22,11 @@ class TileLaunch:
     even: bool  # the tiles fill the matrix exactly: no masks
     programs: int
 
+    @property
+    def constants(self) -> tuple[bool, int, int, int]:
+        """The last parameters of a kernel that takes tiles: EVEN, BLOCK_R, BLOCK_C, GROUP."""
+        return self.even, self.block_r, self.block_c, self.group
+
 
 def tile_launch(
     R: int, C: int, block_r: int, block_c: int, num_warps: int, group: int = 8

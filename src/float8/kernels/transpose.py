@@ -39,15 +39,6 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
         TypeError: the dtype is another one.
         ValueError: ``data`` is not 2-D.
     """
-    check_transpose(data)
-    if data.is_cuda and takes_triton_directly(data):
-        return transpose_triton(data)
-    result: Tensor = torch.ops.float8.transpose.default(data, after)
-    return result
-
-
-def check_transpose(data: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what :func:`transpose_bytes` cannot take."""
     if not isinstance(data, Tensor) or data.dtype not in BYTE_DTYPES:
         raise TypeError(
             f"transpose_bytes: data is {describe(data)}; expected float8_e4m3fn, float8_e5m2, "
@@ -58,6 +49,10 @@ def check_transpose(data: Tensor) -> None:
             f"transpose_bytes: data is {describe(data)}; expected 2 dimensions [R, C]. "
             f"Flatten the leading dimensions first: data.reshape(-1, data.shape[-1])."
         )
+    if data.is_cuda and takes_triton_directly(data):
+        return transpose_triton(data)
+    result: Tensor = torch.ops.float8.transpose.default(data, after)
+    return result
 
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
@@ -68,20 +63,10 @@ def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     return out
 
 
-def transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
+def transpose_triton(
+    data: Tensor, after: Tensor | None = None, config: TileLaunch | None = None
+) -> Tensor:
     """Triton kernel; see :func:`transpose_bytes`."""
-    R, C = data.shape
-    return launch_transpose(data, launch_config(R, C, sms=sm_count(data.device)))
-
-
-@functools.lru_cache(maxsize=4096)
-def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
-    """Launch configuration for the transposition of [R, C] on ``sms`` multiprocessors."""
-    return fitting(R, C, sms, ((128, 128, 8), (64, 64, 4), (32, 64, 4)))
-
-
-def launch_transpose(data: Tensor, config: TileLaunch) -> Tensor:
-    """Run the kernel under one launch configuration."""
     R, C = data.shape
     out = empty((ceil16(C), ceil16(R)), data.dtype, data)
     if data.numel():
@@ -90,22 +75,23 @@ def launch_transpose(data: Tensor, config: TileLaunch) -> Tensor:
     return out
 
 
+def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
+    """Launch configuration for the transposition of [R, C] on ``sms`` multiprocessors."""
+    return fitting(R, C, sms, ((128, 128, 8), (64, 64, 4), (32, 64, 4)))
+
+
 @functools.lru_cache(maxsize=4096)
 def _launch(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    config: TileLaunch,
+    config: TileLaunch | None,
 ) -> Launch:
-    return Launch(
-        _transpose_kernel,
-        config.programs,
-        device,
-        (*shape, *strides),
-        (config.even, config.block_r, config.block_c, config.group),
-        config.num_warps,
-    )
+    if config is None:
+        config = launch_config(*shape, sms=sm_count(device))
+    integers, constants = (*shape, *strides), config.constants
+    return Launch(_transpose_kernel, config.programs, device, integers, constants, config.num_warps)
 
 
 @jit
@@ -142,9 +128,4 @@ def _transpose_fake(data: Tensor, *_: object) -> Tensor:
     return data.new_empty((ceil16(C), ceil16(R)))
 
 
-register(
-    "transpose(Tensor data, Tensor? after=None) -> Tensor",
-    plain=transpose_reference,
-    triton=transpose_triton,
-    fake=_transpose_fake,
-)
+register("transpose", transpose_reference, triton=transpose_triton, fake=_transpose_fake)

@@ -23,15 +23,14 @@ PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 class WeightCache:
     """What one layer's cached operand was made of; exists while the cache is open."""
 
-    def __init__(self) -> None:
-        self.operand: Quantized | None = None
-        """The last one: its memory, valid or not."""
+    operand: Quantized | None = None
+    """The last one: its memory, valid or not."""
 
-        self.seen_by_eager = False
-        """Whether eager code asked for the operand, and so compared it with the weight."""
+    seen_by_eager = False
+    """Whether eager code asked for the operand, and so compared it with the weight."""
 
-        self._weight: Tensor | None = None
-        self._state = (-1, -1)
+    _weight: Tensor | None = None
+    _state = (-1, -1)
 
     def holds(self, weight: Tensor | None) -> bool:
         """Whether the operand was made of `weight` as it is, as far as its counters tell."""

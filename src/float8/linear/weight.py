@@ -30,7 +30,7 @@ def weight_rows(
     if record and state is not None and ready.amax is not None:
         state.amax.copy_(torch.maximum(state.amax, ready.amax))
     assert ready.row is not None
-    return padded(ready.row)
+    return padded(ready.row, spec)
 
 
 def kept_weight(weight: Tensor, ready: Quantized | None) -> Tensor:

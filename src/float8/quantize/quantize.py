@@ -131,16 +131,16 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     return made
 
 
-def padded(row: Part) -> Part:
-    """Row data with both dims padded with zeros to multiples of 16; as they are, if they are."""
-    data = row.data
-    bottom, right = -data.shape[0] % GEMM_ALIGNMENT, -data.shape[1] % GEMM_ALIGNMENT
+def padded(row: Part, spec: CastSpec) -> Part:
+    """Row data as a cast by `spec` with `pad_rows` pads them; as they are, if that is nothing."""
+    data, scale = row
+    to = BLOCK if spec.granularity is ScalingGranularity.BLOCK_128x128 else GEMM_ALIGNMENT
+    bottom, right = -data.shape[0] % to, -data.shape[1] % to
     if not bottom and not right:
         return row
     bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
-    scale = row.scale
-    if bottom and scale.dim() == 2 and scale.shape[0] == data.shape[0]:  # one for each row
-        scale = torch.nn.functional.pad(scale.t(), (0, bottom), value=1.0).t()
+    if bottom and spec.granularity is ScalingGranularity.AXISWISE:
+        scale = torch.nn.functional.pad(scale, (0, 0, 0, bottom), value=1.0)
     return Part(bytes_.view(data.dtype), scale)
 
 
@@ -157,8 +157,8 @@ def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
     if spec.granularity is ScalingGranularity.TENSORWISE:
         return Part(kernels.transpose_bytes(row.data, after=after), row.scale)
     if spec.granularity is ScalingGranularity.BLOCK_128x128:
-        C = row.data.shape[1]
-        scale = row.scale[:, : -(-C // BLOCK)].t()
+        row = padded(row, spec)
+        scale = row.scale[:, : row.data.shape[1] // BLOCK].t()
         scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
         return Part(kernels.transpose_bytes(row.data, after=after), scale.contiguous())
     if spec.granularity is not ScalingGranularity.AXISWISE:

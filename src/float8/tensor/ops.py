@@ -11,7 +11,7 @@ from float8.config import ScalingGranularity
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
-from float8.quantize.spec import Part
+from float8.quantize.spec import CastSpec, Part
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.wrapper import as_inference_as
 
@@ -196,4 +196,4 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
 
 
 def _operand(data: Tensor, scale: Tensor) -> Part:
-    return Part(padded(Part(data, scale)).data.contiguous(), scale)
+    return Part(padded(Part(data, scale), CastSpec(data.dtype)).data.contiguous(), scale)

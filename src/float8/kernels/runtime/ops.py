@@ -35,21 +35,24 @@ of this file must stay, and what an op of a given name returns."""
 
 
 def register(
-    schema: str,
-    *,
+    name: str,
     plain: Callable[..., Any],
+    *,
     triton: Callable[..., Any],
     fake: Callable[..., Any],
+    writes: tuple[str, ...] = (),
 ) -> None:
     """Define an op.
 
     Args:
-        schema: of the op.
-        plain: its plain-torch twin, takes and returns what the schema says.
-        triton: its Triton code, likewise.
+        name: of the op.
+        plain: its plain-torch twin, whose annotations are the signature of the op.
+        triton: its Triton code, which takes and returns the same.
         fake: makes uninitialised results.
+        writes: which arguments are written.
     """
-    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).split("::")[-1]
+    schema = torch.library.infer_schema(plain, mutates_args=writes)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
     on_cuda = triton if HAS_TRITON else without_triton(plain)
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", on_cuda)):
