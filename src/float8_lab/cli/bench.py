@@ -1,7 +1,10 @@
-"""`float8 bench`: time GEMMs, casts, layers, blocks and steps, each checked before it is timed."""
+"""`float8 bench`: time GEMMs, casts, layers, blocks and steps, each checked before it is timed.
+
+`float8 bench numerics`, which times nothing, is in `bench_numerics`.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,9 +72,16 @@ class Bench:
                 self.console.print(f"  {number}/{total}")
         return rows
 
-    def finish(self, title: str, rows: Rows, plot: Path | None = None, **extra: Any) -> None:
-        """Print the table, write the files."""
-        if self.device.type == "cpu":
+    def finish(
+        self,
+        title: str,
+        rows: Rows,
+        plot: Path | None = None,
+        draw: Callable[[Rows, str, Path], None] | None = None,
+        **extra: Any,
+    ) -> None:
+        """Print the table, write the files; `draw` makes a plot of what is no time."""
+        if self.device.type == "cpu" and draw is None:
             title += " (host times)"
         print_table(self.console, title, rows)
         if self._output is not None:
@@ -80,7 +90,10 @@ class Bench:
             self.console.print(f"results: {self._output}")
         if plot is not None:
             where = self._environment["device"]
-            plot_speedups(rows, f"{title}\nspeedup over bf16, {where}", plot)
+            if draw is None:
+                plot_speedups(rows, f"{title}\nspeedup over bf16, {where}", plot)
+            else:
+                draw(rows, f"{title}\n{where}", plot)
             self.console.print(f"plot: {plot}")
 
 
@@ -120,7 +133,7 @@ class Shapes:
 
     def selected(self) -> dict[str, tuple[Shape, ...]]:
         """By the name of their set."""
-        return select_shapes(_words(self.shapes), self.mkn or [])
+        return select_shapes(words(self.shapes), self.mkn or [])
 
 
 @dataclass
@@ -145,8 +158,8 @@ class Variants:
         """The settings `recipes`, `modes` and `peers`."""
         if self.mode not in MODES:
             raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
-        recipes = _words(self.recipe) or ["tensorwise", "delayed"]
-        return {"recipes": recipes, "modes": MODES[self.mode], "peers": _words(self.peers)}
+        recipes = words(self.recipe) or ["tensorwise", "delayed"]
+        return {"recipes": recipes, "modes": MODES[self.mode], "peers": words(self.peers)}
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,7 @@ class Size(StackSize):
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1
 
 
-def _words(values: Sequence[str] | None) -> list[str]:
+def words(values: Sequence[str] | None) -> list[str]:
     """Words of options that may be repeated or hold several words with commas between."""
     return [word for value in values or [] for word in value.split(",") if word]
 

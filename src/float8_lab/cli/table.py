@@ -15,7 +15,11 @@ _NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather"
 _NUMBERS = (
     "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
     "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_gib "
-    "sqnr_db same_bits fate"
+    "sqnr_db same_bits fate "
+    "sqnr_output sqnr_grad_input sqnr_grad_weight "
+    "even_output even_grad_input even_grad_weight "
+    "underflow_input underflow_weight underflow_grad_output "
+    "saturation_input saturation_weight saturation_grad_output"
 )
 _HEADINGS = {"R": "rows", "C": "columns", "tokens_per_s": "tokens/s", "tflops": "TFLOP/s"}
 _HEADINGS |= {"gb_per_s": "GB/s", "floor_ms": "float8\nGEMMs\nalone", "fate": ""}
@@ -24,6 +28,13 @@ _WORDS = {"gemm": "GEMM", "sqnr": "SQNR", "db": "dB", "kb": "kB", "mb": "MB"}
 _WORDS |= {"mib": "MiB", "gib": "GiB"}
 _FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "same_bits": ".0%", "share": ".1%"}
 _FORMATS["of_copy"] = ".1%"
+_FORMATS |= {key: ".1f" for key in _NUMBERS.split() if key.startswith(("sqnr_", "even_"))}
+for _what in ("underflow", "saturation"):
+    for _role in ("input", "weight", "grad_output"):
+        _HEADINGS[f"{_what}_{_role}"] = "\n".join(
+            ["under-\nflow" if _what == "underflow" else "satu-\nrated", *_role.split("_")]
+        )
+        _FORMATS[f"{_what}_{_role}"] = ".1g"
 
 
 def print_table(console: Console, title: str, rows: Rows) -> None:
@@ -36,7 +47,9 @@ def print_table(console: Console, title: str, rows: Rows) -> None:
     numbers = [key for key in _NUMBERS.split() if key in known]
     while numbers:
         for count in range(len(numbers), 0, -1):
-            table = _table(title, rows, names + numbers[:count])
+            keys = numbers[:count]
+            some = [row for row in rows if any(row.get(key) is not None for key in keys)]
+            table = _table(title, some, names + keys)
             if table.__rich_measure__(console, console.options).minimum <= console.width:
                 break
         console.print(table)

@@ -1,0 +1,383 @@
+"""What casts to float8 do to the values of a model: what vanishes, what saturates, SQNR in dB.
+
+`numerics_report(model, batch)` shows it for each layer of a user's model. What it is made of serves
+`float8 bench numerics`, too.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Float8Tensor
+from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, ScalingGranularity
+from float8.formats import FLOAT8_MAX
+from float8.linear.functional import NO_SCALES, DelayedScales, check_input
+from float8.linear.plan import plan_linear
+from float8.quantize.quantize import quantize
+from float8.quantize.spec import CastSpec, dequantised
+
+_SAME_BOTH_WAYS = (ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCK_128x128)
+_ROUNDING = 1 + 2.0**-20  # a float32 scale is rounded, and its amax so not quite the largest value
+_LAYER_WIDTH = 23  # with it a report has 80 columns
+
+
+class Call(NamedTuple):
+    """One forward of a layer, and its backward."""
+
+    layer: str  # its name
+    scales: DelayedScales  # that it has
+    gemms: frozenset[str]  # that it needs, of `"output"`, `"grad_input"` and `"grad_weight"`
+
+
+Watcher = Callable[[Call, str, Tensor], None]
+"""Sees a call, the role of a tensor, and that tensor [R, C]."""
+
+
+class Cast(NamedTuple):
+    """One cast of a linear layer, which serves one or two of its GEMMs."""
+
+    role: str  # `"input"`, `"weight"` or `"grad_output"`
+    gemms: tuple[str, ...]  # that read it
+    spec: CastSpec
+    col: bool  # whether scales run along columns
+    state: str  # which of `DelayedScales` it has
+
+
+def casts_of(config: Float8LinearConfig) -> list[Cast]:
+    """The casts of a layer of this configuration that differ in their values."""
+    plan, found = plan_linear(config), dict[tuple[str, bool], Cast]()
+    read_by = {site: gemm for gemm, sites in GEMM_OPERANDS.items() for site in sites}
+    for site in CAST_SITES:
+        if not config.cast_config(site).is_float8:
+            continue
+        spec: CastSpec = getattr(plan, site.value)
+        col = site in BASE_SITE and spec.granularity not in _SAME_BOTH_WAYS
+        state = config.owner(site).value
+        same = found.get((state, col))
+        gemms = (*(same.gemms if same else ()), read_by[site])
+        found[state, col] = Cast(BASE_SITE.get(site, site).value, gemms, spec, col, state)
+    return list(found.values())
+
+
+@torch.no_grad()
+def measure_cast(x: Tensor, cast: Cast, scales: DelayedScales = NO_SCALES) -> Tensor:
+    """Cast x [R, C] as a layer would and compare.
+
+    Returns:
+        [10] float64: amax of x; numbers of its elements that are not zero, that become zero
+        although they are not, that become the largest value although they are larger; then what
+        `compare` returns. All but amax may be added up over several tensors.
+    """
+    state = getattr(scales, cast.state)
+    made = quantize(x, cast.spec, row=not cast.col, col=cast.col, state=state)
+    part = made.col if cast.col else made.row
+    assert part is not None
+    x = (x.t() if cast.col else x).float()
+    R, C = x.shape
+    values, data = dequantised(part, cast.spec.granularity)[:R, :C], part.data[:R, :C].float()
+    nonzero, largest = x != 0, data.abs() == FLOAT8_MAX[cast.spec.dtype]
+    counts = nonzero, nonzero & (data == 0), largest & (x.abs() > values.abs() * _ROUNDING)
+    sums = torch.stack([x.abs().max().double(), *(count.sum().double() for count in counts)])
+    return torch.cat([sums, compare(x, values)])
+
+
+def compare(expected: Tensor, found: Tensor) -> Tensor:
+    """Compare two tensors [R, C], for `sqnr`.
+
+    Returns:
+        [6] float64: the sums of squares of `expected` and of the errors; then, of rows and of
+        columns that are not zero, the sum of errors relative to themselves, at most 1, and how many
+        there are. NaN and Inf make the first two NaN or Inf.
+    """
+    signal = expected.double().square()
+    noise = (found.double() - expected).square()
+    sums = [signal.sum(), noise.sum()]
+    for dim in (1, 0):
+        own, errors = signal.sum(dim), noise.sum(dim)
+        sums += [torch.where(own > 0, (errors / own).clamp(max=1), 0).sum(), (own > 0).sum()]
+    return torch.stack([each.double() for each in sums])
+
+
+def sqnr(compared: Tensor) -> tuple[float, float]:
+    """From what `compare` returns: SQNR in dB of the whole, and with all rows and columns alike.
+
+    The second is that of the mean relative error of rows, or of columns, whichever is lower: the
+    power of a whole tensor may be that of a few of them.
+    """
+    signal, noise, rows, R, columns, C = compared.tolist()
+    whole = decibels(signal, noise)
+    return whole, whole if math.isnan(whole) else min(decibels(R, rows), decibels(C, columns))
+
+
+@dataclass(frozen=True)
+class CastNumbers:
+    """What a cast does to a tensor."""
+
+    amax: float
+    underflow: float  # share of the nonzero elements that become zero
+    saturation: float  # share of the nonzero elements that are larger than the largest value
+    sqnr_db: float  # infinite where nothing changes, NaN where the tensor is not finite
+    even_db: float  # the same with all rows and columns alike, see `sqnr`
+
+    @classmethod
+    def of(cls, measured: Tensor) -> "CastNumbers":
+        """From what `measure_cast` returns, waiting for the device."""
+        amax, nonzero, vanished, saturated = measured[:4].tolist()
+        count = max(nonzero, 1)
+        return cls(amax, vanished / count, saturated / count, *sqnr(measured[4:]))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """`10 log10(signal / noise)`; infinite without noise, NaN if one is not finite."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+# ---------------------------------------------------------------- watching a model
+
+
+class _Tap(torch.autograd.Function):
+    """Passes x on, and its gradient, which it shows; `probe` makes that gradient asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probe: Tensor, see: Callable[[Tensor], None]) -> Tensor:
+        ctx.see = see
+        return x.clone()  # not a view, which nobody could write into
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.see(grad)
+        return grad, torch.zeros(()), None
+
+
+def watch(
+    model: nn.Module, layers: Mapping[str, nn.Linear], loss: Callable[[], Tensor], see: Watcher
+) -> None:
+    """Run one forward and backward, and show what `layers` cast; leave everything as it was.
+
+    No parameter gets a gradient, so none of their hooks run. Buffers, histories of delayed scaling
+    and other attributes of modules are put back, as are random states. What is compiled runs
+    eagerly meanwhile.
+
+    Args:
+        model: whose forward runs.
+        layers: of the model, by name.
+        loss: runs forward and returns a 0-dim tensor.
+        see: is shown input [M, K] and weight [N, K] at each forward of a layer, and grad_output
+            [M, N] when backward reaches it.
+    """
+    probe = torch.zeros((), requires_grad=True)
+
+    def hook(name: str) -> Callable[..., Tensor | None]:
+        def shown(layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+            x = check_input(args[0] if args else kwargs["input"], layer.weight)
+            if x.numel() == 0:
+                return None
+            with torch.no_grad():  # so that nothing is recorded
+                own = isinstance(layer, Float8Linear)
+                scales = layer.delayed_scales() if own else NO_SCALES
+                needs = {"grad_input": x.requires_grad, "grad_weight": layer.weight.requires_grad}
+                backward = output.requires_grad and {gemm for gemm in needs if needs[gemm]}
+                call = Call(name, scales, frozenset({"output", *(backward or ())}))
+                see(call, "input", x.reshape(-1, x.shape[-1]))
+                see(call, "weight", layer.weight)
+
+            def see_grad(grad: Tensor) -> None:
+                see(call, "grad_output", grad.reshape(-1, grad.shape[-1]))
+
+            return _Tap.apply(output, probe, see_grad) if output.requires_grad else None  # type: ignore[no-untyped-call]
+
+        return shown
+
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(_put_back(model))
+        for name, layer in layers.items():
+            handle = layer.register_forward_hook(hook(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        with torch.enable_grad():
+            torch.autograd.grad(loss(), probe, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Give modules copies of their buffers; afterwards all attributes are the objects they were."""
+    before = {module: dict(module.__dict__) for module in model.modules()}
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    for module in before:
+        own = module._buffers.items()
+        module.__dict__["_buffers"] = {k: b if b is None else buffers[b] for k, b in own}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+# ---------------------------------------------------------------- the report
+
+
+@dataclass(frozen=True)
+class LayerCast(CastNumbers):
+    """One cast of one layer in a report."""
+
+    layer: str
+    role: str  # `"input"`, `"weight"` or `"grad_output"`
+    gemms: tuple[str, ...]  # that read it, of `"output"`, `"grad_input"` and `"grad_weight"`
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """What casts do to the tensors of a model in one step. `str()` gives a table of 80 columns."""
+
+    casts: tuple[LayerCast, ...]
+    """Worst first: tensors that are not finite, then by `even_db`."""
+
+    left_out: tuple[str, ...]
+    """Linear layers without a cast: those in high precision, and those that did not run."""
+
+    def __str__(self) -> str:
+        layers = {cast.layer for cast in self.casts}
+        width = max([5, *(min(len(layer), _LAYER_WIDTH) for layer in layers)])
+        heading = f"{'layer':<{width}} {'role':<11} {'GEMM':<11}    amax under- satu-  SQNR  even"
+        lines = [
+            f"{len(self.casts)} casts of {len(layers)} linear layers, worst first; SQNR in dB",
+            heading,
+            " " * (len(heading) - 23) + "flow rated         SQNR",
+        ]
+        for cast in self.casts:
+            layer = cast.layer
+            if len(layer) > width:
+                layer = "…" + layer[1 - width :]
+            gemm = cast.gemms[0] if len(cast.gemms) == 1 else "both"
+            shares = f"{_percent(cast.underflow):>6} {_percent(cast.saturation):>5}"
+            lines.append(
+                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {cast.amax:>7.1e} {shares} "
+                f"{cast.sqnr_db:>5.1f} {cast.even_db:>5.1f}"
+            )
+        if self.left_out:
+            lines.append(f"no casts: {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return "0" if share == 0 else f"{share:.1%}" if share >= 5e-4 else "<0.1%"
+
+
+def numerics_report(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    recipe: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+) -> NumericsReport:
+    """Run one forward and backward of `model` and say what float8 does to what its layers read.
+
+    The model computes as it is, converted or not, in the mode that it is in, under autocast if that
+    is on. It is left as it was: its gradients, buffers, hooks, histories of delayed scaling, and
+    torch's random state. Of layers that run without gradients, as under reentrant activation
+    checkpointing, forward alone is measured.
+
+    Args:
+        model: on one device, with parameters that require gradients.
+        batch: a tensor; a tuple or list of positional arguments; or a dict of keyword arguments.
+        loss: takes what the model returns and gives a tensor of one element. None: the model
+            returns one, or something with the attribute `loss`, as those of Hugging Face do.
+        recipe: measure all linear layers under it, delayed scaling with scales from the data. None:
+            each converted layer under its own configuration, with the scales that it has now; in a
+            model that has none, all layers under dynamic scaling with one scale per tensor.
+
+    Raises:
+        TypeError: `model` is no module, or an argument has another wrong type.
+        ValueError: the model is sharded, holds weights in float8, is wrapped in DDP or has no
+            linear layers; the loss is not of one element or has no gradient; the recipe is unknown.
+    """
+    configs = _configs(model, recipe)
+    layers = {name: layer for name, layer in model.named_modules() if name in configs}
+    casts = {name: casts_of(config) for name, config in configs.items()}
+    found: dict[tuple[str, Cast], Tensor] = {}
+
+    def see(call: Call, role: str, x: Tensor) -> None:
+        for cast in casts[call.layer]:
+            cast = cast._replace(gemms=tuple(gemm for gemm in cast.gemms if gemm in call.gemms))
+            if cast.role == role and cast.gemms:
+                new = measure_cast(x, cast, call.scales if recipe is None else NO_SCALES)
+                old = found.get((call.layer, cast), torch.zeros_like(new))
+                found[call.layer, cast] = torch.cat([torch.maximum(old, new)[:1], (old + new)[1:]])
+
+    watch(model, layers, lambda: _loss(_call(model, batch), loss), see)
+    measured = []
+    for (name, cast), sums in found.items():
+        numbers = CastNumbers.of(sums)
+        measured.append(LayerCast(**vars(numbers), layer=name, role=cast.role, gemms=cast.gemms))
+    measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
+    seen = {cast.layer for cast in measured}
+    linears = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
+    return NumericsReport(tuple(measured), tuple(name for name in linears if name not in seen))
+
+
+def _configs(
+    model: nn.Module, recipe: Float8LinearConfig | Float8LinearRecipeName | str | None
+) -> dict[str, Float8LinearConfig]:
+    """Under what each layer is measured."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"numerics_report: got model {type(model).__name__}, expected an nn.Module")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "numerics_report: got a DistributedDataParallel, expected the model in it: it counts "
+            "its backwards; pass model.module"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor | Float8Tensor):
+            raise ValueError(
+                f"numerics_report: got {name} as a {type(parameter).__name__}, expected a whole "
+                f"tensor in high precision; make the report before the model is sharded, or of a "
+                f"copy of it on one device"
+            )
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if not linears:
+        raise ValueError(
+            f"numerics_report: got a {type(model).__name__} without linear layers, expected at "
+            f"least one nn.Linear"
+        )
+    own = {name: m.config for name, m in linears.items() if isinstance(m, Float8Linear)}
+    if recipe is None:
+        return own or dict.fromkeys(linears, Float8LinearConfig())
+    if not isinstance(recipe, Float8LinearConfig):
+        recipe = Float8LinearConfig.from_recipe_name(recipe)
+    return dict.fromkeys(linears, recipe)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _loss(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    value = getattr(output, "loss", output) if loss is None else loss(output)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"numerics_report: got a loss of {got}, expected a tensor of one element; pass loss=, "
+            f"a function of what the model returns"
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            "numerics_report: got a loss without a gradient, expected one: some parameters must "
+            "require gradients, and inference mode must be off"
+        )
+    return value

@@ -1,0 +1,385 @@
+"""`numerics_report` on models as users have them: what it says, and that it leaves nothing."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from float8 import (
+    Float8LinearConfig,
+    Float8Tensor,
+    all_linears,
+    attach_to_optimizer,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from float8_lab.models.llama import Llama
+from float8_lab.numerics import LayerCast, NumericsReport, casts_of, measure_cast, numerics_report
+from sqnr import same_bits
+from support.configs import of_recipe, tensorwise
+from support.devices import E4M3, on_devices
+from support.nano import NANO
+
+TOKENS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
+
+
+def stack(**kind: Any) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = nn.Linear(32, 48, **kind), nn.ReLU(inplace=True), nn.Linear(48, 16, **kind)
+    return nn.Sequential(*layers)
+
+
+def square(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def llama(recipe: str | None = None, device: str = "cpu") -> Llama:
+    with torch.device(device):
+        model = Llama(NANO.model, 16)
+    model.init_weights(0)
+    if recipe is not None:
+        convert_to_float8_training(
+            model,
+            config=Float8LinearConfig.from_recipe_name(recipe),
+            module_filter_fn=lambda module, name: name != "output",
+        )
+    return model
+
+
+def next_token(logits: Tensor) -> Tensor:
+    targets = TOKENS[:, 1:].flatten().to(logits.device)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets)
+
+
+def keys(report: NumericsReport) -> set[tuple[str, str, tuple[str, ...]]]:
+    return {(cast.layer, cast.role, cast.gemms) for cast in report.casts}
+
+
+def test_a_plain_model_by_hand() -> None:
+    model, x = stack(), torch.randn(24, 32)
+    report = numerics_report(model, x, loss=square)
+    both = ("output", "grad_input")
+    assert keys(report) == {
+        ("0", "input", ("output", "grad_weight")),
+        ("0", "weight", ("output",)),  # nobody asks for the gradient of x
+        ("0", "grad_output", ("grad_weight",)),
+        ("2", "input", ("output", "grad_weight")),
+        ("2", "weight", both),
+        ("2", "grad_output", ("grad_input", "grad_weight")),
+    }
+    hidden = model[:2](x)
+    read = {("0", "input"): x, ("2", "input"): hidden}
+    read |= {(name, "weight"): model[int(name)].weight for name in "02"}
+    y = model[2](hidden)
+    read["2", "grad_output"] = 2 * y / y.numel()
+    specs = {cast.role: cast for cast in casts_of(tensorwise())}
+    for cast in report.casts:
+        if (tensor := read.get((cast.layer, cast.role))) is None:
+            continue
+        sums = measure_cast(tensor, specs[cast.role]).tolist()
+        amax, nonzero, vanished, _, signal, noise, *_ = sums
+        assert cast.amax == pytest.approx(amax)
+        assert cast.underflow == pytest.approx(vanished / nonzero)
+        assert cast.saturation == 0
+        assert cast.sqnr_db == pytest.approx(10 * math.log10(signal / noise), abs=1e-4)
+    assert [cast.even_db for cast in report.casts] == sorted(c.even_db for c in report.casts)
+    assert report.casts[0].role == "grad_output"  # e5m2
+
+
+def test_the_table_has_80_columns_and_one_row_per_cast() -> None:
+    long = nn.ModuleDict({"a_transformer_with_a_long_name": stack(), "head": nn.Identity()})
+    model = nn.Sequential(*long.values())
+    model.add_module("and_another_layer_with_a_long_name", nn.Linear(16, 16))
+    text = str(numerics_report(model, torch.randn(8, 32), loss=square, recipe="rowwise"))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.search(r"^…\S+with_a_long_name ", text, re.MULTILINE)
+    assert len(lines) == 3 + 16
+    numbers = r"\d\.\de[+-]\d\d +\S+ +\S+ +[\d.]+ +[\d.]+"
+    row = re.compile(r"\S+ +(input|weight|grad_output) +\w+ +" + numbers)
+    assert all(row.fullmatch(line) for line in lines[3:])
+    assert lines[1].split() == ["layer", "role", "GEMM", "amax", "under-", "satu-", "SQNR", "even"]
+
+
+def test_own_configurations_or_those_of_a_recipe() -> None:
+    model = llama("rowwise")
+    tokens = TOKENS[:, :-1]
+    report = numerics_report(model, tokens, loss=next_token)
+    assert report.left_out == ("output",)
+    assert "no casts: output" in str(report)
+    assert len(report.casts) == 2 * 7 * 6
+    assert {cast.layer for cast in report.casts} >= {"layers.1.feed_forward.down"}
+    report = numerics_report(model, tokens, loss=next_token, recipe="tensorwise")
+    assert len(report.casts) == (2 * 7 + 1) * 3
+    assert report.left_out == ()
+    assert keys(numerics_report(llama(), tokens, loss=next_token)) == keys(report)
+    given = numerics_report(model, tokens, loss=next_token, recipe=of_recipe("blockwise"))
+    assert len(given.casts) == (2 * 7 + 1) * 5
+    delayed = numerics_report(model, tokens, loss=next_token, recipe="delayed")
+    same = {(c.layer, c.role): c.sqnr_db for c in report.casts}
+    assert same == pytest.approx({(c.layer, c.role): c.sqnr_db for c in delayed.casts}, abs=1e-9)
+
+
+def test_rowwise_saves_what_a_hot_token_costs() -> None:
+    model, x = stack(), torch.randn(24, 32)
+    x[5] *= 2.0**16
+
+    def first(recipe: str) -> LayerCast:
+        report = numerics_report(model, x, loss=square, recipe=recipe)
+        return next(c for c in report.casts if c.role == "input" and "output" in c.gemms)
+
+    bad, good = first("tensorwise"), first("rowwise")
+    assert bad.underflow > 0.05
+    assert good.underflow < 0.005
+    # The hot token has all the power, and is cast well: what became of others counts as much.
+    assert bad.sqnr_db > 28
+    assert bad.even_db < 15
+    assert good.even_db > 28
+    report = numerics_report(model, x, loss=square, recipe="tensorwise")
+    assert {cast.role for cast in report.casts[:2]} == {"input"}
+
+
+def test_delayed_scales_are_those_of_the_layer() -> None:
+    model, x = stack(), torch.randn(24, 32)
+    config = Float8LinearConfig.from_recipe_name("delayed")
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+    def saturation() -> float:
+        report = numerics_report(model, 8 * x, loss=square)
+        return next(c.saturation for c in report.casts if (c.layer, c.role) == ("0", "input"))
+
+    assert saturation() == 0  # no history yet
+    square(model(x)).backward()
+    sync_float8_amax_and_scale_history(model)
+    expected = (8 * x.abs() > x.abs().max()).double().mean().item()
+    assert saturation() == pytest.approx(expected, abs=1e-9)
+    assert expected > 0.4
+    model.eval()
+    assert saturation() == 0
+
+
+# ---------------------------------------------------------------- nothing left behind
+
+
+def everything(model: nn.Module) -> list[Any]:
+    """What a report could change: objects by identity, numbers by value."""
+    seen: list[Any] = []
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            entries = list(value.items()) if isinstance(value, dict) else value
+            seen.append((name, id(value), repr(entries) if "_hooks" in name else None))
+        seen.append(list(module.__dict__))
+    for tensor in (*model.parameters(), *model.buffers()):
+        grad = tensor.grad
+        seen.append((id(tensor), tensor._version, tensor.detach().clone(), id(grad)))
+        seen.append(None if grad is None else (grad._version, grad.clone()))
+    return [*seen, torch.get_rng_state()]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return same_bits(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def train(model: nn.Module, steps: int, between: Callable[[], object]) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    attach_to_optimizer(model, optimizer)
+    losses = []
+    for _ in range(steps):
+        loss = next_token(model(TOKENS[:, :-1]))
+        loss.backward()
+        between()
+        optimizer.step()
+        between()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *model.state_dict().values()]
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "delayed", "blockwise"])
+def test_nothing_is_left_behind(recipe: str | None) -> None:
+    model = llama(recipe)
+
+    def report() -> None:
+        before = everything(model)
+        numerics_report(model, 255 - TOKENS[:, :-1], loss=next_token)
+        assert equal(before, everything(model))
+
+    assert all(map(same_bits, train(model, 2, report), train(llama(recipe), 2, lambda: None)))
+
+
+def test_state_of_other_modules_and_randomness_stay() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16))
+    counted = model[0]
+    counted.calls = 0  # type: ignore[assignment]
+
+    def count(module: Any, *rest: Any) -> None:
+        module.calls += 1
+
+    fired: list[Tensor] = []
+    counted.register_forward_pre_hook(count)
+    counted.weight.register_post_accumulate_grad_hook(fired.append)
+    square(model(torch.randn(8, 32))).backward()
+    before = everything(model)
+    numerics_report(model, torch.randn(8, 32, generator=torch.Generator()), loss=square)
+    assert equal(before, everything(model))
+    assert counted.calls == 1
+    assert len(fired) == 1
+
+
+def test_an_error_of_the_model_leaves_it_as_it_was() -> None:
+    model = stack()
+    before = everything(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        numerics_report(model, torch.zeros(2, 7), loss=square)
+    with pytest.raises(ZeroDivisionError):
+        numerics_report(model, torch.zeros(2, 32), loss=lambda y: y.mean() * (1 / 0))
+    assert equal(before, everything(model))
+
+
+# ---------------------------------------------------------------- models and batches of all kinds
+
+
+class Wants(nn.Module):
+    """Takes two arguments, returns an object with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, scale: float) -> Any:
+        self.loss = square(self.linear(x) * scale)
+        return self
+
+
+@pytest.mark.parametrize(
+    "batch", [(torch.ones(4, 16), 2.0), {"scale": 2.0, "x": torch.ones(4, 16)}]
+)
+def test_batches_with_names_and_losses_of_the_model(batch: Any) -> None:
+    report = numerics_report(Wants(), batch)
+    assert {cast.role for cast in report.casts} == {"input", "weight", "grad_output"}
+
+
+def test_frozen_weights_need_fewer_casts() -> None:
+    model = stack()
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)  # its bias is trained
+    report = numerics_report(model, torch.randn(8, 32), loss=square)
+    assert keys(report) == {
+        (name, role, ("output",)) for name in "02" for role in ("input", "weight")
+    }
+    with pytest.raises(ValueError, match=r"got a loss without a gradient, expected one"):
+        numerics_report(model.requires_grad_(False), torch.randn(8, 32), loss=square)
+
+
+def test_several_calls_of_a_layer_count_together() -> None:
+    layer, small, large = nn.Linear(32, 32), torch.randn(8, 32), 100 * torch.randn(24, 32)
+
+    def report(*inputs: Tensor) -> Any:
+        class Calls(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = layer
+
+            def forward(self, *xs: Tensor) -> Tensor:
+                return sum((square(self.layer(x)) for x in xs), torch.zeros(()))
+
+        found = numerics_report(Calls(), inputs)
+        return next(cast for cast in found.casts if cast.role == "input")
+
+    one, other, both = report(small), report(large), report(small, large)
+    assert both.amax == max(one.amax, other.amax)
+    assert both.sqnr_db == pytest.approx(other.sqnr_db, abs=0.1)  # by power
+    assert both.underflow == pytest.approx((one.underflow + 3 * other.underflow) / 4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_checkpointed_blocks_and_compiled_ones(recipe: str) -> None:
+    tokens = TOKENS[:, :-1]
+    plain = str(numerics_report(llama(recipe), tokens, loss=next_token))
+    again = llama(recipe)
+    again.activation_checkpointing = True
+    assert str(numerics_report(again, tokens, loss=next_token)) == plain
+    compiled = llama(recipe)
+    for block in compiled.layers:
+        block.compile(backend="eager")
+    assert str(numerics_report(compiled, tokens, loss=next_token)) == plain
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_autocast_decides_what_is_cast(recipe: str, device: str) -> None:
+    model, tokens = llama(recipe, device), TOKENS[:, :-1].to(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        report = numerics_report(model, tokens, loss=next_token)
+    wide = numerics_report(model, tokens, loss=next_token)
+    assert keys(report) == keys(wide)
+    amaxes = {(c.layer, c.role): c.amax for c in report.casts}
+    inputs = [amax for (_, role), amax in amaxes.items() if role == "input"]
+    assert all(torch.tensor(amax).bfloat16().item() == amax for amax in inputs)
+    weights = {key: amax for key, amax in amaxes.items() if key[1] == "weight"}
+    others = {(c.layer, c.role): c.amax for c in wide.casts if c.role == "weight"}
+    assert weights == others  # float32 both times
+
+
+def test_tensors_that_are_not_finite_come_first() -> None:
+    x = torch.randn(8, 32)
+    x[3, 3] = math.inf
+    report = numerics_report(stack(), x, loss=square)
+    assert math.isnan(report.casts[0].sqnr_db)
+    assert "inf" in str(report)
+
+
+def test_under_reentrant_checkpoints_only_forward_is_measured() -> None:
+    class Again(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+    model, x = Again(*stack()), torch.randn(8, 32, requires_grad=True)
+    before = everything(model)
+    report = numerics_report(model, x, loss=square)
+    assert {cast.gemms for cast in report.casts} == {("output",)}
+    assert equal(before, everything(model))
+
+
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (lambda x: x, {}, TypeError, "got model function, expected an nn.Module"),
+    (nn.ReLU(), {}, ValueError, "got a ReLU without linear layers, expected at least one"),
+    (
+        stack(),
+        {},
+        ValueError,
+        r"got a loss of shape \(4, 16\), .* one element; pass loss=",
+    ),
+    (stack(), {"loss": lambda y: 1.0}, ValueError, "got a loss of float, expected a tensor"),
+    (stack(), {"recipe": "rows"}, ValueError, "recipe: got 'rows', expected one of"),
+]
+
+
+@pytest.mark.parametrize(("model", "more", "kind", "message"), WRONG)
+def test_errors_say_what_to_do(
+    model: Any, more: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        numerics_report(model, torch.randn(4, 32), **more)
+
+
+def test_wrapped_and_float8_models_are_refused() -> None:
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    with pytest.raises(ValueError, match=r"pass model\.module"):
+        numerics_report(wrapped, torch.randn(4, 32))
+    model = stack()
+    model[2].weight = nn.Parameter(Float8Tensor.from_high_precision(torch.randn(16, 48), E4M3))
+    with pytest.raises(ValueError, match=r"got 2\.weight as a Float8Tensor, expected a whole"):
+        numerics_report(model, torch.randn(4, 32), loss=square)
