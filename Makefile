@@ -51,10 +51,10 @@ demo: $(VENV)/cli.done
 	$(BIN)/float8 compare tensorwise delayed --output runs/demo --overwrite
 
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not exhaustive"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not exhaustive"
 
 test-all: $(VENV)/dev.done
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check .

@@ -67,6 +67,28 @@ def test_one_layer(either: Ranks, recipe: str, N: int) -> None:
     either.run(one_layer, recipe, N)
 
 
+def a_cold_column() -> None:
+    """What is tiny in its row is rounded before columns are cast again: docs/fsdp.md."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 64).to(here()), torch.eye(64, device=here())
+    weight[:, 5] *= 2.0**-14
+    weight[:, 6] *= 2.0**-24
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(here())
+    model[0].weight.data.copy_(weight)
+    config = of_recipe("rowwise", enable_fsdp_float8_all_gather=True)
+    model = fully_shard(convert_to_float8_training(model, config=config), mesh=mesh_of())
+    x.requires_grad_()
+    model(x).backward(torch.eye(64, device=here()))
+    columns = [sqnr(weight[:, k], x.grad[:, k]) for k in (4, 5, 6)]
+    assert columns[0] > 28
+    assert 15 < columns[1] < 28
+    assert columns[2] == 0
+
+
+def test_a_cold_column(two: Ranks) -> None:
+    two.run(a_cold_column)
+
+
 @pytest.mark.parametrize("N", [3, 130], ids=str)
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_ranks_without_rows(four: Ranks, recipe: str, N: int) -> None:

@@ -9,7 +9,7 @@ import tolerances
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, ScalingType, linear
 from float8.config import ScalingGranularity
 from sqnr import same_bits, sqnr
-from support.configs import FINER, of_recipe
+from support.configs import FINER, mixed, of_recipe
 from support.devices import DTYPES, on_devices
 from support.models import seeded
 from support.reference import reference_values
@@ -77,7 +77,8 @@ def test_output_and_gradients(
         assert sqnr(product, got[name].cpu()) > tolerances.GEMM, name
 
 
-@on_devices
+@pytest.mark.gpu  # the CPU emulates all of them
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("recipe", FINER)
 def test_emulation_agrees_with_the_gemms(recipe: str, device: str) -> None:
     x, w, g = tensors(48, 400, 144, torch.bfloat16, device)
@@ -180,13 +181,13 @@ def test_compiled(recipe: str, dynamic: bool, device: str) -> None:
     config = of_recipe(recipe)
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.RMSNorm(64), Float8Linear.from_float(nn.Linear(64, 96), config), nn.SiLU(),
-        Float8Linear.from_float(nn.Linear(96, 32, bias=False), config),
+        nn.RMSNorm(256), Float8Linear.from_float(nn.Linear(256, 384), config), nn.SiLU(),
+        Float8Linear.from_float(nn.Linear(384, 32, bias=False), config),
     ).to(device)  # fmt: skip
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=counter)
-    for tokens in (48, 96, 33) if dynamic else (48,):
-        x = seeded(tokens, tokens, 64).to(device)
+    for tokens in (160, 256, 333) if dynamic else (160,):
+        x = seeded(tokens, tokens, 256).to(device)
         results = []
         for run in (model, compiled):
             model.zero_grad()
@@ -221,6 +222,28 @@ def test_pairs_without_a_gemm_are_refused() -> None:
     runs = CastConfig(scaling_granularity=ScalingGranularity.BLOCK_1x128)
     with pytest.raises(ValueError, match=r"'output'.*axiswise and block_1x128, expected one of"):
         Float8LinearConfig(cast_config_input=rows, cast_config_weight=runs)
+
+
+def test_a_granularity_without_a_cast_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"BLOCK_1x128 with ScalingType.DISABLED, expected TENSOR"):
+        CastConfig(ScalingType.DISABLED, ScalingGranularity.BLOCK_1x128)
+
+
+def test_without_padding_blocks_must_be_whole() -> None:
+    config = of_recipe("blockwise", pad_inner_dim=False)
+    x, w, _ = tensors(128, 144, 128, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"weight of .*144\), expected a multiple of 128"):
+        linear(x, w, config=config)
+    x, w, _ = tensors(144, 128, 128, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"144 tokens .*expected a multiple of 128"):
+        linear(x, w.requires_grad_(), config=config)
+
+
+@pytest.mark.parametrize("granularity", ["AXISWISE", "BLOCK_1x128"])
+def test_weights_whose_gathered_bytes_would_not_do_are_refused(granularity: str) -> None:
+    cast = CastConfig(scaling_granularity=ScalingGranularity[granularity])
+    with pytest.raises(ValueError, match=rf"got True with a weight under .*{granularity}"):
+        mixed(cast, cast, cast, enable_fsdp_float8_all_gather=True)
 
 
 def test_single_casts() -> None:

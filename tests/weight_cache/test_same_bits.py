@@ -24,13 +24,14 @@ from float8 import (
 from float8_lab.models.llama import Block, rope_table
 from float8_lab.models.presets import ModelConfig
 from sqnr import same_bits
-from support.configs import DISABLED, MIXES, delayed, mixed, tensorwise
+from support.configs import DISABLED, FINER, MIXES, delayed, mixed, of_recipe, tensorwise
 from support.devices import E4M3, E5M2, on_devices
 from support.microbatches import MICROBATCHES, accumulate, steps_with_and_without
 from support.models import FeedForward, fp8_state, seeded
 from support.training import Wrapped
 
 BOTH = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+EACH_FINER = pytest.mark.parametrize("config", map(of_recipe, FINER), ids=FINER)
 
 
 def convert(model: nn.Module, config: Float8LinearConfig) -> nn.Module:
@@ -120,6 +121,17 @@ def test_float32_weights_under_autocast(config) -> None:
 )
 def test_switches(config) -> None:
     compare(convert(FeedForward(32, 48), config), (8, 32))
+
+
+@on_devices
+@EACH_FINER
+@pytest.mark.parametrize("hidden", [48, 32], ids=["oblong", "square"])
+def test_finer_scales(device: str, hidden: int, config) -> None:
+    """Rows of very different size: the scales of rows are not those of columns."""
+    model = FeedForward(32, hidden)
+    for weight in model.parameters():
+        weight.data *= torch.logspace(-2, 2, len(weight)).unsqueeze(1)
+    compare(convert(model, config).to(device), (8, 32))
 
 
 @BOTH

@@ -50,7 +50,7 @@ class CastConfig:
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a finer granularity comes with delayed scaling, or the dtype is no supported
-            float8 format or given although nothing is cast.
+            float8 format, or either is given although nothing is cast.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -73,6 +73,11 @@ class CastConfig:
                 f"scaling_granularity: got {self.scaling_granularity} with delayed scaling, "
                 f"expected TENSORWISE: histories are kept of one scale per tensor; use "
                 f"ScalingType.DYNAMIC, or leave scaling_granularity out"
+            )
+        if not self.is_float8 and not one_scale:
+            raise ValueError(
+                f"scaling_granularity: got {self.scaling_granularity} with ScalingType.DISABLED, "
+                f"expected TENSORWISE: the tensor is not cast; leave scaling_granularity out"
             )
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
             expected = " or ".join(str(dtype) for dtype in FLOAT8_MAX)

@@ -10,7 +10,7 @@ from float8.config.casting import (
     ScalingGranularity,
     ScalingType,
 )
-from float8.formats import E4M3, E5M2
+from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
 
 
 class CastSite(enum.Enum):
@@ -76,7 +76,7 @@ class Float8GemmConfig:
 
     Args:
         use_fast_accum: let the tensor cores add with fewer bits: faster on some shapes and less
-            exact. Ignored where the device always accumulates in float32 (CPU, `emulate`).
+            exact. Ignored where sums are always in float32 (CPU, `emulate`, block scales).
 
     Raises:
         TypeError: `use_fast_accum` is no bool.
@@ -107,8 +107,8 @@ class Float8LinearConfig:
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
             gather it in float8. Needs one cast of the weight for both of its GEMMs. Without effect
             on weights that are not sharded.
-        pad_inner_dim: pad dims that are not divisible by 16 with zeros inside the cast, which
-            changes no result. False: such dims raise a `ValueError`.
+        pad_inner_dim: pad dims that are not divisible by 16, under block scales by 128, with zeros
+            inside the cast, which changes no result. False: such dims raise a `ValueError`.
         emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
             device, slowly.
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
@@ -212,6 +212,15 @@ class Float8LinearConfig:
                 "gathered once; set it to False, or leave cast_config_weight_for_grad_input out"
             )
 
+        weight = self.cast_config_weight.scaling_granularity
+        if weight is _B1 or (weight is _A and not self.round_scales_to_power_of_2):
+            raise ValueError(
+                f"enable_fsdp_float8_all_gather: got True with a weight under {weight} and "
+                f"round_scales_to_power_of_2={self.round_scales_to_power_of_2}, expected "
+                f"TENSORWISE, BLOCK_128x128, or AXISWISE with powers of two, of whose float8 data "
+                f"the columns for grad_input can be made; set it to False, or change these"
+            )
+
     def _check_delayed_only(self) -> None:
         for name, default in (
             ("delayed_scaling_config", DelayedScalingConfig()),
@@ -250,6 +259,11 @@ class Float8LinearConfig:
         """Whether some scales cover blocks, which fewer devices multiply."""
         casts = (self.cast_config(site) for site in CAST_SITES)
         return any(cast.scaling_granularity in (_B1, _B2) for cast in casts)
+
+    @property
+    def alignment(self) -> int:
+        """What dims are padded to: what a GEMM reads at a time, or a block."""
+        return 128 if self.scales_by_blocks else GEMM_ALIGNMENT
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from float8.config import Float8LinearConfig, ScalingGranularity
-from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.weight import kept_weight, weight_columns, weight_rows
@@ -86,7 +86,7 @@ def linear(
         )
     plan = plan_linear(config)
     if not plan.pad:
-        require_aligned(f"weight of shape {tuple(weight.shape)}", weight.shape)
+        require_aligned(f"weight of shape {tuple(weight.shape)}", weight.shape, plan.alignment)
     return apply_linear(input, weight, bias, plan)
 
 
@@ -123,7 +123,8 @@ def apply_linear(
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
             tokens = rows.shape[0]
-            require_aligned(f"{tokens} tokens (all leading dims) for grad_weight", (tokens,))
+            what = f"{tokens} tokens (all leading dims) for grad_weight"
+            require_aligned(what, (tokens,), plan.alignment)
         if ready is None and isinstance(weight, Float8Tensor):
             ready = held_in_float8(weight, plan)
         output = _Linear.apply(  # type: ignore[no-untyped-call]
@@ -172,11 +173,11 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
     return input
 
 
-def require_aligned(what: str, dims: Iterable[int]) -> None:
+def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
     """Raise a `ValueError` for dims that need padding, where `pad_inner_dim=False` forbids it."""
-    if any(dim % GEMM_ALIGNMENT for dim in dims):
+    if any(dim % alignment for dim in dims):
         raise ValueError(
-            f"Float8Linear: got {what}, expected a multiple of {GEMM_ALIGNMENT} in each dim; set "
+            f"Float8Linear: got {what}, expected a multiple of {alignment} in each dim; set "
             f"pad_inner_dim=True to have them padded"
         )
 
@@ -298,6 +299,8 @@ class _Linear(torch.autograd.Function):
 
         ready = ready if plan.share_weight else None
         kept = kept_weight(weight, ready) if need_grad_input else None
+        if ready is not None and ready.col is not None:  # what is kept then
+            weight_scale = ready.col.scale
         ctx.save_for_backward(saved_input, input_scale, kept, weight_scale)
         ctx.weight_is_transposed = ready is not None and ready.col is not None
         ctx.plan, ctx.scales, ctx.record = plan, scales, record

@@ -27,6 +27,8 @@ class LinearPlan(NamedTuple):
     grad_input: Gemm | None
     grad_weight: Gemm | None
     pad: bool
+    alignment: int
+    """What dims are padded to, or must be multiples of."""
 
 
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
@@ -64,6 +66,7 @@ def _resolved(config: Float8LinearConfig) -> LinearPlan:
         grad_input=gemm("grad_input"),
         grad_weight=gemm("grad_weight"),
         pad=config.pad_inner_dim,
+        alignment=config.alignment,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from float8.config import Float8LinearConfig
-from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, lacks_float8_gemm
+from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
 from float8.linear.classes import computes_something_else, is_conv1d, path
 from float8.linear.delayed import StatefulLinear
 
@@ -97,9 +97,9 @@ def _problem(
     shape = tuple(weight.shape)
     if 0 in shape:
         return ValueError(f"got weight of shape {shape}, expected no empty dim")
-    if not config.pad_inner_dim and any(dim % GEMM_ALIGNMENT for dim in shape):
+    if not config.pad_inner_dim and any(dim % config.alignment for dim in shape):
         return ValueError(
-            f"got weight of shape {shape}, expected dims divisible by {GEMM_ALIGNMENT}; set "
+            f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
             f"pad_inner_dim=True to have them padded"
         )
     reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)

@@ -34,7 +34,7 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | No
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     """The [R, C] of all ranks of `group`, alike in shape, one below the other."""
     whole = x.new_empty(dist.get_world_size(group) * x.shape[0], x.shape[1])
-    dist.all_gather_into_tensor(whole, x, group=group)
+    dist.all_gather(list(whole.chunk(dist.get_world_size(group))), x, group=group)
     return whole
 
 

@@ -83,7 +83,9 @@ class FSDPFloat8Weight(Float8GatherWeight):
         even = rows * mesh.size() == outer_size[0]
         if reason := self._not_in_float8(rows, by_rows, even):
             warnings.warn(
-                f"float8: a weight of {tuple(outer_size)} is gathered in {reason}", stacklevel=2
+                f"float8: a weight of {tuple(outer_size)} is gathered in {reason}; shard it "
+                f"evenly, or leave enable_fsdp_float8_all_gather out",
+                stacklevel=2,
             )
             shard = _padded(self.high_precision.to(param_dtype), rows)
             return (shard,), GatherMetadata(None, None, outer_size)

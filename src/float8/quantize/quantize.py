@@ -149,7 +149,7 @@ def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
 
     Bytes are transposed where columns have the scales of rows. Columns under `AXISWISE` have others
     than rows: the values are cast again. With powers of two as scales that changes no value but
-    those so small in their column that the format holds them with fewer bits.
+    those that are tiny in their column; what was tiny in its row was rounded before.
 
     Raises:
         ValueError: under `BLOCK_1x128`, which no weight has.
@@ -167,6 +167,9 @@ def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
             f"BLOCK_128x128; cast the tensor with `quantize(..., col=True)`"
         )
     row = Part(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
-    made = quantize(dequantised(row, spec.granularity), spec, col=True, after=after).col
+    # Times a power of two a float8 value is exact in bfloat16, too.
+    dtype = torch.bfloat16 if spec.power_of_2 else torch.float32
+    values = dequantised(row, spec.granularity, dtype)
+    made = quantize(values, spec, col=True, after=after).col
     assert made is not None
     return made

@@ -85,15 +85,17 @@ def check_scale(part: Part, granularity: ScalingGranularity) -> None:
         )
 
 
-def dequantised(part: Part, granularity: ScalingGranularity) -> Tensor:
-    """`data * scale` in float32; of any shape under `TENSORWISE`, else [R, C]."""
+def dequantised(
+    part: Part, granularity: ScalingGranularity, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`data * scale` in `dtype`; of any shape under `TENSORWISE`, else [R, C]."""
     scale = part.scale
     if granularity in (ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128):
         R, C = part.data.shape
         scale = scale.repeat_interleave(BLOCK, dim=1)[:, :C]
         if granularity is ScalingGranularity.BLOCK_128x128:
             scale = scale.repeat_interleave(BLOCK, dim=0)[:R]
-    return part.data.to(torch.float32) * scale
+    return part.data.to(dtype) * scale.to(dtype)
 
 
 def _blocks(n: int) -> int:

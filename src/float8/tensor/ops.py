@@ -110,6 +110,11 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
     for piece in pieces:
         _require_alike("cat", pieces[0], piece, scale=True)
+    if pieces[0]._granularity is not ScalingGranularity.TENSORWISE:
+        raise ValueError(
+            f"cat: got Float8Tensors under {pieces[0]._granularity}, expected TENSORWISE; call "
+            f".to_original_precision() first"
+        )
     data = func([piece._data for piece in pieces], *rest, **kwargs)
     whole = pieces[0]._like(data)
     whole._scale = whole._scale.clone()  # a write in place reaches it, too
