@@ -169,6 +169,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """Uninitialised, contiguous, of at most two dims, on the device of `like`."""
     if _ALLOCATES and like.get_device() == private.current_device():  # the CPU's is -1
         strides = (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
-        result: Tensor = private.empty_strided_cuda(shape, strides, dtype)
+        # A tuple and no `torch.Size`, which this function refuses.
+        result: Tensor = private.empty_strided_cuda(tuple(shape), strides, dtype)
         return result
     return torch.empty(shape, dtype=dtype, device=like.device)
