@@ -24,7 +24,8 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 PLAIN = "plain-rebuild.json"
-PLAIN_COMMIT = "6e80e33"  # the run with the whole stack, compiled and eager
+PLAIN_COMMIT = "abdb2c8"  # the newest run of the whole stack, compiled and eager
+FINER_COMMIT = "301e755"  # the newest run with scales per row and block
 SMALL_COMMIT = "70c1350"  # the newest run with small layers
 
 WIDTH = 96  # of a command, which goes on in the next line
@@ -60,9 +61,9 @@ def updated(page: str, name: str, content: str) -> str:
 # ---------------------------------------------------------------- plain models
 
 
-def plain_stack(folder: Path) -> str:
+def plain_stack(folder: Path, commit: str = PLAIN_COMMIT, page: Path = README) -> str:
     """The stack of blocks of a plain model: a row per recipe, compiled and eager."""
-    run = plain_run(folder, PLAIN_COMMIT)
+    run = plain_run(folder, commit)
     heads = ["recipe", "compiled ms", "speedup", "peak GiB", "eager ms", "speedup", "peak GiB"]
     rows = []
     for recipe, modes in by_recipe(plain_rows(run, "8B stack")).items():
@@ -71,7 +72,12 @@ def plain_stack(folder: Path) -> str:
             row = modes.get(mode, {})
             cells += [number(row, "ms", 1), number(row, "speedup", 2), number(row, "peak_gib", 2)]
         rows.append(cells)
-    return "\n".join([*table(heads, rows), "", *source(run, folder / PLAIN, README)])
+    return "\n".join([*table(heads, rows), "", *source(run, folder / PLAIN, page)])
+
+
+def plain_finer(folder: Path) -> str:
+    """The same with scales per row and block."""
+    return plain_stack(folder, FINER_COMMIT, PERFORMANCE)
 
 
 def plain_small(folder: Path) -> str:
@@ -254,6 +260,7 @@ def wrapped(command: str) -> list[str]:
 
 SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
     (README, "plain models"): plain_stack,
+    (PERFORMANCE, "finer scales"): plain_finer,
     (PERFORMANCE, "small layers"): plain_small,
     (PERFORMANCE, "performance"): tables,
 }

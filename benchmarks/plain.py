@@ -214,7 +214,9 @@ def main() -> None:
     parser.add_argument("--what", default="stack,small,linear,cast")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--recipes", default="tensorwise,delayed", help="besides bf16")
-    parser.add_argument("--torchao", help="its recipes to measure, too", default="")
+    parser.add_argument(
+        "--torchao", nargs="?", const="tensorwise", default="", help="its recipes to measure, too"
+    )
     parser.add_argument("--compiled", action="store_true", help="no stacks in eager mode")
     parser.add_argument("--tiny", action="store_true", help="a model for a laptop")
     parser.add_argument("--output", type=Path)
