@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from float8.config import Float8LinearRecipeName
 from float8_lab.bench.numerics import (
     FAMILIES,
     STEPS,
@@ -28,12 +27,11 @@ from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS
 from float8_lab.trainer.build import autocast
 from float8_lab.trainer.checkpoint import check_checkpoint
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import RECIPES, TrainConfig
 from float8_lab.trainer.data import check_length, load_corpus, train_batch
 from float8_lab.trainer.loop import Trainer
 from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, saved_config
 
-_RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 _MODEL, _STEPS = "tiny", 20  # what is trained if nothing is said
 _TOKENS = 4096  # of a captured batch, about
 
@@ -80,7 +78,7 @@ def numerics_command(
     before. `even` counts all tokens alike, of grad_weight all channels, though a few may have most
     of the power. Underflow and saturation: shares of nonzero elements that become zero, or are cut.
     """
-    chosen, others = words(recipe) or _RECIPES, words(peers)
+    chosen, others = words(recipe) or RECIPES, words(peers)
     shapes = [shape for members in layers.selected().values() for shape in members]
     settings: dict[str, Any] = {"shapes": shapes, "recipes": chosen, "peers": others}
     if checkpoint is not None and (model, steps) != (None, None):
