@@ -34,6 +34,7 @@ _UNFINISHED = ".unfinished-"
 _STATE = "state.json"
 _CHECKSUMS = "checksums.json"
 _CHUNK_BYTES = 1 << 23
+_NO_MORE_SAVED = {"rng.cpu", "rng.cuda"}  # states of generators, which training does not use
 
 
 def save_checkpoint(
@@ -109,7 +110,8 @@ def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) ->
         load(values, checkpoint_id=path, planner=planner, no_dist=ranks.size == 1)
         assert planner.metadata is not None
         # DCP itself minds only what the checkpoint lacks.
-        if unknown := planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys():
+        saved = planner.metadata.state_dict_metadata.keys() - _NO_MORE_SAVED
+        if unknown := saved - planner.state_dict.keys():
             raise for_all(ValueError(f"it has {min(unknown)}, which this run has not"))
 
 
