@@ -68,7 +68,7 @@ def test_the_curves_of_two_ranks_are_those_of_one(two: Ranks, settings: Settings
     [
         ("delayed", False),
         pytest.param("tensorwise", False, marks=pytest.mark.exhaustive),
-        pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
+        ("tensorwise", True),
     ],
 )
 def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
