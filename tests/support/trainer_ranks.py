@@ -74,14 +74,14 @@ def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
 def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
     """Before each training forward: whether all gradients of this step until now are shards."""
     seen: list[bool] = []
-    plain = loop.Trainer._loss
+    plain = loop.Trainer.loss
 
     def loss(trainer: loop.Trainer, batch: Tensor) -> Tensor:
         if trainer.model.training:
             seen.append(all(isinstance(p.grad, DTensor) for p in trainer.model.parameters()))
         return plain(trainer, batch)
 
-    with mock.patch.object(loop.Trainer, "_loss", loss):
+    with mock.patch.object(loop.Trainer, "loss", loss):
         curves(settings)
     return seen
 

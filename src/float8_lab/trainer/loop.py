@@ -159,7 +159,7 @@ class Trainer:
                     # model. Only replicas can wait for the last.
                     last = index == step * config.accumulate - 1
                     self.model.set_requires_all_reduce(last)
-                part = self._loss(batch) / config.accumulate
+                part = self.loss(batch) / config.accumulate
                 part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
         norm = build.clip_gradients(self.model, config.grad_clip)
@@ -189,7 +189,7 @@ class Trainer:
         self._validated_step = self.step
         self._tell("on_validation", ValidationRecord(self.step, self.validate()))
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def loss(self, batch: Tensor) -> Tensor:
         """Mean loss of this rank's batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
@@ -209,7 +209,7 @@ class Trainer:
             batch_size=self.config.batch_size,
             seq_len=self.config.seq_len,
         ):
-            total += self._loss(batch[self._mine])
+            total += self.loss(batch[self._mine])
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # The root stays gathered until a backward.
         self.model.train()
