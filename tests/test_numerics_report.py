@@ -270,6 +270,12 @@ def test_batches_with_names_and_losses_of_the_model(batch: Any) -> None:
     assert {cast.role for cast in report.casts} == {"input", "weight", "grad_output"}
 
 
+def test_an_input_without_tokens() -> None:
+    x = torch.randn(32)
+    one, of_one = (numerics_report(stack(), batch, loss=square) for batch in (x, x[None]))
+    assert str(one) == str(of_one)
+
+
 def test_frozen_weights_need_fewer_casts() -> None:
     model = stack()
     model[0].requires_grad_(False)

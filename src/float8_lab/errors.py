@@ -1,5 +1,9 @@
 """What can go wrong, as exceptions that say what to do about it."""
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class LabError(Exception):
     """Base of everything this package raises on purpose; its text is written for the user.
@@ -39,3 +43,18 @@ class TrainingDivergedError(FailedError):
 
 class RankFailedError(FailedError):
     """Another rank is gone, maybe without a word."""
+
+
+def for_all(error: E, when: bool = True) -> E:
+    """Mark an error that all ranks raise: the first one tells it. Others are told by each rank.
+
+    Which those are only the code that raises them knows, not their class.
+    """
+    if when:
+        vars(error)["for_all"] = True
+    return error
+
+
+def is_for_all(error: BaseException) -> bool:
+    """Whether it, or what it was made of, went through `for_all`."""
+    return "for_all" in vars(error)

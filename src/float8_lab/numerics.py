@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from float8.quantize.spec import CastSpec, dequantised
 
 _SAME_BOTH_WAYS = (ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCK_128x128)
 _ROUNDING = 1 + 2.0**-20  # a float32 scale is rounded, and its amax so not quite the largest value
+ROLES = ("input", "weight", "grad_output")
 _LAYER_WIDTH = 23  # with it a report has 80 columns
 
 
@@ -43,7 +45,7 @@ Watcher = Callable[[Call, str, Tensor], None]
 class Cast(NamedTuple):
     """One cast of a linear layer, which serves one or two of its GEMMs."""
 
-    role: str  # `"input"`, `"weight"` or `"grad_output"`
+    role: str  # of `ROLES`
     gemms: tuple[str, ...]  # that read it
     spec: CastSpec
     col: bool  # whether scales run along columns
@@ -89,12 +91,12 @@ def measure_cast(x: Tensor, cast: Cast, scales: DelayedScales = NO_SCALES) -> Te
 
 
 def compare(expected: Tensor, found: Tensor) -> Tensor:
-    """Compare two tensors [R, C], for `sqnr`.
+    """Compare two tensors [R, C].
 
     Returns:
         [6] float64: the sums of squares of `expected` and of the errors; then, of rows and of
         columns that are not zero, the sum of errors relative to themselves, at most 1, and how many
-        there are. NaN and Inf make the first two NaN or Inf.
+        there are: a few of them may have nearly all the power. NaN and Inf make the first two so.
     """
     signal = expected.double().square()
     noise = (found.double() - expected).square()
@@ -105,17 +107,6 @@ def compare(expected: Tensor, found: Tensor) -> Tensor:
     return torch.stack([each.double() for each in sums])
 
 
-def sqnr(compared: Tensor) -> tuple[float, float]:
-    """From what `compare` returns: SQNR in dB of the whole, and with all rows and columns alike.
-
-    The second is that of the mean relative error of rows, or of columns, whichever is lower: the
-    power of a whole tensor may be that of a few of them.
-    """
-    signal, noise, rows, R, columns, C = compared.tolist()
-    whole = decibels(signal, noise)
-    return whole, whole if math.isnan(whole) else min(decibels(R, rows), decibels(C, columns))
-
-
 @dataclass(frozen=True)
 class CastNumbers:
     """What a cast does to a tensor."""
@@ -124,14 +115,15 @@ class CastNumbers:
     underflow: float  # share of the nonzero elements that become zero
     saturation: float  # share of the nonzero elements that are larger than the largest value
     sqnr_db: float  # infinite where nothing changes, NaN where the tensor is not finite
-    even_db: float  # the same with all rows and columns alike, see `sqnr`
+    even_db: float  # of the mean relative error of rows, or of columns, whichever is lower
 
     @classmethod
     def of(cls, measured: Tensor) -> "CastNumbers":
         """From what `measure_cast` returns, waiting for the device."""
-        amax, nonzero, vanished, saturated = measured[:4].tolist()
-        count = max(nonzero, 1)
-        return cls(amax, vanished / count, saturated / count, *sqnr(measured[4:]))
+        amax, nonzero, vanished, saturated, signal, noise, rows, R, columns, C = measured.tolist()
+        count, whole = max(nonzero, 1), decibels(signal, noise)
+        even = whole if math.isnan(whole) else min(decibels(R, rows), decibels(C, columns))
+        return cls(amax, vanished / count, saturated / count, whole, even)
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -169,35 +161,30 @@ def watch(
     and other attributes of modules are put back, as are random states. What is compiled runs
     eagerly meanwhile.
 
-    Args:
-        model: whose forward runs.
-        layers: of the model, by name.
-        loss: runs forward and returns a 0-dim tensor.
-        see: is shown input [M, K] and weight [N, K] at each forward of a layer, and grad_output
-            [M, N] when backward reaches it.
+    `loss` runs the forward of `model`, whose `layers` have names, and returns a 0-dim tensor. `see`
+    is shown input [M, K] and weight [N, K] at each forward of a layer, and grad_output [M, N] when
+    backward reaches it.
     """
     probe = torch.zeros((), requires_grad=True)
 
-    def hook(name: str) -> Callable[..., Tensor | None]:
-        def shown(layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-            x = check_input(args[0] if args else kwargs["input"], layer.weight)
-            if x.numel() == 0:
-                return None
-            with torch.no_grad():  # so that nothing is recorded
-                own = isinstance(layer, Float8Linear)
-                scales = layer.delayed_scales() if own else NO_SCALES
-                needs = {"grad_input": x.requires_grad, "grad_weight": layer.weight.requires_grad}
-                backward = output.requires_grad and {gemm for gemm in needs if needs[gemm]}
-                call = Call(name, scales, frozenset({"output", *(backward or ())}))
-                see(call, "input", x.reshape(-1, x.shape[-1]))
-                see(call, "weight", layer.weight)
+    def shown(name: str, layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        x = check_input(args[0] if args else kwargs["input"], layer.weight)
+        if x.numel() == 0:
+            return None
+        needs = {"grad_input": x.requires_grad, "grad_weight": layer.weight.requires_grad}
+        backward = {gemm for gemm in needs if needs[gemm] and output.requires_grad}
+        with torch.no_grad():  # so that nothing is recorded
+            scales = layer.delayed_scales() if isinstance(layer, Float8Linear) else NO_SCALES
+            call = Call(name, scales, frozenset({"output"} | backward))
+            see(call, "input", x.reshape(-1, x.shape[-1]))
+            see(call, "weight", layer.weight)
+        if not output.requires_grad:
+            return None
 
-            def see_grad(grad: Tensor) -> None:
-                see(call, "grad_output", grad.reshape(-1, grad.shape[-1]))
+        def see_grad(grad: Tensor) -> None:
+            see(call, "grad_output", grad.reshape(-1, grad.shape[-1]))
 
-            return _Tap.apply(output, probe, see_grad) if output.requires_grad else None  # type: ignore[no-untyped-call]
-
-        return shown
+        return _Tap.apply(output, probe, see_grad)  # type: ignore[no-any-return, no-untyped-call]
 
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with contextlib.ExitStack() as stack:
@@ -205,7 +192,7 @@ def watch(
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(_put_back(model))
         for name, layer in layers.items():
-            handle = layer.register_forward_hook(hook(name), with_kwargs=True)
+            handle = layer.register_forward_hook(functools.partial(shown, name), with_kwargs=True)
             stack.callback(handle.remove)
         with torch.enable_grad():
             torch.autograd.grad(loss(), probe, allow_unused=True)
@@ -235,7 +222,7 @@ class LayerCast(CastNumbers):
     """One cast of one layer in a report."""
 
     layer: str
-    role: str  # `"input"`, `"weight"` or `"grad_output"`
+    role: str  # of `ROLES`
     gemms: tuple[str, ...]  # that read it, of `"output"`, `"grad_input"` and `"grad_weight"`
 
 
@@ -252,20 +239,17 @@ class NumericsReport:
     def __str__(self) -> str:
         layers = {cast.layer for cast in self.casts}
         width = max([5, *(min(len(layer), _LAYER_WIDTH) for layer in layers)])
-        heading = f"{'layer':<{width}} {'role':<11} {'GEMM':<11}    amax under- satu-  SQNR  even"
         lines = [
             f"{len(self.casts)} casts of {len(layers)} linear layers, worst first; SQNR in dB",
-            heading,
-            " " * (len(heading) - 23) + "flow rated         SQNR",
+            f"{'layer':<{width}} role        GEMM           amax under- satu-  SQNR  even",
+            " " * (width + 32) + "flow rated         SQNR",
         ]
         for cast in self.casts:
-            layer = cast.layer
-            if len(layer) > width:
-                layer = "…" + layer[1 - width :]
+            layer = cast.layer if len(cast.layer) <= width else "…" + cast.layer[1 - width :]
             gemm = cast.gemms[0] if len(cast.gemms) == 1 else "both"
-            shares = f"{_percent(cast.underflow):>6} {_percent(cast.saturation):>5}"
             lines.append(
-                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {cast.amax:>7.1e} {shares} "
+                f"{layer:<{width}} {cast.role:<11} {gemm:<11} {cast.amax:>7.1e} "
+                f"{_percent(cast.underflow):>6} {_percent(cast.saturation):>5} "
                 f"{cast.sqnr_db:>5.1f} {cast.even_db:>5.1f}"
             )
         if self.left_out:
@@ -318,11 +302,11 @@ def numerics_report(
                 old = found.get((call.layer, cast), torch.zeros_like(new))
                 found[call.layer, cast] = torch.cat([torch.maximum(old, new)[:1], (old + new)[1:]])
 
-    watch(model, layers, lambda: _loss(_call(model, batch), loss), see)
-    measured = []
-    for (name, cast), sums in found.items():
-        numbers = CastNumbers.of(sums)
-        measured.append(LayerCast(**vars(numbers), layer=name, role=cast.role, gemms=cast.gemms))
+    watch(model, layers, lambda: _loss(model, batch, loss), see)
+    measured = [
+        LayerCast(**vars(CastNumbers.of(sums)), layer=name, role=cast.role, gemms=cast.gemms)
+        for (name, cast), sums in found.items()
+    ]
     measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}
     linears = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
@@ -333,26 +317,20 @@ def _configs(
     model: nn.Module, recipe: Float8LinearConfig | Float8LinearRecipeName | str | None
 ) -> dict[str, Float8LinearConfig]:
     """Under what each layer is measured."""
+    kind = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise TypeError(f"numerics_report: got model {type(model).__name__}, expected an nn.Module")
+        raise TypeError(f"numerics_report: got model {kind}, expected an nn.Module")
     if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            "numerics_report: got a DistributedDataParallel, expected the model in it: it counts "
-            "its backwards; pass model.module"
-        )
+        raise _wrong(f"a {kind}, which counts its backwards", "the model in it; pass model.module")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor | Float8Tensor):
-            raise ValueError(
-                f"numerics_report: got {name} as a {type(parameter).__name__}, expected a whole "
-                f"tensor in high precision; make the report before the model is sharded, or of a "
-                f"copy of it on one device"
+            raise _wrong(
+                f"{name} as a {type(parameter).__name__}",
+                "a whole tensor in high precision; pass the model before it is sharded, or a copy",
             )
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
-        raise ValueError(
-            f"numerics_report: got a {type(model).__name__} without linear layers, expected at "
-            f"least one nn.Linear"
-        )
+        raise _wrong(f"a {kind} without linear layers", "at least one nn.Linear")
     own = {name: m.config for name, m in linears.items() if isinstance(m, Float8Linear)}
     if recipe is None:
         return own or dict.fromkeys(linears, Float8LinearConfig())
@@ -361,23 +339,21 @@ def _configs(
     return dict.fromkeys(linears, recipe)
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def _loss(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def _loss(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     value = getattr(output, "loss", output) if loss is None else loss(output)
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"numerics_report: got a loss of {got}, expected a tensor of one element; pass loss=, "
-            f"a function of what the model returns"
-        )
+        need = "a tensor of one element; pass loss=, a function of what the model returns"
+        raise _wrong(f"a loss of {got}", need)
     if not value.requires_grad:
-        raise ValueError(
-            "numerics_report: got a loss without a gradient, expected one: some parameters must "
-            "require gradients, and inference mode must be off"
-        )
+        need = "one: some parameters must require gradients, and inference mode must be off"
+        raise _wrong("a loss without a gradient", need)
     return value
+
+
+def _wrong(got: str, expected: str) -> ValueError:
+    return ValueError(f"numerics_report: got {got}, expected {expected}")

@@ -156,6 +156,21 @@ def test_user_errors_are_one_line(
     assert err.count("\n") == 1
 
 
+def test_help_offers_what_is_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["bench", "fsdp", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Timed steps in each of two passes" in out
+    assert "cuda:N" not in out
+    assert "TransformerEngine" not in out
+    for command in ("train", "plan"):
+        assert main([command, "--help"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "one of tensorwise, delayed, rowwise, " in out.replace("One", "one")
+
+
 def test_fsdp_starts_its_own_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

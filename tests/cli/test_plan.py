@@ -36,7 +36,14 @@ def test_few_tokens_leave_all_layers(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert "judged by size for H200" in out
     assert "convert" not in out
+    assert "by the limits of" not in out
     assert "leave: tokens=64 is less than 640" in out
+
+
+def test_limits_of_another_recipe_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "150m", "--recipe", "rowwise", "--by-size"]) == 0
+    title = "150m, rowwise, 8192 tokens: judged by size for H100, by the limits of tensorwise"
+    assert title in " ".join(capsys.readouterr().out.split())
 
 
 def test_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:

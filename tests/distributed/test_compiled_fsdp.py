@@ -74,11 +74,13 @@ def assert_near(run: Run, eager: Run) -> None:
         assert sqnr(gradient, run.grads[0][name]) > COMPILED, name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_blocks_have_one_graph_each_and_the_bits_of_eager_mode(
-    either: Ranks, recipe: str
+@pytest.mark.parametrize(
+    ("recipe", "what"), [*((recipe, "blocks") for recipe in RECIPES), ("delayed", "whole model")]
+)
+def test_what_is_compiled_has_one_graph_per_block_and_the_bits_of_eager_mode(
+    either: Ranks, recipe: str, what: str
 ) -> None:
-    either.run(cells, recipe, [True], ["blocks"])
+    either.run(cells, recipe, [True], [what])
 
 
 @pytest.mark.exhaustive

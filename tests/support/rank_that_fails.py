@@ -1,11 +1,13 @@
 """A rank of `float8 train` under torchrun on which something goes wrong: HOW, then the words.
 
-On the last rank only, at the second checkpoint ("dies") or the second step ("raises").
+On the last rank only, at the second checkpoint ("dies"), at the second step ("raises"), or while it
+says what a checkpoint has to hold ("state").
 """
 
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from float8_lab.cli.main import main
@@ -30,8 +32,8 @@ def die() -> None:
     os.fsync = lambda descriptor: os._exit(9)
 
 
-def fail() -> None:
-    raise ZeroDivisionError("the cause of it all")
+def fail(error: Exception, *args: object) -> None:
+    raise error
 
 
 how, *words = sys.argv[1:]
@@ -39,5 +41,8 @@ if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
     if how == "dies":
         checkpoint.save = at_second_call(checkpoint.save, die)
     if how == "raises":
-        loop.Trainer.train_step = at_second_call(loop.Trainer.train_step, fail)
+        cause = partial(fail, ZeroDivisionError("the cause of it all"))
+        loop.Trainer.train_step = at_second_call(loop.Trainer.train_step, cause)
+    if how == "state":
+        loop.OptimizerState.state_dict = partial(fail, RuntimeError("what a state"))
 sys.exit(main(words))

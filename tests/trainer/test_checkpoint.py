@@ -56,6 +56,14 @@ def test_what_nobody_takes_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, values)
 
 
+def test_states_of_generators_in_older_checkpoints_are_ignored(tmp_path: Path) -> None:
+    values = {"model": {"a": torch.ones(3)}}
+    older = {**values, "rng": {"cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}}
+    back = {"model": {"a": torch.zeros(3)}}
+    load_checkpoint(save_checkpoint(tmp_path, 1, older, {}, keep=1), back)
+    assert torch.equal(back["model"]["a"], values["model"]["a"])
+
+
 def test_a_disk_that_fills_up_leaves_the_others(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

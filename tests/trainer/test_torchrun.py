@@ -14,7 +14,7 @@ import pytest
 
 from float8_lab.cli import main as main_module
 from float8_lab.cli.main import main
-from float8_lab.errors import ConfigError, OutOfMemoryError
+from float8_lab.errors import ConfigError, OutOfMemoryError, for_all
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
@@ -108,6 +108,20 @@ def test_an_error_that_all_ranks_meet_is_said_once(here: Path) -> None:
     assert out == ""
     assert err.count("error: no data at missing") == 1
     assert "rank 1: error" not in err
+    root_cause = err.partition("Root Cause")[2]
+    assert "rank      : 0" in root_cause
+    assert "DataError: no data at missing" in root_cause
+
+
+def test_a_rank_tells_in_a_line_what_it_alone_has_met(here: Path) -> None:
+    words = [*TRAIN, "--steps", "1", "--output", "run"]
+    _, _, err = end_of(torchrun(here, FAILING, "state", *words))
+    message = "could not write the checkpoint run/checkpoints/step_00000001: what a state"
+    assert err.count(f"rank 1: error: {message}") == 1
+    assert "rank 1: Traceback" not in err
+    root_cause = err.partition("Root Cause")[2]
+    assert "rank      : 1" in root_cause
+    assert f"CheckpointError: {message}" in root_cause
 
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
@@ -154,24 +168,38 @@ def test_wrong_calls_are_told_by_the_first_rank_alone(
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
-    [(ConfigError("met by all"), False), (OutOfMemoryError("no room"), True), (OSError(5), True)],
+    ("error", "code", "told"),
+    [
+        (for_all(ConfigError("met by all")), 2, ""),
+        (ConfigError("not here"), 2, "rank 1: error: not here"),
+        (OutOfMemoryError("no room"), 1, "rank 1: error: no room"),
+        (OSError("no disk"), 2, "rank 1: error: no disk (--debug shows where)"),
+        (KeyError("what"), 1, "rank 1: Traceback"),
+    ],
 )
-def test_what_a_rank_may_meet_alone_it_tells_by_itself(
+def test_what_not_all_ranks_meet_is_told_by_each_that_does(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     error: Exception,
-    told: bool,
+    code: int,
+    told: str,
 ) -> None:
     def fail(**call: object) -> None:
+        sys.stdout.write("that it began\n")
+        sys.stderr.write("a warning\n")
         raise error
 
     monkeypatch.setattr(main_module, "_LAST_WORDS", 0.0)
     monkeypatch.setattr(main_module._cli, "command", fail)
     monkeypatch.setenv("RANK", "1")
-    assert main(["train"]) != 0
-    err = capfd.readouterr().err
-    assert (f"{type(error).__name__}: {error}" in err) == ("rank 1: Traceback" in err) == told
+    assert main(["train"]) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"a warning\n{told}")
+    assert err.endswith("\n" if told else "warning\n")
+    assert ("Traceback" in err) == ("Traceback" in told)
+    main(["train", "--debug"])
+    assert "Traceback" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ def _rows(R: int, C: int, device: torch.device, rounds: int) -> list[Row]:
     cases, samplers = _cases(device), {}
     for case in cases:
         inputs = [case.prepare(x) for x in xs]
-        for x in (inputs[0], case.prepare(_awkward(xs[0]))):
-            _agree(f"{case.name} of {R} x {C}", case.call(x), case.twin(x))
+        for x in (xs[0], _awkward(xs[0]), _awkward(xs[0], torch.inf, -torch.inf, torch.nan)):
+            given = case.prepare(x)
+            _agree(f"{case.name} of {R} x {C}", case.call(given), case.twin(given))
         calls = [functools.partial(case.call, x) for x in inputs]
         samplers[case.name] = kernel_sampler(calls, device)
     times = take_turns(samplers, rounds)
@@ -136,25 +137,31 @@ def _cases(device: torch.device) -> list[Case]:
     ]
 
 
-def _awkward(x: Tensor) -> Tensor:
-    """What is easily got wrong: many magnitudes, subnormals, zeros of both signs."""
+def _awkward(x: Tensor, *more: float) -> Tensor:
+    """What is easily got wrong: many magnitudes, subnormals, zeros of both signs, and `more`."""
     x = x * (5 * x).exp()
     tiny = torch.finfo(x.dtype).smallest_normal / 4
-    for i, value in enumerate((0.0, -0.0, tiny, -tiny)):
+    for i, value in enumerate((0.0, -0.0, tiny, -tiny, *more)):
         x.view(-1)[i * 5 :: 173] = value
     return x
 
 
 def _agree(what: str, got: object, expected: object) -> None:
-    """Compare all tensors of two results bit by bit."""
+    """Compare all tensors of two results bit by bit; a NaN that is no float8 may have any bits."""
     bits = [
-        [t.reshape(-1).view(torch.uint8) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        [_bits(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         for result in (got, expected)
     ]
     if len(bits[0]) != len(bits[1]):
         raise WrongResultError(f"{what}: a layout is missing or too many; nothing was timed")
     if not all(map(torch.equal, *bits)):
         raise WrongResultError(f"{what}: not bitwise equal to its twin; nothing was timed")
+
+
+def _bits(x: Tensor) -> Tensor:
+    if x.element_size() > 1:
+        x = torch.where(x.isnan(), torch.nan, x)
+    return x.reshape(-1).view(torch.uint8)
 
 
 def host_microseconds(device: torch.device) -> dict[str, float]:

@@ -14,7 +14,7 @@ from float8_lab.bench.linear import Layer
 from float8_lab.bench.shapes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Shape
 from float8_lab.bench.step import Row
 from float8_lab.bench.variants import Variant
-from float8_lab.numerics import Call, CastNumbers, casts_of, compare, decibels, measure_cast, watch
+from float8_lab.numerics import ROLES, Call, compare, decibels, numerics_report, watch
 
 STEPS = 4
 """How many steps of tensors there are: the last is measured, the others fill histories."""
@@ -34,23 +34,19 @@ class Sample(NamedTuple):
     steps: Sequence[tuple[Tensor, Tensor]]  # input [M, K] and grad_output [M, N]
 
 
-def _heavy_tailed(M: int, C: int, device: torch.device) -> Tensor:
-    """Student's t with 3 degrees of freedom."""
-    normals = torch.randn(4, M, C, device=device)
-    return normals[0] / normals[1:].square().mean(0).sqrt()
-
-
-def _normal(M: int, C: int, device: torch.device) -> Tensor:
-    return torch.randn(M, C, device=device)
-
-
 def _family(name: str, shape: Shape, device: torch.device) -> Sample:
     M, K, N = shape
-    weight, steps = _normal(N, K, device) * K**-0.5, []
+
+    def draw(*size: int) -> Tensor:
+        x = torch.randn(size, device=device)
+        if name == "heavy tails":  # Student's t with 3 degrees of freedom
+            x /= torch.randn(3, *size, device=device).square().mean(0).sqrt()
+        return x
+
+    weight, steps = torch.randn(N, K, device=device) * K**-0.5, []
     hot = torch.randperm(K, device=device)[:_HOT_COUNT]
-    draw = _heavy_tailed if name == "heavy tails" else _normal
     for _ in range(STEPS):
-        x, grad = draw(M, K, device), draw(M, N, device) * 1e-4
+        x, grad = draw(M, K), draw(M, N) * 1e-4
         if name == "hot channels":
             x[:, hot] *= HOT
         if name == "hot tokens":  # with gradients as small: they say little
@@ -58,7 +54,7 @@ def _family(name: str, shape: Shape, device: torch.device) -> Sample:
             x[tokens] *= HOT
             grad[tokens] /= HOT
         if name == "tiny gradients":  # and of as many sizes as there are tokens
-            grad *= 1e-6 * torch.exp(3 * _normal(M, 1, device))
+            grad *= 1e-6 * torch.exp(3 * draw(M, 1))
         steps.append((x.bfloat16(), grad.bfloat16()))
     if name == "hot channels":
         weight[:, hot] /= HOT  # as large in the output as others
@@ -79,18 +75,12 @@ def random_samples(shapes: Sequence[Shape], device: torch.device) -> Iterator[tu
 def captured_samples(
     model: nn.Module, prefix: str, losses: Sequence[Callable[[], Tensor]]
 ) -> dict[str, Sample]:
-    """What the linear layers of `model` below `prefix` read, by the rest of their names.
+    """What the linear layers of `model` below `prefix` (`"layers.0."`) read, by their names there.
 
-    Args:
-        model: is left as it was.
-        prefix: of names, as in `"layers.0."`.
-        losses: each runs forward on one batch and returns its loss.
+    Each of `losses` runs forward on one batch and returns its loss. The model is left as it was.
     """
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and name.startswith(prefix)
-    }
+    below = ((name, layer) for name, layer in model.named_modules() if name.startswith(prefix))
+    layers = {name: layer for name, layer in below if isinstance(layer, nn.Linear)}
     seen: dict[str, dict[str, list[Tensor]]] = {name: {} for name in layers}
 
     def see(call: Call, role: str, x: Tensor) -> None:
@@ -98,12 +88,11 @@ def captured_samples(
 
     for loss in losses:
         watch(model, layers, loss, see)
-    return {
-        name.removeprefix(prefix): Sample(
-            roles["weight"][-1], list(zip(roles["input"], roles["grad_output"], strict=True))
-        )
-        for name, roles in seen.items()
-    }
+    samples = {}
+    for name, roles in seen.items():
+        steps = list(zip(roles["input"], roles["grad_output"], strict=True))
+        samples[name.removeprefix(prefix)] = Sample(roles["weight"][-1], steps)
+    return samples
 
 
 def bench_numerics(
@@ -152,38 +141,32 @@ def measure(variant: Variant, sample: Sample, exact: Mapping[str, Tensor]) -> Ro
 
 def _cast_shares(model: nn.Module, sample: Sample) -> Row:
     """The worst of each role; None where it is not ours."""
-    layer, (x, grad) = model.get_submodule("linear"), sample.steps[-1]
-    tensors = {"input": x, "weight": sample.weight, "grad_output": grad}
-    row: Row = {f"{kind}_{role}": None for kind in ("underflow", "saturation") for role in tensors}
-    if not isinstance(layer, Float8Linear):
-        return row
-    with torch.no_grad():
-        scales = layer.delayed_scales()
-    for cast in casts_of(layer.config):
-        numbers = CastNumbers.of(measure_cast(tensors[cast.role], cast, scales))
-        for kind in ("underflow", "saturation"):
+    kinds, (x, grad) = ("underflow", "saturation"), sample.steps[-1]
+    row: Row = {f"{kind}_{role}": None for kind in kinds for role in ROLES}
+    if isinstance(model.get_submodule("linear"), Float8Linear):
+        x = x.detach().requires_grad_()
+        report = numerics_report(model, x, loss=lambda y: (y * grad).sum())
+        for cast, kind in itertools.product(report.casts, kinds):
             key = f"{kind}_{cast.role}"
-            row[key] = max(row[key] or 0.0, getattr(numbers, kind))
+            row[key] = max(row[key] or 0.0, getattr(cast, kind))
     return row
 
 
 def plot_numerics(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw the SQNR of each GEMM over cases, a mark for each recipe; the format is the suffix's."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
+    cases, recipes = (dict.fromkeys(row[key] for row in rows) for key in ("case", "recipe"))
     figure = Figure(figsize=(11, 2.5 + 0.4 * len(cases)), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True)
     kinds = (_WHOLE, "whole"), (_EVEN, "tokens or channels alike")
-    for line, (key, kind) in zip(panels, kinds, strict=True):
-        for axes, gemm in zip(line, (OUTPUT, GRAD_INPUT, GRAD_WEIGHT), strict=True):
-            recipes = dict.fromkeys(row["recipe"] for row in rows)
-            for recipe, marker in zip(recipes, itertools.cycle(_MARKERS), strict=False):
-                own = [row for row in rows if row["recipe"] == recipe]
-                places = [cases.index(row["case"]) for row in own]
-                values = [row[key.format(gemm)] for row in own]
-                axes.plot(values, places, marker, label=recipe, alpha=0.7, fillstyle="none")
-            axes.set_title(f"{gemm}, {kind}", fontsize=9)
-            axes.set_yticks(range(len(cases)), cases, fontsize=8)
-            axes.grid(alpha=0.3)
+    columns = itertools.product(kinds, (OUTPUT, GRAD_INPUT, GRAD_WEIGHT))
+    for axes, ((key, kind), gemm) in zip(panels.flat, columns, strict=True):
+        for recipe, marker in zip(recipes, itertools.cycle(_MARKERS), strict=False):
+            own = {row["case"]: row[key.format(gemm)] for row in rows if row["recipe"] == recipe}
+            style = {"label": recipe, "alpha": 0.7, "fillstyle": "none"}
+            axes.plot(list(own.values()), list(own), marker, **style)
+        axes.set_title(f"{gemm}, {kind}", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
     panels[0, 0].invert_yaxis()
     for axes in panels[1]:
         axes.set_xlabel("SQNR in dB", fontsize=8)

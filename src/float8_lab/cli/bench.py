@@ -287,8 +287,24 @@ def profile_command(
     bench.console.print(f"traces: {traces}/forward.json, {traces}/backward.json")
 
 
+@dataclass
+class RanksRun(Run):
+    """Where ranks run, and how often."""
+
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try it with host times.")] = "cuda"
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps in each of two passes.")] = 10
+
+
+@dataclass
+class RanksVariants(Variants):
+    """What is compared with bf16; of the peers only torchao gathers in float8."""
+
+    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = COMPILED
+    peers: Annotated[list[str] | None, typer.Option(help="Also measure torchao.")] = None
+
+
 @app.command("fsdp")
-@takes({"blocks": 8, "mode": "compiled", "rounds": 10}, size=Size, compared=Variants, where=Run)
+@takes({"blocks": 8}, size=Size, compared=RanksVariants, where=RanksRun)
 def fsdp_command(
     size: Size,
     compared: Variants,
@@ -313,7 +329,7 @@ def fsdp_command(
         raise ConfigError(f"device: got {device!r}, expected cuda or cpu; say --ranks for how many")
     preset(size.model)
     for peer in chosen["peers"]:
-        if peer != "torchao":  # the only one that has a float8 all-gather
+        if peer != "torchao":
             raise ConfigError(f"peers: got {peer!r}, expected torchao")
     world = rank_count(device, ranks)
     settings = {**dataclasses.asdict(size), **chosen, "ranks": world, "rounds": rounds}

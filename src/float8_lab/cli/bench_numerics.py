@@ -2,16 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
-from torch import Tensor
 
-from float8.config import Float8LinearRecipeName
 from float8_lab.bench.numerics import (
     FAMILIES,
     STEPS,
@@ -25,15 +21,12 @@ from float8_lab.bench.variants import EAGER, make_variants
 from float8_lab.cli.bench import Bench, Shapes, words
 from float8_lab.cli.options import Debug, Output, takes
 from float8_lab.errors import ConfigError
-from float8_lab.models.presets import PRESETS
-from float8_lab.trainer.build import autocast
 from float8_lab.trainer.checkpoint import check_checkpoint
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import RECIPES, TrainConfig
 from float8_lab.trainer.data import check_length, load_corpus, train_batch
 from float8_lab.trainer.loop import Trainer
 from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, saved_config
 
-_RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 _MODEL, _STEPS = "tiny", 20  # what is trained if nothing is said
 _TOKENS = 4096  # of a captured batch, about
 
@@ -54,16 +47,8 @@ def numerics_command(
         typer.Option(
             help="A run's folder (its newest checkpoint is meant) or one checkpoint of the model "
             "whose tensors are captured.",
-            show_default="--model, trained for --steps",
+            show_default=f"{_MODEL}, trained for {_STEPS} steps",
         ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"One to train: {', '.join(PRESETS)}.", show_default=_MODEL),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of training in high precision.", show_default=str(_STEPS)),
     ] = None,
     block: Annotated[
         int | None, typer.Option(min=0, help="Of the model.", show_default="the middle one")
@@ -80,15 +65,12 @@ def numerics_command(
     before. `even` counts all tokens alike, of grad_weight all channels, though a few may have most
     of the power. Underflow and saturation: shares of nonzero elements that become zero, or are cut.
     """
-    chosen, others = words(recipe) or _RECIPES, words(peers)
+    chosen, others = words(recipe) or RECIPES, words(peers)
     shapes = [shape for members in layers.selected().values() for shape in members]
     settings: dict[str, Any] = {"shapes": shapes, "recipes": chosen, "peers": others}
-    if checkpoint is not None and (model, steps) != (None, None):
-        raise ConfigError("--model and --steps train a model: leave them or --checkpoint out")
     bench = Bench("numerics", device, output, **settings)
     variants = make_variants(chosen, [EAGER], bench.peers)
-    steps = _STEPS if steps is None else steps
-    trainer = _trained(checkpoint, model or _MODEL, steps, bench.device)
+    trainer = _trained(checkpoint, bench.device)
     config = trainer.config
     blocks = config.model_config().n_layers
     block = blocks // 2 if block is None else block
@@ -106,23 +88,22 @@ def numerics_command(
     bench.finish(title, rows, plot, draw=plot_numerics, trained=run)
 
 
-def _trained(checkpoint: Path | None, model: str, steps: int, device: torch.device) -> Trainer:
+def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
     """A run after its checkpoint, or after a few steps; it leaves no files."""
     if checkpoint is None:
-        config = TrainConfig.create(model=model, steps=max(steps, 1), device=str(device))
+        config = TrainConfig.create(model=_MODEL, steps=_STEPS)
     else:
         checkpoint = find_checkpoint(checkpoint)
         check_checkpoint(checkpoint)
-        config = saved_config(checkpoint).replace(device=str(device))
-    config = config.replace(compile=False, activation_checkpointing=False)
+        config = saved_config(checkpoint)
+    config = config.replace(device=str(device), compile=False, activation_checkpointing=False)
     corpus = load_corpus(config.data)
     check_length(corpus, config.seq_len)
     trainer = Trainer(config, corpus, RunFolder(Path(config.output)))
     if checkpoint is not None:
         trainer.restore(checkpoint)
-    else:
-        for _ in range(steps):
-            trainer.train_step()
+    while checkpoint is None and trainer.step < _STEPS:
+        trainer.train_step()
     return trainer
 
 
@@ -130,16 +111,9 @@ def _captured(trainer: Trainer, prefix: str) -> dict[str, Sample]:
     """Of the batches that the run would see next, cut to a few thousand tokens."""
     config = trainer.config
     size = min(config.batch_size, max(1, _TOKENS // config.seq_len))
+    cut = {"seed": config.seed, "batch_size": size, "seq_len": config.seq_len}
     first = trainer.step * config.accumulate * config.batch_size
     numbers = range(first, first + STEPS * size, size)
-
-    def loss(number: int) -> Tensor:
-        cut = {"batch_size": size, "seq_len": config.seq_len}
-        batch = train_batch(trainer.corpus.train, seed=config.seed, first=number, **cut)
-        tokens = batch.to(trainer.device).long()
-        with autocast(config, trainer.device):
-            logits = trainer.model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-    losses: list[Callable[[], Tensor]] = [functools.partial(loss, number) for number in numbers]
+    batches = (train_batch(trainer.corpus.train, first=number, **cut) for number in numbers)
+    losses = [functools.partial(trainer.loss, batch) for batch in batches]
     return captured_samples(trainer.model, prefix, losses)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
-from float8_lab.errors import ConfigError
+from float8_lab.errors import ConfigError, for_all
 from float8_lab.trainer.compare import Comparison, cells, compare
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
@@ -58,9 +58,8 @@ def compare_command(
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
     if "RANK" in os.environ:
-        raise ConfigError(
-            "float8 compare got ranks of torchrun, but keeps to one device: run it without"
-        )
+        message = "float8 compare got ranks of torchrun, but keeps to one device: run it without"
+        raise for_all(ConfigError(message))
     config = TrainConfig.create(final_checkpoint=False, output=output, **given(chosen))
     if chosen.eval_interval is None:
         config = config.replace(eval_interval=max(config.steps // 5, 1))

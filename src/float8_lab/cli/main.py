@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from float8.convert.measure import WrongResultError
-from float8_lab.errors import LabError, OutOfMemoryError
+from float8_lab.errors import LabError, RankFailedError, is_for_all
 
 _LAST_WORDS = 2.0
 """Seconds by which the rank with the cause ends before others: torchrun shows the first one."""
@@ -50,48 +50,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "run pip install 'float8[cli]'"
         )
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return _run(words) if "RANK" not in os.environ else _run_as_rank(words)
+    if "RANK" not in os.environ:
+        return _run(words, _call)
+    return _run_as_rank(words, first=os.environ["RANK"] == "0")
 
 
-def _run(words: list[str]) -> int:
-    """Run the command; what is the user's to know becomes a line and an exit code."""
+def _call(words: list[str], *, tells: bool = True) -> None:
+    """Parse and run; ends in `SystemExit` or an error. With `tells` wrong words are explained."""
     assert _cli is not None
     try:
-        _cli.command(args=words, prog_name="float8")
+        code = _cli.command(args=words, prog_name="float8", standalone_mode=tells)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("typer", "click"):
+            raise
+        raise SystemExit(getattr(error, "exit_code", 1)) from None  # what the parser says
+    raise SystemExit(code)
+
+
+def _run(words: list[str], call: Callable[[list[str]], None]) -> int:
+    """Run the command; what is the user's to know becomes a line and an exit code."""
+    try:
+        call(words)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except (LabError, WrongResultError, ValueError, OSError) as error:
-        ours = isinstance(error, (LabError, WrongResultError))
-        met_by_all = ours and not isinstance(error, OutOfMemoryError)
-        if os.environ.get("RANK", "0") != "0" and not met_by_all:
-            raise
         if "--debug" in words:
             traceback.print_exc()
+        ours = isinstance(error, (LabError, WrongResultError))
         code = getattr(error, "exit_code", 1 if ours else 2)
+        if is_for_all(error) and os.environ.get("RANK", "0") != "0":
+            return code  # the first rank tells it
         return _fail(f"{error}{'' if ours else ' (--debug shows where)'}", code)
     return 0
 
 
-def _run_as_rank(words: list[str]) -> int:
-    """Run one of the processes that `torchrun` started; only the first one talks to the user.
+def _run_as_rank(words: list[str], first: bool) -> int:
+    """Run one of the processes that `torchrun` started; only the first one writes to stdout.
 
-    Errors that are the user's to know are raised on all ranks. Any other is a cause, which its rank
-    tells by itself, and ends before those that miss it. Does not return after an error: an orderly
-    end would wait for the other ranks.
+    An error that all ranks raise is told by the first one, any other by the rank that meets it. Who
+    has the cause ends before the others. Does not return after an error: an orderly end would wait
+    for other ranks.
     """
-    rank = os.environ["RANK"]
+    elsewhere: list[BaseException] = []  # an error whose cause another rank tells
+
+    @record  # torchrun shows what is raised here
+    def cause(words: list[str]) -> None:
+        try:
+            _call(words, tells=first)
+        except (SystemExit, Exception) as error:
+            told = is_for_all(error) or (isinstance(error, SystemExit) and error.code)
+            if not isinstance(error, RankFailedError) and (first or not told):
+                raise
+            elsewhere.append(error)
+
+    def call(words: list[str]) -> None:
+        cause(words)
+        if elsewhere:
+            raise elsewhere[0]
+
     try:
         with contextlib.ExitStack() as stack:
-            if rank != "0":
+            if not first:
                 nowhere = stack.enter_context(Path(os.devnull).open("w"))
                 stack.enter_context(contextlib.redirect_stdout(nowhere))
-                stack.enter_context(contextlib.redirect_stderr(nowhere))
-            code = record(_run)(words) or 0  # what is recorded is what torchrun shows
-        if code:
-            time.sleep(_LAST_WORDS)
+            code = _run(words, call)
     except BaseException:
-        sys.stderr.write(f"rank {rank}: {traceback.format_exc()}")
+        sys.stderr.write(f"rank {os.environ['RANK']}: {traceback.format_exc()}")
         code = 1
+    if elsewhere:
+        time.sleep(_LAST_WORDS)
     if code and dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -100,7 +127,9 @@ def _run_as_rank(words: list[str]) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f"rank {rank}: "
+    sys.stderr.write(f"{where}error: {' '.join(message.split())}\n")
     return code
 
 

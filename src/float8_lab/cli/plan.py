@@ -18,6 +18,7 @@ from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
+from float8_lab.trainer.config import RECIPES
 from float8_lab.trainer.environment import describe_environment, device_name
 
 CONVERT = "convert"
@@ -70,12 +71,13 @@ def planned_speedup(rows: list[dict[str, Any]]) -> float:
 
 
 _DEFAULT_GPU = "H100"
+_LIMITS_OF = "tensorwise"  # the recipe for which the stored limits were measured
 
 
 def plan_command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "llama3-8b",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward on one device.")] = 8192,
-    recipe: Annotated[str, typer.Option(help="tensorwise or delayed.")] = "tensorwise",
+    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = _LIMITS_OF,
     measure: Annotated[
         bool | None,
         typer.Option(
@@ -129,7 +131,11 @@ def plan_command(
     rows = plan_conversion(llama, tokens, judge, head="output")
     console = make_console()
     title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}"
-    print_table(console, title + "; ms of forward + backward" * measuring, rows)
+    if measuring:
+        title += "; ms of forward + backward"
+    elif recipe != _LIMITS_OF:
+        title += f", by the limits of {_LIMITS_OF}"
+    print_table(console, title, rows)
     gain = {"linear_speedup": planned_speedup(rows)} if measuring else {}
     if measuring:
         console.print("all linear layers: {linear_speedup:.2f}x of bf16".format(**gain))

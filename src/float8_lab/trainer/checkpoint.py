@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from float8_lab.errors import CheckpointError
+from float8_lab.errors import CheckpointError, for_all, is_for_all
 from float8_lab.trainer.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -34,6 +34,7 @@ _UNFINISHED = ".unfinished-"
 _STATE = "state.json"
 _CHECKSUMS = "checksums.json"
 _CHUNK_BYTES = 1 << 23
+_NO_MORE_SAVED = {"rng.cpu", "rng.cuda"}  # states of generators, which training does not use
 
 
 def save_checkpoint(
@@ -58,7 +59,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: If it could not be written on some rank (disk full, no permission); older
-            ones stay. The same on all ranks, here and below.
+            ones stay. Who cannot say what it has to write raises it alone.
         RankFailedError: If a rank ended meanwhile; older ones stay, and an unfinished one.
     """
     target = folder / f"step_{step:08d}"
@@ -109,8 +110,9 @@ def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) ->
         load(values, checkpoint_id=path, planner=planner, no_dist=ranks.size == 1)
         assert planner.metadata is not None
         # DCP itself minds only what the checkpoint lacks.
-        if unknown := planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys():
-            raise ValueError(f"it has {min(unknown)}, which this run has not")
+        saved = planner.metadata.state_dict_metadata.keys() - _NO_MORE_SAVED
+        if unknown := saved - planner.state_dict.keys():
+            raise for_all(ValueError(f"it has {min(unknown)}, which this run has not"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -204,7 +206,10 @@ def _explained(what: str) -> Iterator[None]:
         cause: BaseException = error
         # DCP wraps what goes wrong on some ranks in a BaseException of its own, on all ranks.
         if isinstance(error, CheckpointException) and error.failures:
-            cause = error.failures[min(error.failures)][0]
+            first = min(error.failures)
+            cause = for_all(error.failures[first][0])
+            what += f": rank {first}" if first else ""
         if isinstance(cause, torch.OutOfMemoryError):  # whoever trains knows what to do about it
             raise cause from (None if cause is error else error)
-        raise CheckpointError(f"{what}: {str(cause) or type(cause).__name__}") from error
+        message = f"{what}: {str(cause) or type(cause).__name__}"
+        raise for_all(CheckpointError(message), is_for_all(cause)) from error

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from float8 import Float8LinearConfig
+from float8 import Float8LinearConfig, Float8LinearRecipeName
 from float8_lab.device import check_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
 HIGH_PRECISION = "high_precision"
 """The recipe name that trains without any float8."""
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+"""Names of those that train with it."""
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,7 +70,9 @@ class TrainConfig:
         ConfigError: (a `ValueError`) naming the setting, what it got, and what to do.
     """
 
-    recipe: str = _model("high_precision for no float8, or tensorwise or delayed.", HIGH_PRECISION)
+    recipe: str = _model(
+        f"{HIGH_PRECISION} for no float8, or one of {', '.join(RECIPES)}.", HIGH_PRECISION
+    )
     model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")
     data: str | None = _model(  # What it holds is compared when a run is resumed.
         "File or folder of text; a token is a byte. A tenth of the files is for validation.",

@@ -42,15 +42,21 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of the source tree this package runs from, with "-dirty" if that was changed.
+    """Commit of the source tree this package runs from, with "-dirty" if `src` was changed.
 
     None for an installed package, whose surrounding repository says nothing about it.
     """
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    source = Path(__file__).resolve().parents[2]  # of both packages
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(source), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
     try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", "."], check=True, capture_output=True)
-        describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+        git("ls-files", "--error-unmatch", "float8_lab")
+        commit = git("rev-parse", "HEAD")
+        # Not `describe --dirty`, which does not see new files.
+        return commit + "-dirty" * bool(git("status", "--porcelain", "--", "."))
     except (OSError, subprocess.CalledProcessError):
         return None
 

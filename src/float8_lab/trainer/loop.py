@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from float8 import attach_to_optimizer, cached_weights
-from float8_lab.errors import DataError, OutOfMemoryError, TrainingDivergedError
+from float8_lab.errors import (
+    DataError,
+    OutOfMemoryError,
+    TrainingDivergedError,
+    for_all,
+    is_for_all,
+)
 from float8_lab.measure import Clock, PeakMemory
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
@@ -153,7 +159,7 @@ class Trainer:
                     # model. Only replicas can wait for the last.
                     last = index == step * config.accumulate - 1
                     self.model.set_requires_all_reduce(last)
-                part = self._loss(batch) / config.accumulate
+                part = self.loss(batch) / config.accumulate
                 part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
         norm = build.clip_gradients(self.model, config.grad_clip)
@@ -183,7 +189,7 @@ class Trainer:
         self._validated_step = self.step
         self._tell("on_validation", ValidationRecord(self.step, self.validate()))
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def loss(self, batch: Tensor) -> Tensor:
         """Mean loss of this rank's batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
@@ -203,7 +209,7 @@ class Trainer:
             batch_size=self.config.batch_size,
             seq_len=self.config.seq_len,
         ):
-            total += self._loss(batch[self._mine])
+            total += self.loss(batch[self._mine])
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # The root stays gathered until a backward.
         self.model.train()
@@ -242,12 +248,13 @@ class Trainer:
         bad = next((record for record in records if not record.finite), None)
         if check and bad is not None:
             kept = self.last_checkpoint
-            raise TrainingDivergedError(
+            message = (
                 f"training diverged at step {bad.step}: loss {bad.loss}, gradient norm "
                 f"{bad.grad_norm}. The metrics are in {self.folder.metrics}"
                 + (f", the last checkpoint is {kept}" if kept else "")
                 + "; try a lower --learning-rate or a longer --warmup-steps"
             )
+            raise for_all(TrainingDivergedError(message))
 
     def _save(self) -> None:
         if self._saved_step == self.step:
@@ -318,10 +325,11 @@ def train(
     fingerprints = ranks.gather(text.fingerprint)
     for rank, other in enumerate(fingerprints):
         if other != fingerprints[0]:  # each takes its part of one order
-            raise DataError(
+            message = (
                 f"rank {rank} reads other data than rank 0 (fingerprint {other} and not "
                 f"{fingerprints[0]}): give a --data that is the same on all hosts"
             )
+            raise for_all(DataError(message))
     checkpoint = None
     if resume is not None:
         checkpoint = ranks.once(lambda: find_checkpoint(resume))
@@ -362,8 +370,9 @@ def _explain_out_of_memory(config: TrainConfig) -> Iterator[None]:
         known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not (known or any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH)):
             raise
-        raise OutOfMemoryError(
+        message = (
             f"{config.device} ran out of memory with batches of {config.batch_size} x "
             f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
             "use --activation-checkpointing, or choose a smaller model"
-        ) from error
+        )
+        raise for_all(OutOfMemoryError(message), is_for_all(error)) from error

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8_lab.device import check_device
-from float8_lab.errors import ConfigError, LabError, RankFailedError
+from float8_lab.errors import ConfigError, LabError, RankFailedError, for_all
 
 T = TypeVar("T")
 
@@ -114,11 +114,11 @@ class Ranks:
             error = caught
         for rank, problem in enumerate(self.gather(error)):
             if error is not None and rank == self.rank:
-                raise error
+                raise for_all(error)
             if rank and isinstance(problem, (LabError, OSError)):
-                raise type(problem)(f"rank {rank}: {problem}")
+                raise for_all(type(problem)(f"rank {rank}: {problem}"))
             if problem is not None:
-                raise problem
+                raise for_all(problem)
         return result
 
     def once(self, work: Callable[[], T]) -> T:
@@ -144,9 +144,8 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
     """
     if not fsdp:
         if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise ConfigError(
-                f"torchrun started {size} ranks, but not for --fsdp: add it, or start one"
-            )
+            message = f"torchrun started {size} ranks, but not for --fsdp: add it, or start one"
+            raise for_all(ConfigError(message))
         yield ALONE
         return
     ready = dist.is_available() and dist.is_initialized()
@@ -173,7 +172,6 @@ def explain_lost_rank() -> Iterator[None]:
         yield
     except RuntimeError as error:  # An OSError is never torch's: it is of a file or an observer.
         if any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK):
-            raise RankFailedError(
-                "another rank is gone: see its own error, or else what torchrun says of it"
-            ) from error
+            message = "another rank is gone: see its own error, or else what torchrun says of it"
+            raise for_all(RankFailedError(message)) from error
         raise
