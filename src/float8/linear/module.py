@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from float8.config import CastSite, Float8LinearConfig
 from float8.linear.cached import current_operand
 from float8.linear.delayed import StatefulLinear
-from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, held_in_float8
+from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
 from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.sharded import linear_of_shards
 from float8.linear.source import own_containers, require_supported
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
@@ -23,6 +24,8 @@ class Float8Linear(StatefulLinear):
     """
 
     plan: LinearPlan
+    adds_bias_later = False
+    """Whether somebody else adds the bias: to sums over ranks, not to what is summed."""
 
     def __init__(
         self,
@@ -97,6 +100,9 @@ class Float8Linear(StatefulLinear):
             self.check_synced()
             scales = self.delayed_scales()
         weight = self.weight  # once: it may be computed
+        if hasattr(weight, "device_mesh"):
+            bias = None if self.adds_bias_later else self.bias
+            return linear_of_shards(input, weight, bias, self.plan, scales, keep_input)
         ready = self.ready_weight(weight) if self.weight_cache is not None else None
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
@@ -107,7 +113,7 @@ class Float8Linear(StatefulLinear):
         if ready is not None and ready.amax is not None and not self.uses_history:
             ready = None
         if ready is None and isinstance(weight, Float8Tensor):
-            ready = held_in_float8(weight, self.plan)
+            ready = weight_in_float8(weight, self.plan)
         return ready
 
     def weight_state(self) -> DelayedScale | None:

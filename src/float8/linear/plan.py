@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import torch
 
-from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastSite, Float8LinearConfig
+from float8.config import ScalingGranularity, BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastSite, Float8LinearConfig
 from float8.formats import E4M3
 from float8.gemm import Gemm
 from float8.quantize.spec import CastSpec
+
+TENSORWISE = ScalingGranularity.TENSORWISE
 
 
 class LinearPlan(NamedTuple):
@@ -27,6 +29,18 @@ class LinearPlan(NamedTuple):
     grad_input: Gemm | None
     grad_weight: Gemm | None
     pad: bool
+
+
+def casts_input_once(plan: LinearPlan) -> bool:
+    """Whether the bytes of one cast of the input, and one scale, are all that its GEMMs read."""
+    gemms = plan.output is not None and plan.grad_weight is not None
+    return gemms and plan.share_input and plan.input.granularity is TENSORWISE
+
+
+def casts_grad_output_once(plan: LinearPlan) -> bool:
+    """The same of grad_output."""
+    gemms = plan.grad_input is not None and plan.grad_weight is not None
+    return gemms and plan.share_grad_output and plan.grad_output.granularity is TENSORWISE
 
 
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:

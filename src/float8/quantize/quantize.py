@@ -7,7 +7,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import ScalingGranularity
-from float8.formats import GEMM_ALIGNMENT
+from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import BLOCK, CastSpec, Part, Quantized, dequantised
@@ -108,7 +108,7 @@ def _finer(
     return kernels.cast_blockwise(x, spec, row=row, col=col, after=after)
 
 
-def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
+def recast(x: Tensor, spec: CastSpec, scale: Tensor, after: Tensor | None = None) -> Part:
     """Column data of `x` [R, C], which was cast before, under the same scale if that has one.
 
     Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
@@ -117,10 +117,13 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     has before it rounds to the dtype of `x`.
 
     Args:
-        x: as for `quantize`.
+        x: as for `quantize`; or the bytes that the cast before made.
         spec: of the cast before.
         scale: of the cast before; finer scales are others for columns.
+        after: for bytes, as for `columns`.
     """
+    if x.dtype in FLOAT8_MAX:
+        return columns(Part(x, scale), spec, after)
     one_scale = spec.granularity is ScalingGranularity.TENSORWISE
     if one_scale and torch.compiler.is_compiling():
         row = Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale)

@@ -1,0 +1,78 @@
+"""A layer of which each rank holds a part: DTensors outside, local tensors in casts and GEMMs.
+
+    weight Shard(0): input Replicate  -> output Shard(-1)    torch's ColwiseParallel
+    weight Shard(1): input Shard(-1)  -> output Partial      torch's RowwiseParallel
+
+What is spread over ranks is cast under the scale of the whole.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.linear.across import Across
+from float8.linear.functional import DelayedScales, apply_linear
+from float8.linear.plan import LinearPlan
+
+
+def linear_of_shards(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    plan: LinearPlan,
+    scales: DelayedScales,
+    keep_input: bool = False,
+) -> Any:
+    """`apply_linear` of DTensors on a mesh of one dim.
+
+    Args:
+        input: [..., K], placed as above; a `Float8Tensor` inside is not cast again.
+        weight: [N, K], Shard(0) or Shard(1), both dims divisible by the number of ranks.
+        bias: [N], Shard(0) with the weight, else Replicate; or None.
+        plan: as for `apply_linear`, as are `scales` and `keep_input`.
+
+    Raises:
+        TypeError: `input` is no DTensor.
+        ValueError: a placement is another one, or `weight` cannot be divided evenly.
+    """
+    placement = torch.distributed.tensor  # somebody made DTensors, so it is imported
+    mesh, placements = weight.device_mesh, tuple(weight.placements)
+    by_rows = placements == (placement.Shard(0),)
+    if not by_rows and placements != (placement.Shard(1),):
+        raise ValueError(
+            f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
+            f"mesh of one dim, as tensor parallel's styles place it"
+        )
+    if not hasattr(input, "placements"):
+        raise TypeError(
+            f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
+            f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
+        )
+    require_divisible(weight.shape, mesh.size())
+    last = placement.Shard(input.dim() - 1)
+    expected = placement.Replicate() if by_rows else last
+    if tuple(input.placements) != (expected,):
+        raise ValueError(
+            f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
+            f"{placements}, expected {expected}; redistribute it"
+        )
+    group = (mesh.get_group(0).group_name,)
+    if by_rows:
+        x, across = input.to_local(grad_placements=(placement.Partial(),)), Across((), group, group)
+    else:
+        x, across = input.to_local(), Across(group, group, ())
+    here = None if bias is None or not by_rows else bias.to_local()
+    y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
+    to = last if by_rows else placement.Partial()
+    output = placement.DTensor.from_local(y, mesh, (to,), run_check=False)
+    return output if by_rows or bias is None else output + bias
+
+
+def require_divisible(shape: torch.Size, ranks: int) -> None:
+    """Raise a `ValueError` for dims of a weight that do not divide evenly."""
+    if any(dim % ranks for dim in shape):
+        raise ValueError(
+            f"Float8Linear: got a weight of shape {tuple(shape)} on {ranks} ranks, expected dims "
+            f"divisible by {ranks}"
+        )

@@ -1,0 +1,231 @@
+"""Tensor parallel with communication in float8: styles for `parallelize_module`.
+
+Tokens that are spread over ranks (sequence parallel) are cast under the scale of the whole tensor,
+then gathered as bytes, in backward as in forward. What is summed over ranks is in high precision.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.linear import Float8Linear
+from float8.linear.across import Groups, reduction
+from float8.linear.plan import casts_grad_output_once, casts_input_once
+from float8.linear.sharded import require_divisible
+from float8.parallel.amax import sharding_groups
+from float8.quantize.spec import CastSpec
+from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor.float8_tensor import to_float8
+
+Placements = tuple[Placement, ...]
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """`ColwiseParallel` for a `Float8Linear`: the input is gathered in float8.
+
+    Args:
+        input_layouts: as for `ColwiseParallel`; an input that `PrepareFloat8ModuleInput` has cast
+            is taken as it is.
+        output_layouts: likewise.
+        use_local_output: likewise.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: Any,
+        inputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> DTensor:
+        x = _on_mesh(inputs[0], device_mesh, input_layouts)
+        if x.placements == desired_input_layouts:
+            return x  # the layer casts it
+        return _cast(x, mod).redistribute(placements=desired_input_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require_layer(self, module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class Float8RowwiseParallel(RowwiseParallel):
+    """`RowwiseParallel` for a `Float8Linear`: in backward grad_output is gathered in float8.
+
+    Args:
+        input_layouts: as for `RowwiseParallel`.
+        output_layouts: likewise.
+        use_local_output: likewise.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements,
+        use_local_output: bool,
+        mod: Any,
+        outputs: DTensor,
+        device_mesh: DeviceMesh,
+    ) -> Tensor:
+        if outputs.placements != output_layouts:
+            outputs = outputs.redistribute(placements=output_layouts, async_op=True)
+            if not output_layouts[0].is_replicate():
+                outputs = _cast_gradient(outputs, mod)
+        if mod.bias is not None:
+            # Its gradient is that of all tokens.
+            outputs = outputs + mod.bias.redistribute(placements=mod.bias.placements)
+        return outputs.to_local() if use_local_output else outputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require_layer(self, module, device_mesh).adds_bias_later = True
+        return super()._apply(module, device_mesh)
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """`PrepareModuleInput` that casts inputs once for all layers of a module, then gathers bytes.
+
+    Args:
+        input_layouts: as for `PrepareModuleInput`, as are all but the last two.
+        desired_input_layouts: see there.
+        input_kwarg_layouts: see there.
+        desired_input_kwarg_layouts: see there.
+        use_local_output: see there.
+        float8_dtype: None, or the format that the layers cast their input to.
+        fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` that says how
+            to cast; None: all of them must say the same.
+    """
+
+    layer: Float8Linear
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        float8_dtype: torch.dtype | None = None,
+        fwd_config_submodule_fqn: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        self.float8_dtype = float8_dtype
+        self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
+
+    def _prepare_input_arg(
+        self,
+        input: Any,
+        mesh: DeviceMesh,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
+    ) -> Any:
+        if input_layout is None or local_tensor(input).dtype not in HIGH_PRECISION_DTYPES:
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        x = _cast(_on_mesh(input, mesh, (input_layout,)), self.layer)
+        if desired_layout is not None and x.placements != (desired_layout,):
+            x = x.redistribute(placements=(desired_layout,))
+        return x.to_local() if self.use_local_output else x
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = copy.copy(self)  # one style may prepare many modules
+        own.layer = self._find_layer(module)
+        return super(PrepareFloat8ModuleInput, own)._apply(module, device_mesh)
+
+    def _find_layer(self, module: nn.Module) -> Float8Linear:
+        fqn = self.fwd_config_submodule_fqn
+        found = [module.get_submodule(fqn)] if fqn is not None else list(module.modules())
+        layers = [layer for layer in found if isinstance(layer, Float8Linear)]
+        if not layers:
+            raise TypeError(
+                f"{type(self).__name__}: got {_named(found[0])}, expected a Float8Linear or a "
+                f"module that holds some; convert the model first"
+            )
+        specs = {layer.plan.input for layer in layers}
+        if len(specs) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: got layers that cast their input in {len(specs)} ways, "
+                f"expected one; name the one to follow with `fwd_config_submodule_fqn`"
+            )
+        dtype = layers[0].plan.input.dtype
+        if self.float8_dtype not in (None, dtype):
+            raise ValueError(
+                f"{type(self).__name__}: got float8_dtype={self.float8_dtype}, expected {dtype}, "
+                f"to which the layers cast their input; leave it out"
+            )
+        return layers[0]
+
+
+def _named(module: nn.Module) -> str:
+    return f"a {type(module).__name__}"
+
+
+def _require_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> Float8Linear:
+    if not isinstance(module, Float8Linear):
+        raise TypeError(
+            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
+            f"model first"
+        )
+    require_divisible(module.weight.shape, mesh.size())
+    return module
+
+
+def _on_mesh(x: Any, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, placements, run_check=False)
+
+
+def _like(local: Tensor, x: DTensor) -> DTensor:
+    """`local` in the place of the local tensor of `x`."""
+    more = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    return DTensor.from_local(local, x.device_mesh, x.placements, **more)  # type: ignore[arg-type]
+
+
+def _groups(x: DTensor) -> Groups:
+    return tuple(group.group_name for group in sharding_groups(x))
+
+
+def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
+    """`x` in float8 as `layer` casts it, if bytes and one scale are all that it takes."""
+    local = x.to_local()
+    if isinstance(local, Float8Tensor) or not casts_input_once(layer.plan):
+        return x
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.to(torch.get_autocast_dtype(local.device.type))
+    spec = layer.plan.input
+    return _like(to_float8(local, spec, reduce=reduction(_groups(x), spec)), x)
+
+
+def _cast_gradient(x: DTensor, layer: Float8Linear) -> DTensor:
+    """`x`; its gradient is cast to float8 as `layer` casts grad_output, on the same condition."""
+    if not casts_grad_output_once(layer.plan):
+        return x
+    spec = layer.plan.grad_output
+    return _like(_CastGradient.apply(x.to_local(), spec, _groups(x)), x)  # type: ignore[no-untyped-call]
+
+
+class _CastGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: CastSpec, groups: Groups) -> Tensor:
+        ctx.spec, ctx.groups = spec, groups
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return to_float8(grad, ctx.spec, reduce=reduction(ctx.groups, ctx.spec)), None, None

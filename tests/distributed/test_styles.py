@@ -1,0 +1,194 @@
+"""Tensor parallel by float8's styles and by torch's own, against the same layers on one device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from float8 import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from float8.linear import functional
+from support.models import FeedForward, seeded
+from support.ranks import Ranks
+from support.sharded import convert, here
+
+DIM, HIDDEN, TOKENS = 32, 48, 8
+STYLES = {
+    "float8": (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput),
+    "torch": (ColwiseParallel, RowwiseParallel, PrepareModuleInput),
+}
+
+
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh(here().type, (dist.get_world_size(),))
+
+
+@contextmanager
+def scales() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Those of the operands of all GEMMs."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
+        seen.append((a.scale.clone(), b.scale.clone()))
+        return original(a, b, **more)
+
+    original = functional.matmul
+    with mock.patch.object(functional, "matmul", matmul):
+        yield seen
+
+
+def part(x: Tensor, dim: int) -> Tensor:
+    """What this rank holds of `x`, sharded along `dim`."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def layer_of(recipe: str, bias: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layer = convert(nn.Sequential(nn.Linear(DIM, HIDDEN, bias=bias)), recipe, all_gather=False)
+    layer[0].weight.data[-1, -1] = 3.0  # the amax is in the last part along both dims
+    return layer.to(here())
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool) -> None:
+    colwise, rowwise, _ = STYLES[kind]
+    tokens = Shard(1) if sequence else Replicate()
+    if by_columns:
+        style = colwise(input_layouts=tokens)
+        in_dim, out_dim = 1 if sequence else None, 2
+    else:
+        style = rowwise(output_layouts=tokens)
+        in_dim, out_dim = 2, 1 if sequence else None
+    whole, layer = layer_of("tensorwise", bias), layer_of("tensorwise", bias)
+    parallelize_module(layer, mesh_of(), {"0": style})
+    x = seeded(1, 2, TOKENS, DIM, device=here())
+    g = seeded(2, 2, TOKENS, HIDDEN, device=here())
+    x[-1, -1, -1], g[-1, -1, -1] = 9.0, 7.0
+    own_x, own_g = (
+        t if dim is None else part(t, dim) for t, dim in ((x, in_dim), (g, out_dim))
+    )
+    x.requires_grad_()
+    own_x.requires_grad_()
+    with scales() as expected:
+        y = whole(x)
+        y.backward(g)
+    with scales() as got:
+        own_y = layer(own_x)
+        own_y.backward(own_g)
+    assert not isinstance(own_y, DTensor)
+    assert len(got) == len(expected) == 3
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+    close(own_y, y if out_dim is None else part(y, out_dim))
+    close(own_x.grad, x.grad if in_dim is None else part(x.grad, in_dim))
+    for mine, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
+        assert mine.grad.placements == mine.placements
+        close(mine.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_one_layer_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
+    for by_columns in (True, False):
+        for sequence in (True, False):
+            for bias in (True, False):
+                two.run(one_layer, kind, by_columns, sequence, bias)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, without positions: 6 heads, 2 of them for keys and values."""
+
+    HEAD = 16
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        heads, kv = 6 * self.HEAD, 2 * self.HEAD
+        self.wq, self.wk = nn.Linear(DIM, heads, bias), nn.Linear(DIM, kv, bias)
+        self.wv, self.wo = nn.Linear(DIM, kv, bias), nn.Linear(heads, DIM, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.HEAD)).transpose(1, 2)
+            for layer in (self.wq, self.wk, self.wv)
+        )
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(-2))
+
+
+class LlamaBlock(nn.Module):
+    """What tensor parallel is mostly for."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.attention, self.ffn = Attention(bias), FeedForward(DIM, HIDDEN, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+def block_of(recipe: str, bias: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return convert(LlamaBlock(bias), recipe, all_gather=False).to(here())
+
+
+def plan_of(kind: str, sequence: bool, local: bool = False) -> dict[str, Any]:
+    colwise, rowwise, prepare = STYLES[kind]
+    tokens = Shard(1) if sequence else Replicate()
+    plan = {}
+    for part, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
+        plan[part] = prepare(
+            input_layouts=(tokens,), desired_input_layouts=(Replicate(),), use_local_output=local
+        )
+        plan |= {f"{part}.{name}": colwise() for name in first}
+        plan[f"{part}.{last}"] = rowwise(output_layouts=tokens)
+    return plan
+
+
+def one_block(kind: str, sequence: bool, bias: bool, compiled: bool) -> None:
+    whole, block = block_of("tensorwise", bias), block_of("tensorwise", bias)
+    parallelize_module(block, mesh_of(), plan_of(kind, sequence))
+    call = torch.compile(block, fullgraph=True) if compiled else block
+    x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
+    own_x, own_g = (part(t, 1) if sequence else t.clone() for t in (x, g))
+    x.requires_grad_()
+    own_x.requires_grad_()
+    y = whole(x)
+    y.backward(g)
+    own_y = call(own_x)
+    own_y.backward(own_g)
+    close(own_y, part(y, 1) if sequence else y)
+    close(own_x.grad, part(x.grad, 1) if sequence else x.grad)
+    for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
+        if isinstance(mine, DTensor):
+            assert mine.grad.placements == mine.placements
+            close(mine.grad.full_tensor(), theirs.grad)
+        else:  # a norm's, of the tokens of this rank
+            grad = mine.grad.clone()
+            if sequence:
+                dist.all_reduce(grad)
+            close(grad, theirs.grad)
+
+
+@pytest.mark.parametrize("kind", STYLES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_block_equals_that_of_a_single_device(two: Ranks, kind: str, compiled: bool) -> None:
+    for sequence in (True, False):
+        two.run(one_block, kind, sequence, True, compiled)
