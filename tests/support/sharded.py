@@ -267,11 +267,11 @@ class FunctionalTraffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, (DTensor, Float8Tensor)) for kind in types):
+        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
             return NotImplemented  # it will call what it is made of
-        packet = func.overloadpacket
-        if func.namespace == "_c10d_functional" and args and packet.__name__ not in ("wait_tensor",):
-            self.seen.append((packet.__name__, args[0].dtype, args[0].nbytes))
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and "wait" not in name:
+            self.seen.append((name, args[0].dtype, args[0].nbytes))
         return func(*args, **kwargs or {})
 
     def bytes_of(self, name: str) -> dict[torch.dtype, int]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from float8.config import Float8LinearConfig, ScalingGranularity
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
-from float8.linear.across import HERE, Across, Groups, reduction
+from float8.linear.across import HERE, Across, Tokens, reduction
 from float8.linear.plan import (
     LinearPlan,
     casts_grad_output_once,
@@ -148,7 +148,7 @@ def apply_linear(
             across,
         )
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input)
+        output = with_leading_dims(output, input, across.output)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -188,22 +188,33 @@ def require_aligned(what: str, dims: Iterable[int]) -> None:
         )
 
 
-def with_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
+def with_leading_dims(rows: Tensor, like: Tensor, tokens: Tokens | None = None) -> Tensor:
     """[M, N] with the leading dims of `like` [..., K]; no view, since nobody else holds `rows`.
+
+    Of `tokens` that ranks share there are fewer.
 
     FSDP2 warns of modules that return views, and writing into them in place is restricted.
     """
-    shape = (*like.shape[:-1], rows.shape[1])
+    shape = [*like.shape[:-1], rows.shape[1]]
+    if tokens is not None:
+        shape[tokens.dim] //= tokens.ranks
     return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
 def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of a weight that is float8; no bytes are copied."""
-    return _held("weight", weight, plan.weight, "grad_input" if not plan.share_weight else None)
+    return _held("weight", weight, plan.weight, None if plan.share_weight else "grad_input")
+
+
+def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
+    """The operand of an input that was cast for several layers at once."""
+    held = _held("input", input, plan.input, None if casts_input_once(plan) else "grad_weight")
+    assert held.row is not None
+    return held._replace(row=padded(held.row, plan.input, pad_rows=False))
 
 
 def _held(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -> Quantized:
-    """The operand of `x`; `other`: the GEMM for which it is to be cast in another way."""
+    """The operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
     got, expected = (
         f"{dtype} under {granularity}"
         for dtype, granularity in (
@@ -213,48 +224,33 @@ def _held(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -> Quan
     )
     if got != expected or other is not None:
         raise ValueError(
-            f"Float8Linear: got a {role} in {got}, expected one in high precision: it is to be "
+            f"Float8Linear: got {role} in {got}, expected one in high precision: it is to be "
             f"cast to {expected}{'' if other is None else f', and in another way for {other}'}; "
             f"call {role}.to_original_precision(), or configure its casts alike"
         )
     return Quantized(Part(x._data, x._scale), None, spec, x._amax)
 
 
-def cast(
+def gathered(
     x: Tensor,
     spec: CastSpec,
+    tokens: Tokens,
+    *,
+    row: bool,
+    col: bool,
     state: DelayedScale | None,
     record: bool,
-    groups: Groups,
-    other: str | None = None,
-    *,
-    row: bool = False,
-    col: bool = False,
-    fuse: bool = False,
 ) -> Quantized:
-    """Cast an operand: `quantize`, unless it is a `Float8Tensor`, of which the bytes are taken.
-
-    Args:
-        x: [R, C] high precision, or a `Float8Tensor` cast by `spec`.
-        spec: as for `quantize`, as are `state`, `record`, `row` and `col`.
-        groups: of the ranks that hold the other parts of `x`.
-        other: a GEMM for which `x` is to be cast in another way, if there is one.
-        fuse: `fuse_amax` of `quantize`.
-
-    Raises:
-        ValueError: a `Float8Tensor` was not cast as planned.
-    """
-    if not isinstance(x, Float8Tensor):
-        reduce = reduction(groups, spec, state)
-        return quantize(
-            x, spec, row=row, col=col, state=state, record=record, reduce=reduce, fuse_amax=fuse
-        )
-    held = _held("tensor", x, spec, other)
-    if record:
-        record_amax(state, held.amax)
-    assert held.row is not None
+    """Cast the tokens of this rank [R / ranks, C] under one scale for all ranks; gather bytes."""
+    reduce = reduction((tokens.group,))
+    made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
+    assert made is not None
+    data = tokens.gather(made.data[:, : x.shape[1]].view(torch.uint8)).view(spec.dtype)
+    bytes_ = Part(data, made.scale)
     return Quantized(
-        padded(held.row, spec) if row else None, columns(held.row, spec) if col else None, spec
+        padded(bytes_, spec, pad_rows=False) if row else None,
+        columns(bytes_, spec) if col else None,
+        spec,
     )
 
 
@@ -329,8 +325,14 @@ class _Linear(torch.autograd.Function):
         if plan.output is not None:
             col = float8_grad_weight and plan.share_input and not keep_input
             spec, state = plan.input, scales.input
-            other = None if casts_input_once(plan) else "grad_weight"
-            x = cast(input, spec, state, record, across.input, other, row=True, col=col, fuse=True)
+            if isinstance(input, Float8Tensor):
+                x = input_in_float8(input, plan)
+                record_amax(state if record else None, x.amax)
+            else:
+                x = quantize(
+                    input, spec, row=True, col=col, state=state, record=record,
+                    reduce=across.input, fuse_amax=True,
+                )  # fmt: skip
             assert x.row is not None
             w = weight_rows(weight, ready, plan.weight, scales.weight, record, across.weight)
             y = output(x.row, w, plan.output, input.dtype, input.shape[0], N)
@@ -340,7 +342,8 @@ class _Linear(torch.autograd.Function):
 
         if float8_grad_weight and not plan.share_input:
             spec, state = plan.input_for_grad_weight, scales.input_for_grad_weight
-            x_col = cast(input, spec, state, record, across.input, col=True).col
+            reduce = across.input
+            x_col = quantize(input, spec, col=True, state=state, record=record, reduce=reduce).col
         if x_col is not None:
             saved_input, input_scale = x_col
         elif isinstance(input, Float8Tensor):
@@ -358,7 +361,7 @@ class _Linear(torch.autograd.Function):
         ctx.plan, ctx.scales, ctx.record, ctx.across = plan, scales, record, across
         ctx.need_grad_input, ctx.need_grad_weight = need_grad_input, need_grad_weight
         ctx.shape, ctx.weight_dtype = (N, K), weight.dtype
-        return y
+        return y if across.output is None else across.output.scatter(y)
 
     @staticmethod
     @once_differentiable
@@ -369,17 +372,25 @@ class _Linear(torch.autograd.Function):
         record: bool = ctx.record
         across: Across = ctx.across
         saved_input, input_scale, kept, weight_scale = ctx.saved_tensors
-        (N, K), dtype = ctx.shape, grad_output.dtype
+        (N, K), dtype, M = ctx.shape, grad_output.dtype, grad_output.shape[0]
 
         row = ctx.need_grad_input and plan.grad_input is not None
         col = ctx.need_grad_weight and plan.grad_weight is not None
         g: Quantized | None = None
-        if row or (col and plan.share_grad_output):
-            spec, state = plan.grad_output, scales.grad_output
-            both = col and plan.share_grad_output
-            other = None if casts_grad_output_once(plan) else "grad_weight"
-            groups = across.grad_output
-            g = cast(grad_output, spec, state, record, groups, other, row=row, col=both)
+        spec, state = plan.grad_output, scales.grad_output
+        tokens, reduce = across.output, across.grad_output
+        if tokens is not None:
+            M *= tokens.ranks
+        if tokens is not None and casts_grad_output_once(plan):
+            g = gathered(grad_output, spec, tokens, row=row, col=col, state=state, record=record)
+        else:
+            if tokens is not None:
+                grad_output = tokens.gather(grad_output)
+            if row or (col and plan.share_grad_output):
+                both = col and plan.share_grad_output
+                g = quantize(
+                    grad_output, spec, row=row, col=both, state=state, record=record, reduce=reduce
+                )
 
         dx: Tensor | None = None
         if row:
@@ -390,9 +401,10 @@ class _Linear(torch.autograd.Function):
                 after = g.row.scale
                 w = weight_columns(kept, weight_scale, spec, ctx.weight_is_transposed, after)
             else:
-                w = cast(kept, spec, state, record, across.weight, col=True).col
+                of_all = across.weight
+                w = quantize(kept, spec, col=True, state=state, record=record, reduce=of_all).col
             assert w is not None
-            dx = grad_input(g.row, w, plan.grad_input, dtype, grad_output.shape[0], K)
+            dx = grad_input(g.row, w, plan.grad_input, dtype, M, K)
         elif ctx.need_grad_input:
             dx = grad_output @ kept.to(dtype)
 
@@ -400,7 +412,7 @@ class _Linear(torch.autograd.Function):
         if col:
             if not plan.share_grad_output:
                 spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
-                g = cast(grad_output, spec, state, record, across.grad_output, col=True)
+                g = quantize(grad_output, spec, col=True, state=state, record=record, reduce=reduce)
             assert g is not None and g.col is not None and plan.grad_weight is not None  # noqa: PT018
             x = Part(saved_input, input_scale)
             if not ctx.input_is_transposed:

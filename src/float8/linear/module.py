@@ -24,8 +24,9 @@ class Float8Linear(StatefulLinear):
     """
 
     plan: LinearPlan
-    adds_bias_later = False
-    """Whether somebody else adds the bias: to sums over ranks, not to what is summed."""
+    tokens_dim: int | None = None
+    """Under tensor parallel: the dim along which ranks share the tokens of an output that is a sum
+    over ranks. None: the sum is left to others."""
 
     def __init__(
         self,
@@ -101,8 +102,9 @@ class Float8Linear(StatefulLinear):
             scales = self.delayed_scales()
         weight = self.weight  # once: it may be computed
         if hasattr(weight, "device_mesh"):
-            bias = None if self.adds_bias_later else self.bias
-            return linear_of_shards(input, weight, bias, self.plan, scales, keep_input)
+            how = self.plan, scales, keep_input, self.tokens_dim
+            sharded: Tensor = linear_of_shards(input, weight, self.bias, *how)
+            return sharded
         ready = self.ready_weight(weight) if self.weight_cache is not None else None
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 

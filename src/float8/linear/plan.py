@@ -5,7 +5,14 @@ from typing import NamedTuple
 
 import torch
 
-from float8.config import ScalingGranularity, BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastSite, Float8LinearConfig
+from float8.config import (
+    BASE_SITE,
+    CAST_SITES,
+    GEMM_OPERANDS,
+    CastSite,
+    Float8LinearConfig,
+    ScalingGranularity,
+)
 from float8.formats import E4M3
 from float8.gemm import Gemm
 from float8.quantize.spec import CastSpec

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX
-from float8.linear.across import Groups, reduction
+from float8.linear.across import Reduction
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -22,11 +22,10 @@ def weight_rows(
     spec: CastSpec,
     state: DelayedScale | None,
     record: bool,
-    groups: Groups,
+    reduce: Reduction | None = None,
 ) -> Part:
     """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
     if ready is None:
-        reduce = reduction(groups, spec, state)
         made = quantize(
             weight, spec, row=True, pad_rows=True, state=state, record=record, reduce=reduce
         )

@@ -5,13 +5,12 @@ then gathered as bytes, in backward as in forward. What is summed over ranks is 
 """
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,11 +20,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
-from float8.linear.across import Groups, reduction
-from float8.linear.plan import casts_grad_output_once, casts_input_once
+from float8.linear.across import reduction
+from float8.linear.plan import casts_input_once
 from float8.linear.sharded import require_divisible
 from float8.parallel.amax import sharding_groups
-from float8.quantize.spec import CastSpec
 from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.float8_tensor import to_float8
 
@@ -69,25 +67,9 @@ class Float8RowwiseParallel(RowwiseParallel):
         use_local_output: likewise.
     """
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements,
-        use_local_output: bool,
-        mod: Any,
-        outputs: DTensor,
-        device_mesh: DeviceMesh,
-    ) -> Tensor:
-        if outputs.placements != output_layouts:
-            outputs = outputs.redistribute(placements=output_layouts, async_op=True)
-            if not output_layouts[0].is_replicate():
-                outputs = _cast_gradient(outputs, mod)
-        if mod.bias is not None:
-            # Its gradient is that of all tokens.
-            outputs = outputs + mod.bias.redistribute(placements=mod.bias.placements)
-        return outputs.to_local() if use_local_output else outputs
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _require_layer(self, module, device_mesh).adds_bias_later = True
+        layer, (to,) = _require_layer(self, module, device_mesh), self.output_layouts
+        layer.tokens_dim = to.dim if isinstance(to, Shard) else None
         return super()._apply(module, device_mesh)
 
 
@@ -197,10 +179,6 @@ def _like(local: Tensor, x: DTensor) -> DTensor:
     return DTensor.from_local(local, x.device_mesh, x.placements, **more)  # type: ignore[arg-type]
 
 
-def _groups(x: DTensor) -> Groups:
-    return tuple(group.group_name for group in sharding_groups(x))
-
-
 def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
     """`x` in float8 as `layer` casts it, if bytes and one scale are all that it takes."""
     local = x.to_local()
@@ -209,23 +187,5 @@ def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
     if torch.is_autocast_enabled(local.device.type):
         local = local.to(torch.get_autocast_dtype(local.device.type))
     spec = layer.plan.input
-    return _like(to_float8(local, spec, reduce=reduction(_groups(x), spec)), x)
-
-
-def _cast_gradient(x: DTensor, layer: Float8Linear) -> DTensor:
-    """`x`; its gradient is cast to float8 as `layer` casts grad_output, on the same condition."""
-    if not casts_grad_output_once(layer.plan):
-        return x
-    spec = layer.plan.grad_output
-    return _like(_CastGradient.apply(x.to_local(), spec, _groups(x)), x)  # type: ignore[no-untyped-call]
-
-
-class _CastGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: CastSpec, groups: Groups) -> Tensor:
-        ctx.spec, ctx.groups = spec, groups
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return to_float8(grad, ctx.spec, reduce=reduction(ctx.groups, ctx.spec)), None, None
+    groups = tuple(group.group_name for group in sharding_groups(x))
+    return _like(to_float8(local, spec, reduce=reduction(groups) if groups else None), x)
