@@ -1,5 +1,6 @@
 """Tensor parallel by float8's styles and by torch's own, against the same layers on one device."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,7 +22,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from float8 import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from float8 import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    attach_to_optimizer,
+)
 from float8.linear import functional
 from support.models import FeedForward, seeded
 from support.ranks import Ranks
@@ -259,3 +266,84 @@ def test_a_block_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
 @pytest.mark.parametrize("kind", STYLES)
 def test_a_block_is_one_graph(two: Ranks, kind: str) -> None:
     two.run(one_block, kind, True, False, True)
+
+
+def finer(recipe: str) -> None:
+    """Scales finer than one per tensor: communication in high precision."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(FeedForward(256, 512)).to(here())
+    whole = convert(copy.deepcopy(plain), recipe, all_gather=False)
+    model = convert(copy.deepcopy(plain), recipe, all_gather=False)
+    plan = {f"0{name.removeprefix('ffn')}": s for name, s in plan_of("float8", True).items()}
+    parallelize_module(model, mesh_of(), {n: s for n, s in plan.items() if "attention" not in n})
+    x, g = (seeded(seed, 1, 16, 256, device=here()) for seed in (1, 2))
+    own_x = part(x, 1).requires_grad_()
+    x.requires_grad_()
+    with FunctionalTraffic() as seen:
+        model(own_x).backward(part(g, 1))
+    assert seen.bytes_of("all_gather") == {torch.float32: 2 * own_x.nbytes}
+    for other in (whole, plain):
+        other(x).backward(g)
+    for name, parameter in model.named_parameters():
+        got, expected, exact = (
+            parameter.grad.full_tensor(),
+            whole.get_parameter(name).grad,
+            plain.get_parameter(name).grad,
+        )
+        if recipe == "blockwise":  # ranks hold whole blocks
+            assert off(got, expected) < 1e-5, name
+        assert off(got, exact) < 1.05 * off(expected, exact), name
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_finer_scales_are_those_of_what_a_rank_holds(two: Ranks, recipe: str) -> None:
+    two.run(finer, recipe)
+
+
+def two_dims(recipe: str, all_gather: bool, sequence: bool, precompute: bool) -> list[Any]:
+    """FSDP2 over one dim of the mesh, tensor parallel over the other, against one device."""
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    whole = convert(nn.Sequential(LlamaBlock()), recipe, all_gather=False).to(here())
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(LlamaBlock()), recipe, all_gather=all_gather).to(here())
+    plan = plan_of("float8", sequence, norms=True)
+    parallelize_module(model[0], mesh["tensor"], plan)
+    fully_shard(model[0], mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (whole, model)]
+    attach_to_optimizer(whole, optimizers[0])
+    if precompute:
+        attach_to_optimizer(model, optimizers[1])
+    data, tensor = (mesh.get_local_rank(dim) for dim in ("data", "tensor"))
+    results: list[Any] = []
+    for step in range(5):
+        batch = [seeded(10 * step + rank, 2, TOKENS, DIM, device=here()) for rank in range(2)]
+        for x in batch:
+            ((whole(x) - x.roll(1, -1)).square().mean() / 2).backward()
+        x = batch[data]
+        x, to = (t.chunk(2, 1)[tensor] if sequence else t for t in (x, x.roll(1, -1)))
+        with FunctionalTraffic() as seen:
+            ((model(x) - to).square().sum() / (2 * TOKENS * DIM)).backward()
+        if sequence and recipe == "tensorwise":
+            assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
+        if step in (0, 4):
+            for name, parameter in model.named_parameters():
+                got, expected = parameter.grad.full_tensor(), whole.get_parameter(name).grad
+                assert off(got, expected) < 1e-2, (step, name, off(got, expected))
+                results.append(got)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return results
+
+
+def test_fsdp_with_tensor_parallel_equals_a_single_device(four: Ranks) -> None:
+    for sequence in (True, False):
+        runs = [
+            four.run(two_dims, "tensorwise", all_gather, sequence, precompute)
+            for all_gather, precompute in ((False, False), (True, False), (True, True))
+        ]
+        for other in runs[1:]:
+            for a, b in zip(runs[0][0], other[0], strict=True):
+                assert torch.equal(a, b)

@@ -28,6 +28,7 @@ from support.models import Block, fp8_state, seeded
 CONFIGS: dict[str, Callable[..., Float8LinearConfig]] = {
     "tensorwise": tensorwise,
     "delayed": delayed,
+    "rowwise_with_gw_hp": functools.partial(of_recipe, "rowwise_with_gw_hp"),
     "rowwise": functools.partial(of_recipe, "rowwise"),
     "blockwise": functools.partial(of_recipe, "blockwise"),
 }
