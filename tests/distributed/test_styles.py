@@ -170,18 +170,26 @@ def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False)
     return plan
 
 
+def alone() -> dist.ProcessGroup:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 def off(a: Tensor, b: Tensor) -> float:
     """The difference of `a`, relative to the norm of `b`."""
     return float(((a - b).norm() / b.norm()).detach())
 
 
-def trained(kind: str, sequence: bool, microbatches: int, checkpointed: bool) -> None:
+def trained(
+    kind: str, sequence: bool, microbatches: int, checkpointed: bool, recipe: str = "tensorwise"
+) -> None:
     """Five steps on both; where sums differ in their last bits, few casts round otherwise."""
-    whole, block = block_of("tensorwise", bias=True), block_of("tensorwise", bias=True)
+    whole, block = block_of(recipe, bias=True), block_of(recipe, bias=True)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence, norms=True))
     losses = []
     for model, sharded in ((whole, False), (block, sequence)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        if recipe == "delayed":
+            attach_to_optimizer(model, optimizer, group=None if model is block else alone())
         for step in range(5):
             optimizer.zero_grad()
             for microbatch in range(microbatches):
@@ -195,6 +203,10 @@ def trained(kind: str, sequence: bool, microbatches: int, checkpointed: bool) ->
             dist.all_reduce(loss)
         losses.append(loss.detach())
     assert off(losses[1], losses[0]) < 1e-3
+    buffers = dict(block.named_buffers())
+    for name, expected in whole.named_buffers():  # of delayed scaling
+        assert expected.amax() > 0 or "history" not in name
+        torch.testing.assert_close(buffers[name], expected, rtol=1e-2, atol=0.0, msg=name)
     offs = {}
     for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
         for what, a, b in (("value", mine, theirs), ("grad", mine.grad, theirs.grad)):
@@ -225,6 +237,12 @@ def sent(kind: str) -> None:
     # inputs of 2 layers, gradients of 5.
     amaxes = [name for name, _, size in seen.seen if name == "all_reduce" and size == 4]
     assert len(amaxes) == 7 + 2 + 5 + (4 if kind == "float8" else 0)
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
+    two.run(trained, kind, True, 1, False, "delayed")
+    two.run(trained, kind, False, 2, True, "delayed")
 
 
 @pytest.mark.parametrize("kind", STYLES)

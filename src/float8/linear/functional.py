@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from float8.config import Float8LinearConfig, ScalingGranularity
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
-from float8.linear.across import HERE, Across, Tokens, reduction
+from float8.linear.across import HERE, Across, Reduction, Tokens
 from float8.linear.plan import (
     LinearPlan,
     casts_grad_output_once,
@@ -240,9 +240,9 @@ def gathered(
     col: bool,
     state: DelayedScale | None,
     record: bool,
+    reduce: Reduction | None,
 ) -> Quantized:
     """Cast the tokens of this rank [R / ranks, C] under one scale for all ranks; gather bytes."""
-    reduce = reduction((tokens.group,))
     made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
     assert made is not None
     data = tokens.gather(made.data[:, : x.shape[1]].view(torch.uint8)).view(spec.dtype)
@@ -382,10 +382,13 @@ class _Linear(torch.autograd.Function):
         if tokens is not None:
             M *= tokens.ranks
         if tokens is not None and casts_grad_output_once(plan):
-            g = gathered(grad_output, spec, tokens, row=row, col=col, state=state, record=record)
+            g = gathered(
+                grad_output, spec, tokens, row=row, col=col, state=state, record=record,
+                reduce=reduce,
+            )  # fmt: skip
         else:
             if tokens is not None:
-                grad_output = tokens.gather(grad_output)
+                grad_output, reduce = tokens.gather(grad_output), None
             if row or (col and plan.share_grad_output):
                 both = col and plan.share_grad_output
                 g = quantize(

@@ -96,13 +96,15 @@ class Float8Linear(StatefulLinear):
                 `pad_inner_dim=False` forbids.
             RuntimeError: a sync of delayed scaling is missing.
         """
-        scales = NO_SCALES
+        scales, weight = NO_SCALES, self.weight  # once: it may be computed
+        is_sharded = hasattr(weight, "device_mesh")
         if self.delayed:
+            if is_sharded:
+                self.keep_buffers_plain()
             self.check_synced()
             scales = self.delayed_scales()
-        weight = self.weight  # once: it may be computed
-        if hasattr(weight, "device_mesh"):
-            how = self.plan, scales, keep_input, self.tokens_dim
+        if is_sharded:
+            how = self.plan, scales, keep_input, self.tokens_dim, self.knows_scales
             sharded: Tensor = linear_of_shards(input, weight, self.bias, *how)
             return sharded
         ready = self.ready_weight(weight) if self.weight_cache is not None else None

@@ -50,6 +50,11 @@ def casts_grad_output_once(plan: LinearPlan) -> bool:
     return gemms and plan.share_grad_output and plan.grad_output.granularity is TENSORWISE
 
 
+def casts_delayed(plan: LinearPlan) -> bool:
+    """Whether all scales come from histories."""
+    return all(spec.delayed for spec in plan if isinstance(spec, CastSpec))
+
+
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
     """Resolve `config`; it is frozen, so layers of equal ones share a plan."""
     # Dynamo looks through a cache, but warns of it.

@@ -25,6 +25,7 @@ def linear_of_shards(
     scales: DelayedScales,
     keep_input: bool,
     tokens_dim: int | None,
+    scales_known: bool,
 ) -> Any:
     """`apply_linear` of DTensors on a mesh of one dim.
 
@@ -37,6 +38,7 @@ def linear_of_shards(
         keep_input: likewise.
         tokens_dim: with Shard(1): the dim of Shard that the output gets, which ranks sum up here;
             its gradient is gathered in float8, if one cast is all that the plan makes of it.
+        scales_known: whether all ranks have all scales from the same histories.
 
     Raises:
         TypeError: `input` is no DTensor.
@@ -64,7 +66,7 @@ def linear_of_shards(
             f"{placements}, expected {expected}; redistribute it"
         )
     group, to, tokens = mesh.get_group(0).group_name, last, None
-    reduce = reduction((group,))
+    reduce = None if scales_known else reduction((group,))
     if by_rows:
         x = input.to_local(grad_placements=(placement.Partial(),))
         across = Across(None, reduce, reduce)
@@ -79,7 +81,7 @@ def linear_of_shards(
                     f"{ranks}; pad it"
                 )
             tokens, to = Tokens(group, ranks, dim, math.prod(x.shape[:dim])), placement.Shard(dim)
-        across = Across(reduce, reduce, None, tokens)
+        across = Across(reduce, reduce, reduce if tokens else None, tokens)
     here = bias.to_local() if by_rows and bias is not None else None
     y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
     output = placement.DTensor.from_local(y, mesh, (to,), run_check=False)

@@ -187,5 +187,8 @@ def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
     if torch.is_autocast_enabled(local.device.type):
         local = local.to(torch.get_autocast_dtype(local.device.type))
     spec = layer.plan.input
-    groups = tuple(group.group_name for group in sharding_groups(x))
-    return _like(to_float8(local, spec, reduce=reduction(groups) if groups else None), x)
+    layer.keep_buffers_plain()
+    state = layer.delayed_scales().input
+    groups = () if layer.knows_scales else sharding_groups(x)
+    reduce = reduction([group.group_name for group in groups]) if groups else None
+    return _like(to_float8(local, spec, state=state, reduce=reduce), x)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import quantize
 from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
 from float8.tensor.wrapper import Wrapper
@@ -145,10 +146,15 @@ def to_float8(
     spec: CastSpec,
     *,
     scale: Tensor | None = None,
+    state: DelayedScale | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Float8Tensor:
-    """Cast `x`, of any shape, under one scale; the rest is as for `quantize`. Differentiable."""
-    return _ToFloat8.apply(x, spec, scale, reduce)  # type: ignore[no-any-return, no-untyped-call]
+    """Cast `x`, of any shape, under one scale; differentiable.
+
+    The rest is as for `quantize`. What delayed scaling has to record goes along with the result,
+    for those who use it.
+    """
+    return _ToFloat8.apply(x, spec, scale, state, reduce)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ToFloat8(torch.autograd.Function):
@@ -158,19 +164,26 @@ class _ToFloat8(torch.autograd.Function):
         x: Tensor,
         spec: CastSpec,
         scale: Tensor | None,
+        state: DelayedScale | None,
         reduce: Callable[[Tensor], Tensor] | None,
     ) -> Float8Tensor:
+        amax = None
+        if state is not None:
+            amax = torch.zeros_like(state.amax)
+            state = state._replace(amax=amax)
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
-        made = quantize(rows, spec, row=True, scale=scale, reduce=reduce).row
+        made = quantize(
+            rows, spec, row=True, state=state, record=True, scale=scale, reduce=reduce
+        ).row
         assert made is not None
         data = made.data
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
-        return Float8Tensor(data.reshape(x.shape), made.scale, x.dtype)
+        return Float8Tensor(data.reshape(x.shape), made.scale, x.dtype, amax=amax)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 class _ToOriginalPrecision(torch.autograd.Function):
