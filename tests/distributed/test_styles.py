@@ -27,6 +27,7 @@ from float8 import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
     attach_to_optimizer,
+    sync_float8_amax_and_scale_history,
 )
 from float8.linear import functional
 from support.models import FeedForward, seeded
@@ -250,8 +251,81 @@ def test_half_the_bytes_of_16_bits_are_gathered(two: Ranks, kind: str) -> None:
     two.run(sent, kind)
 
 
-def one_block(kind: str, sequence: bool, bias: bool, compiled: bool) -> None:
-    whole, block = block_of("tensorwise", bias), block_of("tensorwise", bias)
+def few_reductions() -> None:
+    """With delayed scaling ranks ask each other until a sync has found all scales."""
+    block = block_of("delayed")
+    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here())
+    counts = []
+    for _ in range(3):
+        with FunctionalTraffic() as seen:
+            block(x).square().sum().backward()
+        counts.append(sum(size == 4 for *_, size in seen.seen))
+        sync_float8_amax_and_scale_history(block)
+        if len(counts) == 2:
+            block.load_state_dict(block.state_dict())
+    assert counts == [18, 0, 18]
+
+
+def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(two: Ranks) -> None:
+    two.run(few_reductions)
+
+
+def wrong_uses() -> None:
+    """Each raises before any collective; so do both ranks, and none waits."""
+    mesh = mesh_of()
+    plain = nn.Sequential(nn.Linear(DIM, 48))
+    for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
+        with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear; convert"):
+            parallelize_module(plain, mesh, {"0": style})
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear or a module"):
+        parallelize_module(plain, mesh, {"0": PrepareFloat8ModuleInput(**layouts)})
+    odd = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False)
+    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\) on 2 ranks(.)*divisible"):
+        parallelize_module(odd, mesh, {"0": Float8ColwiseParallel()})
+    two = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", all_gather=False)
+    two.append(convert(nn.Sequential(nn.Linear(DIM, 48)), "rowwise", all_gather=False))
+    with pytest.raises(ValueError, match=r"got layers that cast their input in 2 ways"):
+        parallelize_module(two, mesh, PrepareFloat8ModuleInput(**layouts))
+    parallelize_module(two, mesh, PrepareFloat8ModuleInput(**layouts, fwd_config_submodule_fqn="0"))
+    wrong = PrepareFloat8ModuleInput(**layouts, float8_dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match=r"got float8_dtype=(.)*e5m2, expected (.)*e4m3fn"):
+        parallelize_module(two[0], mesh, wrong)
+    layer = layer_of("tensorwise", bias=False)
+    style = Float8RowwiseParallel(input_layouts=Shard(2), output_layouts=Shard(1))
+    parallelize_module(layer, mesh, {"0": style})
+    with pytest.raises(ValueError, match=r"sharded along dim 1 over 2 ranks, expected(.)*pad it"):
+        layer(torch.ones(1, 3, DIM // 2, device=here()))
+    with pytest.raises(TypeError, match="input of type Tensor for a weight that is a DTensor"):
+        layer[0].forward(torch.ones(1, 4, DIM // 2, device=here()))
+    whole = DTensor.from_local(torch.ones(1, 4, DIM, device=here()), mesh, [Replicate()])
+    with pytest.raises(ValueError, match=r"input placed(.)*Replicate(.)*expected(.)*redistribute"):
+        layer[0].forward(whole)
+
+
+def shown() -> None:
+    for recipe, how in (("tensorwise", "float8"), ("rowwise", "high precision")):
+        block = block_of(recipe)
+        assert "gathered" not in repr(block)
+        parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+        assert repr(block.attention.wo).endswith(f"grad_output gathered in {how})")
+        assert repr(block.attention.wq).endswith(f"input gathered in {how})")
+        parallelize_module(block_of(recipe), mesh_of(), plan_of("float8", sequence=False))
+
+
+def test_a_layer_says_how_its_tensors_travel(two: Ranks) -> None:
+    two.run(shown)
+
+
+def test_wrong_uses_raise(two: Ranks) -> None:
+    two.run(wrong_uses)
+
+
+def one_block(
+    kind: str, sequence: bool, bias: bool, compiled: bool, recipe: str = "tensorwise"
+) -> None:
+    whole, block = block_of(recipe, bias), block_of(recipe, bias)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence))
     call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
     x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
@@ -281,9 +355,10 @@ def test_a_block_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
         two.run(one_block, kind, sequence, True, False)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("kind", STYLES)
-def test_a_block_is_one_graph(two: Ranks, kind: str) -> None:
-    two.run(one_block, kind, True, False, True)
+def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
+    two.run(one_block, kind, True, False, True, recipe)
 
 
 def finer(recipe: str) -> None:
@@ -354,6 +429,11 @@ def two_dims(recipe: str, all_gather: bool, sequence: bool, precompute: bool) ->
             optimizer.step()
             optimizer.zero_grad()
     return results
+
+
+def test_fsdp_with_tensor_parallel_and_delayed_scaling(four: Ranks) -> None:
+    runs = [four.run(two_dims, "delayed", gather, True, True)[0] for gather in (False, True)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_fsdp_with_tensor_parallel_equals_a_single_device(four: Ranks) -> None:

@@ -7,7 +7,12 @@ from float8.config import CastSite, Float8LinearConfig
 from float8.linear.cached import current_operand
 from float8.linear.delayed import StatefulLinear
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
-from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.plan import (
+    LinearPlan,
+    casts_grad_output_once,
+    casts_input_once,
+    plan_linear,
+)
 from float8.linear.sharded import linear_of_shards
 from float8.linear.source import own_containers, require_supported
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
@@ -27,6 +32,8 @@ class Float8Linear(StatefulLinear):
     tokens_dim: int | None = None
     """Under tensor parallel: the dim along which ranks share the tokens of an output that is a sum
     over ranks. None: the sum is left to others."""
+    gathered: str | None = None
+    """`input` or `grad_output`: of which ranks gather the tokens, as `repr` says."""
 
     def __init__(
         self,
@@ -153,6 +160,10 @@ class Float8Linear(StatefulLinear):
         for switch in _SWITCHES:
             if getattr(self.config, switch):
                 parts.append(switch)
+        if self.gathered is not None:
+            of_input = self.gathered == "input"
+            once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)
+            parts.append(f"{self.gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)
 
 

@@ -54,7 +54,9 @@ class Float8ColwiseParallel(ColwiseParallel):
         return _cast(x, mod).redistribute(placements=desired_input_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _require_layer(self, module, device_mesh)
+        layer = _require_layer(self, module, device_mesh)
+        if self.input_layouts != self.desired_input_layouts:
+            layer.gathered = "input"
         return super()._apply(module, device_mesh)
 
 
@@ -69,7 +71,8 @@ class Float8RowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer, (to,) = _require_layer(self, module, device_mesh), self.output_layouts
-        layer.tokens_dim = to.dim if isinstance(to, Shard) else None
+        if isinstance(to, Shard):
+            layer.tokens_dim, layer.gathered = to.dim, "grad_output"
         return super()._apply(module, device_mesh)
 
 
@@ -127,6 +130,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = copy.copy(self)  # one style may prepare many modules
         own.layer = self._find_layer(module)
+        if self.input_layouts != self.desired_input_layouts:
+            own.layer.gathered = "input"
         return super(PrepareFloat8ModuleInput, own)._apply(module, device_mesh)
 
     def _find_layer(self, module: nn.Module) -> Float8Linear:
