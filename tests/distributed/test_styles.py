@@ -75,15 +75,15 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool) -> None:
+def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int = 1) -> None:
     colwise, rowwise, _ = STYLES[kind]
-    tokens = Shard(1) if sequence else Replicate()
+    tokens = Shard(dim) if sequence else Replicate()
     if by_columns:
         style = colwise(input_layouts=tokens)
-        in_dim, out_dim = 1 if sequence else None, 2
+        in_dim, out_dim = dim if sequence else None, 2
     else:
         style = rowwise(output_layouts=tokens)
-        in_dim, out_dim = 2, 1 if sequence else None
+        in_dim, out_dim = 2, dim if sequence else None
     whole, layer = layer_of("tensorwise", bias), layer_of("tensorwise", bias)
     parallelize_module(layer, mesh_of(), {"0": style})
     x = seeded(1, 2, TOKENS, DIM, device=here())
@@ -116,6 +116,7 @@ def test_one_layer_equals_that_of_a_single_device(two: Ranks, kind: str) -> None
         for sequence in (True, False):
             for bias in (True, False):
                 two.run(one_layer, kind, by_columns, sequence, bias)
+        two.run(one_layer, kind, by_columns, True, False, 0)
 
 
 class Attention(nn.Module):

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Linear
 from float8.linear.across import reduction
 from float8.linear.plan import casts_input_once
@@ -120,7 +119,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         input_layout: Placement | None,
         desired_layout: Placement | None,
     ) -> Any:
-        if input_layout is None or local_tensor(input).dtype not in HIGH_PRECISION_DTYPES:
+        # Not positions, masks and the like.
+        shape = getattr(input, "shape", ())
+        if input_layout is None or list(shape[-1:]) != [self.layer.in_features]:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         x = _cast(_on_mesh(input, mesh, (input_layout,)), self.layer)
         if desired_layout is not None and x.placements != (desired_layout,):
