@@ -3,6 +3,9 @@
 `convert_to_float8_training(model)` is all that most users need.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from float8.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -34,17 +37,35 @@ from float8.sync import (
 from float8.tensor import Float8Tensor
 from float8.weight_cache import cached_weights
 
+if TYPE_CHECKING:
+    from float8.parallel.tensor import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What needs DTensor, whose import takes longer than all else here."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("float8.parallel.tensor"), name)
+
 
 __all__ = [
     "CastConfig",
     "ConversionReport",
     "DelayedScalingConfig",
+    "Float8ColwiseParallel",
     "Float8GemmConfig",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8LinearRecipeName",
+    "Float8RowwiseParallel",
     "Float8Tensor",
+    "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
     "all_linears",

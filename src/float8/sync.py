@@ -10,9 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.linear import WEIGHT_AMAX, Float8Linear
+from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
-from float8.quantize.history import next_history_and_scale
+from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
 from float8.untraced import untraced
 
 
@@ -92,6 +93,18 @@ def sync_float8_amax_and_scale_history(
         torch._foreach_zero_(amaxes)
     for layer in layers:
         layer.mark_synced()
+    _note_scales(layers)
+
+
+def _note_scales(layers: list[Float8Linear]) -> None:
+    """Tell layers that share their work with other ranks once all of their scales are known."""
+    shared = [x for x in layers if hasattr(x.weight, "device_mesh") and casts_delayed(x.plan)]
+    unknown = [layer for layer in shared if not layer.scales_known]
+    if unknown:  # asks the device, in the first steps
+        scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
+        flags = torch.stack([(each != UNKNOWN_SCALE).all() for each in scales]).tolist()
+        for layer, known in zip(unknown, flags, strict=True):
+            layer.scales_known = known
 
 
 @torch.no_grad()

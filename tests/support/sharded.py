@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import (
     Float8LinearConfig,
+    Float8Tensor,
     all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
@@ -26,6 +28,7 @@ from support.models import Block, fp8_state, seeded
 CONFIGS: dict[str, Callable[..., Float8LinearConfig]] = {
     "tensorwise": tensorwise,
     "delayed": delayed,
+    "rowwise_with_gw_hp": functools.partial(of_recipe, "rowwise_with_gw_hp"),
     "rowwise": functools.partial(of_recipe, "rowwise"),
     "blockwise": functools.partial(of_recipe, "blockwise"),
 }
@@ -250,3 +253,32 @@ def traffic() -> Iterator[Traffic]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+class FunctionalTraffic(TorchDispatchMode):
+    """Functional collectives of this rank, as DTensors make them: name, dtype and bytes given.
+
+    Only in eager mode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
+            return NotImplemented  # it will call what it is made of
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and "wait" not in name:
+            self.seen.append((name, args[0].dtype, args[0].nbytes))
+        return func(*args, **kwargs or {})
+
+    def bytes_of(self, name: str) -> dict[torch.dtype, int]:
+        """Given into collectives of this name, by dtype; those of single numbers left out."""
+        total: dict[torch.dtype, int] = {}
+        for kind, dtype, size in self.seen:
+            if kind.startswith(name) and size > 4:
+                total[dtype] = total.get(dtype, 0) + size
+        return total

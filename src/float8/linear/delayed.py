@@ -16,7 +16,7 @@ from float8.formats import FLOAT8_MAX
 from float8.linear.cached import WeightCache
 from float8.quantize.history import UNKNOWN_SCALE
 from float8.quantize.spec import Quantized
-from float8.tensor import high_precision, with_plan_of
+from float8.tensor import high_precision, local_tensor, with_plan_of
 
 WEIGHT_AMAX = "fp8_amax_weight"
 WEIGHT_SCALE = "fp8_scale_weight"
@@ -63,6 +63,8 @@ class StatefulLinear(nn.Linear):
     agreed: frozenset[Any] = frozenset()
     """Numbers of layers and groups of ranks that were found to have the same layers."""
     _weight_scale_known = False
+    scales_known = False
+    """Whether a sync has found a scale for each cast, the same on all ranks."""
     _seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _synced_version = -1
@@ -83,6 +85,12 @@ class StatefulLinear(nn.Linear):
             for name, shape in zip(site.buffers, ((), (history_len,), ()), strict=True):
                 self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
 
+    def keep_buffers_plain(self) -> None:
+        """Undo that torch's tensor parallel replicates buffers as DTensors."""
+        for site in self.delayed:
+            for name in site.buffers:
+                self._buffers[name] = local_tensor(self._buffers[name])
+
     @torch.no_grad()
     def reset_state(self) -> None:
         """Set the buffers to their initial state, in place."""
@@ -97,7 +105,7 @@ class StatefulLinear(nn.Linear):
         return UNKNOWN_SCALE if self.config.enable_amax_init else 1.0
 
     def _state_was_written(self) -> None:
-        self._weight_scale_known = False
+        self._weight_scale_known = self.scales_known = False
         self.mark_synced()
 
     def reset_parameters(self) -> None:
@@ -122,6 +130,11 @@ class StatefulLinear(nn.Linear):
         if self.training and not self._weight_scale_known:
             self._weight_scale_known = self.get_buffer(WEIGHT_SCALE).item() != UNKNOWN_SCALE
         return self.training and self._weight_scale_known
+
+    @property
+    def knows_scales(self) -> bool:
+        """Whether all casts take scales from histories that a sync made alike on all ranks."""
+        return self.uses_history and self.scales_known
 
     def has_unsynced_amax(self) -> bool:
         """Whether an amax of the weight was recorded since the last sync, compiled or not."""

@@ -17,13 +17,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from float8.config import Float8LinearConfig, ScalingGranularity
-from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
-from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.weight import kept_weight, weight_columns, weight_rows
+from float8.linear.across import HERE, Across, Reduction, Tokens
+from float8.linear.plan import (
+    LinearPlan,
+    casts_grad_output_once,
+    casts_input_once,
+    plan_linear,
+)
+from float8.linear.weight import kept_weight, record_amax, weight_columns, weight_rows
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import quantize, recast
-from float8.quantize.spec import Part, Quantized
+from float8.quantize.quantize import columns, padded, quantize, recast
+from float8.quantize.spec import CastSpec, Part, Quantized
 from float8.tensor import Float8Tensor
 
 
@@ -98,11 +104,12 @@ def apply_linear(
     scales: DelayedScales = NO_SCALES,
     ready: Quantized | None = None,
     keep_input: bool = False,
+    across: Across = HERE,
 ) -> Tensor:
     """What `linear` and `Float8Linear` have in common.
 
     Args:
-        input: as for `linear`.
+        input: as for `linear`; or a `Float8Tensor`, cast as planned.
         weight: as for `linear`.
         bias: as for `linear`.
         plan: which casts and GEMMs run how.
@@ -110,6 +117,7 @@ def apply_linear(
         ready: the weight in float8, where it is that already; a `Float8Tensor` need not be told.
         keep_input: save `input` itself for backward, and cast it again there: for one that somebody
             keeps anyway. Without effect on an input that must be copied first.
+        across: the ranks that hold parts of these tensors, and so share their amaxes.
     """
     grad = torch.is_grad_enabled()
     source, input = input, check_input(input, weight)
@@ -126,7 +134,8 @@ def apply_linear(
             what = f"{tokens} tokens (all leading dims) for grad_weight"
             require_aligned(what, (tokens,), plan.alignment)
         if ready is None and isinstance(weight, Float8Tensor):
-            ready = held_in_float8(weight, plan)
+            ready = weight_in_float8(weight, plan)
+        keep_input = keep_input or torch.compiler.is_compiling() or isinstance(input, Float8Tensor)
         output = _Linear.apply(  # type: ignore[no-untyped-call]
             rows,
             weight,
@@ -136,28 +145,26 @@ def apply_linear(
             grad,
             grad and input.requires_grad,
             need_grad_weight,
-            plan.share_input and (torch.compiler.is_compiling() or keep_input),
+            plan.share_input and keep_input,
+            across,
         )
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input)
+        output = with_leading_dims(output, input, across.output)
     return output if bias is None else output + bias.to(output.dtype)
 
 
 def check_input(input: Tensor, weight: Tensor) -> Tensor:
     """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
     device = input.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
+    if isinstance(input, Float8Tensor):  # cast from the compute dtype
+        pass
+    elif device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
         if input.dtype in HIGH_PRECISION_DTYPES:
             input = input.to(torch.get_autocast_dtype(device))
     elif input.dtype != weight.dtype:
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; cast one of them or use torch.autocast"
-        )
-    if isinstance(input, Float8Tensor):
-        raise TypeError(
-            "Float8Linear: got a Float8Tensor as input, expected a tensor in high precision; call "
-            "input.to_original_precision()"
         )
     for name, x in (("input", input), ("weight", weight)):
         if x.dtype not in HIGH_PRECISION_DTYPES:
@@ -182,32 +189,70 @@ def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
         )
 
 
-def with_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
+def with_leading_dims(rows: Tensor, like: Tensor, tokens: Tokens | None = None) -> Tensor:
     """[M, N] with the leading dims of `like` [..., K]; no view, since nobody else holds `rows`.
+
+    Of `tokens` that ranks share there are fewer.
 
     FSDP2 warns of modules that return views, and writing into them in place is restricted.
     """
-    shape = (*like.shape[:-1], rows.shape[1])
+    shape = [*like.shape[:-1], rows.shape[1]]
+    if tokens is not None:
+        shape[tokens.dim] //= tokens.ranks
     return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
-def held_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
+def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of a weight that is float8; no bytes are copied."""
+    return _held("weight", weight, plan.weight, None if plan.share_weight else "grad_input")
+
+
+def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
+    """The operand of an input that was cast for several layers at once."""
+    held = _held("input", input, plan.input, None if casts_input_once(plan) else "grad_weight")
+    assert held.row is not None
+    return held._replace(row=padded(held.row, plan.input, pad_rows=False))
+
+
+def _held(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -> Quantized:
+    """The operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
     got, expected = (
         f"{dtype} under {granularity}"
         for dtype, granularity in (
-            (weight._data.dtype, weight._granularity),
-            (plan.weight.dtype, plan.weight.granularity),
+            (x._data.dtype, x._granularity),
+            (spec.dtype, spec.granularity),
         )
     )
-    if got != expected or not plan.share_weight:
+    if got != expected or other is not None:
         raise ValueError(
-            f"Float8Linear: got a weight in {got}, expected one in high precision: it is to be "
-            f"cast to {expected}"
-            f"{'' if plan.share_weight else ', and in another way for grad_input'}; call "
-            f"weight.to_original_precision(), or configure its casts alike"
+            f"Float8Linear: got {role} in {got}, expected one in high precision: it is to be "
+            f"cast to {expected}{'' if other is None else f', and in another way for {other}'}; "
+            f"call {role}.to_original_precision(), or configure its casts alike"
         )
-    return Quantized(Part(weight._data, weight._scale), None, plan.weight, weight._amax)
+    return Quantized(Part(x._data, x._scale), None, spec, x._amax)
+
+
+def gathered(
+    x: Tensor,
+    spec: CastSpec,
+    tokens: Tokens,
+    *,
+    row: bool,
+    col: bool,
+    state: DelayedScale | None,
+    record: bool,
+    reduce: Reduction | None,
+) -> Quantized:
+    """Cast the tokens of this rank [R / ranks, C] under one scale for all ranks; gather bytes."""
+    made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
+    assert made is not None
+    data = tokens.gather(made.data[:, : x.shape[1]].view(torch.uint8)).view(spec.dtype)
+    bytes_ = Part(data, made.scale)
+    return Quantized(
+        padded(bytes_, spec, pad_rows=False) if row else None,
+        columns(bytes_, spec) if col else None,
+        spec,
+    )
 
 
 # ---------------------------------------------------------------- the three GEMMs
@@ -254,12 +299,13 @@ class _Linear(torch.autograd.Function):
         need_grad_input: bool,
         need_grad_weight: bool,
         keep_input: bool,
+        across: Across,
     ) -> Tensor:
         """`output` [M, N], dtype of `input`.
 
         Args:
             ctx: autograd context.
-            input: [M, K], the compute dtype.
+            input: [M, K], the compute dtype; or a `Float8Tensor` of it.
             weight: [N, K], the compute dtype, or float32 under autocast.
             ready: as for `apply_linear`.
             plan: as for `apply_linear`.
@@ -268,6 +314,7 @@ class _Linear(torch.autograd.Function):
             need_grad_input: whether backward will compute grad_input.
             need_grad_weight: whether backward will compute grad_weight.
             keep_input: save `input` itself, not its column data, for a grad_weight in float8.
+            across: as for `apply_linear`.
         """
         N, K = weight.shape
         float8_grad_weight = need_grad_weight and plan.grad_weight is not None
@@ -279,9 +326,16 @@ class _Linear(torch.autograd.Function):
         if plan.output is not None:
             col = float8_grad_weight and plan.share_input and not keep_input
             spec, state = plan.input, scales.input
-            x = quantize(input, spec, row=True, col=col, state=state, record=record, fuse_amax=True)
+            if isinstance(input, Float8Tensor):
+                x = input_in_float8(input, plan)
+                record_amax(state if record else None, x.amax)
+            else:
+                x = quantize(
+                    input, spec, row=True, col=col, state=state, record=record,
+                    reduce=across.input, fuse_amax=True,
+                )  # fmt: skip
             assert x.row is not None
-            w = weight_rows(weight, ready, plan.weight, scales.weight, record)
+            w = weight_rows(weight, ready, plan.weight, scales.weight, record, across.weight)
             y = output(x.row, w, plan.output, input.dtype, input.shape[0], N)
             x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
         else:
@@ -289,9 +343,12 @@ class _Linear(torch.autograd.Function):
 
         if float8_grad_weight and not plan.share_input:
             spec, state = plan.input_for_grad_weight, scales.input_for_grad_weight
-            x_col = quantize(input, spec, col=True, state=state, record=record).col
+            reduce = across.input
+            x_col = quantize(input, spec, col=True, state=state, record=record, reduce=reduce).col
         if x_col is not None:
             saved_input, input_scale = x_col
+        elif isinstance(input, Float8Tensor):
+            saved_input = input._data if need_grad_weight else None
         elif need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
@@ -302,11 +359,12 @@ class _Linear(torch.autograd.Function):
         if ready is not None and ready.col is not None:  # what is kept then
             weight_scale = ready.col.scale
         ctx.save_for_backward(saved_input, input_scale, kept, weight_scale)
+        ctx.input_is_transposed = x_col is not None
         ctx.weight_is_transposed = ready is not None and ready.col is not None
-        ctx.plan, ctx.scales, ctx.record = plan, scales, record
+        ctx.plan, ctx.scales, ctx.record, ctx.across = plan, scales, record, across
         ctx.need_grad_input, ctx.need_grad_weight = need_grad_input, need_grad_weight
         ctx.shape, ctx.weight_dtype = (N, K), weight.dtype
-        return y
+        return y if across.output is None else across.output.scatter(y)
 
     @staticmethod
     @once_differentiable
@@ -315,16 +373,30 @@ class _Linear(torch.autograd.Function):
         plan: LinearPlan = ctx.plan
         scales: DelayedScales = ctx.scales
         record: bool = ctx.record
+        across: Across = ctx.across
         saved_input, input_scale, kept, weight_scale = ctx.saved_tensors
-        (N, K), dtype = ctx.shape, grad_output.dtype
+        (N, K), dtype, M = ctx.shape, grad_output.dtype, grad_output.shape[0]
 
         row = ctx.need_grad_input and plan.grad_input is not None
         col = ctx.need_grad_weight and plan.grad_weight is not None
         g: Quantized | None = None
-        if row or (col and plan.share_grad_output):
-            spec, state = plan.grad_output, scales.grad_output
-            both = col and plan.share_grad_output
-            g = quantize(grad_output, spec, row=row, col=both, state=state, record=record)
+        spec, state = plan.grad_output, scales.grad_output
+        tokens, reduce = across.output, across.grad_output
+        if tokens is not None:
+            M *= tokens.ranks
+        if tokens is not None and casts_grad_output_once(plan):
+            g = gathered(
+                grad_output, spec, tokens, row=row, col=col, state=state, record=record,
+                reduce=reduce,
+            )  # fmt: skip
+        else:
+            if tokens is not None:
+                grad_output, reduce = tokens.gather(grad_output), None
+            if row or (col and plan.share_grad_output):
+                both = col and plan.share_grad_output
+                g = quantize(
+                    grad_output, spec, row=row, col=both, state=state, record=record, reduce=reduce
+                )
 
         dx: Tensor | None = None
         if row:
@@ -335,9 +407,10 @@ class _Linear(torch.autograd.Function):
                 after = g.row.scale
                 w = weight_columns(kept, weight_scale, spec, ctx.weight_is_transposed, after)
             else:
-                w = quantize(kept, spec, col=True, state=state, record=record).col
+                of_all = across.weight
+                w = quantize(kept, spec, col=True, state=state, record=record, reduce=of_all).col
             assert w is not None
-            dx = grad_input(g.row, w, plan.grad_input, dtype, grad_output.shape[0], K)
+            dx = grad_input(g.row, w, plan.grad_input, dtype, M, K)
         elif ctx.need_grad_input:
             dx = grad_output @ kept.to(dtype)
 
@@ -345,13 +418,13 @@ class _Linear(torch.autograd.Function):
         if col:
             if not plan.share_grad_output:
                 spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
-                g = quantize(grad_output, spec, col=True, state=state, record=record)
+                g = quantize(grad_output, spec, col=True, state=state, record=record, reduce=reduce)
             assert g is not None and g.col is not None and plan.grad_weight is not None  # noqa: PT018
             x = Part(saved_input, input_scale)
-            if saved_input.dtype not in FLOAT8_MAX:
-                x = recast(saved_input, plan.input, input_scale)
+            if not ctx.input_is_transposed:
+                x = recast(saved_input, plan.input, input_scale, g.col.scale)
             dw = grad_weight(g.col, x, plan.grad_weight, ctx.weight_dtype, N, K)
         elif ctx.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
-        return dx, dw, *[None] * 7
+        return dx, dw, *[None] * 8

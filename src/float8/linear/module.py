@@ -10,9 +10,15 @@ from float8.config import CastSite, Float8LinearConfig
 from float8.linear.cached import current_operand
 from float8.linear.classes import class_of
 from float8.linear.delayed import StatefulLinear
-from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, held_in_float8
+from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
 from float8.linear.other_state import as_loadable
-from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.plan import (
+    LinearPlan,
+    casts_grad_output_once,
+    casts_input_once,
+    plan_linear,
+)
+from float8.linear.sharded import linear_of_shards
 from float8.linear.source import OWN_ATTRIBUTES, own_containers, require_supported
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
@@ -30,6 +36,11 @@ class Float8Linear(StatefulLinear):
     plan: LinearPlan
     source_class: ClassVar[type[nn.Module]] = nn.Linear
     """What it was made of, and becomes again in `convert_to_high_precision`."""
+    tokens_dim: int | None = None
+    """Under tensor parallel: the dim along which ranks share the tokens of an output that is a sum
+    over ranks. None: the sum is left to others."""
+    gathered: str | None = None
+    """`input` or `grad_output`: of which ranks gather the tokens, as `repr` says."""
 
     def __init__(
         self,
@@ -126,11 +137,17 @@ class Float8Linear(StatefulLinear):
                 `pad_inner_dim=False` forbids.
             RuntimeError: a sync of delayed scaling is missing.
         """
-        scales = NO_SCALES
+        scales, weight = NO_SCALES, self.weight  # once: it may be computed
+        is_sharded = hasattr(weight, "device_mesh")
         if self.delayed:
+            if is_sharded:
+                self.keep_buffers_plain()
             self.check_synced()
             scales = self.delayed_scales()
-        weight = self.weight  # once: it may be computed
+        if is_sharded:
+            how = self.plan, scales, keep_input, self.tokens_dim, self.knows_scales
+            sharded: Tensor = linear_of_shards(input, weight, self.bias, *how)
+            return sharded
         ready = self.ready_weight(weight) if self.weight_cache is not None else None
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
@@ -141,7 +158,7 @@ class Float8Linear(StatefulLinear):
         if ready is not None and ready.amax is not None and not self.uses_history:
             ready = None
         if ready is None and isinstance(weight, Float8Tensor):
-            ready = held_in_float8(weight, self.plan)
+            ready = weight_in_float8(weight, self.plan)
         return ready
 
     def weight_state(self) -> DelayedScale | None:
@@ -177,6 +194,10 @@ class Float8Linear(StatefulLinear):
         for switch in _SWITCHES:
             if getattr(self.config, switch):
                 parts.append(switch)
+        if self.gathered is not None:
+            of_input = self.gathered == "input"
+            once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)
+            parts.append(f"{self.gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)
 
 

@@ -5,10 +5,19 @@ from typing import NamedTuple
 
 import torch
 
-from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastSite, Float8LinearConfig
+from float8.config import (
+    BASE_SITE,
+    CAST_SITES,
+    GEMM_OPERANDS,
+    CastSite,
+    Float8LinearConfig,
+    ScalingGranularity,
+)
 from float8.formats import E4M3
 from float8.gemm import Gemm
 from float8.quantize.spec import CastSpec
+
+TENSORWISE = ScalingGranularity.TENSORWISE
 
 
 class LinearPlan(NamedTuple):
@@ -29,6 +38,23 @@ class LinearPlan(NamedTuple):
     pad: bool
     alignment: int
     """What dims are padded to, or must be multiples of."""
+
+
+def casts_input_once(plan: LinearPlan) -> bool:
+    """Whether the bytes of one cast of the input, and one scale, are all that its GEMMs read."""
+    gemms = plan.output is not None and plan.grad_weight is not None
+    return gemms and plan.share_input and plan.input.granularity is TENSORWISE
+
+
+def casts_grad_output_once(plan: LinearPlan) -> bool:
+    """The same of grad_output."""
+    gemms = plan.grad_input is not None and plan.grad_weight is not None
+    return gemms and plan.share_grad_output and plan.grad_output.granularity is TENSORWISE
+
+
+def casts_delayed(plan: LinearPlan) -> bool:
+    """Whether all scales come from histories."""
+    return all(spec.delayed for spec in plan if isinstance(spec, CastSpec))
 
 
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:

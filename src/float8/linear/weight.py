@@ -10,6 +10,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX
+from float8.linear.across import Reduction
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -21,16 +22,25 @@ def weight_rows(
     spec: CastSpec,
     state: DelayedScale | None,
     record: bool,
+    reduce: Reduction | None = None,
 ) -> Part:
     """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
     if ready is None:
-        made = quantize(weight, spec, row=True, pad_rows=True, state=state, record=record)
+        made = quantize(
+            weight, spec, row=True, pad_rows=True, state=state, record=record, reduce=reduce
+        )
         assert made.row is not None
         return made.row
-    if record and state is not None and ready.amax is not None:
-        state.amax.copy_(torch.maximum(state.amax, ready.amax))
+    if record:
+        record_amax(state, ready.amax)
     assert ready.row is not None
     return padded(ready.row, spec)
+
+
+def record_amax(state: DelayedScale | None, amax: Tensor | None) -> None:
+    """Let delayed scaling, if it is that, learn of a tensor that was cast elsewhere."""
+    if state is not None and amax is not None:
+        state.amax.copy_(torch.maximum(state.amax, amax))
 
 
 def kept_weight(weight: Tensor, ready: Quantized | None) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import ScalingGranularity
-from float8.formats import GEMM_ALIGNMENT
-from float8.quantize.history import DelayedScale
+from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
+from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import BLOCK, CastSpec, Part, Quantized, dequantised
 
@@ -40,7 +40,8 @@ def quantize(
         record: whether `state` learns the amax of `x`.
         scale: the scale of `TENSORWISE`, where it is known already; nothing else chooses one then.
         reduce: takes the amax of `x` and returns that of the whole tensor, of which `x` is the part
-            of this rank; called where the scale comes from `x`. `TENSORWISE` only.
+            of this rank; called where the scale comes from `x`, or may do so: where there is a
+            `state`, in every call. Finer scales are of the part: it has no effect on them.
         after: what a compiler must have computed first, see `kernels.cast`.
         fuse_amax: let a compiler take amaxes in the kernel that produces `x`. Without effect in
             eager mode, where that kernel has run.
@@ -51,21 +52,19 @@ def quantize(
 
     Raises:
         TypeError: a dtype is not one of those above.
-        ValueError: `x` is not 2-D, no layout is asked for, or both `state` and `reduce` are given,
-            or any of `state`, `reduce` and `scale` with finer scales.
+        ValueError: `x` is not 2-D, no layout is asked for, or `state` or `scale` is given with
+            finer scales.
     """
-    if state is not None and reduce is not None:
-        raise ValueError("quantize: got state and reduce, expected one: a history is reduced later")
     if spec.granularity is not ScalingGranularity.TENSORWISE:
-        if state is not None or reduce is not None or scale is not None:
+        if state is not None or scale is not None:
             raise ValueError(
-                f"quantize: got {spec.granularity} with a state, a reduction or a scale, expected "
-                f"none: finer scales come from the tensor at hand"
+                f"quantize: got {spec.granularity} with a state or a scale, expected none: finer "
+                f"scales come from the tensor at hand"
             )
         fuse = fuse_amax and torch.compiler.is_compiling()
         parts = _finer(x, spec, row=row, col=col, pad_rows=pad_rows, after=after, fuse=fuse)
         return Quantized(*parts, spec)
-    if scale is None and state is not None:
+    if scale is None and state is not None and reduce is None:
         scale, row_data, col_data = kernels.cast_delayed(
             x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
         )
@@ -76,8 +75,12 @@ def quantize(
     else:
         if scale is None:
             amax = kernels.amax(x)
+            if state is not None and record:
+                state.amax.copy_(torch.maximum(state.amax, amax))
             amax = amax if reduce is None else reduce(amax)
             scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
+            if state is not None:
+                scale = torch.where(state.scale == UNKNOWN_SCALE, scale, state.scale)
         row_data, col_data = kernels.cast(
             x, scale, spec.dtype, row=row, col=col, pad_rows=pad_rows, after=after
         )
@@ -108,7 +111,7 @@ def _finer(
     return kernels.cast_blockwise(x, spec, row=row, col=col, after=after)
 
 
-def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
+def recast(x: Tensor, spec: CastSpec, scale: Tensor, after: Tensor | None = None) -> Part:
     """Column data of `x` [R, C], which was cast before, under the same scale if that has one.
 
     Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
@@ -117,10 +120,13 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     has before it rounds to the dtype of `x`.
 
     Args:
-        x: as for `quantize`.
+        x: as for `quantize`; or the bytes that the cast before made.
         spec: of the cast before.
         scale: of the cast before; finer scales are others for columns.
+        after: for bytes, as for `columns`.
     """
+    if x.dtype in FLOAT8_MAX:
+        return columns(Part(x, scale), spec, after)
     one_scale = spec.granularity is ScalingGranularity.TENSORWISE
     if one_scale and torch.compiler.is_compiling():
         row = Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
@@ -131,11 +137,11 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     return made
 
 
-def padded(row: Part, spec: CastSpec) -> Part:
-    """Row data as a cast by `spec` with `pad_rows` pads them; as they are, if that is nothing."""
+def padded(row: Part, spec: CastSpec, pad_rows: bool = True) -> Part:
+    """Row data as a cast by `spec` pads them; as they are, if that is nothing."""
     data, scale = row
     to = BLOCK if spec.granularity is ScalingGranularity.BLOCK_128x128 else GEMM_ALIGNMENT
-    bottom, right = -data.shape[0] % to, -data.shape[1] % to
+    bottom, right = -data.shape[0] % to if pad_rows else 0, -data.shape[1] % to
     if not bottom and not right:
         return row
     bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import quantize
 from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
 from float8.tensor.wrapper import Wrapper
@@ -100,9 +101,7 @@ class Float8Tensor(Wrapper):
         Raises:
             TypeError: a dtype is not one of those named above.
         """
-        return _ToFloat8.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x, dtype, scale, round_scales_to_power_of_2
-        )
+        return to_float8(x, CastSpec(dtype, power_of_2=round_scales_to_power_of_2), scale=scale)
 
     def to_original_precision(self) -> Tensor:
         """Dequantise; differentiable, the gradient passes through unchanged."""
@@ -129,7 +128,7 @@ class Float8Tensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = OP_HANDLERS.get(func)
+        handler = OP_HANDLERS.get(func) or OP_HANDLERS.get(func.name())
         if handler is None:
             raise NotImplementedError(
                 f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
@@ -139,26 +138,52 @@ class Float8Tensor(Wrapper):
 
 
 OP_HANDLERS: dict[Any, Any] = {}
-"""aten op -> handler(func, args, kwargs); filled by `float8.tensor.ops`."""
+"""aten op, or its name -> handler(func, args, kwargs); filled by `float8.tensor.ops`."""
+
+
+def to_float8(
+    x: Tensor,
+    spec: CastSpec,
+    *,
+    scale: Tensor | None = None,
+    state: DelayedScale | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Float8Tensor:
+    """Cast `x`, of any shape, under one scale; differentiable.
+
+    The rest is as for `quantize`. What delayed scaling has to record goes along with the result,
+    for those who use it.
+    """
+    return _ToFloat8.apply(x, spec, scale, state, reduce)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, scale: Tensor | None, to_power_of_2: bool
+        ctx: Any,
+        x: Tensor,
+        spec: CastSpec,
+        scale: Tensor | None,
+        state: DelayedScale | None,
+        reduce: Callable[[Tensor], Tensor] | None,
     ) -> Float8Tensor:
-        spec = CastSpec(dtype, power_of_2=to_power_of_2)
+        amax = None
+        if state is not None:
+            amax = torch.zeros_like(state.amax)
+            state = state._replace(amax=amax)
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
-        made = quantize(rows, spec, row=True, scale=scale).row
+        made = quantize(
+            rows, spec, row=True, state=state, record=True, scale=scale, reduce=reduce
+        ).row
         assert made is not None
         data = made.data
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
-        return Float8Tensor(data.reshape(x.shape), made.scale, x.dtype)
+        return Float8Tensor(data.reshape(x.shape), made.scale, x.dtype, amax=amax)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 class _ToOriginalPrecision(torch.autograd.Function):

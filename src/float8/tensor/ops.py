@@ -47,6 +47,7 @@ def implements(*ops: Any) -> Callable[[Handler], Handler]:
     aten.split_with_sizes.default,
     aten.unbind.int,
     aten.chunk.default,
+    aten.constant_pad_nd.default,
 )
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Ops that move no values: done on the data; one scale covers all of them."""
@@ -171,6 +172,32 @@ def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _dequantised(args: Any) -> Any:
     return tree_map_only(Float8Tensor, dequantise, args)
+
+
+def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Functional collectives that change no values: on bytes, as Gloo knows no float8."""
+    x, *rest = args
+    if x._granularity is not ScalingGranularity.TENSORWISE:
+        raise ValueError(
+            f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE: its scales "
+            f"would stay here; call .to_original_precision() first"
+        )
+    return x._like(func(x._data.view(torch.uint8), *rest, **kwargs).view(x._data.dtype))
+
+
+if torch.distributed.is_available():  # DTensors gather with these
+    functional = torch.ops._c10d_functional
+    implements(
+        functional.all_gather_into_tensor.default,
+        functional.all_to_all_single.default,
+        functional.wait_tensor.default,
+    )(_send)
+
+
+@implements("_c10d_functional::_wrap_tensor_autograd")  # made when DTensor is imported
+def _wait(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Torch puts the wait off until the result is used; here it is used at once."""
+    return _send(functional.wait_tensor.default, args, kwargs)
 
 
 def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:

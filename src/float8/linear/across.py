@@ -1,0 +1,66 @@
+"""Amaxes of tensors that several ranks hold parts of, as code that compilers follow."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Callable[[Tensor], Tensor]
+
+
+class Tokens(NamedTuple):
+    """Rows [R, C], tokens with the leading dims of a tensor, which ranks share along one dim."""
+
+    group: str
+    ranks: int
+    dim: int
+    before: int
+    """The product of the dims before that one."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[R / ranks, C] of each rank, of any dtype that the group can send -> [R, C]."""
+        x = x.contiguous()
+        whole = torch.ops._c10d_functional.all_gather_into_tensor(x, self.ranks, self.group)
+        whole = torch.ops._c10d_functional.wait_tensor(whole)
+        return self._swapped(whole, self.ranks, self.before)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """[R, C] of each rank, to be summed -> [R / ranks, C] of the sum."""
+        x, group = self._swapped(x, self.before, self.ranks).contiguous(), self.group
+        mine = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", self.ranks, group)
+        return torch.ops._c10d_functional.wait_tensor(mine)  # type: ignore[no-any-return]
+
+    def _swapped(self, x: Tensor, first: int, second: int) -> Tensor:
+        if 1 in (first, second):
+            return x
+        return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
+
+
+class Across(NamedTuple):
+    """How the amaxes of one layer's tensors become those of the whole; None: they are that."""
+
+    input: Reduction | None = None
+    weight: Reduction | None = None
+    grad_output: Reduction | None = None
+    output: Tokens | None = None
+    """Where the output is a sum over ranks, of which each keeps its tokens."""
+
+
+HERE = Across()
+
+
+def reduction(groups: Sequence[str]) -> Reduction:
+    """What makes an amax the largest of all ranks of groups: one group after the other."""
+    return functools.partial(_amax_across, tuple(groups))
+
+
+def _amax_across(groups: tuple[str, ...], amax: Tensor) -> Tensor:
+    # A maximum of floats does not promise that a NaN on one rank is a NaN on all. One of their bit
+    # patterns does: see `all_reduce_amax`.
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
+    for group in groups:
+        bits = torch.ops._c10d_functional.all_reduce(bits, "max", group)
+        bits = torch.ops._c10d_functional.wait_tensor(bits)
+    return bits.view(torch.float32)

@@ -1,0 +1,448 @@
+"""Tensor parallel by float8's styles and by torch's own, against the same layers on one device."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from float8 import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    attach_to_optimizer,
+    sync_float8_amax_and_scale_history,
+)
+from float8.linear import functional
+from support.models import FeedForward, seeded
+from support.ranks import Ranks
+from support.sharded import FunctionalTraffic, convert, here
+
+DIM, HIDDEN, TOKENS = 32, 48, 8
+STYLES = {
+    "float8": (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput),
+    "torch": (ColwiseParallel, RowwiseParallel, PrepareModuleInput),
+}
+
+
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh(here().type, (dist.get_world_size(),))
+
+
+@contextmanager
+def scales() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Those of the operands of all GEMMs."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
+        seen.append((a.scale.clone(), b.scale.clone()))
+        return original(a, b, **more)
+
+    original = functional.matmul
+    with mock.patch.object(functional, "matmul", matmul):
+        yield seen
+
+
+def part(x: Tensor, dim: int) -> Tensor:
+    """What this rank holds of `x`, sharded along `dim`."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def layer_of(recipe: str, bias: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layer = convert(nn.Sequential(nn.Linear(DIM, HIDDEN, bias=bias)), recipe, all_gather=False)
+    layer[0].weight.data[-1, -1] = 3.0  # the amax is in the last part along both dims
+    return layer.to(here())
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int = 1) -> None:
+    colwise, rowwise, _ = STYLES[kind]
+    tokens = Shard(dim) if sequence else Replicate()
+    if by_columns:
+        style = colwise(input_layouts=tokens)
+        in_dim, out_dim = dim if sequence else None, 2
+    else:
+        style = rowwise(output_layouts=tokens)
+        in_dim, out_dim = 2, dim if sequence else None
+    whole, layer = layer_of("tensorwise", bias), layer_of("tensorwise", bias)
+    parallelize_module(layer, mesh_of(), {"0": style})
+    x = seeded(1, 2, TOKENS, DIM, device=here())
+    g = seeded(2, 2, TOKENS, HIDDEN, device=here())
+    x[-1, -1, -1], g[-1, -1, -1] = 9.0, 7.0
+    own_x, own_g = (t if dim is None else part(t, dim) for t, dim in ((x, in_dim), (g, out_dim)))
+    x.requires_grad_()
+    own_x.requires_grad_()
+    with scales() as expected:
+        y = whole(x)
+        y.backward(g)
+    with scales() as got:
+        own_y = layer(own_x)
+        own_y.backward(own_g)
+    assert not isinstance(own_y, DTensor)
+    assert len(got) == len(expected) == 3
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+    close(own_y, y if out_dim is None else part(y, out_dim))
+    close(own_x.grad, x.grad if in_dim is None else part(x.grad, in_dim))
+    for mine, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
+        assert mine.grad.placements == mine.placements
+        close(mine.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_one_layer_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
+    for by_columns in (True, False):
+        for sequence in (True, False):
+            for bias in (True, False):
+                two.run(one_layer, kind, by_columns, sequence, bias)
+        two.run(one_layer, kind, by_columns, True, False, 0)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, without positions: 6 heads, 2 of them for keys and values."""
+
+    HEAD = 16
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        heads, kv = 6 * self.HEAD, 2 * self.HEAD
+        self.wq, self.wk = nn.Linear(DIM, heads, bias), nn.Linear(DIM, kv, bias)
+        self.wv, self.wo = nn.Linear(DIM, kv, bias), nn.Linear(heads, DIM, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.HEAD)).transpose(1, 2)
+            for layer in (self.wq, self.wk, self.wv)
+        )
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(-2))
+
+
+class LlamaBlock(nn.Module):
+    """What tensor parallel is mostly for."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.attention, self.ffn = Attention(bias), FeedForward(DIM, HIDDEN, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+def block_of(recipe: str, bias: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return convert(LlamaBlock(bias), recipe, all_gather=False).to(here())
+
+
+def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False) -> dict[str, Any]:
+    colwise, rowwise, prepare = STYLES[kind]
+    tokens = Shard(1) if sequence else Replicate()
+    names = ("attention_norm", "ffn_norm") if norms and sequence else ()
+    plan: dict[str, Any] = {name: SequenceParallel() for name in names}
+    for part, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
+        plan[part] = prepare(
+            input_layouts=(tokens,), desired_input_layouts=(Replicate(),), use_local_output=local
+        )
+        plan |= {f"{part}.{name}": colwise() for name in first}
+        plan[f"{part}.{last}"] = rowwise(output_layouts=tokens)
+    return plan
+
+
+def alone() -> dist.ProcessGroup:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    """The difference of `a`, relative to the norm of `b`."""
+    return float(((a - b).norm() / b.norm()).detach())
+
+
+def trained(
+    kind: str, sequence: bool, microbatches: int, checkpointed: bool, recipe: str = "tensorwise"
+) -> None:
+    """Five steps on both; where sums differ in their last bits, few casts round otherwise."""
+    whole, block = block_of(recipe, bias=True), block_of(recipe, bias=True)
+    parallelize_module(block, mesh_of(), plan_of(kind, sequence, norms=True))
+    losses = []
+    for model, sharded in ((whole, False), (block, sequence)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        if recipe == "delayed":
+            attach_to_optimizer(model, optimizer, group=None if model is block else alone())
+        for step in range(5):
+            optimizer.zero_grad()
+            for microbatch in range(microbatches):
+                x = seeded(10 * step + microbatch, 2, TOKENS, DIM, device=here())
+                x, to = (part(t, 1) if sharded else t for t in (x, x.roll(1, -1)))
+                y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+                loss = (y - to).square().sum() / (2 * TOKENS * DIM)
+                loss.backward()
+            optimizer.step()
+        if sharded:
+            dist.all_reduce(loss)
+        losses.append(loss.detach())
+    assert off(losses[1], losses[0]) < 1e-3
+    buffers = dict(block.named_buffers())
+    for name, expected in whole.named_buffers():  # of delayed scaling
+        assert expected.amax() > 0 or "history" not in name
+        torch.testing.assert_close(buffers[name], expected, rtol=1e-2, atol=0.0, msg=name)
+    offs = {}
+    for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
+        for what, a, b in (("value", mine, theirs), ("grad", mine.grad, theirs.grad)):
+            offs[name, what] = off(a.full_tensor() if isinstance(a, DTensor) else a, b)
+    del offs["attention.wk.bias", "grad"]  # 0 but for rounding: softmax sees differences only
+    assert max(offs.values()) < 1e-2, offs
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_five_steps_equal_those_of_a_single_device(two: Ranks, kind: str) -> None:
+    two.run(trained, kind, True, 1, False)
+    two.run(trained, kind, False, 2, True)
+    two.run(trained, kind, True, 2, True)
+
+
+def sent(kind: str) -> None:
+    """In forward and backward of attention and feed-forward: each gathers its tokens once."""
+    block = block_of("tensorwise").to(torch.bfloat16)
+    parallelize_module(block, mesh_of(), plan_of(kind, sequence=True))
+    x = seeded(1, 2, TOKENS // 2, DIM, dtype=torch.bfloat16, device=here()).requires_grad_()
+    with FunctionalTraffic() as seen:
+        block(x).sum().backward()
+    gathered = {torch.uint8: 4 * x.numel()} if kind == "float8" else {x.dtype: 8 * x.numel()}
+    assert seen.bytes_of("all_gather") == gathered
+    assert seen.bytes_of("reduce_scatter") == {x.dtype: 4 * 2 * 2 * x.numel()}  # of all tokens
+    assert seen.bytes_of("all_to_all") == seen.bytes_of("all_reduce") == {}
+    # Each of the 7 weights, the 4 tensors that are gathered, and those that lie on all ranks:
+    # inputs of 2 layers, gradients of 5.
+    amaxes = [name for name, _, size in seen.seen if name == "all_reduce" and size == 4]
+    assert len(amaxes) == 7 + 2 + 5 + (4 if kind == "float8" else 0)
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
+    two.run(trained, kind, True, 1, False, "delayed")
+    two.run(trained, kind, False, 2, True, "delayed")
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_half_the_bytes_of_16_bits_are_gathered(two: Ranks, kind: str) -> None:
+    two.run(sent, kind)
+
+
+def few_reductions() -> None:
+    """With delayed scaling ranks ask each other until a sync has found all scales."""
+    block = block_of("delayed")
+    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here())
+    counts = []
+    for _ in range(3):
+        with FunctionalTraffic() as seen:
+            block(x).square().sum().backward()
+        counts.append(sum(size == 4 for *_, size in seen.seen))
+        sync_float8_amax_and_scale_history(block)
+        if len(counts) == 2:
+            block.load_state_dict(block.state_dict())
+    assert counts == [18, 0, 18]
+
+
+def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(two: Ranks) -> None:
+    two.run(few_reductions)
+
+
+def wrong_uses() -> None:
+    """Each raises before any collective; so do both ranks, and none waits."""
+    mesh = mesh_of()
+    plain = nn.Sequential(nn.Linear(DIM, 48))
+    for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
+        with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear; convert"):
+            parallelize_module(plain, mesh, {"0": style})
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear or a module"):
+        parallelize_module(plain, mesh, {"0": PrepareFloat8ModuleInput(**layouts)})
+    odd = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False)
+    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\) on 2 ranks(.)*divisible"):
+        parallelize_module(odd, mesh, {"0": Float8ColwiseParallel()})
+    two = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", all_gather=False)
+    two.append(convert(nn.Sequential(nn.Linear(DIM, 48)), "rowwise", all_gather=False))
+    with pytest.raises(ValueError, match=r"got layers that cast their input in 2 ways"):
+        parallelize_module(two, mesh, PrepareFloat8ModuleInput(**layouts))
+    parallelize_module(two, mesh, PrepareFloat8ModuleInput(**layouts, fwd_config_submodule_fqn="0"))
+    wrong = PrepareFloat8ModuleInput(**layouts, float8_dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match=r"got float8_dtype=(.)*e5m2, expected (.)*e4m3fn"):
+        parallelize_module(two[0], mesh, wrong)
+    layer = layer_of("tensorwise", bias=False)
+    style = Float8RowwiseParallel(input_layouts=Shard(2), output_layouts=Shard(1))
+    parallelize_module(layer, mesh, {"0": style})
+    with pytest.raises(ValueError, match=r"sharded along dim 1 over 2 ranks, expected(.)*pad it"):
+        layer(torch.ones(1, 3, DIM // 2, device=here()))
+    with pytest.raises(TypeError, match="input of type Tensor for a weight that is a DTensor"):
+        layer[0].forward(torch.ones(1, 4, DIM // 2, device=here()))
+    whole = DTensor.from_local(torch.ones(1, 4, DIM, device=here()), mesh, [Replicate()])
+    with pytest.raises(ValueError, match=r"input placed(.)*Replicate(.)*expected(.)*redistribute"):
+        layer[0].forward(whole)
+
+
+def shown() -> None:
+    for recipe, how in (("tensorwise", "float8"), ("rowwise", "high precision")):
+        block = block_of(recipe)
+        assert "gathered" not in repr(block)
+        parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+        assert repr(block.attention.wo).endswith(f"grad_output gathered in {how})")
+        assert repr(block.attention.wq).endswith(f"input gathered in {how})")
+        parallelize_module(block_of(recipe), mesh_of(), plan_of("float8", sequence=False))
+
+
+def test_a_layer_says_how_its_tensors_travel(two: Ranks) -> None:
+    two.run(shown)
+
+
+def test_wrong_uses_raise(two: Ranks) -> None:
+    two.run(wrong_uses)
+
+
+def one_block(
+    kind: str, sequence: bool, bias: bool, compiled: bool, recipe: str = "tensorwise"
+) -> None:
+    whole, block = block_of(recipe, bias), block_of(recipe, bias)
+    parallelize_module(block, mesh_of(), plan_of(kind, sequence))
+    call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
+    own_x, own_g = (part(t, 1) if sequence else t.clone() for t in (x, g))
+    x.requires_grad_()
+    own_x.requires_grad_()
+    y = whole(x)
+    y.backward(g)
+    own_y = call(own_x)
+    own_y.backward(own_g)
+    close(own_y, part(y, 1) if sequence else y)
+    close(own_x.grad, part(x.grad, 1) if sequence else x.grad)
+    for mine, theirs in zip(block.parameters(), whole.parameters(), strict=True):
+        if isinstance(mine, DTensor):
+            assert mine.grad.placements == mine.placements
+            close(mine.grad.full_tensor(), theirs.grad)
+        else:  # a norm's, of the tokens of this rank
+            grad = mine.grad.clone()
+            if sequence:
+                dist.all_reduce(grad)
+            close(grad, theirs.grad)
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_a_block_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
+    for sequence in (True, False):
+        two.run(one_block, kind, sequence, True, False)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("kind", STYLES)
+def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
+    two.run(one_block, kind, True, False, True, recipe)
+
+
+def finer(recipe: str) -> None:
+    """Scales finer than one per tensor: communication in high precision."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(FeedForward(256, 512)).to(here())
+    whole = convert(copy.deepcopy(plain), recipe, all_gather=False)
+    model = convert(copy.deepcopy(plain), recipe, all_gather=False)
+    plan = {f"0{name.removeprefix('ffn')}": s for name, s in plan_of("float8", True).items()}
+    parallelize_module(model, mesh_of(), {n: s for n, s in plan.items() if "attention" not in n})
+    x, g = (seeded(seed, 1, 16, 256, device=here()) for seed in (1, 2))
+    own_x = part(x, 1).requires_grad_()
+    x.requires_grad_()
+    with FunctionalTraffic() as seen:
+        model(own_x).backward(part(g, 1))
+    assert seen.bytes_of("all_gather") == {torch.float32: 2 * own_x.nbytes}
+    for other in (whole, plain):
+        other(x).backward(g)
+    for name, parameter in model.named_parameters():
+        got, expected, exact = (
+            parameter.grad.full_tensor(),
+            whole.get_parameter(name).grad,
+            plain.get_parameter(name).grad,
+        )
+        if recipe == "blockwise":  # ranks hold whole blocks
+            assert off(got, expected) < 1e-5, name
+        assert off(got, exact) < 1.05 * off(expected, exact), name
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_finer_scales_are_those_of_what_a_rank_holds(two: Ranks, recipe: str) -> None:
+    two.run(finer, recipe)
+
+
+def two_dims(recipe: str, all_gather: bool, sequence: bool, precompute: bool) -> list[Any]:
+    """FSDP2 over one dim of the mesh, tensor parallel over the other, against one device."""
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    whole = convert(nn.Sequential(LlamaBlock()), recipe, all_gather=False).to(here())
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(LlamaBlock()), recipe, all_gather=all_gather).to(here())
+    plan = plan_of("float8", sequence, norms=True)
+    parallelize_module(model[0], mesh["tensor"], plan)
+    fully_shard(model[0], mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (whole, model)]
+    attach_to_optimizer(whole, optimizers[0])
+    if precompute:
+        attach_to_optimizer(model, optimizers[1])
+    data, tensor = (mesh.get_local_rank(dim) for dim in ("data", "tensor"))
+    results: list[Any] = []
+    for step in range(5):
+        batch = [seeded(10 * step + rank, 2, TOKENS, DIM, device=here()) for rank in range(2)]
+        for x in batch:
+            ((whole(x) - x.roll(1, -1)).square().mean() / 2).backward()
+        x = batch[data]
+        x, to = (t.chunk(2, 1)[tensor] if sequence else t for t in (x, x.roll(1, -1)))
+        with FunctionalTraffic() as seen:
+            ((model(x) - to).square().sum() / (2 * TOKENS * DIM)).backward()
+        if sequence and recipe == "tensorwise":
+            assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
+        if step in (0, 4):
+            for name, parameter in model.named_parameters():
+                got, expected = parameter.grad.full_tensor(), whole.get_parameter(name).grad
+                assert off(got, expected) < 1e-2, (step, name, off(got, expected))
+                results.append(got)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return results
+
+
+def test_fsdp_with_tensor_parallel_and_delayed_scaling(four: Ranks) -> None:
+    runs = [four.run(two_dims, "delayed", gather, True, True)[0] for gather in (False, True)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_fsdp_with_tensor_parallel_equals_a_single_device(four: Ranks) -> None:
+    for sequence in (True, False):
+        runs = [
+            four.run(two_dims, "tensorwise", all_gather, sequence, precompute)
+            for all_gather, precompute in ((False, False), (True, False), (True, True))
+        ]
+        for other in runs[1:]:
+            for a, b in zip(runs[0][0], other[0], strict=True):
+                assert torch.equal(a, b)
