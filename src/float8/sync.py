@@ -139,7 +139,8 @@ class Attachment:
         """End the attachment."""
         for handle in self._handles:
             handle.remove()
-        for layer in self._layers:
+        # Some may be in high precision by now.
+        for layer in (x for x in self._layers if isinstance(x, Float8Linear)):
             layer.attached = False
             layer.forget_weights()
 

@@ -1,5 +1,6 @@
 """Accelerate prepares a model before or after its conversion, and saves and loads its state."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from support.fresh import in_fresh_process
 
 pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
-accelerated = pytest.importorskip("support.accelerated")
+accelerated = importlib.import_module("support.accelerated")
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

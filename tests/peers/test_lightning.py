@@ -1,5 +1,6 @@
 """The `Trainer` of Lightning with our callback, and its checkpoints."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from sqnr import same_bits
 from support.fresh import in_fresh_process
 
 pytest.importorskip("lightning")
-lightning_run = pytest.importorskip("support.lightning_run")
+lightning_run = importlib.import_module("support.lightning_run")
 
 
 def histories(module) -> list[int]:

@@ -1,6 +1,7 @@
 """LoRA of PEFT on a converted model, and a model with LoRA converted: trained, saved, merged."""
 
 import copy
+import importlib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from support.configs import delayed, tensorwise
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
-hf = pytest.importorskip("support.hugging_face")
+hf = importlib.import_module("support.hugging_face")
 
 CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 ORDERS = pytest.mark.parametrize("order", ["convert first", "LoRA first"])

@@ -18,7 +18,14 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 SkipReason = Callable[[nn.Module, str], str | None]
 """Why a layer is left in high precision; None: it is not."""
 
-WRAPPERS = {"module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS = {
+    "module",
+    "model",
+    "base_model",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
 """Under which names a model is found in what wraps it."""
 
 

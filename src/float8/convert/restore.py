@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
-from float8.linear import Float8Linear, is_conv1d
+from float8.linear import Float8Conv1D, Float8Linear, is_conv1d
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
 
@@ -18,7 +18,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
     Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
-    working. The state of delayed scaling is dropped. Does nothing for a model in high precision.
+    working. The weight of a `Conv1D` is transposed: make the optimizer anew. The state of delayed
+    scaling is dropped. Does nothing for a model in high precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -54,6 +55,8 @@ def require_changeable(layer: Float8Linear, fqn: str) -> None:
         do = "apply it to the block around it"
     elif is_parametrized(layer):
         got, do = "a layer that is parametrized", "remove the parametrization first"
+    elif is_conv1d_of_shards(layer):
+        got, do = "a Conv1D whose weight is sharded", "make the change before fully_shard"
     elif layer.weight_cache is not None:
         got, do = "a layer inside of cached_weights", "leave that context first"
     elif not isinstance(layer.weight, Float8GatherWeight) and isinstance(
@@ -64,6 +67,11 @@ def require_changeable(layer: Float8Linear, fqn: str) -> None:
     else:
         return
     raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
+
+
+def is_conv1d_of_shards(layer: Float8Linear) -> bool:
+    """Whether `layer` was a `Conv1D`, and its weight, which would be transposed, is a DTensor."""
+    return isinstance(layer, Float8Conv1D) and local_tensor(layer.weight) is not layer.weight
 
 
 def ungather(layers: Iterable[Float8Linear]) -> None:

@@ -91,6 +91,11 @@ def _problem(
             f"got a Conv1D whose weight is a {type(weight).__name__}, expected an nn.Parameter: "
             f"convert before weights are sharded or quantised"
         )
+    if type(weight).__module__.startswith("torchao."):
+        return TypeError(
+            f"got a weight of class {type(weight).__name__}, expected a tensor in high precision: "
+            f"a quantised weight stays as it is"
+        )
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
         return TypeError(f"got weight of dtype {weight.dtype}, expected one of {expected}")

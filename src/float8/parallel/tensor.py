@@ -23,7 +23,7 @@ from float8.linear.across import reduction
 from float8.linear.plan import casts_input_once
 from float8.linear.sharded import require_divisible
 from float8.parallel.amax import sharding_groups
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
 
 Placements = tuple[Placement, ...]
