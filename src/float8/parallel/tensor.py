@@ -23,7 +23,7 @@ from float8.linear.across import reduction
 from float8.linear.plan import casts_input_once
 from float8.linear.sharded import require_divisible
 from float8.parallel.amax import sharding_groups
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
 
 Placements = tuple[Placement, ...]
@@ -193,7 +193,6 @@ def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
     if torch.is_autocast_enabled(local.device.type):
         local = local.to(torch.get_autocast_dtype(local.device.type))
     spec = layer.plan.input
-    layer.keep_buffers_plain()
     state = layer.delayed_scales().input
     groups = () if layer.knows_scales else sharding_groups(x)
     reduce = reduction([group.group_name for group in groups]) if groups else None
