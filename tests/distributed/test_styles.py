@@ -11,15 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
@@ -31,14 +24,9 @@ from float8 import (
 )
 from float8.linear import functional
 from support.models import FeedForward, seeded
+from support.parallel import DIM, HIDDEN, STYLES, TOKENS, block_of, off, part, plan_of
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here
-
-DIM, HIDDEN, TOKENS = 32, 48, 8
-STYLES = {
-    "float8": (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput),
-    "torch": (ColwiseParallel, RowwiseParallel, PrepareModuleInput),
-}
 
 
 def mesh_of() -> DeviceMesh:
@@ -57,11 +45,6 @@ def scales() -> Iterator[list[tuple[Tensor, Tensor]]]:
     original = functional.matmul
     with mock.patch.object(functional, "matmul", matmul):
         yield seen
-
-
-def part(x: Tensor, dim: int) -> Tensor:
-    """What this rank holds of `x`, sharded along `dim`."""
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
 
 
 def layer_of(recipe: str, bias: bool) -> nn.Module:
@@ -119,66 +102,8 @@ def test_one_layer_equals_that_of_a_single_device(two: Ranks, kind: str) -> None
         two.run(one_layer, kind, by_columns, True, False, 0)
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention, without positions: 6 heads, 2 of them for keys and values."""
-
-    HEAD = 16
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        heads, kv = 6 * self.HEAD, 2 * self.HEAD
-        self.wq, self.wk = nn.Linear(DIM, heads, bias), nn.Linear(DIM, kv, bias)
-        self.wv, self.wo = nn.Linear(DIM, kv, bias), nn.Linear(heads, DIM, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.HEAD)).transpose(1, 2)
-            for layer in (self.wq, self.wk, self.wv)
-        )
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(mixed.transpose(1, 2).flatten(-2))
-
-
-class LlamaBlock(nn.Module):
-    """What tensor parallel is mostly for."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.attention, self.ffn = Attention(bias), FeedForward(DIM, HIDDEN, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
-
-
-def block_of(recipe: str, bias: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    return convert(LlamaBlock(bias), recipe, all_gather=False).to(here())
-
-
-def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False) -> dict[str, Any]:
-    colwise, rowwise, prepare = STYLES[kind]
-    tokens = Shard(1) if sequence else Replicate()
-    names = ("attention_norm", "ffn_norm") if norms and sequence else ()
-    plan: dict[str, Any] = {name: SequenceParallel() for name in names}
-    for part, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
-        plan[part] = prepare(
-            input_layouts=(tokens,), desired_input_layouts=(Replicate(),), use_local_output=local
-        )
-        plan |= {f"{part}.{name}": colwise() for name in first}
-        plan[f"{part}.{last}"] = rowwise(output_layouts=tokens)
-    return plan
-
-
 def alone() -> dist.ProcessGroup:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
-def off(a: Tensor, b: Tensor) -> float:
-    """The difference of `a`, relative to the norm of `b`."""
-    return float(((a - b).norm() / b.norm()).detach())
 
 
 def trained(
@@ -324,11 +249,11 @@ def test_wrong_uses_raise(two: Ranks) -> None:
 
 
 def one_block(
-    kind: str, sequence: bool, bias: bool, compiled: bool, recipe: str = "tensorwise"
+    kind: str, sequence: bool, bias: bool, backend: str | None, recipe: str = "tensorwise"
 ) -> None:
     whole, block = block_of(recipe, bias), block_of(recipe, bias)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence))
-    call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    call = torch.compile(block, fullgraph=True, backend=backend) if backend else block
     x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
     own_x, own_g = (part(t, 1) if sequence else t.clone() for t in (x, g))
     x.requires_grad_()
@@ -353,13 +278,19 @@ def one_block(
 @pytest.mark.parametrize("kind", STYLES)
 def test_a_block_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
     for sequence in (True, False):
-        two.run(one_block, kind, sequence, True, False)
+        two.run(one_block, kind, sequence, True, None)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_inductor_compiles_a_block(two: Ranks, recipe: str) -> None:
+    two.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("kind", STYLES)
 def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
-    two.run(one_block, kind, True, False, True, recipe)
+    two.run(one_block, kind, True, False, "aot_eager", recipe)
 
 
 def finer(recipe: str) -> None:
@@ -392,57 +323,3 @@ def finer(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_finer_scales_are_those_of_what_a_rank_holds(two: Ranks, recipe: str) -> None:
     two.run(finer, recipe)
-
-
-def two_dims(recipe: str, all_gather: bool, sequence: bool, precompute: bool) -> list[Any]:
-    """FSDP2 over one dim of the mesh, tensor parallel over the other, against one device."""
-    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "tensor"))
-    torch.manual_seed(0)
-    whole = convert(nn.Sequential(LlamaBlock()), recipe, all_gather=False).to(here())
-    torch.manual_seed(0)
-    model = convert(nn.Sequential(LlamaBlock()), recipe, all_gather=all_gather).to(here())
-    plan = plan_of("float8", sequence, norms=True)
-    parallelize_module(model[0], mesh["tensor"], plan)
-    fully_shard(model[0], mesh=mesh["data"])
-    fully_shard(model, mesh=mesh["data"])
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (whole, model)]
-    attach_to_optimizer(whole, optimizers[0])
-    if precompute:
-        attach_to_optimizer(model, optimizers[1])
-    data, tensor = (mesh.get_local_rank(dim) for dim in ("data", "tensor"))
-    results: list[Any] = []
-    for step in range(5):
-        batch = [seeded(10 * step + rank, 2, TOKENS, DIM, device=here()) for rank in range(2)]
-        for x in batch:
-            ((whole(x) - x.roll(1, -1)).square().mean() / 2).backward()
-        x = batch[data]
-        x, to = (t.chunk(2, 1)[tensor] if sequence else t for t in (x, x.roll(1, -1)))
-        with FunctionalTraffic() as seen:
-            ((model(x) - to).square().sum() / (2 * TOKENS * DIM)).backward()
-        if sequence and recipe == "tensorwise":
-            assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
-        if step in (0, 4):
-            for name, parameter in model.named_parameters():
-                got, expected = parameter.grad.full_tensor(), whole.get_parameter(name).grad
-                assert off(got, expected) < 1e-2, (step, name, off(got, expected))
-                results.append(got)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return results
-
-
-def test_fsdp_with_tensor_parallel_and_delayed_scaling(four: Ranks) -> None:
-    runs = [four.run(two_dims, "delayed", gather, True, True)[0] for gather in (False, True)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_fsdp_with_tensor_parallel_equals_a_single_device(four: Ranks) -> None:
-    for sequence in (True, False):
-        runs = [
-            four.run(two_dims, "tensorwise", all_gather, sequence, precompute)
-            for all_gather, precompute in ((False, False), (True, False), (True, True))
-        ]
-        for other in runs[1:]:
-            for a, b in zip(runs[0][0], other[0], strict=True):
-                assert torch.equal(a, b)

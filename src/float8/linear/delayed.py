@@ -85,11 +85,15 @@ class StatefulLinear(nn.Linear):
             for name, shape in zip(site.buffers, ((), (history_len,), ()), strict=True):
                 self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
 
-    def keep_buffers_plain(self) -> None:
-        """Undo that torch's tensor parallel replicates buffers as DTensors."""
+    def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
+        """`nn.Module`'s, which torch's tensor parallel calls when it has made DTensors of buffers.
+
+        They stay plain tensors here, the same on all ranks.
+        """
         for site in self.delayed:
             for name in site.buffers:
                 self._buffers[name] = local_tensor(self._buffers[name])
+        return super().register_forward_pre_hook(*args, **more)
 
     @torch.no_grad()
     def reset_state(self) -> None:

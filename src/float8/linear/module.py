@@ -138,13 +138,10 @@ class Float8Linear(StatefulLinear):
             RuntimeError: a sync of delayed scaling is missing.
         """
         scales, weight = NO_SCALES, self.weight  # once: it may be computed
-        is_sharded = hasattr(weight, "device_mesh")
         if self.delayed:
-            if is_sharded:
-                self.keep_buffers_plain()
             self.check_synced()
             scales = self.delayed_scales()
-        if is_sharded:
+        if hasattr(weight, "device_mesh"):
             how = self.plan, scales, keep_input, self.tokens_dim, self.knows_scales
             sharded: Tensor = linear_of_shards(input, weight, self.bias, *how)
             return sharded

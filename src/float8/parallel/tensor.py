@@ -193,7 +193,6 @@ def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
     if torch.is_autocast_enabled(local.device.type):
         local = local.to(torch.get_autocast_dtype(local.device.type))
     spec = layer.plan.input
-    layer.keep_buffers_plain()
     state = layer.delayed_scales().input
     groups = () if layer.knows_scales else sharding_groups(x)
     reduce = reduction([group.group_name for group in groups]) if groups else None

@@ -175,29 +175,29 @@ def _dequantised(args: Any) -> Any:
 
 
 def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Functional collectives that change no values: on bytes, as Gloo knows no float8."""
+    """Functional collectives that change no values: on bytes, as Gloo knows no float8.
+
+    They are waited for at once, where compilers know to look for it.
+    """
     x, *rest = args
     if x._granularity is not ScalingGranularity.TENSORWISE:
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE: its scales "
             f"would stay here; call .to_original_precision() first"
         )
-    return x._like(func(x._data.view(torch.uint8), *rest, **kwargs).view(x._data.dtype))
+    received = functional.wait_tensor(func(x._data.view(torch.uint8), *rest, **kwargs))
+    return x._like(received.view(x._data.dtype))
 
 
 if torch.distributed.is_available():  # DTensors gather with these
     functional = torch.ops._c10d_functional
-    implements(
-        functional.all_gather_into_tensor.default,
-        functional.all_to_all_single.default,
-        functional.wait_tensor.default,
-    )(_send)
-
-
-@implements("_c10d_functional::_wrap_tensor_autograd")  # made when DTensor is imported
-def _wait(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Torch puts the wait off until the result is used; here it is used at once."""
-    return _send(functional.wait_tensor.default, args, kwargs)
+    implements(functional.all_gather_into_tensor.default, functional.all_to_all_single.default)(
+        _send
+    )
+    # The last is made when DTensor is imported; torch waits with it when the result is used.
+    implements(functional.wait_tensor.default, "_c10d_functional::_wrap_tensor_autograd")(
+        lambda func, args, kwargs: args[0]
+    )
 
 
 def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:

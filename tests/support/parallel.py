@@ -1,0 +1,87 @@
+"""A Llama block under tensor parallel: by float8's styles and by torch's own."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from float8 import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from support.models import FeedForward
+from support.sharded import convert, here
+
+DIM, HIDDEN, TOKENS = 32, 48, 8
+STYLES = {
+    "float8": (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput),
+    "torch": (ColwiseParallel, RowwiseParallel, PrepareModuleInput),
+}
+
+
+def part(x: Tensor, dim: int) -> Tensor:
+    """What this rank holds of `x`, sharded along `dim`."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    """The difference of `a`, relative to the norm of `b`."""
+    return float(((a - b).norm() / b.norm()).detach())
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, without positions: 6 heads, 2 of them for keys and values."""
+
+    HEAD = 16
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        heads, kv = 6 * self.HEAD, 2 * self.HEAD
+        self.wq, self.wk = nn.Linear(DIM, heads, bias), nn.Linear(DIM, kv, bias)
+        self.wv, self.wo = nn.Linear(DIM, kv, bias), nn.Linear(heads, DIM, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.HEAD)).transpose(1, 2)
+            for layer in (self.wq, self.wk, self.wv)
+        )
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(-2))
+
+
+class LlamaBlock(nn.Module):
+    """What tensor parallel is mostly for."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.attention, self.ffn = Attention(bias), FeedForward(DIM, HIDDEN, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+def block_of(recipe: str, bias: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return convert(LlamaBlock(bias), recipe, all_gather=False).to(here())
+
+
+def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False) -> dict[str, Any]:
+    colwise, rowwise, prepare = STYLES[kind]
+    tokens = Shard(1) if sequence else Replicate()
+    names = ("attention_norm", "ffn_norm") if norms and sequence else ()
+    plan: dict[str, Any] = {name: SequenceParallel() for name in names}
+    for part, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
+        plan[part] = prepare(
+            input_layouts=(tokens,), desired_input_layouts=(Replicate(),), use_local_output=local
+        )
+        plan |= {f"{part}.{name}": colwise() for name in first}
+        plan[f"{part}.{last}"] = rowwise(output_layouts=tokens)
+    return plan
