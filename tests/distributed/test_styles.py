@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -24,13 +23,9 @@ from float8 import (
 )
 from float8.linear import functional
 from support.models import FeedForward, seeded
-from support.parallel import DIM, HIDDEN, STYLES, TOKENS, block_of, off, part, plan_of
+from support.parallel import DIM, HIDDEN, STYLES, TOKENS, block_of, mesh_of, off, part, plan_of
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh(here().type, (dist.get_world_size(),))
 
 
 @contextmanager
