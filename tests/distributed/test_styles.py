@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
@@ -24,13 +23,9 @@ from float8 import (
 )
 from float8.linear import functional
 from support.models import FeedForward, seeded
-from support.parallel import DIM, HIDDEN, STYLES, TOKENS, block_of, off, part, plan_of
+from support.parallel import DIM, HIDDEN, STYLES, TOKENS, block_of, mesh_of, off, part, plan_of
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh(here().type, (dist.get_world_size(),))
 
 
 @contextmanager
@@ -323,3 +318,66 @@ def finer(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_finer_scales_are_those_of_what_a_rank_holds(two: Ranks, recipe: str) -> None:
     two.run(finer, recipe)
+
+
+class Model(nn.Module):
+    """Two nested feed-forward blocks and a head, as wildcards and loss parallel need them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"ffn": FeedForward(DIM, HIDDEN)}) for _ in "ab")
+        self.head = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["ffn"](x)
+        return self.head(x)
+
+
+def arguments(local: bool, autocast: bool) -> None:
+    """Outputs that stay DTensors, wildcards, loss parallel, autocast, evaluation."""
+    models = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        models.append(convert(Model(), "tensorwise", all_gather=False).to(here()))
+        if parallel:
+            layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+            plan = {
+                "layers.*.ffn": PrepareFloat8ModuleInput(**layouts, use_local_output=local),
+                "layers.*.ffn.w[13]": Float8ColwiseParallel(use_local_output=local),
+                "layers.*.ffn.w2": Float8RowwiseParallel(
+                    output_layouts=Shard(1), use_local_output=local
+                ),
+                "head": Float8ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            }
+            parallelize_module(models[1], mesh_of(), plan)
+    whole, model = models
+    torch.manual_seed(0)
+    plain = Model().to(here())
+    x = seeded(1, 2, TOKENS, DIM, device=here())
+    target = torch.arange(2 * TOKENS, device=here()) % DIM
+    own = part(x, 1) if local else distribute_tensor(x, mesh_of(), [Shard(1)])
+    with torch.autocast(here().type, torch.bfloat16, enabled=autocast):
+        expected = nn.functional.cross_entropy(whole(x).flatten(0, 1), target)
+        expected.backward()
+        with loss_parallel():
+            loss = nn.functional.cross_entropy(model(own).flatten(0, 1), target)
+            loss.backward()
+    assert off(loss.full_tensor(), expected) < (1e-2 if autocast else 1e-6)
+    nn.functional.cross_entropy(plain(x).flatten(0, 1), target).backward()
+    for name, parameter in model.named_parameters():
+        got, one, exact = (m.get_parameter(name).grad for m in (model, whole, plain))
+        assert got.placements == parameter.placements
+        got = got.full_tensor()
+        # Sums over ranks are rounded to bfloat16, and casts of them may go the other way.
+        assert off(got, exact) < 1.1 * off(one, exact), (name, off(got, exact), off(one, exact))
+        assert autocast or off(got, one) < 1e-4, name
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert off(model.eval()(own).full_tensor(), whole.eval()(x)) < 1e-4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_arguments_of_styles(two: Ranks, local: bool, autocast: bool) -> None:
+    two.run(arguments, local, autocast)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,6 +23,10 @@ STYLES = {
     "float8": (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput),
     "torch": (ColwiseParallel, RowwiseParallel, PrepareModuleInput),
 }
+
+
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh(here().type, (dist.get_world_size(),))
 
 
 def part(x: Tensor, dim: int) -> Tensor:

@@ -130,6 +130,10 @@ class Float8Tensor(Wrapper):
     ) -> Any:
         handler = OP_HANDLERS.get(func) or OP_HANDLERS.get(func.name())
         if handler is None:
+            # In inference mode nobody has taken compound ops apart.
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
             raise NotImplementedError(
                 f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
                 f"(views, copies, cat, mm); call .to_original_precision() first"
