@@ -50,7 +50,11 @@ def layer_of(recipe: str, bias: bool) -> nn.Module:
 
 
 def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    """Up to the order of sums; tensor cores keep few bits of them, and casts follow."""
+    if a.is_cuda:
+        assert off(a, b) < 2e-2
+    else:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int = 1) -> None:
@@ -89,12 +93,12 @@ def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int 
 
 
 @pytest.mark.parametrize("kind", STYLES)
-def test_one_layer_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
+def test_one_layer_equals_that_of_a_single_device(either: Ranks, kind: str) -> None:
     for by_columns in (True, False):
         for sequence in (True, False):
             for bias in (True, False):
-                two.run(one_layer, kind, by_columns, sequence, bias)
-        two.run(one_layer, kind, by_columns, True, False, 0)
+                either.run(one_layer, kind, by_columns, sequence, bias)
+        either.run(one_layer, kind, by_columns, True, False, 0)
 
 
 def alone() -> dist.ProcessGroup:
@@ -168,8 +172,8 @@ def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STYLES)
-def test_half_the_bytes_of_16_bits_are_gathered(two: Ranks, kind: str) -> None:
-    two.run(sent, kind)
+def test_half_the_bytes_of_16_bits_are_gathered(either: Ranks, kind: str) -> None:
+    either.run(sent, kind)
 
 
 def few_reductions() -> None:
@@ -188,8 +192,8 @@ def few_reductions() -> None:
     assert counts == [18, 0, 18]
 
 
-def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(two: Ranks) -> None:
-    two.run(few_reductions)
+def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(either: Ranks) -> None:
+    either.run(few_reductions)
 
 
 def wrong_uses() -> None:
@@ -271,15 +275,15 @@ def one_block(
 
 
 @pytest.mark.parametrize("kind", STYLES)
-def test_a_block_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
+def test_a_block_equals_that_of_a_single_device(either: Ranks, kind: str) -> None:
     for sequence in (True, False):
-        two.run(one_block, kind, sequence, True, None)
+        either.run(one_block, kind, sequence, True, None)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_inductor_compiles_a_block(two: Ranks, recipe: str) -> None:
-    two.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
+def test_inductor_compiles_a_block(either: Ranks, recipe: str) -> None:
+    either.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
