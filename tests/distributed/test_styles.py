@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -207,7 +207,7 @@ def wrong_uses() -> None:
     with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear or a module"):
         parallelize_module(plain, mesh, {"0": PrepareFloat8ModuleInput(**layouts)})
     odd = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False)
-    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\) on 2 ranks(.)*divisible"):
+    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\)(.)*dim 0 over 2 ranks"):
         parallelize_module(odd, mesh, {"0": Float8ColwiseParallel()})
     two = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", all_gather=False)
     two.append(convert(nn.Sequential(nn.Linear(DIM, 48)), "rowwise", all_gather=False))
@@ -241,6 +241,24 @@ def shown() -> None:
 
 def test_a_layer_says_how_its_tensors_travel(two: Ranks) -> None:
     two.run(shown)
+
+
+def odd_inputs() -> None:
+    """A dim that nobody shards is odd; the input is a sum still to be made, or has a NaN."""
+    torch.manual_seed(0)
+    whole = convert(nn.Sequential(nn.Linear(33, 48)), "tensorwise", all_gather=False).to(here())
+    layer = copy.deepcopy(whole)
+    parallelize_module(layer, mesh_of(), {"0": Float8ColwiseParallel(input_layouts=Shard(0))})
+    x = seeded(1, 4, 33, device=here())
+    summands = DTensor.from_local(x / 2, mesh_of(), [Partial()], run_check=False)
+    for own in (part(x, 0), summands):
+        close(layer(own), part(whole(x), 1))
+    x[0, 0] = torch.nan  # on one rank
+    assert layer(part(x, 0)).isnan().all()
+
+
+def test_odd_inputs(two: Ranks) -> None:
+    two.run(odd_inputs)
 
 
 def test_wrong_uses_raise(two: Ranks) -> None:
