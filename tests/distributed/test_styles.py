@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -50,7 +50,11 @@ def layer_of(recipe: str, bias: bool) -> nn.Module:
 
 
 def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    """Up to the order of sums; tensor cores keep few bits of them, and casts follow."""
+    if a.is_cuda:
+        assert off(a, b) < 2e-2
+    else:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int = 1) -> None:
@@ -89,12 +93,12 @@ def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int 
 
 
 @pytest.mark.parametrize("kind", STYLES)
-def test_one_layer_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
+def test_one_layer_equals_that_of_a_single_device(either: Ranks, kind: str) -> None:
     for by_columns in (True, False):
         for sequence in (True, False):
             for bias in (True, False):
-                two.run(one_layer, kind, by_columns, sequence, bias)
-        two.run(one_layer, kind, by_columns, True, False, 0)
+                either.run(one_layer, kind, by_columns, sequence, bias)
+        either.run(one_layer, kind, by_columns, True, False, 0)
 
 
 def alone() -> dist.ProcessGroup:
@@ -168,8 +172,8 @@ def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STYLES)
-def test_half_the_bytes_of_16_bits_are_gathered(two: Ranks, kind: str) -> None:
-    two.run(sent, kind)
+def test_half_the_bytes_of_16_bits_are_gathered(either: Ranks, kind: str) -> None:
+    either.run(sent, kind)
 
 
 def few_reductions() -> None:
@@ -188,8 +192,8 @@ def few_reductions() -> None:
     assert counts == [18, 0, 18]
 
 
-def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(two: Ranks) -> None:
-    two.run(few_reductions)
+def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(either: Ranks) -> None:
+    either.run(few_reductions)
 
 
 def wrong_uses() -> None:
@@ -203,7 +207,7 @@ def wrong_uses() -> None:
     with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear or a module"):
         parallelize_module(plain, mesh, {"0": PrepareFloat8ModuleInput(**layouts)})
     odd = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False)
-    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\) on 2 ranks(.)*divisible"):
+    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\)(.)*dim 0 over 2 ranks"):
         parallelize_module(odd, mesh, {"0": Float8ColwiseParallel()})
     two = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", all_gather=False)
     two.append(convert(nn.Sequential(nn.Linear(DIM, 48)), "rowwise", all_gather=False))
@@ -239,6 +243,24 @@ def test_a_layer_says_how_its_tensors_travel(two: Ranks) -> None:
     two.run(shown)
 
 
+def odd_inputs() -> None:
+    """A dim that nobody shards is odd; the input is a sum still to be made, or has a NaN."""
+    torch.manual_seed(0)
+    whole = convert(nn.Sequential(nn.Linear(33, 48)), "tensorwise", all_gather=False).to(here())
+    layer = copy.deepcopy(whole)
+    parallelize_module(layer, mesh_of(), {"0": Float8ColwiseParallel(input_layouts=Shard(0))})
+    x = seeded(1, 4, 33, device=here())
+    summands = DTensor.from_local(x / 2, mesh_of(), [Partial()], run_check=False)
+    for own in (part(x, 0), summands):
+        close(layer(own), part(whole(x), 1))
+    x[0, 0] = torch.nan  # on one rank
+    assert layer(part(x, 0)).isnan().all()
+
+
+def test_odd_inputs(two: Ranks) -> None:
+    two.run(odd_inputs)
+
+
 def test_wrong_uses_raise(two: Ranks) -> None:
     two.run(wrong_uses)
 
@@ -271,15 +293,15 @@ def one_block(
 
 
 @pytest.mark.parametrize("kind", STYLES)
-def test_a_block_equals_that_of_a_single_device(two: Ranks, kind: str) -> None:
+def test_a_block_equals_that_of_a_single_device(either: Ranks, kind: str) -> None:
     for sequence in (True, False):
-        two.run(one_block, kind, sequence, True, None)
+        either.run(one_block, kind, sequence, True, None)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_inductor_compiles_a_block(two: Ranks, recipe: str) -> None:
-    two.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
+def test_inductor_compiles_a_block(either: Ranks, recipe: str) -> None:
+    either.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

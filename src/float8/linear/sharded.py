@@ -31,7 +31,7 @@ def linear_of_shards(
 
     Args:
         input: [..., K], placed as above; a `Float8Tensor` inside is not cast again.
-        weight: [N, K], Shard(0) or Shard(1), both dims divisible by the number of ranks.
+        weight: [N, K], Shard(0) or Shard(1), that dim divisible by the number of ranks.
         bias: [N], Shard(0) with the weight, else Replicate; or None.
         plan: as for `apply_linear`.
         scales: likewise.
@@ -57,7 +57,7 @@ def linear_of_shards(
             f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
-    require_divisible(weight.shape, mesh.size())
+    require_divisible(weight.shape, 0 if by_rows else 1, mesh.size())
     last: Any = placement.Shard(input.dim() - 1)
     expected = placement.Replicate() if by_rows else last
     if tuple(input.placements) != (expected,):
@@ -91,10 +91,10 @@ def linear_of_shards(
     return output + bias.redistribute(placements=bias.placements)
 
 
-def require_divisible(shape: torch.Size, ranks: int) -> None:
-    """Raise a `ValueError` for dims of a weight that do not divide evenly."""
-    if any(dim % ranks for dim in shape):
+def require_divisible(shape: torch.Size, dim: int, ranks: int) -> None:
+    """Raise a `ValueError` for a weight that ranks cannot share evenly."""
+    if shape[dim] % ranks:
         raise ValueError(
-            f"Float8Linear: got a weight of shape {tuple(shape)} on {ranks} ranks, expected dims "
-            f"divisible by {ranks}"
+            f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
+            f"over {ranks} ranks, expected that dim divisible by {ranks}"
         )

@@ -53,7 +53,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         return _cast(x, mod).redistribute(placements=desired_input_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer = _require_layer(self, module, device_mesh)
+        layer = _require_layer(self, module, 0, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
             layer.gathered = "input"
         return super()._apply(module, device_mesh)
@@ -69,7 +69,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer, (to,) = _require_layer(self, module, device_mesh), self.output_layouts
+        layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
         if isinstance(to, Shard):
             layer.tokens_dim, layer.gathered = to.dim, "grad_output"
         return super()._apply(module, device_mesh)
@@ -163,13 +163,13 @@ def _named(module: nn.Module) -> str:
     return f"a {type(module).__name__}"
 
 
-def _require_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> Float8Linear:
+def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
     if not isinstance(module, Float8Linear):
         raise TypeError(
             f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
             f"model first"
         )
-    require_divisible(module.weight.shape, mesh.size())
+    require_divisible(module.weight.shape, dim, mesh.size())
     return module
 
 
@@ -187,8 +187,10 @@ def _like(local: Tensor, x: DTensor) -> DTensor:
 
 def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
     """`x` in float8 as `layer` casts it, if bytes and one scale are all that it takes."""
+    if x.placements[0].is_partial() or not casts_input_once(layer.plan):
+        return x
     local = x.to_local()
-    if isinstance(local, Float8Tensor) or not casts_input_once(layer.plan):
+    if isinstance(local, Float8Tensor):
         return x
     if torch.is_autocast_enabled(local.device.type):
         local = local.to(torch.get_autocast_dtype(local.device.type))
