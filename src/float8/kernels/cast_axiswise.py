@@ -245,14 +245,8 @@ def launch_cast(
 ) -> list[Tensor]:
     """Cast ``x`` [R, C], not empty; under given launch configurations by two kernels always."""
     plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, walk, tile)
-    row: list[Tensor | None] = [None, None]
-    col: list[Tensor | None] = [None, None]
-    if kind.row:
-        data_shape, scale_shape = plan.row_shapes
-        row = [empty(data_shape, kind.dtype, x), empty(scale_shape, torch.float32, x)]
-    if kind.col:
-        data_shape, scale_shape = plan.col_shapes
-        col = [empty(data_shape, kind.dtype, x), empty(scale_shape, torch.float32, x)]
+    row = empty_part(kind.row, plan.row_shapes, kind.dtype, x)
+    col = empty_part(kind.col, plan.col_shapes, kind.dtype, x)
     along, across = (col, row) if plan.swapped else (row, col)
     if plan.measure is None:
         plan.cast(x, *along)
@@ -261,6 +255,16 @@ def launch_cast(
         plan.measure(x, amaxes)
         plan.cast(x, amaxes, *along, *across)
     return [made for made in (*row, *col) if made is not None]
+
+
+def empty_part(
+    wanted: bool, shapes: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype, like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Uninitialised data and scales of these shapes, on the device of ``like``; or two None."""
+    if not wanted:
+        return None, None
+    data_shape, scale_shape = shapes
+    return empty(data_shape, dtype, like), empty(scale_shape, torch.float32, like)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,16 +20,16 @@ from float8.kernels.cast import (
     store_along,
     to_float8,
 )
-from float8.kernels.cast_axiswise import amax_along, pad_to, times_inverse
+from float8.kernels.cast_axiswise import amax_along, empty_part, pad_to, times_inverse
 from float8.kernels.numeric import scale_of_amax, to_float32
 from float8.kernels.runtime.device import has_float8_conversion
-from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import TileLaunch, load, tile_at, tile_launch, tile_of_program
 from float8.kernels.transpose import transpose_bytes
 from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec, Part
+from float8.quantize.spec import CastSpec, Part, blocks, ceil4
 
 _SQUARE = {ScalingGranularity.BLOCK_1x128: False, ScalingGranularity.BLOCK_128x128: True}
 
@@ -105,19 +105,9 @@ def _check(x: Tensor, spec: CastSpec, row: bool, col: bool) -> None:
         )
 
 
-def blocks(n: int) -> int:
-    """How many blocks of 128 cover ``n``; also of symbolic sizes, without a guard."""
-    return (n + 127) // 128
-
-
 def ceil128(n: int) -> int:
     """The smallest multiple of 128 that is not below ``n``."""
     return blocks(n) * 128
-
-
-def ceil4(n: int) -> int:
-    """The smallest multiple of 4 that is not below ``n``."""
-    return (n + 3) // 4 * 4
 
 
 # ---------------------------------------------------------------- plain-torch twin
@@ -211,14 +201,8 @@ def cast_blockwise_triton(
 def launch_cast(x: Tensor, kind: Kind, config: TileLaunch | None = None) -> list[Tensor]:
     """Cast ``x`` [R, C], under one launch configuration if given."""
     plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
-    row: list[Tensor | None] = [None, None]
-    col: list[Tensor | None] = [None, None]
-    if kind.row:
-        data_shape, scale_shape = plan.row_shapes
-        row = [empty(data_shape, kind.dtype, x), empty(scale_shape, torch.float32, x)]
-    if kind.col:
-        data_shape, scale_shape = plan.col_shapes
-        col = [empty(data_shape, kind.dtype, x), empty(scale_shape, torch.float32, x)]
+    row = empty_part(kind.row, plan.row_shapes, kind.dtype, x)
+    col = empty_part(kind.col, plan.col_shapes, kind.dtype, x)
     if plan.launch is not None:
         along, across = (col, row) if plan.swapped else (row, col)
         plan.launch(x, *along, *across)

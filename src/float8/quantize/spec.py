@@ -74,8 +74,8 @@ def check_scale(part: Part, granularity: ScalingGranularity) -> None:
         R, C = part.data.shape
         wanted = {
             ScalingGranularity.AXISWISE: (R, 1),
-            ScalingGranularity.BLOCK_1x128: (R, _blocks(C)),
-            ScalingGranularity.BLOCK_128x128: (_blocks(R), -(-_blocks(C) // 4) * 4),
+            ScalingGranularity.BLOCK_1x128: (R, blocks(C)),
+            ScalingGranularity.BLOCK_128x128: (blocks(R), ceil4(blocks(C))),
         }[granularity]
         right, expected = got == wanted, f"shape {wanted}"
     if not right:
@@ -98,5 +98,11 @@ def dequantised(
     return part.data.to(dtype) * scale.to(dtype)
 
 
-def _blocks(n: int) -> int:
-    return -(-n // BLOCK)
+def blocks(n: int) -> int:
+    """How many blocks of 128 cover `n`; also of symbolic sizes, without a guard."""
+    return (n + (BLOCK - 1)) // BLOCK
+
+
+def ceil4(n: int) -> int:
+    """The smallest multiple of 4 that is not below `n`."""
+    return (n + 3) // 4 * 4
