@@ -26,7 +26,7 @@ from float8 import kernels
 from float8_lab.bench.linear import Layer
 from float8_lab.bench.step import WARMUP, Row, Step, compare
 from float8_lab.bench.timing import issue_microseconds
-from float8_lab.bench.variants import COMPILED, EAGER, Variant, many_compilations
+from float8_lab.bench.variants import COMPILED, EAGER, Variant, many_compilations, recipe_config
 from float8_lab.trainer.environment import describe_environment
 
 AT_LEAST = 7.0  # dB of output and gradients against bf16
@@ -135,7 +135,7 @@ def plain_variant(recipe: str, mode: str, every_layer: bool) -> Variant:
         return Variant(
             recipe, mode, functools.partial(convert, config=config, module_filter_fn=take)
         )
-    config = float8.Float8LinearConfig.from_recipe_name(name)
+    config = recipe_config(name)
     convert = functools.partial(
         float8.convert_to_float8_training, config=config, module_filter_fn=take
     )

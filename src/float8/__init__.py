@@ -12,6 +12,7 @@ from float8.config import (
     Float8GemmConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    Float8Weights,
     ScalingGranularity,
     ScalingType,
     linear_requires_sync,
@@ -33,9 +34,9 @@ from float8.sync import (
     attach_to_optimizer,
     forget_float8_amax,
     sync_float8_amax_and_scale_history,
+    update_float8_weights,
 )
 from float8.tensor import Float8Tensor
-from float8.weight_cache import cached_weights
 
 if TYPE_CHECKING:
     from float8.parallel.tensor import (
@@ -65,12 +66,12 @@ __all__ = [
     "Float8LinearRecipeName",
     "Float8RowwiseParallel",
     "Float8Tensor",
+    "Float8Weights",
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
     "all_linears",
     "attach_to_optimizer",
-    "cached_weights",
     "conversion_report",
     "convert_to_float8_training",
     "convert_to_high_precision",
@@ -85,5 +86,6 @@ __all__ = [
     "swap_linear_with_float8_linear",
     "swiglu_feed_forward",
     "sync_float8_amax_and_scale_history",
+    "update_float8_weights",
     "why_not_fused",
 ]

@@ -1,5 +1,6 @@
 """What scaling does once per optimizer step, on one device or on many."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,11 +10,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
-from float8.linear import WEIGHT_AMAX, Float8Linear
+from float8.config import Float8Weights
+from float8.linear import WEIGHT_AMAX, WEIGHT_SCALE, Float8Linear
+from float8.linear.held import HeldWeight, can_hold, hold
 from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
+from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 from float8.untraced import untraced
 
 
@@ -127,6 +131,78 @@ def forget_float8_amax(model: nn.Module) -> None:
         layer.mark_synced()
 
 
+@untraced
+@torch.no_grad()
+def update_float8_weights(model: nn.Module) -> None:
+    """Cast the weights of all layers with `Float8Weights.HELD`, for every forward to come.
+
+    Call it after `optimizer.step()`, or let `attach_to_optimizer` do so: now and after each step.
+    Before the first call weights are cast on the fly. A weight that changes between two calls is
+    cast again where it is used, eager or compiled, if its version counter tells: it counts what
+    optimizers of torch, loading and ops write, and not writes through `weight.data` or a raw
+    pointer, after which this must be called. `.to()` and a new Parameter end what is held.
+
+    Under FSDP2 each rank holds its shard in float8 instead, which is sent as it is. Weights that
+    are DTensors of tensor parallel are cast on the fly; a warning says so.
+
+    Args:
+        model: the converted model, compiled or not.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+        ValueError: a weight is under FSDP1, or under FSDP2 without
+            `enable_fsdp_float8_all_gather=True`: there is nothing that could be held.
+    """
+    require_module(model, "model")
+    done: dict[Any, HeldWeight] = {}
+    others: list[str] = []
+    sharded = _under_fsdp(model)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Float8Linear):
+            continue
+        if layer.config.float8_weights is not Float8Weights.HELD:
+            continue
+        layer.held = None
+        weight: Any = layer._parameters.get("weight")  # none of its own where it is computed
+        if layer in sharded:
+            _require_gathered_in_float8(layer, name)
+        elif can_hold(weight):
+            scale = layer._buffers.get(WEIGHT_SCALE)
+            # With delayed scaling each layer has a scale of its own.
+            key = (weight, layer.plan.weight, layer if layer.plan.weight.delayed else None)
+            if key not in done:
+                done[key] = HeldWeight(weight, hold(weight, layer.plan.weight, scale))
+            layer.held = done[key]
+        elif not getattr(weight, "is_meta", False):
+            others.append(f"{name or '(root)'} ({type(weight).__name__})")
+    if others:
+        warnings.warn(
+            f"float8: {len(others)} layer(s) cast their weight on the fly, because it is no plain "
+            f"Parameter: {', '.join(others[:3])} ...",
+            stacklevel=2,
+        )
+
+
+def _under_fsdp(model: nn.Module) -> set[nn.Module]:
+    """All modules whose weights FSDP1 or FSDP2 puts into place, writing past version counters."""
+    wrappers = [x for x in model.modules() if _SHARDING & {*dir(type(x))}]
+    return {module for wrapper in wrappers for module in wrapper.modules()}
+
+
+_SHARDING = {"reshard", "summon_full_params"}
+"""Names of methods of modules under FSDP2 and FSDP1."""
+
+
+def _require_gathered_in_float8(layer: Float8Linear, name: str) -> None:
+    if isinstance(local_tensor(layer.weight), Float8GatherWeight | Float8Tensor):
+        return
+    raise ValueError(
+        f"layer {name or '(root)'!r}: got float8_weights=HELD for a weight that FSDP gathers in "
+        f"high precision, expected one that fully_shard gathers in float8; convert with "
+        f"enable_fsdp_float8_all_gather=True, or with Float8Weights.ON_THE_FLY"
+    )
+
+
 class Attachment:
     """What `attach_to_optimizer` registered."""
 
@@ -152,7 +228,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     that is given a closure, right after it: what the closure runs, once or often, is of this step.
     With dynamic scaling of weights that FSDP2 gathers in float8
     `precompute_float8_dynamic_scale_for_fsdp(model)` right after the step. Through the optimizer's
-    own hooks. With several optimizers, attach the model to each. Harmless for other models.
+    own hooks. Weights with `Float8Weights.HELD` are cast now, and after each step:
+    `update_float8_weights(model)`. With several optimizers, attach the model to each. Harmless for
+    other models.
 
     Args:
         model: the converted model, compiled or not.
@@ -165,6 +243,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     Raises:
         TypeError: an argument has the wrong type.
+        ValueError: a weight cannot be held, see `update_float8_weights`.
     """
     require_module(model, "model")
     inner = _unwrapped(optimizer)
@@ -177,7 +256,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         if _closure(args, kwargs) is not None:
             sync_float8_amax_and_scale_history(model, group=group)
         precompute_float8_dynamic_scale_for_fsdp(model)
+        update_float8_weights(model)
 
+    update_float8_weights(model)
     return Attachment(
         _delayed_layers(model.modules()),
         [

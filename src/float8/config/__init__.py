@@ -9,6 +9,7 @@ from float8.config.linear import (
     Float8GemmConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    Float8Weights,
     linear_requires_sync,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "Float8GemmConfig",
     "Float8LinearConfig",
     "Float8LinearRecipeName",
+    "Float8Weights",
     "ScalingGranularity",
     "ScalingType",
     "linear_requires_sync",

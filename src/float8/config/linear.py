@@ -70,6 +70,20 @@ class Float8LinearRecipeName(enum.Enum):
     weight; e4m3 everywhere (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
 
 
+class Float8Weights(enum.Enum):
+    """When weights are cast, and what is kept of them."""
+
+    ON_THE_FLY = "on_the_fly"
+    """In each forward, and again in backward."""
+
+    HELD = "held"
+    """Once per optimizer step, by `attach_to_optimizer` or `update_float8_weights`. Both layouts
+    stay beside the weight, two bytes per element. All results are those of `ON_THE_FLY`."""
+
+    ONLY = "only"
+    """At the conversion, instead of the weight, which must be frozen: one byte per element."""
+
+
 @dataclass(frozen=True)
 class Float8GemmConfig:
     """How one GEMM runs.
@@ -107,6 +121,8 @@ class Float8LinearConfig:
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
             gather it in float8. Needs one cast of the weight for both of its GEMMs. Without effect
             on weights that are not sharded.
+        float8_weights: when weights are cast. Others than `ON_THE_FLY` need one cast of the weight
+            for both of its GEMMs.
         pad_inner_dim: pad dims that are not divisible by 16, under block scales by 128, with zeros
             inside the cast, which changes no result. False: such dims raise a `ValueError`.
         emulate: compute GEMMs in float32 on the dequantised values: the same numerics on any
@@ -135,6 +151,7 @@ class Float8LinearConfig:
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
     enable_fsdp_float8_all_gather: bool = False
+    float8_weights: Float8Weights = Float8Weights.ON_THE_FLY
     pad_inner_dim: bool = True
     emulate: bool = False
     round_scales_to_power_of_2: bool = False
@@ -161,7 +178,16 @@ class Float8LinearConfig:
         )
         object.__setattr__(self, "_delayed_sites", delayed)
         self._check_gemms()
-        self._check_all_gather()
+        if self.enable_fsdp_float8_all_gather:
+            self._check_one_cast("enable_fsdp_float8_all_gather", True, row_only=True)
+        if self.float8_weights is not Float8Weights.ON_THE_FLY:
+            only = self.float8_weights is Float8Weights.ONLY
+            self._check_one_cast("float8_weights", self.float8_weights, row_only=only)
+            if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
+                raise ValueError(
+                    "float8_weights: got ONLY with delayed scaling of the weight, expected dynamic "
+                    "scaling, as it is cast once; set cast_config_weight=CastConfig()"
+                )
         self._check_delayed_only()
 
     def _check_types(self) -> None:
@@ -194,31 +220,30 @@ class Float8LinearConfig:
                     f"emulate=True"
                 )
 
-    def _check_all_gather(self) -> None:
-        if not self.enable_fsdp_float8_all_gather:
-            return
+    def _check_one_cast(self, name: str, value: object, *, row_only: bool) -> None:
+        """Raise unless one cast of the weight is enough; `row_only`: unless its row data are."""
+        default = getattr(type(self), name)
         for gemm in ("output", "grad_input"):
             if not self.runs_in_float8(gemm):
                 raise ValueError(
-                    f"enable_fsdp_float8_all_gather: got True with the GEMM '{gemm}' in high "
-                    f"precision, expected every GEMM of the weight in float8: what is gathered in "
-                    f"float8 exists in no other precision; set it to False, or choose a scaling "
-                    f"type for the operands of that GEMM"
+                    f"{name}: got {value} with the GEMM '{gemm}' in high precision, expected every "
+                    f"GEMM of the weight in float8; set it to {default}, or choose a scaling type "
+                    f"for the operands of that GEMM"
                 )
         if self.owner(CastSite.WEIGHT_FOR_GRAD_INPUT) is not CastSite.WEIGHT:
             raise ValueError(
-                "enable_fsdp_float8_all_gather: got True with cast_config_weight_for_grad_input "
-                "other than cast_config_weight, expected one cast for both: the weight is "
-                "gathered once; set it to False, or leave cast_config_weight_for_grad_input out"
+                f"{name}: got {value} with cast_config_weight_for_grad_input other than "
+                f"cast_config_weight, expected one cast for both; set it to {default}, or leave "
+                f"cast_config_weight_for_grad_input out"
             )
-
         weight = self.cast_config_weight.scaling_granularity
-        if weight is _B1 or (weight is _A and not self.round_scales_to_power_of_2):
+        lossy = weight is _B1 or (weight is _A and not self.round_scales_to_power_of_2)
+        if row_only and lossy:
             raise ValueError(
-                f"enable_fsdp_float8_all_gather: got True with a weight under {weight} and "
+                f"{name}: got {value} with a weight under {weight} and "
                 f"round_scales_to_power_of_2={self.round_scales_to_power_of_2}, expected "
                 f"TENSORWISE, BLOCK_128x128, or AXISWISE with powers of two, of whose float8 data "
-                f"the columns for grad_input can be made; set it to False, or change these"
+                f"the columns for grad_input can be made; set it to {default}, or change these"
             )
 
     def _check_delayed_only(self) -> None:

@@ -29,8 +29,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `module` is no `nn.Module`.
-        ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or is
-            inside of `cached_weights`; nothing is changed then.
+        ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or
+            parametrized; nothing is changed then.
     """
     require_module(module, "module")
     layers = {
@@ -57,10 +57,9 @@ def require_changeable(layer: Float8Linear, fqn: str) -> None:
         got, do = "a layer that is parametrized", "remove the parametrization first"
     elif is_conv1d_of_shards(layer):
         got, do = "a Conv1D whose weight is sharded", "make the change before fully_shard"
-    elif layer.weight_cache is not None:
-        got, do = "a layer inside of cached_weights", "leave that context first"
     elif not isinstance(layer.weight, Float8GatherWeight) and isinstance(
-        local_tensor(layer.weight), Float8GatherWeight | Float8Tensor
+        local_tensor(layer.weight),
+        Float8GatherWeight if layer.keeps_no_master else Float8GatherWeight | Float8Tensor,
     ):
         got = "a weight that FSDP2 gathers in float8"
         do = "make the change before fully_shard, or load a state dict of it into a new model"

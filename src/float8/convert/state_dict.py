@@ -7,10 +7,11 @@ from torch import nn
 
 from float8.arguments import require_module
 from float8.linear import Float8Linear
+from float8.tensor import Float8Tensor, dequantise
 
 
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` without the state of delayed scaling.
+    """`model.state_dict()` without the state of delayed scaling, all weights in high precision.
 
     It loads with `strict=True` into the model as it was before the conversion. For a model
     without delayed scaling it is `model.state_dict()`.
@@ -22,8 +23,8 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         # Each layer takes its own keys out again, before a wrapper around it renames them.
         for layer in model.modules():
-            if isinstance(layer, Float8Linear) and layer.delayed:
-                hook = layer.register_state_dict_post_hook(_drop_state)  # type: ignore[no-untyped-call]
+            if isinstance(layer, Float8Linear) and (layer.delayed or layer.keeps_no_master):
+                hook = layer.register_state_dict_post_hook(_as_plain)  # type: ignore[no-untyped-call]
                 stack.enter_context(hook)
         state: dict[str, Any] = model.state_dict()
     return state
@@ -42,9 +43,11 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
     return {name: x for name, x in model.state_dict().items() if name not in plain}
 
 
-def _drop_state(
+def _as_plain(
     layer: Float8Linear, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
     for site in layer.delayed:
         for name in site.buffers:
             state_dict.pop(prefix + name, None)
+    if isinstance(weight := state_dict.get(prefix + "weight"), Float8Tensor):
+        state_dict[prefix + "weight"] = dequantise(weight)

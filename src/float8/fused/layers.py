@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from float8.config import ScalingGranularity
 from float8.kernels.runtime.private import has_global_module_hooks
 from float8.linear import Float8Linear, functional
-from float8.linear.cached import PLAIN
 from float8.linear.functional import DelayedScales
+from float8.linear.held import PLAIN
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import weight_columns, weight_rows
 from float8.quantize.spec import Part, Quantized

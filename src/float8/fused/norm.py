@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.fused.layers import Call, FusedLayer, has_hooks
 from float8.linear import Float8Linear
-from float8.linear.cached import PLAIN
+from float8.linear.held import PLAIN
 from float8.quantize.quantize import quantize
 from float8.quantize.spec import Part
 

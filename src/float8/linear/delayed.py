@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import FLOAT8_MAX
-from float8.linear.cached import WeightCache
+from float8.linear.held import PLAIN, HeldWeight
+from float8.linear.plan import LinearPlan
+from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
-from float8.quantize.spec import Quantized
-from float8.tensor import high_precision, local_tensor, with_plan_of
+from float8.tensor import Float8Tensor, high_precision, local_tensor, with_plan_of
 
 WEIGHT_AMAX = "fp8_amax_weight"
 WEIGHT_SCALE = "fp8_scale_weight"
@@ -51,12 +52,12 @@ def delayed_sites(config: Float8LinearConfig) -> tuple[DelayedSite, ...]:
 
 
 class StatefulLinear(nn.Linear):
-    """An `nn.Linear` with that state, and a cast of its weight that may be kept."""
+    """An `nn.Linear` with that state, and its weight in float8 where that is held."""
 
     config: Float8LinearConfig
-    cached_weight: Quantized | None = None
-    """The weight in float8 inside `float8.cached_weights`."""
-    weight_cache: WeightCache | None = None
+    plan: LinearPlan
+    held: HeldWeight | None = None
+    """The weight in float8, if `update_float8_weights` found that it can be held."""
     delayed: tuple[DelayedSite, ...] = ()
     attached = False
     """Whether an optimizer syncs it, so that no sync can be missing."""
@@ -74,7 +75,7 @@ class StatefulLinear(nn.Linear):
     def register_state(self, config: Float8LinearConfig) -> None:
         """Take this configuration, with fresh buffers."""
         self.config, self.delayed = config, delayed_sites(config)
-        self.cached_weight = self.weight_cache = None
+        self.held = None
         self.agreed = frozenset()
         self._register_buffers(self.weight.device)
         self.reset_state()
@@ -118,6 +119,11 @@ class StatefulLinear(nn.Linear):
         if "config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
             self.reset_state()
 
+    @property
+    def keeps_no_master(self) -> bool:
+        """Whether the weight is in float8 only."""
+        return self.config.float8_weights is Float8Weights.ONLY
+
     # ---------------------------------------------------------------- which steps it is in
 
     @property
@@ -146,7 +152,6 @@ class StatefulLinear(nn.Linear):
 
     def mark_synced(self) -> None:
         """Note that all amaxes recorded so far are in the history, or of no interest."""
-        self.cached_weight = None  # its scale was the last one
         self._seen = None
         if not torch.compiler.is_compiling():
             self._synced_version = self._amax_version()
@@ -188,7 +193,7 @@ class StatefulLinear(nn.Linear):
     # ---------------------------------------------------------------- copies and moves
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("cached_weight", "weight_cache", "agreed", "attached", "_seen")
+        passing = ("held", "agreed", "attached", "_seen")
         return {name: value for name, value in self.__dict__.items() if name not in passing}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -199,16 +204,24 @@ class StatefulLinear(nn.Linear):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """`nn.Module`'s, which assigning a Parameter calls, too."""
         super().register_parameter(name, param)
-        self.cached_weight = self._seen = None
+        self.held = self._seen = None
 
     def _replicate_for_data_parallel(self) -> "StatefulLinear":
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica.cached_weight = replica.weight_cache = None  # on another device
+        replica.held = None  # on another device
         return replica  # type: ignore[no-any-return]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLinear":
-        before = self._state()
+        before: dict[str, Tensor] = self._state()
+        weight: Any = self._parameters.get("weight")
+        self.held = None
+        in_float8 = self.keeps_no_master and isinstance(weight, Float8Tensor)
+        if in_float8:  # another dtype would have it dequantised
+            self._parameters["weight"] = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if in_float8:
+            like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
+            self._parameters["weight"] = nn.Parameter(moved(weight, like), requires_grad=False)
         for name, old in before.items():
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits
@@ -241,6 +254,11 @@ class StatefulLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         missing: list[str] = []
+        key = prefix + "weight"
+        if self.keeps_no_master and type(state_dict.get(key)) in PLAIN:
+            values = state_dict[key]
+            values = values if self.weight.is_meta else values.to(self.weight.device)
+            state_dict = {**state_dict, key: in_float8_only(values, self.plan.weight)}
         before, old_weight = self._state(), self._parameters.get("weight")
         state_dict = self._as_ours(state_dict, prefix, error_msgs)
         super()._load_from_state_dict(

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import CastSite, Float8LinearConfig
-from float8.linear.cached import current_operand
 from float8.linear.classes import class_of
-from float8.linear.delayed import StatefulLinear
+from float8.linear.delayed import WEIGHT_SCALE, StatefulLinear
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
+from float8.linear.held import current
 from float8.linear.other_state import as_loadable
 from float8.linear.plan import (
-    LinearPlan,
     casts_grad_output_once,
     casts_input_once,
     plan_linear,
 )
 from float8.linear.sharded import linear_of_shards
 from float8.linear.source import OWN_ATTRIBUTES, own_containers, require_supported
+from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, dequantise
 
 
 class Float8Linear(StatefulLinear):
@@ -33,7 +33,6 @@ class Float8Linear(StatefulLinear):
     scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
     """
 
-    plan: LinearPlan
     source_class: ClassVar[type[nn.Module]] = nn.Linear
     """What it was made of, and becomes again in `convert_to_high_precision`."""
     tokens_dim: int | None = None
@@ -97,9 +96,19 @@ class Float8Linear(StatefulLinear):
 
     def set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration, with state made anew."""
+        self._take_back_master()
         self._drop_state()
         self.plan = plan_linear(config)
         self.register_state(config)
+        if self.keeps_no_master:
+            weight = in_float8_only(self.weight.detach(), self.plan.weight)
+            self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+    def _take_back_master(self) -> None:
+        """Dequantise a weight that is in float8 only."""
+        weight: Any = self._parameters.get("weight")
+        if "config" in vars(self) and self.keeps_no_master and isinstance(weight, Float8Tensor):
+            self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
 
     def _drop_state(self) -> None:
         for site in self.delayed:
@@ -108,6 +117,7 @@ class Float8Linear(StatefulLinear):
 
     def become_high_precision(self) -> None:
         """Turn this very object back into what it was made of."""
+        self._take_back_master()
         self._drop_state()
         for name in OWN_ATTRIBUTES & vars(self).keys():
             del self.__dict__[name]
@@ -145,22 +155,24 @@ class Float8Linear(StatefulLinear):
             how = self.plan, scales, keep_input, self.tokens_dim, self.knows_scales
             sharded: Tensor = linear_of_shards(input, weight, self.bias, *how)
             return sharded
-        ready = self.ready_weight(weight) if self.weight_cache is not None else None
+        ready = self.ready_weight(weight) if self.held is not None else None
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
     def ready_weight(self, weight: Tensor) -> Quantized | None:
         """The operand of `weight`, this layer's, if it is in float8 already."""
-        compiling = torch.compiler.is_compiling()
-        ready = self.cached_weight if compiling else current_operand(self, weight)
-        if ready is not None and ready.amax is not None and not self.uses_history:
-            ready = None
-        if ready is None and isinstance(weight, Float8Tensor):
-            ready = weight_in_float8(weight, self.plan)
-        return ready
+        held = self.held
+        # Another weight is somebody else's: of FSDP, or of `functional_call`.
+        if held is not None and held.weight is weight and self.takes_held:
+            held = current(held, self.plan.weight, self._buffers.get(WEIGHT_SCALE))
+            if not torch.compiler.is_compiling() and held is not None:
+                self.held = held
+            return None if held is None else held.operand
+        return weight_in_float8(weight, self.plan) if isinstance(weight, Float8Tensor) else None
 
-    def weight_state(self) -> DelayedScale | None:
-        """The delayed-scaling state of the weight's cast, if it has one, to train or not."""
-        return self._scales(history=True, record=True).weight
+    @property
+    def takes_held(self) -> bool:
+        """Whether a cast now would be what is held: evaluation takes no scale from a history."""
+        return self.uses_history or not self.plan.weight.delayed
 
     def delayed_scales(self) -> DelayedScales:
         """The state of the casts: they take scales from it in training, and record amaxes."""
@@ -191,6 +203,8 @@ class Float8Linear(StatefulLinear):
         for switch in _SWITCHES:
             if getattr(self.config, switch):
                 parts.append(switch)
+        if self.held is not None or self.keeps_no_master:
+            parts.append(f"weight {self.config.float8_weights.value} in float8")
         if self.gathered is not None:
             of_input = self.gathered == "input"
             once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
 from float8.linear.classes import computes_something_else, is_conv1d, path
 from float8.linear.delayed import StatefulLinear
@@ -106,6 +106,12 @@ def _problem(
         return ValueError(
             f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
             f"pad_inner_dim=True to have them padded"
+        )
+    if config.float8_weights is Float8Weights.ONLY and (weight.requires_grad or is_conv1d(mod)):
+        what = "a Conv1D" if is_conv1d(mod) else "a weight with requires_grad=True"
+        return ValueError(
+            f"got {what} with float8_weights=ONLY, expected an nn.Linear whose weight is frozen; "
+            f"call weight.requires_grad_(False) first, or convert it with another config"
         )
     reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
     if not config.emulate and reason is not None:

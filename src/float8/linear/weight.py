@@ -14,6 +14,7 @@ from float8.linear.across import Reduction
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize
 from float8.quantize.spec import CastSpec, Part, Quantized
+from float8.tensor import Float8Tensor
 
 
 def weight_rows(
@@ -35,6 +36,24 @@ def weight_rows(
         record_amax(state, ready.amax)
     assert ready.row is not None
     return padded(ready.row, spec)
+
+
+def in_float8_only(weight: Tensor, spec: CastSpec) -> Float8Tensor:
+    """`weight` [N, K] as a tensor that has no high-precision values, cast by `spec`."""
+    made = quantize(weight, spec, row=True).row
+    assert made is not None
+    data = made.data[: weight.shape[0], : weight.shape[1]].contiguous()
+    return Float8Tensor(data, made.scale, weight.dtype, spec.granularity)
+
+
+def moved(weight: Float8Tensor, like: Tensor) -> Float8Tensor:
+    """`weight` on the device of `like`, and reporting its dtype; uninitialised if it was meta."""
+
+    def move(x: Tensor) -> Tensor:
+        return torch.empty_like(x, device=like.device) if x.is_meta else x.to(like.device)
+
+    data, scale = move(weight._data), move(weight._scale)
+    return Float8Tensor(data, scale, like.dtype, weight._granularity)
 
 
 def record_amax(state: DelayedScale | None, amax: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import ScalingGranularity
+from float8.config import Float8Weights, ScalingGranularity
 from float8.linear import WEIGHT_SCALE, Float8Linear
 from float8.parallel.amax import (
     all_gather_rows,
@@ -29,9 +29,9 @@ from float8.quantize.spec import BLOCK, Part, Quantized
 from float8.tensor import (
     Float8GatherWeight,
     Float8Tensor,
-    known_scale,
     local_tensor,
-    remember_scale,
+    remember,
+    remembered,
 )
 from float8.untraced import untraced
 
@@ -149,19 +149,28 @@ class FSDPFloat8Weight(Float8GatherWeight):
         There may be no rows. Row data come without padding. Their scale is that of the whole weight
         under `TENSORWISE`; under other granularities those of the shard. With delayed scaling the
         amax of the shard comes along for each forward in training to record; the sync makes it that
-        of the whole weight.
+        of the whole weight. With `Float8Weights.HELD` the cast of a dynamic scale is kept until the
+        weight is written.
         """
+        known = None if self.spec.delayed else remembered(module.weight, param_dtype)
+        if isinstance(known, Quantized):
+            return known
+        made = self._cast(module, param_dtype, known)
+        if module.config.float8_weights is Float8Weights.HELD and not self.spec.delayed:
+            remember(module.weight, made, param_dtype)
+        return made
+
+    def _cast(self, module: Any, param_dtype: torch.dtype, scale: Tensor | None) -> Quantized:
         shard = self.high_precision.to(param_dtype)
         if self.spec.granularity is not ScalingGranularity.TENSORWISE:
             made = quantize(shard, self.spec, row=True)
             assert made.row is not None
             data = made.row.data[: shard.shape[0], : shard.shape[1]]
             return Quantized(Part(data, made.row.scale), None, self.spec)
-        scale = state = amax = None
-        if not self.spec.delayed:
-            scale = known_scale(module.weight, shard.dtype)
-            scale = None if scale is None else scale.to(shard.device)  # it may be offloaded
-        else:
+        state = amax = None
+        if scale is not None:
+            scale = scale.to(shard.device)  # it may be offloaded
+        if self.spec.delayed:
             amax = torch.zeros((), dtype=torch.float32, device=shard.device)
             if module.knows_weight_scale():
                 state = DelayedScale(module.get_buffer(WEIGHT_SCALE).to(shard.device), amax)
@@ -249,7 +258,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         spaced = amax.new_empty(len(weights), 4)
         spaced[:, 0] = amax_to_scale(amax, spec.dtype, spec.power_of_2)
         for weight, scale in zip(weights, spaced[:, 0].unbind(), strict=True):
-            remember_scale(weight, scale, param_dtype)
+            remember(weight, scale, param_dtype)
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:

@@ -5,8 +5,8 @@ from float8.tensor.float8_tensor import Float8Tensor, dequantise
 from float8.tensor.gather import (
     Float8GatherWeight,
     high_precision,
-    known_scale,
-    remember_scale,
+    remember,
+    remembered,
     with_plan_of,
 )
 from float8.tensor.wrapper import local_tensor
@@ -16,8 +16,8 @@ __all__ = [
     "Float8Tensor",
     "dequantise",
     "high_precision",
-    "known_scale",
     "local_tensor",
-    "remember_scale",
+    "remember",
+    "remembered",
     "with_plan_of",
 ]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.config import ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.quantize.spec import CastSpec
+from float8.quantize.spec import CastSpec, Quantized
 from float8.tensor.wrapper import Wrapper, as_inference_as, local_tensor
 
 aten = torch.ops.aten
@@ -45,8 +45,8 @@ class Float8GatherWeight(Wrapper):
 
     _inner: Tensor
     _counted: Tensor
-    _known: tuple[Tensor, torch.dtype, tuple[int, ...]] | None = None
-    """A scale, the dtype and the versions it is of."""
+    _known: tuple[Tensor | Quantized, torch.dtype, tuple[int, ...]] | None = None
+    """A scale or a whole cast, the dtype and the versions it is of."""
 
     @staticmethod
     def __new__(
@@ -177,16 +177,16 @@ torch.serialization.add_safe_globals(
 )
 
 
-# ---------------------------------------------------------------- the scale computed ahead
+# ---------------------------------------------------------------- what is computed ahead
 
 
-def remember_scale(weight: Tensor, scale: Tensor, param_dtype: torch.dtype) -> None:
-    """Keep the scale of a weight, rounded to `param_dtype`, until the weight is written."""
-    local_tensor(weight)._known = scale, param_dtype, _versions(weight)
+def remember(weight: Tensor, made: Tensor | Quantized, param_dtype: torch.dtype) -> None:
+    """Keep the scale or cast of a weight, rounded to `param_dtype`, until the weight is written."""
+    local_tensor(weight)._known = made, param_dtype, _versions(weight)
 
 
-def known_scale(weight: Tensor, param_dtype: torch.dtype) -> Tensor | None:
-    """The scale that was kept since the weight was last written, if it is for this dtype."""
+def remembered(weight: Tensor, param_dtype: torch.dtype) -> Tensor | Quantized | None:
+    """What was kept since the weight was last written, if it is for this dtype."""
     known = local_tensor(weight)._known
     if known is None or known[1:] != (param_dtype, _versions(weight)):
         return None

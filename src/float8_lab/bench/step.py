@@ -68,7 +68,7 @@ class Step:
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, or the model as
     a whole if it has none. Gradients of `microbatches` accumulate; with `sync` that of delayed
-    scaling is a part of a step.
+    scaling, and the casts of weights that are held, are a part of a step.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Step:
         self.parts: list[nn.Module] = list(getattr(self.model, "layers", [self.model]))
         for part in self.parts:
             variant.compile(part)
+        variant.hold_weights(self.model)
         self._variant, self._x, self._grad = variant, x, grad
         self._microbatches, self._sync = microbatches, sync and variant.ours
 
@@ -104,9 +105,10 @@ class Step:
         torch.autograd.backward(output, self._grad)
 
     def finish(self, output: Tensor, x: Tensor) -> dict[str, Tensor]:
-        """Output and gradients by name, taken from the model; and the sync, if it has one."""
+        """Output and gradients by name, taken from the model; and what follows a step."""
         if self._sync:
             sync_float8_amax_and_scale_history(self.model)
+            self._variant.hold_weights(self.model)
         results = {"output": output.detach()}
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             assert tensor.grad is not None
@@ -115,10 +117,9 @@ class Step:
 
     def __call__(self) -> dict[str, Tensor]:
         """One step; the sums of all weights' gradients, the last output and gradient of input."""
-        with self._variant.caching(self.model):
-            for _ in range(self._microbatches):
-                output, x = self.forward()
-                self.backward(output)
+        for _ in range(self._microbatches):
+            output, x = self.forward()
+            self.backward(output)
         return self.finish(output, x)
 
 

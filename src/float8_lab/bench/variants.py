@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from float8.config import Float8GemmConfig, Float8LinearConfig
+from float8.config import Float8GemmConfig, Float8LinearConfig, Float8Weights
 from float8.convert import all_linears, convert_to_float8_training
-from float8.sync import attach_to_optimizer
-from float8.weight_cache import cached_weights
+from float8.sync import attach_to_optimizer, update_float8_weights
 
 HIGH_PRECISION = "bf16"
 EAGER, COMPILED = "eager", "compiled"
@@ -28,7 +27,7 @@ PEERS = {"torchao": "torchao", "te": "transformer_engine"}
 """Other libraries, measured where they are installed: name and module."""
 
 _TE_RECIPES = {"tensorwise": "Float8CurrentScaling", "delayed": "DelayedScaling"}
-_FAST_ACCUM = "fast_accum"
+_FAST_ACCUM, _HELD = "fast_accum", "held"
 
 Convert = Callable[[nn.Module], nn.Module]
 Attach = Callable[[nn.Module, torch.optim.Optimizer], object]
@@ -43,7 +42,6 @@ class Variant:
     convert: Convert = lambda model: model  # swaps the linear layers; returns the model
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # of every forward
     config: Float8LinearConfig | None = None  # how the layers run, if it is this library
-    cached: bool = False  # whether all microbatches of a step share one cast of each weight
     gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
     attach: Attach = attach_to_optimizer  # has scaling done at every step of an optimizer
 
@@ -62,9 +60,10 @@ class Variant:
         """Whether it is high precision, which the others are checked and held against."""
         return self.recipe == HIGH_PRECISION
 
-    def caching(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The context that all microbatches of a step of `model` run in."""
-        return cached_weights(model) if self.cached else contextlib.nullcontext()
+    def hold_weights(self, model: nn.Module) -> None:
+        """Cast the weights that are held, as an optimizer's step would."""
+        if self.ours:
+            update_float8_weights(model)
 
     def compile(self, module: nn.Module) -> None:
         """Compile `module` in place, if this variant is compiled.
@@ -81,7 +80,7 @@ def make_variants(
     modes: Sequence[str],
     peers: Sequence[str],
     *,
-    cached: bool = False,
+    held: bool = False,
     sharded: bool = False,
 ) -> list[Variant]:
     """High precision, each recipe and each installed peer's, in every mode that they run in.
@@ -90,7 +89,7 @@ def make_variants(
         recipes: Of this library, as for `recipe_config`; peers take those nearest to them.
         modes: `eager`, `compiled` or both.
         peers: Names of other libraries; those not installed are left out.
-        cached: Whether each recipe runs once more, with cached weights.
+        held: Whether each recipe runs once more, with its weights held in float8.
         sharded: Whether each recipe runs once more, with a float8 all-gather; of peers torchao's
             tensorwise with it.
     """
@@ -104,9 +103,9 @@ def make_variants(
         for recipe, config in configs.items():
             ours = _ours(recipe, mode, config, gather)
             variants.append(ours)
-            if cached:
-                name = f"{recipe}, cached weights"
-                variants.append(dataclasses.replace(ours, recipe=name, cached=True))
+            if held:
+                name = f"{recipe}+{_HELD}"
+                variants.append(_ours(name, mode, recipe_config(name), gather))
             if sharded:
                 own = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
                 variants.append(_ours(recipe, mode, own, FLOAT8))
@@ -122,8 +121,8 @@ def many_compilations() -> Any:
 def recipe_config(recipe: str) -> Float8LinearConfig:
     """The configuration of a recipe with switches behind a `+`, as in `delayed+fast_accum`.
 
-    Switches are bool fields of `Float8LinearConfig` (but that of the gather), which are set, and
-    `fast_accum` for all three GEMMs.
+    Switches are bool fields of `Float8LinearConfig` (but that of the gather), which are set,
+    `fast_accum` for all three GEMMs, and `held` for weights that are held in float8.
     """
     name, *switches = recipe.split("+")
     config = Float8LinearConfig.from_recipe_name(name)
@@ -134,12 +133,14 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
         if switch == _FAST_ACCUM:
             fast = Float8GemmConfig(use_fast_accum=True)
             fields |= {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
+        elif switch == _HELD:
+            fields["float8_weights"] = Float8Weights.HELD
         elif switch in off:
             fields[switch] = True
         else:
             raise ValueError(
                 f"recipe: got {recipe!r} with the switch {switch!r}, expected one of "
-                f"{', '.join([*off, _FAST_ACCUM])}"
+                f"{', '.join([*off, _FAST_ACCUM, _HELD])}"
             )
     return dataclasses.replace(config, **fields)
 

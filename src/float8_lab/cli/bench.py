@@ -249,17 +249,17 @@ def block_command(
     """A stack of Llama blocks forward and backward, with the sync of delayed scaling.
 
     Every gradient of every variant is checked against bf16's first. Memory is the peak of a step
-    over the resting state. With several microbatches, each recipe runs once more with
-    `float8.cached_weights` around them.
+    over the resting state. With several microbatches, each recipe runs once more with its weights
+    held in float8.
     """
     size, rounds = dataclasses.replace(size, microbatches=microbatches), where.rounds
     settings = {**dataclasses.asdict(size), **compared.chosen(), "rounds": rounds}
     bench = Bench("block", where.device, where.output, **settings)
-    recipes, modes, cached = settings["recipes"], settings["modes"], microbatches > 1
-    variants = make_variants(recipes, modes, bench.peers, cached=cached)
+    recipes, modes, several = settings["recipes"], settings["modes"], microbatches > 1
+    variants = make_variants(recipes, modes, bench.peers, held=several)
     rows = bench.collect(bench_block(size, variants, bench.device, rounds), len(variants) + 1)
     title = f"{size}, forward + backward"
-    bench.finish(title + f" of {microbatches} microbatches" * cached, rows)
+    bench.finish(title + f" of {microbatches} microbatches" * several, rows)
 
 
 @app.command("profile")

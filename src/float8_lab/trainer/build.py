@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from float8 import conversion_report, convert_to_float8_training
+from float8 import Float8Weights, conversion_report, convert_to_float8_training
+from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
@@ -30,9 +31,7 @@ def build_model(
     with torch.device("meta"):
         model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
     model.tie_head()
-    conversion = ranks.together(
-        lambda: _convert(model, config.recipe, config.fsdp_float8_all_gather, device)
-    )
+    conversion = ranks.together(lambda: _convert(model, config, device, sharded=ranks.sharded))
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
@@ -59,14 +58,19 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=DTYPES[config.dtype] if low else None, enabled=low)
 
 
-def _convert(model: Llama, recipe: str, float8_all_gather: bool, device: torch.device) -> str:
+def _convert(model: Llama, config: TrainConfig, device: torch.device, *, sharded: bool) -> str:
+    recipe = config.recipe
     settings = float8_config(recipe)
     if settings is None:
         return ""
     if reason := lacks_float8_gemm(device):  # the model itself may still be on the meta device
         raise ConfigError(f"recipe {recipe!r}: {reason}")
     try:
-        settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=float8_all_gather)
+        gather = config.fsdp_float8_all_gather
+        settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=gather)
+        one_cast = settings.owner(CastSite.WEIGHT_FOR_GRAD_INPUT) is CastSite.WEIGHT
+        if config.accumulate > 1 and one_cast and (gather or not sharded):
+            settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
         convert_to_float8_training(
             model, config=settings, module_filter_fn=lambda _, name: name != "output"
         )

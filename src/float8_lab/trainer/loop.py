@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from float8 import attach_to_optimizer, cached_weights
+from float8 import attach_to_optimizer
 from float8_lab.errors import (
     DataError,
     OutOfMemoryError,
@@ -142,26 +142,22 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = build.learning_rate(step, config)
         loss = torch.zeros((), device=self.device)
-        several = config.accumulate > 1
-        # A block's gathered weights exist for the time of its forward only: nothing to keep.
-        keep = several and not self.ranks.sharded
-        with cached_weights(self.model) if keep else contextlib.nullcontext():
-            for index in range((step - 1) * config.accumulate, step * config.accumulate):
-                batch = data.train_batch(
-                    self.corpus.train,
-                    seed=config.seed,
-                    first=index * config.batch_size + self._mine.start,
-                    batch_size=config.batch_size // self.ranks.size,
-                    seq_len=config.seq_len,
-                )
-                if several and isinstance(self.model, FSDPModule):
-                    # Gradients become shards at once: no rank has room for those of a whole
-                    # model. Only replicas can wait for the last.
-                    last = index == step * config.accumulate - 1
-                    self.model.set_requires_all_reduce(last)
-                part = self.loss(batch) / config.accumulate
-                part.backward()  # type: ignore[no-untyped-call]
-                loss += part.detach()
+        for index in range((step - 1) * config.accumulate, step * config.accumulate):
+            batch = data.train_batch(
+                self.corpus.train,
+                seed=config.seed,
+                first=index * config.batch_size + self._mine.start,
+                batch_size=config.batch_size // self.ranks.size,
+                seq_len=config.seq_len,
+            )
+            if config.accumulate > 1 and isinstance(self.model, FSDPModule):
+                # Gradients become shards at once: no rank has room for those of a whole model.
+                # Only replicas can wait for the last.
+                last = index == step * config.accumulate - 1
+                self.model.set_requires_all_reduce(last)
+            part = self.loss(batch) / config.accumulate
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
         norm = build.clip_gradients(self.model, config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

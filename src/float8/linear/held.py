@@ -1,0 +1,158 @@
+"""The float8 data of a weight, held beside the weight from one optimizer step to the next.
+
+`update_float8_weights` casts each weight once, to both layouts in one read; forwards, backwards,
+recomputation and microbatches read that. What was cast carries a stamp: the version counter of the
+weight and its address, and the version of the scale under delayed scaling. Each use compares, and
+casts again what does not match. Eager code does so in Python. Compiled code, which Python does not
+follow, does so in an op: to the compiler it returns the scales, so that whatever reads the data
+waits for it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import ScalingGranularity
+from float8.kernels.runtime.ops import register
+from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import quantize
+from float8.quantize.spec import CastSpec, Part, Quantized
+
+PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+"""Weights that are data in memory and nothing else: no shards, no wrappers."""
+
+
+class HeldWeight(NamedTuple):
+    """What a layer holds: its weight, and that in float8."""
+
+    weight: nn.Parameter
+    operand: Quantized
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def hold(weight: Tensor, spec: CastSpec, scale: Tensor | None) -> Quantized:
+    """Cast `weight` [N, K] to both layouts in one read, and stamp the result.
+
+    Args:
+        weight: float32, bfloat16 or float16.
+        spec: of the cast.
+        scale: the buffer of delayed scaling with the scale to use, or None. Nothing is recorded
+            yet: the operand carries its amax, for each forward to record that would have cast.
+    """
+    amax = None if scale is None else torch.zeros_like(scale)
+    state = None if scale is None or amax is None else DelayedScale(scale, amax)
+    made = quantize(weight, spec, row=True, col=True, pad_rows=True, state=state, record=True)
+    assert made.row is not None
+    made.row.data.__dict__["float8_made_of"] = _stamp(weight, scale)
+    return made._replace(amax=amax)
+
+
+def is_current(data: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
+    """Whether row data of `hold` are those of `weight` and `scale` as they are now.
+
+    As far as version counters tell: they count what optimizers and ops write, and not what goes
+    through `weight.data` or a raw pointer.
+    """
+    return data.__dict__.get("float8_made_of") == _stamp(weight, scale)
+
+
+def _stamp(weight: Tensor, scale: Tensor | None) -> tuple[int, ...]:
+    return weight._version, weight.data_ptr(), -1 if scale is None else scale._version
+
+
+def can_hold(weight: Any) -> bool:
+    """Whether `weight` is one whose writes are counted, and which is all of a weight."""
+    return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
+
+
+def current(held: HeldWeight, spec: CastSpec, scale: Tensor | None) -> HeldWeight | None:
+    """`held`, cast again if its weight was written; None if a recording must not keep it."""
+    weight, operand = held
+    if torch.compiler.is_compiling():
+        return HeldWeight(weight, _traced(weight, operand, spec, scale))
+    if _is_recording(weight):
+        return None
+    assert operand.row is not None
+    if is_current(operand.row.data, weight, scale):
+        return held
+    # Not where the old one lies, which a backward still to come may read.
+    return HeldWeight(weight, hold(weight, spec, scale))
+
+
+def _is_recording(weight: Tensor) -> bool:
+    """Whether operations go into a graph, which would keep the data for ever."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import
+
+    if get_proxy_mode() is not None:
+        return True
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# ---------------------------------------------------------------- in compiled code
+
+
+def _traced(weight: Tensor, operand: Quantized, spec: CastSpec, scale: Tensor | None) -> Quantized:
+    row, col = operand.row, operand.col
+    assert row is not None
+    assert col is not None
+    one_scale = spec.granularity is ScalingGranularity.TENSORWISE
+    scales = [row.scale] if one_scale else [row.scale, col.scale]
+    small = scales if operand.amax is None else [*scales, operand.amax]
+    kind = spec.dtype, spec.granularity.value, spec.power_of_2
+    out = torch.ops.float8.held_weight.default(weight, [row.data, col.data], small, scale, *kind)
+    amax = None if operand.amax is None else out[-1]
+    row, col = Part(row.data, out[0]), Part(col.data, out[0 if one_scale else 1])
+    return Quantized(row, col, spec, amax)
+
+
+def held_weight(
+    weight: Tensor,
+    data: list[Tensor],
+    small: list[Tensor],
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_2: bool,
+) -> list[Tensor]:
+    """Make what is held of `weight` current, in place, and return copies of what is `small`.
+
+    A compiler is not told of the writes: to it the data are what the weight is in float8, before
+    and after. A CUDA graph, which is replayed without this code, records the cast itself.
+
+    Args:
+        weight: [N, K].
+        data: row and column data.
+        small: the scales of both, or the one of both; then the amax under delayed scaling.
+        scale: as for `hold`.
+        dtype: of the data.
+        granularity: the value of a `ScalingGranularity`.
+        power_of_2: whether scales are rounded up to powers of two.
+    """
+    recording = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    if recording or not is_current(data[0], weight, scale):
+        spec = CastSpec(dtype, ScalingGranularity(granularity), power_of_2=power_of_2)
+        made = hold(weight, spec, scale)
+        assert made.row is not None
+        assert made.col is not None
+        new = [made.row.data, made.col.data, made.row.scale]
+        if spec.granularity is not ScalingGranularity.TENSORWISE:
+            new.append(made.col.scale)
+        if made.amax is not None:
+            new.append(made.amax)
+        old = [*data, *small]
+        for target, source in zip(old, new, strict=True):
+            target.copy_(source)
+        torch.autograd.graph.increment_version(old)  # a backward still to come shall notice
+        data[0].__dict__["float8_made_of"] = None if recording else _stamp(weight, scale)
+    return [x.clone() for x in small]
+
+
+def _held_weight_fake(
+    weight: Tensor, data: list[Tensor], small: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in small]
+
+
+register("held_weight", held_weight, triton=held_weight, fake=_held_weight_fake)
