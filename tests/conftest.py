@@ -1,6 +1,7 @@
 """What all tests share: skipping GPU tests where there is no GPU, one random seed, and
 ranks that serve all tests of a session (mark them `xdist_group("ranks")`)."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -29,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back() -> Iterator[None]:
+    """Several workers share a GPU: none keeps what its largest test took."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 1 << 30:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
