@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from float8.arguments import require_module
 from float8.config import CastSite
 from float8.convert.filters import features
+from float8.convert.fuse import fusing
 from float8.linear import Float8Linear, is_conv1d
 
 _SKIP_REASON = "_float8_skip_reason"
@@ -52,6 +53,19 @@ class OtherWeight:
 
 
 @dataclass(frozen=True)
+class FeedForwardReport:
+    """A feed-forward that `fuse=True` looked at."""
+
+    fqn: str
+
+    module: str
+    """Its class."""
+
+    reason: str | None
+    """Why it computes layer by layer; None: it is fused."""
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """All linear layers of a model, converted or not. `str()` gives a readable table."""
 
@@ -60,6 +74,9 @@ class ConversionReport:
     others: tuple[OtherWeight, ...] = ()
     """Stay in high precision. Told by their shape: two dims or more, each larger than one, in no
     embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
+
+    feed_forwards: tuple[FeedForwardReport, ...] = ()
+    """Those that `fuse=True` fused, and those it left alone."""
 
     @property
     def share(self) -> float:
@@ -82,7 +99,7 @@ class ConversionReport:
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"
         lines = [f"{count}, {self.share:.1%} of all matmul weights"]
-        names = [layer.fqn for layer in self.layers] + [other.fqn for other in self.others]
+        names = [x.fqn for x in (*self.layers, *self.others, *self.feed_forwards)]
         width = max(map(len, names), default=0)
         for layer in self.layers:
             shape = f"[{layer.out_features}, {layer.in_features}]"
@@ -91,6 +108,9 @@ class ConversionReport:
         for other in self.others:
             fate = f"not converted: a weight of {other.module}, no linear layer"
             lines.append(f"  {other.fqn:<{width}}  {[*other.shape]!s:<16} {fate}")
+        for each in self.feed_forwards:
+            fate = "fused" if each.reason is None else f"not fused: {each.reason}"
+            lines.append(f"  {each.fqn:<{width}}  {each.module:<16} {fate}")
         return "\n".join(lines)
 
 
@@ -111,8 +131,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    layers, others = [], []
+    layers, others, feed_forwards = [], [], []
     for fqn, module in model.named_modules():
+        seen, why = fusing(module)
+        if seen:
+            name = type(module).__name__
+            feed_forwards.append(FeedForwardReport(fqn or "(root)", name, why))
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             others += _other_weights(fqn, module)
             continue
@@ -128,7 +152,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
                 if module.config.owner(site) is site
             )
         layers.append(LayerReport(fqn or "(root)", *features(module), scaling, reason))
-    return ConversionReport(tuple(layers), tuple(others))
+    return ConversionReport(tuple(layers), tuple(others), tuple(feed_forwards))
 
 
 def _other_weights(fqn: str, module: nn.Module) -> list[OtherWeight]:

@@ -2,7 +2,8 @@
 
 What changes against layer by layer: `silu(gate) * up` and the gradients of gate and up exist in
 float8 only, cast in the kernel that computes them; the product is not kept for backward, where
-the kernel that reads gate and up anyway makes it again; x is cast once.
+the kernel that reads gate and up anyway makes it again; x is cast once, and kept in float8. Under
+a compiler x itself is saved, so that the compiler can make it again from what it keeps anyway.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from float8.fused.norm import fused_norm, input_operand
 from float8.linear import Float8Linear
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
-from float8.quantize.quantize import columns, quantize
+from float8.quantize.quantize import columns, quantize, recast
 from float8.quantize.spec import Part
 
 
@@ -96,7 +97,10 @@ class _FeedForward(torch.autograd.Function):
     ) -> Tensor:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
+        saved_x = None if norm_weight is None else x  # makes the norm again
         col = gate.need_grad_weight or up.need_grad_weight
+        if col and saved_x is None and torch.compiler.is_compiling():
+            saved_x, col = x.clone(), False  # as in functional._Linear
         x8, x_col, rstd = input_operand(x, norm_weight, call, (gate, up), col)
         gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
         up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
@@ -109,7 +113,7 @@ class _FeedForward(torch.autograd.Function):
 
         weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         ctx.save_for_backward(
-            *(x if norm_weight is not None else None, norm_weight, rstd, x_col, x8.scale),
+            *(saved_x, norm_weight, rstd, x_col, x8.scale),
             *(gate_out, up_out, product8.scale),
             *(kept_weight(weight, layer.ready) for weight, layer in weights),
             *(gate_scale, up_scale, down_scale),
@@ -158,6 +162,8 @@ class _FeedForward(torch.autograd.Function):
         if gate.need_grad_weight or up.need_grad_weight:
             if norm_weight is not None:
                 x_col = kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, plan.input.dtype)
+            elif x_col is None:
+                x_col = recast(x, plan.input, x_scale).data
             x_part = Part(x_col, x_scale)
         if call.need_grad_x:
             of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
