@@ -60,9 +60,9 @@ def convert_to_float8_training(
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. It is replaced.
         fuse: let SwiGLU feed-forwards whose layers were converted compute as `swiglu_feed_forward`
-            does. They are told by what their forward computes, `down(silu(gate(x)) * up(x))`, and
-            become instances of a subclass of their class; all else stays. The report lists them,
-            and those left alone with the reason. False changes nothing, and undoes nothing.
+            does, and RMSNorms of many operations in one kernel. They are told by what their forward
+            computes, and become instances of a subclass of their class; all else stays. The report
+            lists them, and those left alone with the reason. False changes and undoes nothing.
 
     Returns:
         `module`; or, if it is itself a linear layer and passes the filter, its replacement.
@@ -158,9 +158,9 @@ def _warn_if_nothing_is(module: nn.Module, fuse: bool) -> None:
     if not any(isinstance(layer, Float8Linear) for layer in module.modules()):
         what = f"no layer of {type(module).__name__} was converted"
         reasons = [layer.skip_reason for layer in report.skipped] or ["it has no linear layers"]
-    elif fuse and all(each.reason is not None for each in report.feed_forwards):
+    elif fuse and all(each.reason is not None for each in report.fused):
         what = f"nothing of {type(module).__name__} was fused"
-        reasons = [each.reason for each in report.feed_forwards] or ["it has no feed-forwards"]
+        reasons = [each.reason for each in report.fused] or ["it has no such modules"]
     if what:
         why = "; ".join([*dict.fromkeys(map(str, reasons))][:3])
         warnings.warn(

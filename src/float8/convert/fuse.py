@@ -1,9 +1,10 @@
-"""Feed-forwards of other people's classes, computed by `swiglu_feed_forward`.
+"""Modules of other people's classes, computed by fused functions.
 
 A class is known by what its forward computes, not by its name. Its code must have no branches and
-read nothing but its submodules and torch's silu: so it computes one expression, always, and does
-nothing else. Run once on symbols, it says which; that must be `down(silu(gate(x)) * up(x))`. What
-is not proven so is left alone. No tensor is touched, and no library imported.
+read nothing but attributes of the module and a few pure functions of torch: so it computes one
+expression, always, and does nothing else. Run once on symbols, it says which; that is compared
+with what a fused function computes. What is not proven so is left alone. No tensor is touched, and
+no library imported.
 """
 
 import dis
@@ -18,9 +19,13 @@ from torch import Tensor, nn
 
 from float8.fused import swiglu_feed_forward, why_not_fused
 from float8.fused.layers import has_hooks
+from float8.linear.cached import PLAIN
 
 _NOT_FUSED = "_float8_not_fused"
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_PURE = {"torch", "nn", "functional", "silu", "float32", "dtype", "to", "pow", "mean", "rsqrt"}
+"""Names that a forward may read of torch and of tensors, besides attributes of its own."""
+
 _NO_PLAIN_FUNCTION = (
     inspect.CO_VARARGS
     | inspect.CO_VARKEYWORDS
@@ -30,7 +35,7 @@ _NO_PLAIN_FUNCTION = (
 )
 
 
-class Parts(NamedTuple):
+class FeedForward(NamedTuple):
     """Which submodules of a feed-forward do what, by their names."""
 
     gate: str
@@ -42,86 +47,138 @@ class Parts(NamedTuple):
     activation_class: type[nn.Module] | None = None
 
 
-class FusedFeedForward(nn.Module):
-    """What a feed-forward becomes an instance of, beside its own class."""
+class Norm(NamedTuple):
+    """An RMSNorm of `weight` [K]."""
+
+    eps: str
+    """The name of the attribute."""
+
+
+class Fused(nn.Module):
+    """What a module becomes an instance of, beside its own class."""
 
     source_class: ClassVar[type[nn.Module]]
-    parts: ClassVar[Parts]
     known_forward: ClassVar[Any]
     """That of the source class, when it was recognised."""
 
+    parts: ClassVar[Any]
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the forward of its own class computes; runs that one where something changed."""
-        if len(args) != 1 or kwargs or _changed(self) is not None:
-            return super().forward(*args, **kwargs)  # type: ignore[no-any-return, misc]
-        gate, up, down = (getattr(self, name) for name in self.parts[:3])
-        return swiglu_feed_forward(args[0], gate, up, down)
+        """What the forward of its own class computes; runs that one where it cannot be fused."""
+        if len(args) == 1 and not kwargs and self.changed() is None:
+            y = self.fused(args[0])
+            if y is not None:
+                return y
+        return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def fused(self, x: Tensor) -> Tensor | None:
+        """What forward computes of x, or None."""
+        raise NotImplementedError
+
+    def changed(self) -> str | None:
+        """Say what is not as it was when the module was recognised, or return None."""
+        cls = type(self)
+        changed = cls.source_class.forward is not cls.known_forward
+        return "its class has another forward now" if changed else None
 
     def _get_name(self) -> str:
-        return f"Fused[{super()._get_name()}]"
+        return f"Fused[{type(self).__name__}]"
+
+
+class FusedFeedForward(Fused):
+    """`down(silu(gate(x)) * up(x))`, by `swiglu_feed_forward`."""
+
+    parts: ClassVar[FeedForward]
+
+    def fused(self, x: Tensor) -> Tensor:
+        """[..., K] to [..., K], layer by layer where `why_not_fused` says so."""
+        gate, up, down = (getattr(self, name) for name in self.parts[:3])
+        return swiglu_feed_forward(x, gate, up, down)
+
+    def changed(self) -> str | None:
+        """Also whether the activation is the one that was recognised."""
+        if self.parts.activation is not None:
+            activation = getattr(self, self.parts.activation)
+            if type(activation) is not self.parts.activation_class:
+                return "its activation is another one now"
+            if _is_changed(activation):
+                return "its activation has hooks, or a `forward` of its own"
+        return super().changed()
+
+
+class FusedNorm(Fused):
+    """An RMSNorm that is written as many operations, in one kernel in eager mode."""
+
+    parts: ClassVar[Norm]
+
+    def fused(self, x: Tensor) -> Tensor | None:
+        """[..., K] to [..., K] of the same dtype; None where operations promote it to another."""
+        weight: Any = self.weight
+        if torch.compiler.is_compiling() or type(weight) not in PLAIN or x.dtype != weight.dtype:
+            return None
+        if x.shape[-1:] != weight.shape or (
+            x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
+        ):
+            return None
+        return F.rms_norm(x, weight.shape, weight, getattr(self, self.parts.eps))
 
 
 def fuse_modules(model: nn.Module) -> None:
-    """Fuse the feed-forwards of `model` that can be, in place; note on the others why not."""
+    """Fuse the modules of `model` that can be, in place; note on the others why not."""
     for module in model.modules():
-        if isinstance(module, FusedFeedForward):
+        if isinstance(module, Fused):
             continue
-        parts = _parts(module)
+        parts = _feed_forward(module) or _norm(module)
         reason = _looks_like_one(module) if parts is None else _why_not(module, parts)
         module.__dict__.pop(_NOT_FUSED, None)
         if reason is not None:
             module.__dict__[_NOT_FUSED] = reason
         elif parts is not None:
-            module.__class__ = _fused_class(type(module), parts)
+            source: Any = type(module)
+            module.__class__ = fused_class(source, parts)
 
 
 def unfuse_modules(model: nn.Module) -> None:
     """Give fused modules their own classes back, and forget why others are not fused."""
     for module in model.modules():
         module.__dict__.pop(_NOT_FUSED, None)
-        if isinstance(module, FusedFeedForward) and "source_class" in vars(type(module)):
-            module.__class__ = module.source_class
+        if isinstance(module, Fused) and "source_class" in vars(type(module)):
+            module.__class__ = module.source_class  # type: ignore[assignment]
 
 
 def fusing(module: nn.Module) -> tuple[bool, str | None]:
-    """Whether `fuse_modules` saw a feed-forward in `module`, and why that is not fused as it is now."""
-    if isinstance(module, FusedFeedForward):
-        changed = "it has a `forward` of its own" if "forward" in module.__dict__ else None
-        return True, changed or _changed(module) or _why_layers_are_not(module, module.parts)
+    """Whether `fuse_modules` looked at `module`, and why that is not fused as it is now."""
+    if isinstance(module, Fused):
+        own = "it has a `forward` of its own" if "forward" in module.__dict__ else None
+        return True, own or module.changed() or _why_layers_are_not(module, module.parts)
     reason = module.__dict__.get(_NOT_FUSED)
     return reason is not None, reason
 
 
-def _changed(module: FusedFeedForward) -> str | None:
-    """What is not as it was when `module` was recognised."""
-    cls, parts = type(module), module.parts
-    if cls.source_class.forward is not cls.known_forward:
-        return "its class has another forward now"
-    if parts.activation is None:
-        return None
-    activation = getattr(module, parts.activation)
-    if type(activation) is not parts.activation_class:
-        return "its activation is another one now"
-    if has_hooks(activation) or "forward" in activation.__dict__:
-        return "its activation has hooks, or a `forward` of its own"
-    return None
-
-
-def _why_not(module: nn.Module, parts: Parts) -> str | None:
-    """Why a feed-forward that was recognised is left alone."""
+def _why_not(module: nn.Module, parts: FeedForward | Norm) -> str | None:
+    """Why a module that was recognised is left alone."""
     if "forward" in module.__dict__:
         return "it has a `forward` of its own"
     if hasattr(type(module), "reshard"):
         return "it is sharded: convert, then fully_shard"
-    if parts.activation is not None:
+    if isinstance(parts, FeedForward) and parts.activation is not None:
         activation = getattr(module, parts.activation)
+        if _is_changed(activation):
+            return "its activation has hooks, or a `forward` of its own"
         if not _is_silu(activation):
             return f"its activation is a {type(activation).__name__}, not SiLU"
     return _why_layers_are_not(module, parts)
 
 
-def _why_layers_are_not(module: nn.Module, parts: Parts) -> str | None:
+def _why_layers_are_not(module: nn.Module, parts: FeedForward | Norm) -> str | None:
+    if isinstance(parts, Norm):
+        return None
     return why_not_fused(*(getattr(module, name) for name in parts[:3]))
+
+
+def _is_changed(activation: nn.Module) -> bool:
+    """Whether calling `activation` does something else than the forward of its class."""
+    return has_hooks(activation) or "forward" in activation.__dict__
 
 
 def _looks_like_one(module: nn.Module) -> str | None:
@@ -137,7 +194,7 @@ def _looks_like_one(module: nn.Module) -> str | None:
 
 
 @functools.cache
-def _fused_class(source: type[nn.Module], parts: Parts) -> Any:
+def fused_class(source: Any, parts: FeedForward | Norm) -> Any:
     """A subclass of `source` under the same name, by which libraries find modules."""
     members = {
         "__module__": source.__module__,
@@ -148,7 +205,7 @@ def _fused_class(source: type[nn.Module], parts: Parts) -> Any:
         "parts": parts,
         "known_forward": staticmethod(source.forward),
     }
-    bases = (FusedFeedForward, source)
+    bases = (FusedFeedForward if isinstance(parts, FeedForward) else FusedNorm, source)
     return types.new_class(source.__name__, bases, exec_body=lambda body: body.update(members))
 
 
@@ -161,8 +218,8 @@ def _reduce(module: Any, protocol: int) -> Any:
     return _new, (cls.source_class, cls.parts), *made[2:]
 
 
-def _new(source: type[nn.Module], parts: Parts) -> Any:
-    cls = _fused_class(source, parts)
+def _new(source: Any, parts: FeedForward | Norm) -> Any:
+    cls = fused_class(source, parts)
     return cls.__new__(cls)
 
 
@@ -175,80 +232,105 @@ class _Symbol:
     def __init__(self, *expression: Any) -> None:
         self.expression = expression
 
+    def __getattr__(self, name: str) -> "_Symbol":
+        return _Symbol("attribute", self.expression, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Symbol":
+        return _Symbol("call", self.expression, *_plain(args), *sorted(kwargs.items()))
+
     def __mul__(self, other: Any) -> "_Symbol":
-        return _Symbol("product", self.expression, other.expression)
+        return _Symbol("product", self.expression, *_plain([other]))
+
+    def __add__(self, other: Any) -> "_Symbol":
+        return _Symbol("sum", self.expression, *_plain([other]))
 
     def __bool__(self) -> bool:
         raise TypeError("a symbol has no value")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> "_Symbol":
-        if func is not F.silu or len(args) != 1 or any((kwargs or {}).values()):
-            raise TypeError(f"{func} is not known")
-        return _Symbol("call", F.silu, args[0].expression)
+        asked = sorted((name, value) for name, value in (kwargs or {}).items() if value)
+        return _Symbol("call", func, *_plain(args), *asked)
 
 
-def _expression(module: nn.Module) -> tuple[Any, int]:
-    """What `module` computes of its input, if that is certain, and how many submodules it calls."""
-    calls: list[str] = []
+def _plain(values: Any) -> list[Any]:
+    return [value.expression if isinstance(value, _Symbol) else value for value in values]
 
-    def child(name: str) -> Any:
-        def call(x: _Symbol) -> _Symbol:
-            calls.append(name)
-            return _Symbol("call", name, x.expression)
 
-        return call
-
-    forward = type(module).forward
-    children = {x for x, found in module._modules.items() if getattr(module, x, None) is found}
-    if not isinstance(forward, types.FunctionType) or not _reads_only(forward, children):
-        return None, 0
+def _expression(module: nn.Module, attributes: set[str]) -> tuple[Any, list[str]]:
+    """What `module` computes of its input, if that is certain, and which `attributes` it reads."""
+    forward: Any = type(module).forward
+    read = _attributes_read(forward, attributes)
+    if read is None:
+        return None, []
+    this = types.SimpleNamespace(**{name: _Symbol("self", name) for name in attributes})
     try:
-        made: Any = forward(types.SimpleNamespace(**{x: child(x) for x in children}), _Symbol("x"))
+        made = forward(this, _Symbol("x"))
     except Exception:  # whatever symbols cannot do
-        return None, 0
-    return (made.expression if isinstance(made, _Symbol) else None), len(calls)
+        return None, []
+    return (made.expression if isinstance(made, _Symbol) else None), read
 
 
-def _reads_only(forward: types.FunctionType, attributes: set[str]) -> bool:
-    """Whether `forward(self, x)` is without branches, and reads `attributes` and silu only."""
-    code = forward.__code__
-    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & _NO_PLAIN_FUNCTION:
-        return False
-    if code.co_freevars or any(isinstance(x, types.CodeType) for x in code.co_consts):
-        return False
+def _attributes_read(forward: Any, attributes: set[str]) -> list[str] | None:
+    """All reads of `attributes` in `forward(self, x)`; None if it branches or knows other names."""
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_argcount != 2 or code.co_kwonlyargcount or code.co_freevars:
+        return None
+    if code.co_flags & _NO_PLAIN_FUNCTION or any(inspect.iscode(x) for x in code.co_consts):
+        return None
     if getattr(code, "co_exceptiontable", b""):  # of `with` and `try`, from Python 3.11 on
-        return False
-    known = attributes | {"torch", "nn", "functional", "silu"}
+        return None
+    known, read = attributes | _PURE, []
     for each in dis.get_instructions(code):
-        if each.opname.startswith("LOAD_GLOBAL"):
+        if each.opname == "LOAD_GLOBAL":
             value = forward.__globals__.get(each.argval)
             if all(value is not x for x in (torch, nn, F, F.silu)):
-                return False
+                return None
             known.add(each.argval)
         if each.opcode in _JUMPS or each.opname.startswith(("IMPORT_", "DELETE_")):
-            return False
+            return None
         if each.opname.startswith("STORE_") and not each.opname.startswith("STORE_FAST"):
-            return False
-    return known.issuperset(code.co_names)
+            return None
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in attributes:
+            read.append(each.argval)
+    return read if known.issuperset(code.co_names) else None
 
 
-def _parts(module: nn.Module) -> Parts | None:
+def _feed_forward(module: nn.Module) -> FeedForward | None:
     """The parts of a module that computes `down(activation(gate(x)) * up(x))` and nothing else."""
-    match _expression(module):
-        case ("call", str(down), ("product", first, second)), calls:
+    children = {x for x, found in module._modules.items() if getattr(module, x, None) is found}
+    match _expression(module, children):
+        case ("call", ("self", down), ("product", first, second)), read:
             for gated, other in ((first, second), (second, first)):
                 match gated, other:
-                    case ("call", of, ("call", str(gate), ("x",))), ("call", str(up), ("x",)):
-                        if of is F.silu and calls == 3:
-                            return Parts(gate, up, down)
-                        if isinstance(of, str) and calls == 4:
-                            return Parts(gate, up, down, of, type(getattr(module, of)))
+                    case (
+                        ("call", of, ("call", ("self", gate), ("x",))),
+                        ("call", ("self", up), ("x",)),
+                    ):
+                        if of is F.silu and len(read) == 3:
+                            return FeedForward(gate, up, down)
+                        if of is not F.silu and len(read) == 4:
+                            return FeedForward(gate, up, down, of[1], type(getattr(module, of[1])))
     return None
 
 
 def _is_silu(module: nn.Module) -> bool:
-    """Whether calling `module` computes silu and nothing else."""
-    if has_hooks(module) or "forward" in module.__dict__:
-        return False
-    return type(module) is nn.SiLU or _expression(module)[0] == ("call", F.silu, ("x",))
+    return type(module) is nn.SiLU or _expression(module, set())[0] == ("call", F.silu, ("x",))
+
+
+def _rms_norm(x: Any, weight: Any, eps: Any) -> Any:
+    """As the norms of transformers compute it: rounded before it is multiplied by the weight."""
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def _norm(module: nn.Module) -> Norm | None:
+    """The parts of a module that computes `_rms_norm` and nothing else."""
+    if set(module._parameters) != {"weight"}:
+        return None
+    for eps in ("variance_epsilon", "eps"):
+        wanted = _rms_norm(_Symbol("x"), _Symbol("self", "weight"), _Symbol("self", eps))
+        if _expression(module, {"weight", eps})[0] == wanted.expression:
+            return Norm(eps)
+    return None

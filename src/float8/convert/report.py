@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -53,8 +54,8 @@ class OtherWeight:
 
 
 @dataclass(frozen=True)
-class FeedForwardReport:
-    """A feed-forward that `fuse=True` looked at."""
+class FusedReport:
+    """A module that `fuse=True` looked at."""
 
     fqn: str
 
@@ -62,7 +63,7 @@ class FeedForwardReport:
     """Its class."""
 
     reason: str | None
-    """Why it computes layer by layer; None: it is fused."""
+    """Why it is not fused; None: it is."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class ConversionReport:
     """Stay in high precision. Told by their shape: two dims or more, each larger than one, in no
     embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
 
-    feed_forwards: tuple[FeedForwardReport, ...] = ()
-    """Those that `fuse=True` fused, and those it left alone."""
+    fused: tuple[FusedReport, ...] = ()
+    """The feed-forwards and norms that `fuse=True` fused, and those it left alone."""
 
     @property
     def share(self) -> float:
@@ -99,8 +100,8 @@ class ConversionReport:
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"
         lines = [f"{count}, {self.share:.1%} of all matmul weights"]
-        names = [x.fqn for x in (*self.layers, *self.others, *self.feed_forwards)]
-        width = max(map(len, names), default=0)
+        named: tuple[Any, ...] = (*self.layers, *self.others, *self.fused)
+        width = max((len(each.fqn) for each in named), default=0)
         for layer in self.layers:
             shape = f"[{layer.out_features}, {layer.in_features}]"
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
@@ -108,7 +109,7 @@ class ConversionReport:
         for other in self.others:
             fate = f"not converted: a weight of {other.module}, no linear layer"
             lines.append(f"  {other.fqn:<{width}}  {[*other.shape]!s:<16} {fate}")
-        for each in self.feed_forwards:
+        for each in self.fused:
             fate = "fused" if each.reason is None else f"not fused: {each.reason}"
             lines.append(f"  {each.fqn:<{width}}  {each.module:<16} {fate}")
         return "\n".join(lines)
@@ -131,12 +132,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    layers, others, feed_forwards = [], [], []
+    layers, others, fused = [], [], []
     for fqn, module in model.named_modules():
         seen, why = fusing(module)
         if seen:
             name = type(module).__name__
-            feed_forwards.append(FeedForwardReport(fqn or "(root)", name, why))
+            fused.append(FusedReport(fqn or "(root)", name, why))
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             others += _other_weights(fqn, module)
             continue
@@ -152,7 +153,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
                 if module.config.owner(site) is site
             )
         layers.append(LayerReport(fqn or "(root)", *features(module), scaling, reason))
-    return ConversionReport(tuple(layers), tuple(others), tuple(feed_forwards))
+    return ConversionReport(tuple(layers), tuple(others), tuple(fused))
 
 
 def _other_weights(fqn: str, module: nn.Module) -> list[OtherWeight]:

@@ -19,8 +19,9 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
     Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
-    working. Fused modules get their own forward back. The weight of a `Conv1D` is transposed: make the optimizer anew. The state of delayed
-    scaling is dropped. Does nothing for a model in high precision.
+    working. Fused modules get their own forward back. The weight of a `Conv1D` is transposed: make
+    the optimizer anew. The state of delayed scaling is dropped. Does nothing for a model in high
+    precision.
 
     Args:
         module: the model, or a single `Float8Linear`.

@@ -1,7 +1,7 @@
 """Which layers fused functions may take, what an autograd function needs of them, their GEMMs."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _HOOKS) or has_global_module_hooks()
 
 
-def is_float8_linear(layer: nn.Module) -> bool:
+def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:
     """Whether calling `layer` runs `Float8Linear.forward` on a weight that is stored as it is.
 
     Subclasses may compute something else, as parametrized layers do.
@@ -50,11 +50,14 @@ def why_not_fused(*layers: nn.Module) -> str | None:
             return "one layer has a `forward` of its own"
         if layer.config != first.config:
             return "the layers have different configurations"
-        if layer.bias is not None:
+        bias: Tensor | None = layer.bias
+        if bias is not None:
             return "one layer has a bias"
         if has_hooks(layer):
             return "one layer has hooks"
         weight = layer.weight
+        if hasattr(weight, "device_mesh"):
+            return "one weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
         if type(weight) not in _WEIGHTS and not isinstance(weight, Float8GatherWeight):
             return f"one weight is a {type(weight).__name__}"
         if weight.dtype != first.weight.dtype:
