@@ -132,12 +132,11 @@ class _FeedForward(torch.autograd.Function):
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
 
-        # A residual connection keeps grad_output alive anyway: its column data can wait.
-        col = down.need_grad_weight and not call.residual
+        # The residual connection around it keeps grad_output alive: its column data can wait.
         spec, state = plan.grad_output, down.scales.grad_output
-        g8 = quantize(grad_output, spec, row=True, col=col, state=state, record=record)
-        assert g8.row is not None
-        grad_product = fused.grad_input(g8.row, w_down, down_scale, down, dtype)
+        g_row = quantize(grad_output, spec, row=True, state=state, record=record).row
+        assert g_row is not None
+        grad_product = fused.grad_input(g_row, w_down, down_scale, down, dtype)
         product8, gate8, up8 = kernels.swiglu_backward_cast(
             grad_product,
             gate_out,
@@ -152,12 +151,10 @@ class _FeedForward(torch.autograd.Function):
         del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
         if down.need_grad_weight:
-            g_col = g8.col
-            if g_col is None:
-                g_col = quantize(grad_output, spec, col=True, scale=g8.row.scale).col
+            g_col = quantize(grad_output, spec, col=True, scale=g_row.scale).col
             grad_down = fused.grad_weight(g_col, product8, down)
             del g_col
-        del g8, product8
+        del g_row, product8
         of_gate = of_up = None
         if gate.need_grad_weight or up.need_grad_weight:
             if norm_weight is not None:
