@@ -1,9 +1,10 @@
 """Plain models that only called `convert_to_float8_training`, beside bf16 and torchao.
 
-    python benchmarks/plain.py --what stack,small,linear,cast --output results/plain.json
+    python benchmarks/plain.py --what stack,small,linear,cast --fuse --output results/plain.json
 
-Nothing here calls the fused functions: the model is written as its users would write it. Every
-variant is checked against bf16 before it is timed; times are medians of interleaved rounds.
+Nothing here calls the fused functions: the model is written as its users would write it; `--fuse`
+also measures what `convert_to_float8_training(fuse=True)` makes of it. Every variant is checked
+against bf16 before it is timed; times are medians of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import float8
 from float8 import kernels
 from float8_lab.bench.linear import Layer
 from float8_lab.bench.step import WARMUP, Row, Step, compare
-from float8_lab.bench.timing import issue_microseconds
+from float8_lab.bench.timing import issue_microseconds, steady_sampler
 from float8_lab.bench.variants import COMPILED, EAGER, Variant, many_compilations, recipe_config
 from float8_lab.trainer.environment import describe_environment
 
@@ -77,19 +78,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-class Block(nn.Module):
+class FeedForward(nn.Module):
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(s.dim, eps=1e-5), nn.RMSNorm(s.dim, eps=1e-5)
-        self.attention = Attention(s)
         self.w1 = nn.Linear(s.dim, s.ffn, bias=False)
         self.w3 = nn.Linear(s.dim, s.ffn, bias=False)
         self.w2 = nn.Linear(s.ffn, s.dim, bias=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(s.dim, eps=1e-5), nn.RMSNorm(s.dim, eps=1e-5)
+        self.attention, self.feed_forward = Attention(s), FeedForward(s)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        h = self.norm2(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+        return x + self.feed_forward(self.norm2(x))
 
 
 class Llama(nn.Module):
@@ -122,12 +130,15 @@ def plain_llama(s: Shape, device: torch.device) -> Llama:
 
 
 def plain_variant(recipe: str, mode: str, every_layer: bool) -> Variant:
-    """Converted as a user would; `every_layer` takes those too that float8 makes slower."""
-    name, _, library = recipe.partition("@")
+    """Converted as a user would; `every_layer` takes those too that float8 makes slower.
+
+    `recipe` may end with `@torchao`, or with `@fused`: ours with `fuse=True`.
+    """
+    name, _, how = recipe.partition("@")
     if name == "bf16":
         return Variant(recipe, mode)
     take = float8.all_linears if every_layer else None
-    if library == "torchao":
+    if how == "torchao":
         import torchao.float8 as torchao
 
         config = torchao.Float8LinearConfig.from_recipe_name(name)
@@ -136,9 +147,10 @@ def plain_variant(recipe: str, mode: str, every_layer: bool) -> Variant:
             recipe, mode, functools.partial(convert, config=config, module_filter_fn=take)
         )
     config = recipe_config(name)
-    convert = functools.partial(
-        float8.convert_to_float8_training, config=config, module_filter_fn=take
-    )
+    arguments: dict[str, Any] = {"config": config, "module_filter_fn": take}
+    if how == "fused":
+        arguments["fuse"] = True
+    convert = functools.partial(float8.convert_to_float8_training, **arguments)
     return Variant(recipe, mode, convert, config=config)
 
 
@@ -160,7 +172,10 @@ def compared(
     rounds: int,
     every_layer: bool = False,
 ) -> list[Row]:
-    """Rows of all variants; their memory is the peak of a step, with their own model."""
+    """Rows of all variants; their memory is the peak of a step, with their own model.
+
+    A step casts held weights once: `refresh_ms` of its time, less with several microbatches.
+    """
 
     def steps() -> Iterator[tuple[Variant, Step]]:
         for recipe, mode in variants:
@@ -168,7 +183,14 @@ def compared(
             yield variant, plain_step(variant, make, shape, device)
 
     def size(step: Step) -> Row:
-        return {"model_gib": sum(p.nbytes for p in step.model.parameters()) / 2**30}
+        held = [y.held.operand for y in step.model.modules() if getattr(y, "held", None)]
+        parts = [part.data.nbytes for each in held for part in (each.row, each.col) if part]
+        row: Row = {"model_gib": sum(p.nbytes for p in step.model.parameters()) / 2**30}
+        if held:
+            row["held_gib"] = sum(parts) / 2**30
+            refresh = functools.partial(float8.update_float8_weights, step.model)
+            row["refresh_ms"] = steady_sampler(refresh, device)()
+        return row
 
     *_, rows = compare(what, steps(), device, rounds, at_least=AT_LEAST, measure=size)
     bf16 = {}
@@ -176,7 +198,7 @@ def compared(
         own = row.pop("model_gib")
         row["sqnr_db"] = round(row["sqnr_db"], 1) if row["sqnr_db"] < 999 else None
         if row["peak_gib"] is not None:
-            row["peak_gib"] += own
+            row["peak_gib"] += own + row.get("held_gib", 0.0)
             row["memory"] = row["peak_gib"] / bf16.setdefault(row["mode"], row["peak_gib"])
     return [{"what": what, **row} for row in rows]
 
@@ -217,6 +239,7 @@ def main() -> None:
     parser.add_argument(
         "--torchao", nargs="?", const="tensorwise", default="", help="its recipes to measure, too"
     )
+    parser.add_argument("--fuse", action="store_true", help="the recipes with fuse=True, too")
     parser.add_argument("--compiled", action="store_true", help="no stacks in eager mode")
     parser.add_argument("--tiny", action="store_true", help="a model for a laptop")
     parser.add_argument("--output", type=Path)
@@ -224,6 +247,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peers = [f"{name}@torchao" for name in args.torchao.split(",") if name]
     recipes = ["bf16", *args.recipes.split(",")]
+    if args.fuse:
+        recipes += [f"{name}@fused" for name in recipes[1:]]
     compiled = [(recipe, COMPILED) for recipe in [*recipes, *peers]]
     eager = [(recipe, EAGER) for recipe in recipes]
     both = compiled if args.compiled else [*compiled, *eager]
@@ -246,7 +271,8 @@ def main() -> None:
             return compared(title, *llama("150m"), compiled, device, args.rounds, True)
         if what == "linear":
             title = "linear 8192,4096,4096"
-            return compared(title, linear, (8192, 4096), compiled, device, args.rounds, True)
+            alone = [each for each in compiled if not each[0].endswith("@fused")]
+            return compared(title, linear, (8192, 4096), alone, device, args.rounds, True)
         if what == "cast":
             return issue_cast(device)
         for recipe in [*recipes, *peers]:  # profile

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8 import Float8Linear
+from float8 import Float8Linear, conversion_report
 from support.scripts import load_script
 
 
 def test_plain_models_are_compared_as_users_convert_them() -> None:
     script = load_script("plain")
     size, device = script.SHAPES["tiny"], torch.device("cpu")
-    variants = [("bf16", "eager"), ("tensorwise", "eager")]
+    variants = [("bf16", "eager"), ("tensorwise", "eager"), ("tensorwise@fused", "eager")]
     shape = (size.batch, size.seq, size.dim)
     rows = script.compared(
         "tiny", lambda: script.plain_llama(size, device), shape, variants, device, 1, True
@@ -21,14 +21,18 @@ def test_plain_models_are_compared_as_users_convert_them() -> None:
     assert [(row["what"], row["recipe"], row["mode"]) for row in rows] == [
         ("tiny", "bf16", "eager"),
         ("tiny", "tensorwise", "eager"),
+        ("tiny", "tensorwise@fused", "eager"),
     ]
-    assert [row["sqnr_db"] is None for row in rows] == [True, False]
+    assert [row["sqnr_db"] is None for row in rows] == [True, False, False]
     assert rows[1]["speedup"] == rows[0]["ms"] / rows[1]["ms"]
-    variant = script.plain_variant("tensorwise", "eager", True)
-    converted = script.plain_step(
-        variant, lambda: script.plain_llama(size, device), shape, device
-    ).model
-    assert sum(isinstance(module, Float8Linear) for module in converted.modules()) == 7 * 2
+    for recipe in ("tensorwise", "tensorwise@fused"):
+        variant = script.plain_variant(recipe, "eager", True)
+        converted = script.plain_step(
+            variant, lambda: script.plain_llama(size, device), shape, device
+        ).model
+        assert sum(isinstance(module, Float8Linear) for module in converted.modules()) == 7 * 2
+        fused = [each.reason for each in conversion_report(converted).fused]
+        assert fused == ([None] * 2 if recipe.endswith("@fused") else [])
 
 
 def test_an_unknown_benchmark_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

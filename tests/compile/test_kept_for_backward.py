@@ -39,9 +39,32 @@ def feed_forward(config) -> nn.Module:
     return convert_to_float8_training(FeedForward().bfloat16(), config=config)
 
 
+class Llama(FeedForward):
+    """The feed-forward is a module of its own, which is fused."""
+
+    class Swiglu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w3 = nn.Linear(32, 96, bias=False), nn.Linear(32, 96, bias=False)
+            self.w2 = nn.Linear(96, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.norm, self.feed_forward = nn.RMSNorm(32), self.Swiglu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(self.norm(x))
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
 @configs
-def test_inputs_are_not_kept_in_float8(config) -> None:
-    model = torch.compile(feed_forward(config), fullgraph=True)
+def test_inputs_are_not_kept_in_float8(config, fuse: bool) -> None:
+    plain = Llama().bfloat16() if fuse else FeedForward().bfloat16()
+    model = convert_to_float8_training(plain, config=config, fuse=fuse)
+    model = torch.compile(model, fullgraph=True)
     x = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
     with saved_tensors() as saved:
         model(x).sum().backward()

@@ -1,6 +1,5 @@
 """What people do with FSDP2 besides plain steps, with float8 all-gather as without."""
 
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
+    conversion_report,
     precompute_float8_dynamic_scale_for_fsdp,
-    swiglu_feed_forward,
     sync_float8_amax_and_scale_history,
-    why_not_fused,
 )
 from float8.tensor import Float8GatherWeight
 from support.configs import RECIPES
@@ -34,6 +32,7 @@ from support.sharded import (
     train,
     whole,
 )
+from support.spies import OpCounter
 
 
 def accumulating(recipe: str, all_gather: bool) -> Run:
@@ -131,16 +130,16 @@ def for_loop_optimizer(recipe: str, all_gather: bool) -> Run:
     return train(shard(convert(model_of(42), recipe, all_gather)), 3, foreach=False)
 
 
-def fused_functions(recipe: str, all_gather: bool) -> Run:
-    model = shard(convert(model_of(), recipe, all_gather))
-
-    def feed_forward(ffn: nn.Module, x: Tensor) -> Tensor:
-        assert why_not_fused(ffn.w1, ffn.w3, ffn.w2) is None
-        return swiglu_feed_forward(x, ffn.w1, ffn.w3, ffn.w2)
-
-    for block in model:
-        block.ffn.forward = functools.partial(feed_forward, block.ffn)
-    return train(model, 3)
+def fused_by_itself(recipe: str, all_gather: bool) -> Run:
+    model = convert(model_of(), recipe, all_gather, fuse=True)
+    assert [each.reason for each in conversion_report(model).fused] == [None, None]
+    shard(model)
+    assert all("FSDP2's until" in str(each.reason) for each in conversion_report(model).fused)
+    run = train(model, 3)
+    with OpCounter() as counter:
+        model(batch(0, 0, torch.float32))
+    assert counter.ops["float8.swiglu_cast"] == 2
+    return run
 
 
 def clipped(recipe: str, all_gather: bool) -> Run:
@@ -201,7 +200,7 @@ USES: dict[str, Callable[[str, bool], Run]] = {
         offloaded,
         fused_optimizer,
         for_loop_optimizer,
-        fused_functions,
+        fused_by_itself,
         clipped,
         sharded_by_columns,
         autocast,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tolerances
-from float8 import Float8Linear, conversion_report
+from float8 import Float8Linear, conversion_report, convert_to_float8_training
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.models import fp8_state, gradients
@@ -93,3 +93,13 @@ def test_layers_are_left_out_by_name_and_weights_gathered_in_float8() -> None:
     assert not any("attention" in name for name in layers)
     assert all(type(x.weight.data) is not Tensor for x in layers.values())
     assert all(x.config.enable_fsdp_float8_all_gather for x in layers.values())
+
+
+def test_feed_forwards_are_fused() -> None:
+    (apart, optimizers), (fused, ours) = (built(recipe_name="tensorwise") for _ in range(2))
+    convert_to_float8_training(fused, fuse=True, module_filter_fn=lambda *_: False)
+    fates = {(each.module, each.reason) for each in conversion_report(fused).fused}
+    assert fates == {("FeedForward", None)}
+    wanted, got = step(apart, optimizers, 0), step(fused, ours, 0)
+    for name, value in wanted.items():
+        assert sqnr(value, got[name]) > tolerances.COMPILED, name

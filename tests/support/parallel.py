@@ -73,9 +73,9 @@ class LlamaBlock(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
-def block_of(recipe: str, bias: bool = False) -> nn.Module:
+def block_of(recipe: str, bias: bool = False, *, fuse: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return convert(LlamaBlock(bias), recipe, all_gather=False).to(here())
+    return convert(LlamaBlock(bias), recipe, all_gather=False, fuse=fuse).to(here())
 
 
 def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False) -> dict[str, Any]:

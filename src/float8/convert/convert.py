@@ -9,6 +9,7 @@ from torch import nn
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
+from float8.convert.fuse import fuse_modules
 from float8.convert.report import conversion_report, set_skip_reason
 from float8.convert.restore import require_changeable, tell_adapter, ungather
 from float8.linear import Float8Conv1D, Float8Linear, is_conv1d, move_hooks, unsupported
@@ -24,6 +25,7 @@ def convert_to_float8_training(
     tokens_per_step: int = DEFAULT_TOKENS,
     auto_filter: bool = False,
     linear_classes: Collection[type[nn.Linear]] = (),
+    fuse: bool = False,
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
@@ -57,6 +59,10 @@ def convert_to_float8_training(
         auto_filter: measure each shape on the GPU instead of judging by its size.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. It is replaced.
+        fuse: let SwiGLU feed-forwards whose layers were converted compute as `swiglu_feed_forward`
+            does, and RMSNorms of many operations in one kernel. They are told by what their forward
+            computes, and become instances of a subclass of their class; all else stays. The report
+            lists them, and those left alone with the reason. False changes and undoes nothing.
 
     Returns:
         `module`; or, if it is itself a linear layer and passes the filter, its replacement.
@@ -75,6 +81,8 @@ def convert_to_float8_training(
             f"config: got {type(config).__name__}, expected a Float8LinearConfig, for example "
             f"Float8LinearConfig.from_recipe_name('tensorwise')"
         )
+    if not isinstance(fuse, bool):
+        raise TypeError(f"fuse: got {fuse!r}, expected True or False")
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes
     )
@@ -114,7 +122,9 @@ def convert_to_float8_training(
     module = replacements.get(module, module)
     enable_float8_all_gather(module)
     keep_amaxes_under_ddp(module)
-    _warn_if_nothing_is(module)
+    if fuse:
+        fuse_modules(module)
+    _warn_if_nothing_is(module, fuse)
     return module
 
 
@@ -142,14 +152,18 @@ def _tied(linear: Any, module: nn.Module) -> str | None:
     return None if len(users) == 1 else "got a Conv1D whose weight another module uses, too"
 
 
-def _warn_if_nothing_is(module: nn.Module) -> None:
-    if any(isinstance(layer, Float8Linear) for layer in module.modules()):
-        return
+def _warn_if_nothing_is(module: nn.Module, fuse: bool) -> None:
     report = conversion_report(module)
-    reasons = dict.fromkeys(str(layer.skip_reason) for layer in report.skipped)
-    why = "; ".join([*reasons][:3]) or "it has no linear layers"
-    warnings.warn(
-        f"float8: no layer of {type(module).__name__} was converted: {why}. "
-        f"print(conversion_report(model)) shows each layer",
-        stacklevel=3,
-    )
+    what, reasons = "", []
+    if not any(isinstance(layer, Float8Linear) for layer in module.modules()):
+        what = f"no layer of {type(module).__name__} was converted"
+        reasons = [layer.skip_reason for layer in report.skipped] or ["it has no linear layers"]
+    elif fuse and all(each.reason is not None for each in report.fused):
+        what = f"nothing of {type(module).__name__} was fused"
+        reasons = [each.reason for each in report.fused] or ["it has no such modules"]
+    if what:
+        why = "; ".join([*dict.fromkeys(map(str, reasons))][:3])
+        warnings.warn(
+            f"float8: {what}: {why}. print(conversion_report(model)) shows each",
+            stacklevel=3,
+        )

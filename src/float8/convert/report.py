@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrize
 from float8.arguments import require_module
 from float8.config import CastSite
 from float8.convert.filters import features
+from float8.convert.fuse import fusing
 from float8.linear import Float8Linear, is_conv1d
 
 _SKIP_REASON = "_float8_skip_reason"
@@ -52,6 +54,19 @@ class OtherWeight:
 
 
 @dataclass(frozen=True)
+class FusedReport:
+    """A module that `fuse=True` looked at."""
+
+    fqn: str
+
+    module: str
+    """Its class."""
+
+    reason: str | None
+    """Why it is not fused; None: it is."""
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """All linear layers of a model, converted or not. `str()` gives a readable table."""
 
@@ -60,6 +75,9 @@ class ConversionReport:
     others: tuple[OtherWeight, ...] = ()
     """Stay in high precision. Told by their shape: two dims or more, each larger than one, in no
     embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
+
+    fused: tuple[FusedReport, ...] = ()
+    """The feed-forwards and norms that `fuse=True` fused, and those it left alone."""
 
     @property
     def share(self) -> float:
@@ -82,8 +100,8 @@ class ConversionReport:
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"
         lines = [f"{count}, {self.share:.1%} of all matmul weights"]
-        names = [layer.fqn for layer in self.layers] + [other.fqn for other in self.others]
-        width = max(map(len, names), default=0)
+        named: tuple[Any, ...] = (*self.layers, *self.others, *self.fused)
+        width = max((len(each.fqn) for each in named), default=0)
         for layer in self.layers:
             shape = f"[{layer.out_features}, {layer.in_features}]"
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
@@ -91,6 +109,9 @@ class ConversionReport:
         for other in self.others:
             fate = f"not converted: a weight of {other.module}, no linear layer"
             lines.append(f"  {other.fqn:<{width}}  {[*other.shape]!s:<16} {fate}")
+        for each in self.fused:
+            fate = "fused" if each.reason is None else f"not fused: {each.reason}"
+            lines.append(f"  {each.fqn:<{width}}  {each.module:<16} {fate}")
         return "\n".join(lines)
 
 
@@ -111,8 +132,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    layers, others = [], []
+    layers, others, fused = [], [], []
     for fqn, module in model.named_modules():
+        seen, why = fusing(module)
+        if seen:
+            name = type(module).__name__
+            fused.append(FusedReport(fqn or "(root)", name, why))
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             others += _other_weights(fqn, module)
             continue
@@ -128,7 +153,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
                 if module.config.owner(site) is site
             )
         layers.append(LayerReport(fqn or "(root)", *features(module), scaling, reason))
-    return ConversionReport(tuple(layers), tuple(others))
+    return ConversionReport(tuple(layers), tuple(others), tuple(fused))
 
 
 def _other_weights(fqn: str, module: nn.Module) -> list[OtherWeight]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
+from float8.convert.fuse import unfuse_modules
 from float8.linear import Float8Conv1D, Float8Linear, is_conv1d
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
@@ -18,8 +19,9 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
     Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
-    working. The weight of a `Conv1D` is transposed: make the optimizer anew. The state of delayed
-    scaling is dropped. Does nothing for a model in high precision.
+    working. Fused modules get their own forward back. The weight of a `Conv1D` is transposed: make
+    the optimizer anew. The state of delayed scaling is dropped. Does nothing for a model in high
+    precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -39,6 +41,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     for layer, fqn in layers.items():
         require_changeable(layer, fqn)
     ungather(layers)
+    unfuse_modules(module)
     for layer in layers:
         layer.become_high_precision()
     for parent in module.modules():

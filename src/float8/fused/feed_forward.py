@@ -2,7 +2,8 @@
 
 What changes against layer by layer: `silu(gate) * up` and the gradients of gate and up exist in
 float8 only, cast in the kernel that computes them; the product is not kept for backward, where
-the kernel that reads gate and up anyway makes it again; x is cast once.
+the kernel that reads gate and up anyway makes it again; x is cast once, and kept in float8. Under
+a compiler x itself is saved, so that the compiler can make it again from what it keeps anyway.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from float8.fused.norm import fused_norm, input_operand
 from float8.linear import Float8Linear
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
-from float8.quantize.quantize import columns, quantize
+from float8.quantize.quantize import columns, quantize, recast
 from float8.quantize.spec import Part
 
 
@@ -96,7 +97,10 @@ class _FeedForward(torch.autograd.Function):
     ) -> Tensor:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
+        saved_x = None if norm_weight is None else x  # makes the norm again
         col = gate.need_grad_weight or up.need_grad_weight
+        if col and saved_x is None and torch.compiler.is_compiling():
+            saved_x, col = x.clone(), False  # as in functional._Linear
         x8, x_col, rstd = input_operand(x, norm_weight, call, (gate, up), col)
         gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
         up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
@@ -109,7 +113,7 @@ class _FeedForward(torch.autograd.Function):
 
         weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         ctx.save_for_backward(
-            *(x if norm_weight is not None else None, norm_weight, rstd, x_col, x8.scale),
+            *(saved_x, norm_weight, rstd, x_col, x8.scale),
             *(gate_out, up_out, product8.scale),
             *(kept_weight(weight, layer.ready) for weight, layer in weights),
             *(gate_scale, up_scale, down_scale),
@@ -128,12 +132,11 @@ class _FeedForward(torch.autograd.Function):
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
 
-        # A residual connection keeps grad_output alive anyway: its column data can wait.
-        col = down.need_grad_weight and not call.residual
+        # The residual connection around it keeps grad_output alive: its column data can wait.
         spec, state = plan.grad_output, down.scales.grad_output
-        g8 = quantize(grad_output, spec, row=True, col=col, state=state, record=record)
-        assert g8.row is not None
-        grad_product = fused.grad_input(g8.row, w_down, down_scale, down, dtype)
+        g_row = quantize(grad_output, spec, row=True, state=state, record=record).row
+        assert g_row is not None
+        grad_product = fused.grad_input(g_row, w_down, down_scale, down, dtype)
         product8, gate8, up8 = kernels.swiglu_backward_cast(
             grad_product,
             gate_out,
@@ -148,16 +151,16 @@ class _FeedForward(torch.autograd.Function):
         del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
         if down.need_grad_weight:
-            g_col = g8.col
-            if g_col is None:
-                g_col = quantize(grad_output, spec, col=True, scale=g8.row.scale).col
+            g_col = quantize(grad_output, spec, col=True, scale=g_row.scale).col
             grad_down = fused.grad_weight(g_col, product8, down)
             del g_col
-        del g8, product8
+        del g_row, product8
         of_gate = of_up = None
         if gate.need_grad_weight or up.need_grad_weight:
             if norm_weight is not None:
                 x_col = kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, plan.input.dtype)
+            elif x_col is None:
+                x_col = recast(x, plan.input, x_scale).data
             x_part = Part(x_col, x_scale)
         if call.need_grad_x:
             of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from float8.linear import Float8Linear
+from float8.fused.layers import is_float8_linear
 
 
 def linear_keeping_input(x: Tensor, layer: nn.Module) -> Tensor:
@@ -22,6 +22,5 @@ def linear_keeping_input(x: Tensor, layer: nn.Module) -> Tensor:
     Raises:
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
-    # Exactly: a subclass may have another forward.
-    keeps = type(layer) is Float8Linear and "forward" not in layer.__dict__
+    keeps = is_float8_linear(layer) and "forward" not in layer.__dict__
     return layer(x, keep_input=True) if keeps else layer(x)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Which layers fused functions may take, what an autograd function needs of them, their GEMMs."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,18 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _HOOKS) or has_global_module_hooks()
 
 
+def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:
+    """Whether calling `layer` runs `Float8Linear.forward` on a weight that is stored as it is.
+
+    Subclasses may compute something else, as parametrized layers do.
+    """
+    return (
+        isinstance(layer, Float8Linear)
+        and type(layer).forward is Float8Linear.forward
+        and not hasattr(type(layer), "weight")
+    )
+
+
 def why_not_fused(*layers: nn.Module) -> str | None:
     """Say why fused functions compute with these layers one by one, or return None."""
     if not layers:
@@ -32,8 +44,7 @@ def why_not_fused(*layers: nn.Module) -> str | None:
     first: Any = layers[0]
     weights: list[Tensor] = []
     for layer in layers:
-        # Exactly: a subclass (a parametrized layer, too) may compute something else.
-        if not isinstance(layer, Float8Linear) or type(layer) is not Float8Linear:
+        if not is_float8_linear(layer):
             return f"one layer is a {type(layer).__name__}, not a Float8Linear"
         if "forward" in layer.__dict__:
             return "one layer has a `forward` of its own"
@@ -45,6 +56,8 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         if has_hooks(layer):
             return "one layer has hooks"
         weight = layer.weight
+        if hasattr(weight, "device_mesh"):
+            return "one weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
         if type(weight) not in _WEIGHTS and not isinstance(weight, Float8GatherWeight):
             return f"one weight is a {type(weight).__name__}"
         if weight.dtype != first.weight.dtype:
@@ -64,8 +77,8 @@ def why_not_fused(*layers: nn.Module) -> str | None:
 
 
 def fusable(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Float8Linear, ...] | None:
-    """The layers, if fused functions take them together and x has rows."""
-    if x.numel() == 0 or why_not_fused(*layers) is not None:
+    """The layers, if fused functions take them together and x has rows, in high precision."""
+    if x.numel() == 0 or isinstance(x, Float8Tensor) or why_not_fused(*layers) is not None:
         return None
     return tuple(layer for layer in layers if isinstance(layer, Float8Linear))  # all of them
 

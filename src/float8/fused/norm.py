@@ -49,7 +49,7 @@ def input_operand(
     if record and state is not None:  # apart: the amax is that of every reader's input
         state = state._replace(amax=torch.zeros_like(state.amax))
     if norm_weight is None:
-        made = quantize(x, spec, row=True, col=col, state=state, record=record)
+        made = quantize(x, spec, row=True, col=col, state=state, record=record, fuse_amax=True)
         row, columns, rstd = made.row, None if made.col is None else made.col.data, None
         assert row is not None
     else:
