@@ -185,12 +185,9 @@ def update_float8_weights(model: nn.Module) -> None:
 
 def _under_fsdp(model: nn.Module) -> set[nn.Module]:
     """All modules whose weights FSDP1 or FSDP2 puts into place, writing past version counters."""
-    wrappers = [x for x in model.modules() if _SHARDING & {*dir(type(x))}]
+    methods = ("reshard", "summon_full_params")  # of modules under FSDP2, FSDP1
+    wrappers = [x for x in model.modules() if any(hasattr(type(x), name) for name in methods)]
     return {module for wrapper in wrappers for module in wrapper.modules()}
-
-
-_SHARDING = {"reshard", "summon_full_params"}
-"""Names of methods of modules under FSDP2 and FSDP1."""
 
 
 def _require_gathered_in_float8(layer: Float8Linear, name: str) -> None:
