@@ -9,23 +9,38 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    Float8Tensor,
     PrepareFloat8ModuleInput,
     attach_to_optimizer,
     sync_float8_amax_and_scale_history,
 )
 from float8.linear import functional
 from support.models import FeedForward, seeded
-from support.parallel import DIM, HIDDEN, STYLES, TOKENS, block_of, mesh_of, off, part, plan_of
+from support.parallel import (
+    DIM,
+    HIDDEN,
+    STYLES,
+    TOKENS,
+    Attention,
+    block_of,
+    mesh_of,
+    off,
+    part,
+    plan_of,
+)
 from support.ranks import Ranks
-from support.sharded import FunctionalTraffic, convert, here
+from support.sharded import FunctionalTraffic, convert, here, whole
 
 
 @contextmanager
@@ -174,6 +189,126 @@ def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
 @pytest.mark.parametrize("kind", STYLES)
 def test_half_the_bytes_of_16_bits_are_gathered(either: Ranks, kind: str) -> None:
     either.run(sent, kind)
+
+
+class Transposes(TorchDispatchMode):
+    """Copies of bytes in another layout, in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.float8.transpose.default:
+            self.shapes.append(tuple(args[0].shape))
+        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
+            return NotImplemented
+        return func(*args, **kwargs or {})
+
+
+def transposed() -> None:
+    """The bytes of q/k/v and of w1/w3 are, and grad_output of wo and of w2: once each."""
+    block = block_of("tensorwise")
+    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+    with Transposes() as seen:
+        loss = block(x).square().sum()
+        loss.backward(retain_graph=True)
+    assert seen.shapes == [(2 * TOKENS, DIM)] * 4
+    first = [x.grad, *(whole(p.grad) for p in block.parameters())]
+    x.grad = None
+    block.zero_grad()
+    loss.backward()
+    for a, b in zip(first, [x.grad, *(whole(p.grad) for p in block.parameters())], strict=True):
+        assert torch.equal(a, b)
+
+
+def transposed_by_a_compiler() -> None:
+    block = block_of("tensorwise")
+    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+    graphs = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = [n for n in graph.graph.nodes if n.target is torch.ops.float8.transpose.default]
+        graphs.append([n.args[0] for n in calls])
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=kept, partition_fn=partition)
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+    torch.compile(block, backend=backend, fullgraph=True)(x).sum().backward()
+    assert len(graphs) == 2
+    # Those four, and the inputs of wo and w2, which are here alone.
+    assert sum(map(len, graphs)) == sum(len(set(each)) for each in graphs) == 6
+
+
+def test_what_several_layers_read_is_transposed_once(two: Ranks) -> None:
+    two.run(transposed)
+    two.run(transposed_by_a_compiler)
+
+
+def hooked(backend: str, recipe: str) -> None:
+    """What is compiled is the module itself whose inputs are prepared, or a layer by itself."""
+    for local in (False, True):
+        for whole_module in (True, False):
+            results = []
+            for compiled in (False, True):
+                block = block_of(recipe)
+                plan = plan_of("float8", True, local)
+                if not whole_module:
+                    plan = {"ffn.w1": Float8ColwiseParallel(input_layouts=Shard(1))}
+                parallelize_module(block, mesh_of(), plan)
+                module = block.attention if whole_module else block.ffn.w1
+                if compiled:
+                    module.compile(backend=backend, fullgraph=True)
+                x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+                y = module(x)
+                y.square().sum().backward()
+                grads = [p.grad.to_local() for p in module.parameters()]
+                results.append([y, x.grad, *grads])
+            for got, expected in zip(*results, strict=True):
+                close(got, expected)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_module_whose_inputs_are_prepared_compiles(two: Ranks, recipe: str) -> None:
+    two.run(hooked, "aot_eager", recipe)
+
+
+class OutFirst(Attention):
+    """The layers that read the input come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("wq", "wk", "wv"):
+            layer = getattr(self, name)
+            delattr(self, name)
+            setattr(self, name, layer)
+
+
+def copied() -> None:
+    """Scales come from those layers of this very module that read the input."""
+    torch.manual_seed(0)
+    model = convert(nn.ModuleDict({"attention": OutFirst()}), "delayed", all_gather=False)
+    assert next(iter(model["attention"].children())) is model["attention"].wo
+    plan = {n: s for n, s in plan_of("float8", True).items() if n.startswith("attention")}
+    parallelize_module(model.to(here()), mesh_of(), plan)
+    twin = copy.deepcopy(model)
+    for name, layer in model["attention"].named_children():
+        layer.fp8_scale_input.fill_(1.0 if name == "wo" else 0.5)
+        layer.fp8_scale_weight.fill_(1.0)
+    for layer in twin["attention"].children():
+        layer.fp8_scale_input.fill_(0.25)
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here())
+    for each, expected in ((model, 0.5), (twin, 0.25)):
+        with scales() as seen:
+            each["attention"](x)
+        assert [float(mine) for mine, _ in seen[:3]] == [expected] * 3
+        assert "input gathered" not in repr(each["attention"].wo)
+
+
+def test_prepared_inputs_are_cast_as_their_readers_say(two: Ranks) -> None:
+    two.run(copied)
 
 
 def few_reductions() -> None:

@@ -14,7 +14,9 @@ import torch
 
 from float8.linear.across import Across, Tokens, reduction
 from float8.linear.functional import DelayedScales, apply_linear
-from float8.linear.plan import LinearPlan
+from float8.linear.plan import LinearPlan, casts_input_once
+from float8.tensor import Float8Tensor
+from float8.tensor.float8_tensor import to_float8
 
 
 def linear_of_shards(
@@ -24,6 +26,7 @@ def linear_of_shards(
     plan: LinearPlan,
     scales: DelayedScales,
     keep_input: bool,
+    gather: bool,
     tokens_dim: int | None,
     scales_known: bool,
 ) -> Any:
@@ -36,6 +39,8 @@ def linear_of_shards(
         plan: as for `apply_linear`.
         scales: likewise.
         keep_input: likewise.
+        gather: with Shard(0): whether to gather an input that is placed otherwise, in float8 if one
+            cast is all that the plan makes of it.
         tokens_dim: with Shard(1): the dim of Shard that the output gets, which ranks sum up here;
             its gradient is gathered in float8, if one cast is all that the plan makes of it.
         scales_known: whether all ranks have all scales from the same histories.
@@ -58,6 +63,9 @@ def linear_of_shards(
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
     require_divisible(weight.shape, 0 if by_rows else 1, mesh.size())
+    if by_rows and gather and not input.placements[0].is_replicate():
+        input = dtensor_in_float8(input, plan, scales, scales_known)
+        input = input.redistribute(placements=[placement.Replicate()])
     last: Any = placement.Shard(input.dim() - 1)
     expected = placement.Replicate() if by_rows else last
     if tuple(input.placements) != (expected,):
@@ -89,6 +97,27 @@ def linear_of_shards(
         return output
     # What the ranks' tokens say of the bias is summed in backward.
     return output + bias.redistribute(placements=bias.placements)
+
+
+def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_known: bool) -> Any:
+    """The DTensor `x` in float8 as the plan casts it, if bytes and one scale are all it takes.
+
+    On a mesh of one dim; else `x` itself, as also where it is a sum still to be made.
+    """
+    local = x.to_local()
+    if (
+        x.placements[0].is_partial()
+        or not casts_input_once(plan)
+        or isinstance(local, Float8Tensor)
+    ):
+        return x
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.to(torch.get_autocast_dtype(local.device.type))
+    whole_here = scales_known or x.placements[0].is_replicate()
+    reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
+    local = to_float8(local, plan.input, state=scales.input, reduce=reduce)
+    like = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    return type(x).from_local(local, x.device_mesh, x.placements, **like)
 
 
 def require_divisible(shape: torch.Size, dim: int, ranks: int) -> None:
