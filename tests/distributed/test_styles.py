@@ -173,11 +173,12 @@ def sent(kind: str) -> None:
     gathered = {torch.uint8: 4 * x.numel()} if kind == "float8" else {x.dtype: 8 * x.numel()}
     assert seen.bytes_of("all_gather") == gathered
     assert seen.bytes_of("reduce_scatter") == {x.dtype: 4 * 2 * 2 * x.numel()}  # of all tokens
-    assert seen.bytes_of("all_to_all") == seen.bytes_of("all_reduce") == {}
-    # Each of the 7 weights, the 4 tensors that are gathered, and those that lie on all ranks:
-    # inputs of 2 layers, gradients of 5.
-    amaxes = [name for name, _, size in seen.seen if name == "all_reduce" and size == 4]
-    assert len(amaxes) == 7 + 2 + 5 + (4 if kind == "float8" else 0)
+    assert seen.bytes_of("all_to_all") == {}
+    # The 4 tensors that are gathered, and those that lie on all ranks: inputs of 2 layers,
+    # gradients of 5. Weights: those of attention together, those of feed-forward.
+    amaxes = [size // 4 for name, _, size in seen.seen if name == "all_reduce"]
+    weights = [4, 3] if kind == "float8" else [1] * 7
+    assert sorted(amaxes) == sorted([1] * (2 + 5 + (4 if kind == "float8" else 0)) + weights)
 
 
 @pytest.mark.parametrize("kind", STYLES)
@@ -352,6 +353,11 @@ def wrong_uses() -> None:
     wrong = PrepareFloat8ModuleInput(**layouts, float8_dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"got float8_dtype=(.)*e5m2, expected (.)*e4m3fn"):
         parallelize_module(two[0], mesh, wrong)
+    block = block_of("delayed")
+    parallelize_module(block, mesh, plan_of("float8", sequence=True))
+    with pytest.raises(ValueError, match=r"group: got ranks \[.\], but parts of a weight are on"):
+        sync_float8_amax_and_scale_history(block, group=alone())
+    sync_float8_amax_and_scale_history(block, group=dist.group.WORLD)
     layer = layer_of("tensorwise", bias=False)
     style = Float8RowwiseParallel(input_layouts=Shard(2), output_layouts=Shard(1))
     parallelize_module(layer, mesh, {"0": style})

@@ -336,7 +336,8 @@ class _Linear(torch.autograd.Function):
                     reduce=across.input, fuse_amax=True,
                 )  # fmt: skip
             assert x.row is not None
-            w = weight_rows(weight, ready, plan.weight, scales.weight, record, across.weight)
+            whole = across.weight, across.weight_scale
+            w = weight_rows(weight, ready, plan.weight, scales.weight, record, *whole)
             y = output(x.row, w, plan.output, input.dtype, input.shape[0], N)
             x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
         else:

@@ -41,6 +41,8 @@ class Float8Linear(StatefulLinear):
     over ranks. None: the sum is left to others."""
     gathered: str | None = None
     """`input` or `grad_output`: of which ranks gather the tokens, as `repr` says."""
+    weight_scale: Tensor | None = None
+    """That of the whole weight, while a module runs that found it for all of its layers."""
 
     def __init__(
         self,
@@ -143,7 +145,8 @@ class Float8Linear(StatefulLinear):
             scales = self.delayed_scales()
         if hasattr(weight, "device_mesh"):
             how = self.plan, scales, keep_input, self.gathered == "input", self.tokens_dim
-            sharded: Tensor = linear_of_shards(input, weight, self.bias, *how, self.knows_scales)
+            known = self.knows_scales, self.weight_scale
+            sharded: Tensor = linear_of_shards(input, weight, self.bias, *how, *known)
             return sharded
         ready = self.ready_weight(weight) if self.weight_cache is not None else None
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)

@@ -8,13 +8,17 @@ What is spread over ranks is cast under the scale of the whole.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from float8 import kernels
 from float8.linear.across import Across, Tokens, reduction
 from float8.linear.functional import DelayedScales, apply_linear
 from float8.linear.plan import LinearPlan, casts_input_once
+from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import CastSpec
 from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
 
@@ -29,6 +33,7 @@ def linear_of_shards(
     gather: bool,
     tokens_dim: int | None,
     scales_known: bool,
+    weight_scale: torch.Tensor | None,
 ) -> Any:
     """`apply_linear` of DTensors on a mesh of one dim.
 
@@ -44,6 +49,7 @@ def linear_of_shards(
         tokens_dim: with Shard(1): the dim of Shard that the output gets, which ranks sum up here;
             its gradient is gathered in float8, if one cast is all that the plan makes of it.
         scales_known: whether all ranks have all scales from the same histories.
+        weight_scale: that of the whole weight, if it is known already.
 
     Raises:
         TypeError: `input` is no DTensor.
@@ -77,7 +83,7 @@ def linear_of_shards(
     reduce = None if scales_known else reduction((group,))
     if by_rows:
         x = input.to_local(grad_placements=(placement.Partial(),))
-        across = Across(None, reduce, reduce)
+        across = Across(None, reduce, reduce, None, weight_scale)
     else:
         x, to = input.to_local(), placement.Partial()
         dim, ranks = last.dim if tokens_dim is None else tokens_dim % input.dim(), mesh.size()
@@ -89,7 +95,7 @@ def linear_of_shards(
                     f"{ranks}; pad it"
                 )
             tokens, to = Tokens(group, ranks, dim, math.prod(x.shape[:dim])), placement.Shard(dim)
-        across = Across(reduce, reduce, reduce if tokens else None, tokens)
+        across = Across(reduce, reduce, reduce if tokens else None, tokens, weight_scale)
     here = bias.to_local() if by_rows and bias is not None else None
     y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
     output = placement.DTensor.from_local(y, mesh, (to,), run_check=False)
@@ -118,6 +124,18 @@ def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_kn
     local = to_float8(local, plan.input, state=scales.input, reduce=reduce)
     like = {"run_check": False, "shape": x.shape, "stride": x.stride()}
     return type(x).from_local(local, x.device_mesh, x.placements, **like)
+
+
+def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor, ...]:
+    """Those of whole weights, which ranks of one group hold parts of, through one all-reduce.
+
+    For weights that are cast by `spec`, under one dynamic scale each.
+    """
+    group = weights[0].device_mesh.get_group(0).group_name
+    amaxes = torch.stack([kernels.amax(weight.to_local().detach()) for weight in weights])
+    # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
+    spaced = torch.nn.functional.pad(reduction((group,))(amaxes).unsqueeze(1), (0, 3))
+    return amax_to_scale(spaced, spec.dtype, spec.power_of_2)[:, 0].unbind()
 
 
 def require_divisible(shape: torch.Size, dim: int, ranks: int) -> None:

@@ -21,7 +21,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
-from float8.linear.sharded import require_divisible
+from float8.linear.plan import casts_weight_dynamically
+from float8.linear.sharded import require_divisible, weight_scales
+from float8.tensor import Float8Tensor, local_tensor
 
 Placements = tuple[Placement, ...]
 
@@ -144,9 +146,33 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 if name in kwargs:
                     to = self.desired_input_kwarg_layouts.get(name)
                     kwargs[name] = self._prepare(module, mesh, kwargs[name], layout, to)
-            return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
+            layers = self._find_weight_scales(module)
+            try:
+                return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
+            finally:
+                for layer in layers:
+                    layer.weight_scale = None
 
         return forward
+
+    def _find_weight_scales(self, module: nn.Module) -> list[Float8Linear]:
+        """Ask all ranks at once for the scales of all weights, and tell the layers."""
+        alike: list[Any] = []
+        for name in self.layer_names:
+            layer: Any = module.get_submodule(name)
+            weight: Any = getattr(layer, "weight", None)
+            if not isinstance(layer, Float8Linear) or not casts_weight_dynamically(layer.plan):
+                continue
+            if not hasattr(weight, "device_mesh") or isinstance(local_tensor(weight), Float8Tensor):
+                continue
+            mine = layer.plan.weight, weight.device_mesh
+            if not alike or mine == (alike[0].plan.weight, alike[0].weight.device_mesh):
+                alike.append(layer)
+        if len(alike) > 1:
+            scales = weight_scales([layer.weight for layer in alike], alike[0].plan.weight)
+            for layer, scale in zip(alike, scales, strict=True):
+                layer.weight_scale = scale
+        return alike
 
     def _prepare(
         self,
