@@ -12,6 +12,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -342,9 +343,16 @@ def wrong_uses() -> None:
     layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
     with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear or a module"):
         parallelize_module(plain, mesh, {"0": PrepareFloat8ModuleInput(**layouts)})
-    odd = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False)
-    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\)(.)*dim 0 over 2 ranks"):
+    odd = convert(nn.Sequential(nn.Linear(49, 1)), "tensorwise", all_gather=False)
+    with pytest.raises(ValueError, match=r"weight of shape \(1, 49\)(.)*dim 0 over 2(.)*rows on"):
         parallelize_module(odd, mesh, {"0": Float8ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"weight of shape \(1, 49\)(.)*dim 1 over 2(.)*divisible"):
+        parallelize_module(odd, mesh, {"0": Float8RowwiseParallel()})
+    wide = init_device_mesh(here().type, (1, 2), mesh_dim_names=("data", "tensor"))
+    block = block_of("tensorwise")
+    for name, style in plan_of("float8", sequence=True).items():
+        with pytest.raises(ValueError, match=r"got a mesh of 2 dims(.)*'tensor'(.)*expected one"):
+            style._apply(block.get_submodule(name), wide)
     two = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", all_gather=False)
     two.append(convert(nn.Sequential(nn.Linear(DIM, 48)), "rowwise", all_gather=False))
     with pytest.raises(ValueError, match=r"got layers that cast their input in 2 ways"):
@@ -382,6 +390,31 @@ def shown() -> None:
 
 def test_a_layer_says_how_its_tensors_travel(two: Ranks) -> None:
     two.run(shown)
+
+
+def uneven_rows() -> None:
+    """As a head whose vocabulary ranks cannot share evenly."""
+    torch.manual_seed(0)
+    plain = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False).to(here())
+    x, g = seeded(1, 2, TOKENS, DIM, device=here()), seeded(2, 2, TOKENS, 49, device=here())
+    whole_x = x.clone().requires_grad_()
+    y = plain(whole_x)
+    y.backward(g)
+    for layout, expected in ((Replicate(), y), (Shard(2), part(y, 2))):
+        layer = copy.deepcopy(plain)
+        style = Float8ColwiseParallel(input_layouts=Shard(1), output_layouts=layout)
+        parallelize_module(layer, mesh_of(), {"0": style})
+        own = part(x, 1).requires_grad_()
+        got = layer(own)
+        close(got, expected)
+        got.backward(g if layout.is_replicate() else part(g, 2))
+        close(own.grad, part(whole_x.grad, 1))
+        for mine, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+            close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_rows_need_not_be_shared_evenly(two: Ranks) -> None:
+    two.run(uneven_rows)
 
 
 def odd_inputs() -> None:

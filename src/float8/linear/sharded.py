@@ -39,7 +39,8 @@ def linear_of_shards(
 
     Args:
         input: [..., K], placed as above; a `Float8Tensor` inside is not cast again.
-        weight: [N, K], Shard(0) or Shard(1), that dim divisible by the number of ranks.
+        weight: [N, K]; Shard(0), of which each rank has rows; or Shard(1), with K divisible by the
+            number of ranks.
         bias: [N], Shard(0) with the weight, else Replicate; or None.
         plan: as for `apply_linear`.
         scales: likewise.
@@ -53,7 +54,7 @@ def linear_of_shards(
 
     Raises:
         TypeError: `input` is no DTensor.
-        ValueError: a placement is another one, or a dim cannot be divided evenly.
+        ValueError: a placement is another one, or ranks cannot share a dim so.
     """
     placement = torch.distributed.tensor  # somebody made DTensors, so it is imported
     mesh, placements = weight.device_mesh, tuple(weight.placements)
@@ -68,7 +69,7 @@ def linear_of_shards(
             f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
-    require_divisible(weight.shape, 0 if by_rows else 1, mesh.size())
+    require_parts(weight.shape, 0 if by_rows else 1, mesh.size())
     if by_rows and gather and not input.placements[0].is_replicate():
         input = dtensor_in_float8(input, plan, scales, scales_known)
         input = input.redistribute(placements=[placement.Replicate()])
@@ -98,8 +99,14 @@ def linear_of_shards(
         across = Across(reduce, reduce, reduce if tokens else None, tokens, weight_scale)
     here = bias.to_local() if by_rows and bias is not None else None
     y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
+    if by_rows:  # maybe not evenly
+        shape = torch.Size([*y.shape[:-1], weight.shape[0]])
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return placement.DTensor.from_local(
+            y, mesh, (to,), run_check=False, shape=shape, stride=stride
+        )
     output = placement.DTensor.from_local(y, mesh, (to,), run_check=False)
-    if by_rows or bias is None:
+    if bias is None:
         return output
     # What the ranks' tokens say of the bias is summed in backward.
     return output + bias.redistribute(placements=bias.placements)
@@ -138,10 +145,16 @@ def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor,
     return amax_to_scale(spaced, spec.dtype, spec.power_of_2)[:, 0].unbind()
 
 
-def require_divisible(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise a `ValueError` for a weight that ranks cannot share evenly."""
-    if shape[dim] % ranks:
+def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
+    """Raise a `ValueError` for a weight that ranks cannot share along `dim`.
+
+    Rows may be shared unevenly, as torch does; none of the ranks may be left without one.
+    """
+    size = shape[dim]
+    fits = size > (ranks - 1) * -(-size // ranks) if dim == 0 else size % ranks == 0
+    if not fits:
+        expected = "that dim divisible by" if dim else "rows on each of"
         raise ValueError(
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
-            f"over {ranks} ranks, expected that dim divisible by {ranks}"
+            f"over {ranks} ranks, expected {expected} {ranks}"
         )

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
 from float8.linear.plan import casts_weight_dynamically
-from float8.linear.sharded import require_divisible, weight_scales
+from float8.linear.sharded import require_parts, weight_scales
 from float8.tensor import Float8Tensor, local_tensor
 
 Placements = tuple[Placement, ...]
@@ -116,6 +116,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = copy.copy(self)  # one style may prepare many modules
         own.layer_names = self._find_layers(module)
+        _require_one_dim(self, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
             for name in own.layer_names:
                 layer: Any = module.get_submodule(name)
@@ -237,8 +238,17 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
             f"model first"
         )
-    require_divisible(module.weight.shape, dim, mesh.size())
+    _require_one_dim(style, mesh)
+    require_parts(module.weight.shape, dim, mesh.size())
     return module
+
+
+def _require_one_dim(style: Any, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{type(style).__name__}: got a mesh of {mesh.ndim} dims {mesh.mesh_dim_names or ''}, "
+            f"expected one; give parallelize_module that of tensor parallel, mesh['name']"
+        )
 
 
 def _on_mesh(x: Any, mesh: DeviceMesh, placements: Placements) -> DTensor:
