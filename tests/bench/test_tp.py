@@ -31,6 +31,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         assert row["traffic"]["gathered"] == 4 * size * tokens, recipe
         assert row["traffic"]["reduce_scattered"] == 4 * 2 * tokens
         assert row["tokens_per_s"] == pytest.approx(64 / row["ms"] * 1e3, rel=1e-3)
+        assert (row["more_noise_db"] is None) == (recipe == "bf16")
         assert (row["same_scales"] is None) == (recipe in ("bf16", "rowwise"))
     # Of the sync; of 4 weights and 3 weights at once, and of 11 other tensors.
     assert rows["bf16"]["all_reduces"] == 0
@@ -47,7 +48,7 @@ def test_ranks_that_cannot_share_a_block() -> None:
         require_shares(StackSize("tiny", 1, 63), 2)
 
 
-def test_a_wrong_scale_of_a_weight_ends_it(tmp_path: Path) -> None:
+def test_wrong_scales_and_more_noise_end_it(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
         one, two = torch.tensor(1.0), torch.tensor(2.0)
@@ -58,8 +59,11 @@ def test_a_wrong_scale_of_a_weight_ends_it(tmp_path: Path) -> None:
         with pytest.raises(WrongResultError, match=r"scales of weights \[1.0, 1.0\]"):
             check_scales("x:", right, [right[0], (one, one), *right[2:]], 2)
         assert check_scales("x:", [(torch.ones(3), one)], [], 1) is None
-        with tp.seen_scales() as seen:
-            pass
-        assert seen == []
+        base = {"a": torch.randn(64, 64), "b": torch.ones(64)}
+        one = {"a": base["a"] * 1.1, "b": base["b"] * 0.9}
+        assert tp.check_noise("x:", base, one, one) == 0.0
+        assert 0 < tp.check_noise("x:", base, one, {**one, "a": base["a"] * 1.11}) < 1
+        with pytest.raises(WrongResultError, match=r"x: a: SQNR 1.6 dB lower than on one device"):
+            tp.check_noise("x:", base, one, {**one, "a": base["a"] * 1.12})
     finally:
         dist.destroy_process_group()
