@@ -30,8 +30,8 @@ def tp_command(
 
     It starts its own ranks (NCCL; Gloo on a CPU): run it without torchrun. Before anything is timed
     each recipe is compared with the same recipe on one device: scales of weights bit by bit, output
-    and gradients by what their SQNR against bf16 loses. Bytes are counted, per step and rank, own parts included. Each
-    variant has its rounds in several passes over the list.
+    and gradients by what their SQNR against bf16 loses. Bytes are counted, per step and rank, own
+    parts included. Each variant has its rounds in several passes over the list.
     """
     device, chosen = where.device, compared.chosen()
     if device not in ("cuda", "cpu"):
