@@ -9,14 +9,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    Float8Tensor,
     PrepareFloat8ModuleInput,
     attach_to_optimizer,
     conversion_report,
@@ -24,7 +29,18 @@ from float8 import (
 )
 from float8.linear import functional
 from support.models import FeedForward, seeded
-from support.parallel import DIM, HIDDEN, STYLES, TOKENS, block_of, mesh_of, off, part, plan_of
+from support.parallel import (
+    DIM,
+    HIDDEN,
+    STYLES,
+    TOKENS,
+    Attention,
+    block_of,
+    mesh_of,
+    off,
+    part,
+    plan_of,
+)
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here, whole
 
@@ -159,11 +175,12 @@ def sent(kind: str) -> None:
     gathered = {torch.uint8: 4 * x.numel()} if kind == "float8" else {x.dtype: 8 * x.numel()}
     assert seen.bytes_of("all_gather") == gathered
     assert seen.bytes_of("reduce_scatter") == {x.dtype: 4 * 2 * 2 * x.numel()}  # of all tokens
-    assert seen.bytes_of("all_to_all") == seen.bytes_of("all_reduce") == {}
-    # Each of the 7 weights, the 4 tensors that are gathered, and those that lie on all ranks:
-    # inputs of 2 layers, gradients of 5.
-    amaxes = [name for name, _, size in seen.seen if name == "all_reduce" and size == 4]
-    assert len(amaxes) == 7 + 2 + 5 + (4 if kind == "float8" else 0)
+    assert seen.bytes_of("all_to_all") == {}
+    # The 4 tensors that are gathered, and those that lie on all ranks: inputs of 2 layers,
+    # gradients of 5. Weights: those of attention together, those of feed-forward.
+    amaxes = [size // 4 for name, _, size in seen.seen if name == "all_reduce"]
+    weights = [4, 3] if kind == "float8" else [1] * 7
+    assert sorted(amaxes) == sorted([1] * (2 + 5 + (4 if kind == "float8" else 0)) + weights)
 
 
 @pytest.mark.parametrize("kind", STYLES)
@@ -175,6 +192,126 @@ def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
 @pytest.mark.parametrize("kind", STYLES)
 def test_half_the_bytes_of_16_bits_are_gathered(either: Ranks, kind: str) -> None:
     either.run(sent, kind)
+
+
+class Transposes(TorchDispatchMode):
+    """Copies of bytes in another layout, in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.float8.transpose.default:
+            self.shapes.append(tuple(args[0].shape))
+        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
+            return NotImplemented
+        return func(*args, **kwargs or {})
+
+
+def transposed() -> None:
+    """The bytes of q/k/v and of w1/w3 are, and grad_output of wo and of w2: once each."""
+    block = block_of("tensorwise")
+    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+    with Transposes() as seen:
+        loss = block(x).square().sum()
+        loss.backward(retain_graph=True)
+    assert seen.shapes == [(2 * TOKENS, DIM)] * 4
+    first = [x.grad, *(whole(p.grad) for p in block.parameters())]
+    x.grad = None
+    block.zero_grad()
+    loss.backward()
+    for a, b in zip(first, [x.grad, *(whole(p.grad) for p in block.parameters())], strict=True):
+        assert torch.equal(a, b)
+
+
+def transposed_by_a_compiler() -> None:
+    block = block_of("tensorwise")
+    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
+    graphs = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = [n for n in graph.graph.nodes if n.target is torch.ops.float8.transpose.default]
+        graphs.append([n.args[0] for n in calls])
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=kept, partition_fn=partition)
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+    torch.compile(block, backend=backend, fullgraph=True)(x).sum().backward()
+    assert len(graphs) == 2
+    # Those four, and the inputs of wo and w2, which are here alone.
+    assert sum(map(len, graphs)) == sum(len(set(each)) for each in graphs) == 6
+
+
+def test_what_several_layers_read_is_transposed_once(two: Ranks) -> None:
+    two.run(transposed)
+    two.run(transposed_by_a_compiler)
+
+
+def hooked(backend: str, recipe: str) -> None:
+    """What is compiled is the module itself whose inputs are prepared, or a layer by itself."""
+    for local in (False, True):
+        for whole_module in (True, False):
+            results = []
+            for compiled in (False, True):
+                block = block_of(recipe)
+                plan = plan_of("float8", True, local)
+                if not whole_module:
+                    plan = {"ffn.w1": Float8ColwiseParallel(input_layouts=Shard(1))}
+                parallelize_module(block, mesh_of(), plan)
+                module = block.attention if whole_module else block.ffn.w1
+                if compiled:
+                    module.compile(backend=backend, fullgraph=True)
+                x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+                y = module(x)
+                y.square().sum().backward()
+                grads = [p.grad.to_local() for p in module.parameters()]
+                results.append([y, x.grad, *grads])
+            for got, expected in zip(*results, strict=True):
+                close(got, expected)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_module_whose_inputs_are_prepared_compiles(two: Ranks, recipe: str) -> None:
+    two.run(hooked, "aot_eager", recipe)
+
+
+class OutFirst(Attention):
+    """The layers that read the input come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("wq", "wk", "wv"):
+            layer = getattr(self, name)
+            delattr(self, name)
+            setattr(self, name, layer)
+
+
+def copied() -> None:
+    """Scales come from those layers of this very module that read the input."""
+    torch.manual_seed(0)
+    model = convert(nn.ModuleDict({"attention": OutFirst()}), "delayed", all_gather=False)
+    assert next(iter(model["attention"].children())) is model["attention"].wo
+    plan = {n: s for n, s in plan_of("float8", True).items() if n.startswith("attention")}
+    parallelize_module(model.to(here()), mesh_of(), plan)
+    twin = copy.deepcopy(model)
+    for name, layer in model["attention"].named_children():
+        layer.fp8_scale_input.fill_(1.0 if name == "wo" else 0.5)
+        layer.fp8_scale_weight.fill_(1.0)
+    for layer in twin["attention"].children():
+        layer.fp8_scale_input.fill_(0.25)
+    x = seeded(1, 2, TOKENS // 2, DIM, device=here())
+    for each, expected in ((model, 0.5), (twin, 0.25)):
+        with scales() as seen:
+            each["attention"](x)
+        assert [float(mine) for mine, _ in seen[:3]] == [expected] * 3
+        assert "input gathered" not in repr(each["attention"].wo)
+
+
+def test_prepared_inputs_are_cast_as_their_readers_say(two: Ranks) -> None:
+    two.run(copied)
 
 
 def few_reductions() -> None:
@@ -207,9 +344,16 @@ def wrong_uses() -> None:
     layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
     with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear or a module"):
         parallelize_module(plain, mesh, {"0": PrepareFloat8ModuleInput(**layouts)})
-    odd = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False)
-    with pytest.raises(ValueError, match=r"weight of shape \(49, 32\)(.)*dim 0 over 2 ranks"):
+    odd = convert(nn.Sequential(nn.Linear(49, 1)), "tensorwise", all_gather=False)
+    with pytest.raises(ValueError, match=r"weight of shape \(1, 49\)(.)*dim 0 over 2(.)*rows on"):
         parallelize_module(odd, mesh, {"0": Float8ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"weight of shape \(1, 49\)(.)*dim 1 over 2(.)*divisible"):
+        parallelize_module(odd, mesh, {"0": Float8RowwiseParallel()})
+    wide = init_device_mesh(here().type, (1, 2), mesh_dim_names=("data", "tensor"))
+    block = block_of("tensorwise")
+    for name, style in plan_of("float8", sequence=True).items():
+        with pytest.raises(ValueError, match=r"got a mesh of 2 dims(.)*'tensor'(.)*expected one"):
+            style._apply(block.get_submodule(name), wide)
     two = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", all_gather=False)
     two.append(convert(nn.Sequential(nn.Linear(DIM, 48)), "rowwise", all_gather=False))
     with pytest.raises(ValueError, match=r"got layers that cast their input in 2 ways"):
@@ -218,6 +362,11 @@ def wrong_uses() -> None:
     wrong = PrepareFloat8ModuleInput(**layouts, float8_dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"got float8_dtype=(.)*e5m2, expected (.)*e4m3fn"):
         parallelize_module(two[0], mesh, wrong)
+    block = block_of("delayed")
+    parallelize_module(block, mesh, plan_of("float8", sequence=True))
+    with pytest.raises(ValueError, match=r"group: got ranks \[.\], but parts of a weight are on"):
+        sync_float8_amax_and_scale_history(block, group=alone())
+    sync_float8_amax_and_scale_history(block, group=dist.group.WORLD)
     layer = layer_of("tensorwise", bias=False)
     style = Float8RowwiseParallel(input_layouts=Shard(2), output_layouts=Shard(1))
     parallelize_module(layer, mesh, {"0": style})
@@ -242,6 +391,31 @@ def shown() -> None:
 
 def test_a_layer_says_how_its_tensors_travel(two: Ranks) -> None:
     two.run(shown)
+
+
+def uneven_rows() -> None:
+    """As a head whose vocabulary ranks cannot share evenly."""
+    torch.manual_seed(0)
+    plain = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False).to(here())
+    x, g = seeded(1, 2, TOKENS, DIM, device=here()), seeded(2, 2, TOKENS, 49, device=here())
+    whole_x = x.clone().requires_grad_()
+    y = plain(whole_x)
+    y.backward(g)
+    for layout, expected in ((Replicate(), y), (Shard(2), part(y, 2))):
+        layer = copy.deepcopy(plain)
+        style = Float8ColwiseParallel(input_layouts=Shard(1), output_layouts=layout)
+        parallelize_module(layer, mesh_of(), {"0": style})
+        own = part(x, 1).requires_grad_()
+        got = layer(own)
+        close(got, expected)
+        got.backward(g if layout.is_replicate() else part(g, 2))
+        close(own.grad, part(whole_x.grad, 1))
+        for mine, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+            close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_rows_need_not_be_shared_evenly(two: Ranks) -> None:
+    two.run(uneven_rows)
 
 
 def odd_inputs() -> None:

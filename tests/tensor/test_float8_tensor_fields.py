@@ -63,7 +63,8 @@ def full(seed: int = 0, amax: float | None = 3.0) -> Float8Tensor:
 
 def fields(x: Float8Tensor) -> dict[str, object]:
     """All attributes but the data and a Parameter's: those that no test knows of yet, too."""
-    rest = {name: v for name, v in vars(x).items() if name not in ("_data", "_is_param")}
+    others = ("_data", "_is_param", "_columns")  # the last is of the data
+    rest = {name: v for name, v in vars(x).items() if name not in others}
     return {n: v.item() if isinstance(v, Tensor) else v for n, v in rest.items()}
 
 

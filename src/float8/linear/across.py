@@ -46,6 +46,8 @@ class Across(NamedTuple):
     grad_output: Reduction | None = None
     output: Tokens | None = None
     """Where the output is a sum over ranks, of which each keeps its tokens."""
+    weight_scale: Tensor | None = None
+    """That of the whole weight, if somebody asked all ranks for it already."""
 
 
 HERE = Across()

@@ -322,6 +322,7 @@ class _Linear(torch.autograd.Function):
         input_scale: Tensor | None = None
         weight_scale: Tensor | None = None
         x_col: Part | None = None
+        ctx.columns = None
 
         if plan.output is not None:
             col = float8_grad_weight and plan.share_input and not keep_input
@@ -335,7 +336,8 @@ class _Linear(torch.autograd.Function):
                     reduce=across.input, fuse_amax=True,
                 )  # fmt: skip
             assert x.row is not None
-            w = weight_rows(weight, ready, plan.weight, scales.weight, record, across.weight)
+            whole = across.weight, across.weight_scale
+            w = weight_rows(weight, ready, plan.weight, scales.weight, record, *whole)
             y = output(x.row, w, plan.output, input.dtype, input.shape[0], N)
             x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
         else:
@@ -348,7 +350,10 @@ class _Linear(torch.autograd.Function):
         if x_col is not None:
             saved_input, input_scale = x_col
         elif isinstance(input, Float8Tensor):
-            saved_input = input._data if need_grad_weight else None
+            if need_grad_weight:
+                saved_input = input._data
+                if not torch.compiler.is_compiling():
+                    ctx.columns = input._columns.expect()
         elif need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
@@ -421,8 +426,10 @@ class _Linear(torch.autograd.Function):
                 g = quantize(grad_output, spec, col=True, state=state, record=record, reduce=reduce)
             assert g is not None and g.col is not None and plan.grad_weight is not None  # noqa: PT018
             x = Part(saved_input, input_scale)
-            if not ctx.input_is_transposed:
-                x = recast(saved_input, plan.input, input_scale, g.col.scale)
+            if ctx.columns is not None:
+                x = ctx.columns.of(x, plan.input)
+            elif not ctx.input_is_transposed:
+                x = recast(saved_input, plan.input, input_scale)
             dw = grad_weight(g.col, x, plan.grad_weight, ctx.weight_dtype, N, K)
         elif ctx.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)

@@ -17,7 +17,7 @@ from float8.linear.plan import (
     casts_input_once,
     plan_linear,
 )
-from float8.linear.sharded import linear_of_shards
+from float8.linear.sharded import dtensor_in_float8, linear_of_shards
 from float8.linear.source import OWN_ATTRIBUTES, own_containers, require_supported
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
@@ -40,6 +40,8 @@ class Float8Linear(StatefulLinear):
     over ranks. None: the sum is left to others."""
     gathered: str | None = None
     """`input` or `grad_output`: of which ranks gather the tokens, as `repr` says."""
+    weight_scale: Tensor | None = None
+    """That of the whole weight, while a module runs that found it for all of its layers."""
 
     def __init__(
         self,
@@ -152,11 +154,22 @@ class Float8Linear(StatefulLinear):
             self.check_synced()
             scales = self.delayed_scales()
         if hasattr(weight, "device_mesh"):
-            how = self.plan, scales, keep_input, self.tokens_dim, self.knows_scales
-            sharded: Tensor = linear_of_shards(input, weight, self.bias, *how)
+            how = self.plan, scales, keep_input, self.gathered == "input", self.tokens_dim
+            known = self.knows_scales, self.weight_scale
+            sharded: Tensor = linear_of_shards(input, weight, self.bias, *how, *known)
             return sharded
         ready = self.ready_weight(weight) if self.held is not None else None
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
+
+    def in_float8(self, input: Any) -> Any:
+        """A DTensor on a mesh of one dim, in float8 as this layer casts it; see `sharded`."""
+        return dtensor_in_float8(input, self.plan, self.delayed_scales(), self.knows_scales)
+
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Whether, under tensor parallel, each rank multiplies some of the features."""
+        placements: Any = getattr(self.weight, "placements", None)
+        return placements is not None and placements[-1].is_shard(1)
 
     def ready_weight(self, weight: Tensor) -> Quantized | None:
         """The operand of `weight`, this layer's, if it is in float8 already."""
@@ -205,8 +218,8 @@ class Float8Linear(StatefulLinear):
                 parts.append(switch)
         if self.held is not None or self.keeps_no_master:
             parts.append(f"weight {self.config.float8_weights.value} in float8")
-        if self.gathered is not None:
-            of_input = self.gathered == "input"
+        of_input = self.gathered == "input"
+        if self.gathered is not None and not (of_input and self.sums_over_ranks):
             once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)
             parts.append(f"{self.gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)

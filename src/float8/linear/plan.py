@@ -52,6 +52,12 @@ def casts_grad_output_once(plan: LinearPlan) -> bool:
     return gemms and plan.share_grad_output and plan.grad_output.granularity is TENSORWISE
 
 
+def casts_weight_dynamically(plan: LinearPlan) -> bool:
+    """Whether forward casts the weight under one scale of its values."""
+    in_float8 = plan.output is not None and plan.weight.granularity is TENSORWISE
+    return in_float8 and not plan.weight.delayed
+
+
 def casts_delayed(plan: LinearPlan) -> bool:
     """Whether all scales come from histories."""
     return all(spec.delayed for spec in plan if isinstance(spec, CastSpec))

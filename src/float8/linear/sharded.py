@@ -8,13 +8,19 @@ What is spread over ranks is cast under the scale of the whole.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from float8 import kernels
 from float8.linear.across import Across, Tokens, reduction
 from float8.linear.functional import DelayedScales, apply_linear
-from float8.linear.plan import LinearPlan
+from float8.linear.plan import LinearPlan, casts_input_once
+from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import CastSpec
+from float8.tensor import Float8Tensor
+from float8.tensor.float8_tensor import to_float8
 
 
 def linear_of_shards(
@@ -24,25 +30,31 @@ def linear_of_shards(
     plan: LinearPlan,
     scales: DelayedScales,
     keep_input: bool,
+    gather: bool,
     tokens_dim: int | None,
     scales_known: bool,
+    weight_scale: torch.Tensor | None,
 ) -> Any:
     """`apply_linear` of DTensors on a mesh of one dim.
 
     Args:
         input: [..., K], placed as above; a `Float8Tensor` inside is not cast again.
-        weight: [N, K], Shard(0) or Shard(1), that dim divisible by the number of ranks.
+        weight: [N, K]; Shard(0), of which each rank has rows; or Shard(1), with K divisible by the
+            number of ranks.
         bias: [N], Shard(0) with the weight, else Replicate; or None.
         plan: as for `apply_linear`.
         scales: likewise.
         keep_input: likewise.
+        gather: with Shard(0): whether to gather an input that is placed otherwise, in float8 if one
+            cast is all that the plan makes of it.
         tokens_dim: with Shard(1): the dim of Shard that the output gets, which ranks sum up here;
             its gradient is gathered in float8, if one cast is all that the plan makes of it.
         scales_known: whether all ranks have all scales from the same histories.
+        weight_scale: that of the whole weight, if it is known already.
 
     Raises:
         TypeError: `input` is no DTensor.
-        ValueError: a placement is another one, or a dim cannot be divided evenly.
+        ValueError: a placement is another one, or ranks cannot share a dim so.
     """
     placement = torch.distributed.tensor  # somebody made DTensors, so it is imported
     mesh, placements = weight.device_mesh, tuple(weight.placements)
@@ -57,7 +69,10 @@ def linear_of_shards(
             f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
-    require_divisible(weight.shape, 0 if by_rows else 1, mesh.size())
+    require_parts(weight.shape, 0 if by_rows else 1, mesh.size())
+    if by_rows and gather and not input.placements[0].is_replicate():
+        input = dtensor_in_float8(input, plan, scales, scales_known)
+        input = input.redistribute(placements=[placement.Replicate()])
     last: Any = placement.Shard(input.dim() - 1)
     expected = placement.Replicate() if by_rows else last
     if tuple(input.placements) != (expected,):
@@ -69,7 +84,7 @@ def linear_of_shards(
     reduce = None if scales_known else reduction((group,))
     if by_rows:
         x = input.to_local(grad_placements=(placement.Partial(),))
-        across = Across(None, reduce, reduce)
+        across = Across(None, reduce, reduce, None, weight_scale)
     else:
         x, to = input.to_local(), placement.Partial()
         dim, ranks = last.dim if tokens_dim is None else tokens_dim % input.dim(), mesh.size()
@@ -81,20 +96,65 @@ def linear_of_shards(
                     f"{ranks}; pad it"
                 )
             tokens, to = Tokens(group, ranks, dim, math.prod(x.shape[:dim])), placement.Shard(dim)
-        across = Across(reduce, reduce, reduce if tokens else None, tokens)
+        across = Across(reduce, reduce, reduce if tokens else None, tokens, weight_scale)
     here = bias.to_local() if by_rows and bias is not None else None
     y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
+    if by_rows:  # maybe not evenly
+        shape = torch.Size([*y.shape[:-1], weight.shape[0]])
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return placement.DTensor.from_local(
+            y, mesh, (to,), run_check=False, shape=shape, stride=stride
+        )
     output = placement.DTensor.from_local(y, mesh, (to,), run_check=False)
-    if by_rows or bias is None:
+    if bias is None:
         return output
     # What the ranks' tokens say of the bias is summed in backward.
     return output + bias.redistribute(placements=bias.placements)
 
 
-def require_divisible(shape: torch.Size, dim: int, ranks: int) -> None:
-    """Raise a `ValueError` for a weight that ranks cannot share evenly."""
-    if shape[dim] % ranks:
+def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_known: bool) -> Any:
+    """The DTensor `x` in float8 as the plan casts it, if bytes and one scale are all it takes.
+
+    On a mesh of one dim; else `x` itself, as also where it is a sum still to be made.
+    """
+    local = x.to_local()
+    if (
+        x.placements[0].is_partial()
+        or not casts_input_once(plan)
+        or isinstance(local, Float8Tensor)
+    ):
+        return x
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.to(torch.get_autocast_dtype(local.device.type))
+    whole_here = scales_known or x.placements[0].is_replicate()
+    reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
+    local = to_float8(local, plan.input, state=scales.input, reduce=reduce)
+    like = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    return type(x).from_local(local, x.device_mesh, x.placements, **like)
+
+
+def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor, ...]:
+    """Those of whole weights, which ranks of one group hold parts of, through one all-reduce.
+
+    For weights that are cast by `spec`, under one dynamic scale each.
+    """
+    group = weights[0].device_mesh.get_group(0).group_name
+    amaxes = torch.stack([kernels.amax(weight.to_local().detach()) for weight in weights])
+    # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
+    spaced = torch.nn.functional.pad(reduction((group,))(amaxes).unsqueeze(1), (0, 3))
+    return amax_to_scale(spaced, spec.dtype, spec.power_of_2)[:, 0].unbind()
+
+
+def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
+    """Raise a `ValueError` for a weight that ranks cannot share along `dim`.
+
+    Rows may be shared unevenly, as torch does; none of the ranks may be left without one.
+    """
+    size = shape[dim]
+    fits = size > (ranks - 1) * -(-size // ranks) if dim == 0 else size % ranks == 0
+    if not fits:
+        expected = "that dim divisible by" if dim else "rows on each of"
         raise ValueError(
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
-            f"over {ranks} ranks, expected that dim divisible by {ranks}"
+            f"over {ranks} ranks, expected {expected} {ranks}"
         )

@@ -24,12 +24,14 @@ def weight_rows(
     state: DelayedScale | None,
     record: bool,
     reduce: Reduction | None = None,
+    scale: Tensor | None = None,
 ) -> Part:
     """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
     if ready is None:
         made = quantize(
-            weight, spec, row=True, pad_rows=True, state=state, record=record, reduce=reduce
-        )
+            weight, spec, row=True, pad_rows=True, state=state, record=record, scale=scale,
+            reduce=reduce,
+        )  # fmt: skip
         assert made.row is not None
         return made.row
     if record:

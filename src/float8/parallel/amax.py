@@ -65,6 +65,22 @@ def sharding_groups(weight: Any) -> tuple[Group, ...]:
     )
 
 
+def _require_whole_weights(weights: Iterable[Any], group: Group) -> None:
+    """Raise a `ValueError` if ranks outside of `group` hold parts of a weight.
+
+    They would get other scales, and what is gathered from all be read under that of one.
+    """
+    got = dist.get_process_group_ranks(group)
+    spread = {each for w in weights if hasattr(w, "device_mesh") for each in sharding_groups(w)}
+    for ranks in map(dist.get_process_group_ranks, spread):
+        if not set(ranks) <= set(got):
+            raise ValueError(
+                f"group: got ranks {got}, but parts of a weight are on ranks {ranks}, expected all "
+                f"of those in the group: they share its scales; leave group= out, or give one of "
+                f"all ranks that train on parts of the same batch"
+            )
+
+
 def sync_groups(
     weights: Iterable[Any], group: Group | None, others: Iterable[Any] = ()
 ) -> tuple[Group, ...]:
@@ -77,6 +93,7 @@ def sync_groups(
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
+        _require_whole_weights(weights, group)
         return (group,)
     weights = list(weights)
     meshes = _meshes(weights) or _meshes(others)

@@ -5,10 +5,12 @@ then gathered as bytes, in backward as in forward. What is summed over ranks is 
 """
 
 import copy
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,12 +21,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
-from float8.linear.across import reduction
-from float8.linear.plan import casts_input_once
-from float8.linear.sharded import require_divisible
-from float8.parallel.amax import sharding_groups
-from float8.tensor import Float8Tensor
-from float8.tensor.float8_tensor import to_float8
+from float8.linear.plan import casts_weight_dynamically
+from float8.linear.sharded import require_parts, weight_scales
+from float8.tensor import Float8Tensor, local_tensor
 
 Placements = tuple[Placement, ...]
 
@@ -46,11 +45,13 @@ class Float8ColwiseParallel(ColwiseParallel):
         mod: Any,
         inputs: Any,
         device_mesh: DeviceMesh,
-    ) -> DTensor:
-        x = _on_mesh(inputs[0], device_mesh, input_layouts)
-        if x.placements == desired_input_layouts:
-            return x  # the layer casts it
-        return _cast(x, mod).redistribute(placements=desired_input_layouts)
+    ) -> Any:
+        if isinstance(mod, Float8Linear):  # it casts, gathers and multiplies
+            return _on_mesh(inputs[0], device_mesh, input_layouts)
+        # It was turned back into high precision.
+        return ColwiseParallel._prepare_input_fn(  # type: ignore[no-untyped-call]
+            input_layouts, desired_input_layouts, mod, inputs, device_mesh
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = _require_layer(self, module, 0, device_mesh)
@@ -89,7 +90,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             to cast; None: all of them must say the same.
     """
 
-    layer: Float8Linear
+    layer_names: list[str]
 
     def __init__(
         self,
@@ -112,51 +113,119 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
-    def _prepare_input_arg(
-        self,
-        input: Any,
-        mesh: DeviceMesh,
-        input_layout: Placement | None,
-        desired_layout: Placement | None,
-    ) -> Any:
-        # Not positions, masks and the like.
-        shape = getattr(input, "shape", ())
-        if input_layout is None or list(shape[-1:]) != [self.layer.in_features]:
-            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-        x = _cast(_on_mesh(input, mesh, (input_layout,)), self.layer)
-        if desired_layout is not None and x.placements != (desired_layout,):
-            x = x.redistribute(placements=(desired_layout,))
-        return x.to_local() if self.use_local_output else x
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = copy.copy(self)  # one style may prepare many modules
-        own.layer = self._find_layer(module)
+        own.layer_names = self._find_layers(module)
+        _require_one_dim(self, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            own.layer.gathered = "input"
-        return super(PrepareFloat8ModuleInput, own)._apply(module, device_mesh)
+            for name in own.layer_names:
+                layer: Any = module.get_submodule(name)
+                layer.gathered = layer.gathered or "input"
+        # No hook: torch compiles hooks apart from the module that is compiled, and compiled code
+        # cannot return a `Float8Tensor` that requires grad.
+        prepared = own._prepared(vars(module).get("forward"), device_mesh)
+        module.forward = types.MethodType(prepared, module)
+        return module
 
-    def _find_layer(self, module: nn.Module) -> Float8Linear:
+    def _prepared(self, inner: Any, mesh: DeviceMesh) -> Callable[..., Any]:
+        """A forward that prepares its inputs for that of the class, or for `inner`."""
+        inner = getattr(inner, "__func__", inner)  # a copy of the module is handed itself
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.input_layouts is not None:
+                layouts, desired = self.input_layouts, self.desired_input_layouts or ()
+                if len(args) != len(layouts):
+                    raise ValueError(
+                        f"PrepareFloat8ModuleInput: got {len(args)} inputs and layouts of "
+                        f"{len(layouts)}, expected as many; None leaves an input alone"
+                    )
+                args = tuple(
+                    self._prepare(module, mesh, *each)
+                    for each in zip(args, layouts, desired, strict=True)
+                )
+            for name, layout in self.input_kwarg_layouts.items():
+                if name in kwargs:
+                    to = self.desired_input_kwarg_layouts.get(name)
+                    kwargs[name] = self._prepare(module, mesh, kwargs[name], layout, to)
+            layers = self._find_weight_scales(module)
+            try:
+                return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
+            finally:
+                for layer in layers:
+                    layer.weight_scale = None
+
+        return forward
+
+    def _find_weight_scales(self, module: nn.Module) -> list[Float8Linear]:
+        """Ask all ranks at once for the scales of all weights, and tell the layers."""
+        alike: list[Any] = []
+        for name in self.layer_names:
+            layer: Any = module.get_submodule(name)
+            weight: Any = getattr(layer, "weight", None)
+            if not isinstance(layer, Float8Linear) or not casts_weight_dynamically(layer.plan):
+                continue
+            if not hasattr(weight, "device_mesh") or isinstance(local_tensor(weight), Float8Tensor):
+                continue
+            mine = layer.plan.weight, weight.device_mesh
+            if not alike or mine == (alike[0].plan.weight, alike[0].weight.device_mesh):
+                alike.append(layer)
+        if len(alike) > 1:
+            scales = weight_scales([layer.weight for layer in alike], alike[0].plan.weight)
+            for layer, scale in zip(alike, scales, strict=True):
+                layer.weight_scale = scale
+        return alike
+
+    def _prepare(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        input: Any,
+        layout: Placement | None,
+        desired: Placement | None,
+    ) -> Any:
+        shape = list(getattr(input, "shape", ()))
+        layer = self._reader(module, shape[-1]) if shape and layout is not None else None
+        if layer is None or layout is None:  # positions, masks and the like
+            return self._prepare_input_arg(input, mesh, layout, desired)
+        x = layer.in_float8(_on_mesh(input, mesh, (layout,)))
+        if desired is not None and x.placements != (desired,):
+            x = x.redistribute(placements=(desired,))
+        return x.to_local() if self.use_local_output else x
+
+    def _reader(self, module: nn.Module, features: int) -> Float8Linear | None:
+        """The first layer that may read an input of so many features, which are all here."""
+        for name in self.layer_names:
+            layer = module.get_submodule(name)
+            reads = isinstance(layer, Float8Linear) and layer.in_features == features
+            if reads and not layer.sums_over_ranks:
+                return layer  # type: ignore[return-value]
+        return None
+
+    def _find_layers(self, module: nn.Module) -> list[str]:
         fqn = self.fwd_config_submodule_fqn
-        found = [module.get_submodule(fqn)] if fqn is not None else list(module.modules())
-        layers = [layer for layer in found if isinstance(layer, Float8Linear)]
+        if fqn is None:
+            found = dict(module.named_modules())
+        else:
+            found = {fqn: module.get_submodule(fqn)}
+        layers = {name: x for name, x in found.items() if isinstance(x, Float8Linear)}
         if not layers:
             raise TypeError(
-                f"{type(self).__name__}: got {_named(found[0])}, expected a Float8Linear or a "
-                f"module that holds some; convert the model first"
+                f"{type(self).__name__}: got {_named(next(iter(found.values())))}, expected a "
+                f"Float8Linear or a module that holds some; convert the model first"
             )
-        specs = {layer.plan.input for layer in layers}
+        specs = {layer.plan.input for layer in layers.values()}
         if len(specs) > 1:
             raise ValueError(
                 f"{type(self).__name__}: got layers that cast their input in {len(specs)} ways, "
                 f"expected one; name the one to follow with `fwd_config_submodule_fqn`"
             )
-        dtype = layers[0].plan.input.dtype
-        if self.float8_dtype not in (None, dtype):
+        (spec,) = specs
+        if self.float8_dtype not in (None, spec.dtype):
             raise ValueError(
-                f"{type(self).__name__}: got float8_dtype={self.float8_dtype}, expected {dtype}, "
-                f"to which the layers cast their input; leave it out"
+                f"{type(self).__name__}: got float8_dtype={self.float8_dtype}, expected "
+                f"{spec.dtype}, to which the layers cast their input; leave it out"
             )
-        return layers[0]
+        return list(layers)
 
 
 def _named(module: nn.Module) -> str:
@@ -169,33 +238,20 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
             f"model first"
         )
-    require_divisible(module.weight.shape, dim, mesh.size())
+    _require_one_dim(style, mesh)
+    require_parts(module.weight.shape, dim, mesh.size())
     return module
+
+
+def _require_one_dim(style: Any, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{type(style).__name__}: got a mesh of {mesh.ndim} dims {mesh.mesh_dim_names or ''}, "
+            f"expected one; give parallelize_module that of tensor parallel, mesh['name']"
+        )
 
 
 def _on_mesh(x: Any, mesh: DeviceMesh, placements: Placements) -> DTensor:
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, placements, run_check=False)
-
-
-def _like(local: Tensor, x: DTensor) -> DTensor:
-    """`local` in the place of the local tensor of `x`."""
-    more = {"run_check": False, "shape": x.shape, "stride": x.stride()}
-    return DTensor.from_local(local, x.device_mesh, x.placements, **more)  # type: ignore[arg-type]
-
-
-def _cast(x: DTensor, layer: Float8Linear) -> DTensor:
-    """`x` in float8 as `layer` casts it, if bytes and one scale are all that it takes."""
-    if x.placements[0].is_partial() or not casts_input_once(layer.plan):
-        return x
-    local = x.to_local()
-    if isinstance(local, Float8Tensor):
-        return x
-    if torch.is_autocast_enabled(local.device.type):
-        local = local.to(torch.get_autocast_dtype(local.device.type))
-    spec = layer.plan.input
-    state = layer.delayed_scales().input
-    groups = () if layer.knows_scales else sharding_groups(x)
-    reduce = reduction([group.group_name for group in groups]) if groups else None
-    return _like(to_float8(local, spec, state=state, reduce=reduce), x)

@@ -111,7 +111,7 @@ def _finer(
     return kernels.cast_blockwise(x, spec, row=row, col=col, after=after)
 
 
-def recast(x: Tensor, spec: CastSpec, scale: Tensor, after: Tensor | None = None) -> Part:
+def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     """Column data of `x` [R, C], which was cast before, under the same scale if that has one.
 
     Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
@@ -120,13 +120,13 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor, after: Tensor | None = None
     has before it rounds to the dtype of `x`.
 
     Args:
-        x: as for `quantize`; or the bytes that the cast before made.
+        x: as for `quantize`; or the bytes that the cast before made, of which a compiler then keeps
+            the transposed copy instead, one for all layers that read them.
         spec: of the cast before.
         scale: of the cast before; finer scales are others for columns.
-        after: for bytes, as for `columns`.
     """
     if x.dtype in FLOAT8_MAX:
-        return columns(Part(x, scale), spec, after)
+        return columns(Part(x, scale), spec)
     one_scale = spec.granularity is ScalingGranularity.TENSORWISE
     if one_scale and torch.compiler.is_compiling():
         row = Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale)

@@ -9,9 +9,32 @@ from torch import Tensor
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import quantize
+from float8.quantize.quantize import columns, quantize
 from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
 from float8.tensor.wrapper import Wrapper
+
+
+class Columns:
+    """The transposed bytes of one matrix, for several who need them in backward.
+
+    They are made by the first and dropped by the last: graphs may live on after backward.
+    """
+
+    def __init__(self) -> None:
+        self._readers = 0
+        self._data: Tensor | None = None
+
+    def expect(self) -> "Columns":
+        """Count one more reader."""
+        self._readers += 1
+        return self
+
+    def of(self, row: Part, spec: CastSpec) -> Part:
+        """Column data of `row`, the same for all readers."""
+        made = columns(row, spec) if self._data is None else Part(self._data, row.scale)
+        self._readers -= 1
+        self._data = made.data if self._readers > 0 else None
+        return made
 
 
 class Float8Tensor(Wrapper):
@@ -41,6 +64,8 @@ class Float8Tensor(Wrapper):
     _orig_dtype: torch.dtype
     _granularity: ScalingGranularity
     _amax: Tensor | None
+    _columns: Columns
+    """For layers that read the same rows in eager mode; a compiler merges equal transpositions."""
 
     @staticmethod
     def __new__(
@@ -73,6 +98,7 @@ class Float8Tensor(Wrapper):
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
+        self._columns = Columns()
         return self
 
     def _like(

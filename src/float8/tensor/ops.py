@@ -56,7 +56,17 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(x._data, *rest, **kwargs)
         if x._granularity is not ScalingGranularity.TENSORWISE:
             _require_whole(func, x, result)
-        return tree_map_only(Tensor, x._like, result)
+        whole = isinstance(result, Tensor) and _same_rows(x._data, result)
+        made = tree_map_only(Tensor, x._like, result)
+        if whole:
+            made._columns = x._columns
+        return made
+
+
+def _same_rows(x: Tensor, view: Tensor) -> bool:
+    """Whether two tensors are the same matrix once their leading dims are flattened."""
+    alike = (x.numel(), x.shape[-1:]) == (view.numel(), view.shape[-1:])
+    return alike and x.is_contiguous() and view.is_contiguous()
 
 
 def _require_whole(func: Any, x: Any, result: Any) -> None:

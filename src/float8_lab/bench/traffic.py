@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,8 +47,10 @@ class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator and count it, if it is a collective."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it calls for its local part comes by once more
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return (
+                NotImplemented  # a subclass: what it calls for the parts of it comes by once more
+            )
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) in _NAMESPACES:
             functional = func.namespace != _NAMESPACES[0]

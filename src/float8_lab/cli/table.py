@@ -15,7 +15,7 @@ _NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather"
 _NUMBERS = (
     "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
     "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_gib "
-    "sqnr_db same_bits fate "
+    "sqnr_db more_noise_db same_scales same_bits fate "
     "sqnr_output sqnr_grad_input sqnr_grad_weight "
     "even_output even_grad_input even_grad_weight "
     "underflow_input underflow_weight underflow_grad_output "
@@ -23,11 +23,12 @@ _NUMBERS = (
 )
 _HEADINGS = {"R": "rows", "C": "columns", "tokens_per_s": "tokens/s", "tflops": "TFLOP/s"}
 _HEADINGS |= {"gb_per_s": "GB/s", "floor_ms": "float8\nGEMMs\nalone", "fate": ""}
+_HEADINGS |= {"more_noise_db": "dB\nlost"}
 _HEADINGS |= {"same_bits": "bits of\n16-bit\ngather", "exposed_ms": "exposed\ncomm ms"}
 _WORDS = {"gemm": "GEMM", "sqnr": "SQNR", "db": "dB", "kb": "kB", "mb": "MB"}
 _WORDS |= {"mib": "MiB", "gib": "GiB"}
 _FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "same_bits": ".0%", "share": ".1%"}
-_FORMATS["of_copy"] = ".1%"
+_FORMATS |= {"of_copy": ".1%", "more_noise_db": ".2f", "same_scales": ".0%"}
 _FORMATS |= {key: ".1f" for key in _NUMBERS.split() if key.startswith(("sqnr_", "even_"))}
 for _what in ("underflow", "saturation"):
     for _role in ("input", "weight", "grad_output"):

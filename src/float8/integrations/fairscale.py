@@ -1,0 +1,199 @@
+"""fairscale's model parallel, whose layers hold their part of a weight as a plain Parameter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairscale.nn.model_parallel.initialize import (
+    get_model_parallel_group,
+    model_parallel_is_initialized,
+)
+from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from float8.arguments import require_module
+from float8.config import Float8LinearConfig
+from float8.linear import Float8Linear, move_hooks, unsupported
+from float8.linear.sharded import linear_of_shards
+from float8.linear.source import own_containers
+
+
+class Float8ParallelLinear(Float8Linear):
+    """What both layers have in common; see `swap_tp_linear_with_float8_linear`."""
+
+    source_class: type[nn.Module]  # type: ignore[misc]
+    mesh: DeviceMesh
+    """The ranks that hold parts of the weight, as a mesh of one dim."""
+    placements: tuple[Placement, Placement]
+    """Of the input as it comes, and of the output as it goes."""
+    sharded_dim = 0
+    """Of the weight."""
+
+    @classmethod
+    def from_parallel(
+        cls, mod: Any, config: Float8LinearConfig, sequence_dim: int | None
+    ) -> "Float8ParallelLinear":
+        """Make one with the Parameters, hooks and training mode of `mod`.
+
+        Args:
+            mod: the fairscale layer; it should not be used any more.
+            config: how to cast.
+            sequence_dim: along which ranks share tokens between layers; None: all have all.
+        """
+        new = cls.__new__(cls)
+        new.__dict__.update(mod.__dict__)
+        new.__dict__.update(own_containers(mod))
+        new.source_class = type(mod)
+        device = mod.weight.device.type
+        if device == "meta":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        new.mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
+        new.set_up(config)
+        new.place(mod, sequence_dim)
+        move_hooks(mod, new)
+        return new
+
+    def place(self, mod: Any, sequence_dim: int | None) -> None:
+        """Say how input and output of `mod` lie."""
+        raise NotImplementedError
+
+    def set_up(self, config: Float8LinearConfig) -> None:
+        """As `Float8Linear`; a `ValueError` for a float8 all-gather of FSDP."""
+        if config.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                f"{type(self).__name__}: got enable_fsdp_float8_all_gather=True, expected False: "
+                f"FSDP does not know that other ranks hold parts of the weight, too"
+            )
+        super().set_up(config)
+
+    def become_high_precision(self) -> None:
+        """As `Float8Linear`."""
+        super().become_high_precision()
+        for name in ("source_class", "mesh", "placements", "tokens_dim", "gathered"):
+            self.__dict__.pop(name, None)
+
+    def forward(self, input: Tensor, *, keep_input: bool = False) -> Tensor:
+        """As the fairscale layer, with tokens shared where sequence parallel was asked for.
+
+        Args:
+            input: float32, bfloat16 or float16; what this rank has of it.
+            keep_input: as for `Float8Linear`.
+
+        Returns:
+            What this rank has of the output.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `Float8Linear`.
+        """
+        if self.delayed:
+            self.check_synced()
+        by_rows = self.sharded_dim == 0
+        weight = self._on_mesh(self.weight, Shard(self.sharded_dim))
+        bias: Any = self.bias
+        if bias is not None:
+            bias = self._on_mesh(bias, Shard(0) if by_rows else Replicate())
+        before, after = self.placements
+        x = self._on_mesh(input, before)
+        if not by_rows and before.is_replicate():
+            x = x.redistribute(placements=[Shard(x.dim() - 1)])
+        how = self.plan, self.delayed_scales(), keep_input, self.gathered == "input"
+        more = self.tokens_dim, self.knows_scales, None
+        y = linear_of_shards(x, weight, bias, *how, *more)
+        local: Tensor = y.redistribute(placements=[after]).to_local()
+        return local
+
+    def _on_mesh(self, x: Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(x, self.mesh, [placement], run_check=False)
+
+
+class Float8ColumnParallelLinear(Float8ParallelLinear):
+    """fairscale's `ColumnParallelLinear` in float8: each rank has some of the output features."""
+
+    def place(self, mod: Any, sequence_dim: int | None) -> None:
+        """With sequence parallel the input is gathered, in float8."""
+        before: Placement = Replicate()
+        if sequence_dim is not None:
+            before, self.gathered = Shard(sequence_dim), "input"
+        self.placements = before, Replicate() if mod.gather_output else Shard(-1)
+
+
+class Float8RowParallelLinear(Float8ParallelLinear):
+    """fairscale's `RowParallelLinear` in float8: each rank has some of the input features."""
+
+    sharded_dim = 1
+
+    def place(self, mod: Any, sequence_dim: int | None) -> None:
+        """With sequence parallel the gradient of the output is gathered, in float8."""
+        after: Placement = Replicate()
+        if sequence_dim is not None:
+            after, self.tokens_dim, self.gathered = Shard(sequence_dim), sequence_dim, "grad_output"
+        self.placements = Shard(-1) if mod.input_is_parallel else Replicate(), after
+
+
+_CLASSES: dict[type[nn.Module], type[Float8ParallelLinear]] = {
+    ColumnParallelLinear: Float8ColumnParallelLinear,
+    RowParallelLinear: Float8RowParallelLinear,
+}
+
+
+def swap_tp_linear_with_float8_linear(
+    model: nn.Module,
+    *,
+    config: Float8LinearConfig | None = None,
+    module_filter_fn: Callable[[nn.Module, str], bool] = lambda mod, fqn: True,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 0,
+) -> nn.Module:
+    """Turn fairscale's `ColumnParallelLinear` and `RowParallelLinear` into layers in float8.
+
+    In place; Parameters stay the same objects, and `convert_to_high_precision` is the way back.
+    Tensors are cast under the scale of the whole, of all ranks of the model-parallel group. Other
+    linear layers of the model are converted by `convert_to_float8_training`.
+
+    With `sequence_parallel` ranks share the tokens between a row-parallel layer and the next
+    column-parallel one, which fairscale itself does not know: what comes in is gathered in float8,
+    and what goes out is summed and scattered. Column-parallel layers take tokens of this rank then
+    (and `gather_output` should be False), row-parallel ones return them.
+
+    Args:
+        model: or a single such layer.
+        config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+        module_filter_fn: called as `module_filter_fn(layer, fqn)`; those for which it returns True
+            are converted.
+        sequence_parallel: see above.
+        sequence_dim: the dim of the tokens that ranks share: 0 for [seq, batch, dim].
+
+    Returns:
+        `model`; or, if it is such a layer itself, its replacement.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a layer cannot take `config`; nothing is changed then.
+        RuntimeError: fairscale's model parallel is not initialised.
+    """
+    require_module(model, "model")
+    config = Float8LinearConfig() if config is None else config
+    if not model_parallel_is_initialized():
+        raise RuntimeError(
+            "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one; call "
+            "fairscale's initialize_model_parallel first"
+        )
+    found = {
+        mod: fqn
+        for fqn, mod in model.named_modules()
+        if type(mod) in _CLASSES and module_filter_fn(mod, fqn)
+    }
+    for mod, fqn in found.items():
+        as_linear: Any = mod
+        if problem := unsupported(as_linear, config, [type(mod)]):
+            raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
+    dim = sequence_dim if sequence_parallel else None
+    new = {mod: _CLASSES[type(mod)].from_parallel(mod, config, dim) for mod in found}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in new:
+                parent._modules[name] = new[child]
+    return new.get(model, model)

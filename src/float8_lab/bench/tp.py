@@ -1,0 +1,405 @@
+"""`float8 bench tp`: plain Llama blocks under tensor and sequence parallel on the GPUs of a host.
+
+Float8 is held against the same recipe on one device first: scales of weights bit by bit, output
+and gradients by what their SQNR against bf16 loses. Then all variants are timed in turn.
+"""
+
+import importlib
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from float8.convert.measure import WrongResultError
+from float8.linear import functional
+from float8.parallel import tensor as own_styles
+from float8_lab.bench.block import AT_LEAST, StackSize, stack_data
+from float8_lab.bench.fsdp import ShardedStep
+from float8_lab.bench.ranks import Report, run_ranks
+from float8_lab.bench.step import WARMUP, Row, Step, check
+from float8_lab.bench.traffic import CountedTraffic
+from float8_lab.bench.variants import (
+    EAGER,
+    HIGH_PRECISION,
+    Variant,
+    make_variants,
+    many_compilations,
+)
+from float8_lab.errors import ConfigError
+from float8_lab.models.llama import apply_rope, rope_table
+from float8_lab.models.presets import ModelConfig, preset
+
+PASSES = 3
+"""How often all variants are timed, one after the other."""
+
+MORE_NOISE = 1.0
+"""Upper bound in dB of what SQNRs against bf16 may lose by running on several devices. Results are
+not equal: sums have another order, bfloat16 rounds otherwise then, and so do casts."""
+
+Results = dict[str, Tensor]
+Scales = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank runs; picklable."""
+
+    size: StackSize  # of all ranks together
+    rounds: int  # steps that are timed, in each pass
+    chosen: dict[str, Any]  # what `make_variants` takes
+
+    def variants(self) -> list[Variant]:
+        """A `ValueError` if a recipe is none."""
+        return make_variants(**self.chosen)
+
+
+def bench_tp(plan: Plan, ranks: int, device_type: str) -> Iterator[list[Row]]:
+    """Time every variant on `ranks` new processes; an empty list after each check, then all rows.
+
+    Rows of peers that failed say why in `left_out`, and nothing else.
+    """
+    return run_ranks(_measure_all, (plan,), ranks, device_type)
+
+
+def require_shares(size: StackSize, ranks: int) -> None:
+    """Raise a `ConfigError` for blocks that so many ranks cannot share evenly."""
+    config = preset(size.model).model
+    shared = {"key/value heads": config.n_kv_heads, "ffn width": config.ffn_dim}
+    shared["tokens per sequence"] = size.seq_len
+    for what, number in shared.items():
+        if ranks < 2 or number % ranks:
+            raise ConfigError(
+                f"ranks: got {ranks} for {number} {what}, expected at least 2 and a divisor of it"
+            )
+
+
+# ---------------------------------------------------------------- the model, as users write it
+
+
+class Norm(nn.Module):
+    """RMSNorm of ops that every version of DTensor knows."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> the same."""
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.float()).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention of normalised tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[batch, seq, dim] -> the same; heads are as many as the layers return."""
+        layers = (self.wq, self.wk, self.wv)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU of normalised tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> the same."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Both, each with its norm, added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = Norm(config), Norm(config)
+        self.attention, self.ffn = Attention(config), FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[batch, seq, dim] -> the same."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """Blocks without embedding and head."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: StackSize, device: torch.device) -> None:
+        super().__init__()
+        config = preset(size.model).model
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.layers = nn.ModuleList(Block(config) for _ in range(size.blocks))
+            self.to(torch.bfloat16)
+            cos, sin = rope_table(config.head_dim, size.seq_len, config.rope_theta)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> the same."""
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return x
+
+
+def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Module:
+    """Each rank holds its part of weights and, between layers, of the tokens."""
+    if variant.is_reference:
+        styles: Any = torch_styles
+    elif variant.ours:
+        styles = own_styles
+    else:
+        library = variant.recipe.split()[0]
+        styles = importlib.import_module(f"{library}.float8.float8_tensor_parallel")
+    prefix = "" if variant.is_reference else "Float8"
+    colwise, rowwise = (getattr(styles, f"{prefix}{way}Parallel") for way in ("Colwise", "Rowwise"))
+    prepare = getattr(styles, f"Prepare{prefix}ModuleInput")
+    tokens, whole = Shard(1), Replicate()
+    plan: dict[str, Any] = {
+        "attention_norm": SequenceParallel(),
+        "ffn_norm": SequenceParallel(),
+        "attention": prepare(
+            input_layouts=(tokens, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "ffn": prepare(input_layouts=(tokens,), desired_input_layouts=(whole,)),
+    }
+    plan |= {name: colwise() for name in ("attention.w[qkv]", "ffn.w[13]")}
+    plan |= {name: rowwise(output_layouts=tokens) for name in ("attention.wo", "ffn.w2")}
+    for block in stack.get_submodule("layers").children():
+        parallelize_module(block, mesh, plan, src_data_rank=None)  # all have the same weights
+    return stack
+
+
+# ---------------------------------------------------------------- steps
+
+
+class ParallelStep(ShardedStep):
+    """Forward and backward of a stack, whose tokens all ranks share, with the sync of scaling."""
+
+    def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
+        self._device, self._gpu = device, device.type == "cuda"
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        sharded = replace(
+            variant, convert=lambda model: parallelized(variant.convert(model), variant, mesh)
+        )
+        data = [part(x, 1) for x in stack_data(size, device)]
+        Step.__init__(self, sharded, Stack(size, device), *data, sync=True)
+
+    def __call__(self) -> dict[str, Tensor]:
+        """What this rank has of the results."""
+        return {name: _local(x) for name, x in super().__call__().items()}
+
+    def train(self) -> None:
+        """One step."""
+        super().__call__()
+
+    def times(self, rounds: int) -> list[float]:
+        """As the base class; other variants hold memory, too, which is not counted."""
+        if self._gpu:
+            own = sum(_local(p).nbytes for p in self.model.parameters())
+            self._before = torch.cuda.memory_allocated(self._device) - own
+        return super().times(rounds)
+
+
+def part(x: Tensor, dim: int) -> Tensor:
+    """What this rank holds of `x`, sharded along `dim`."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def _local(x: Any) -> Tensor:
+    local: Tensor = x
+    if isinstance(x, DTensor):
+        summed = any(placement.is_partial() for placement in x.placements)  # of a norm
+        local = x.full_tensor() if summed else x.to_local()
+    return local.detach()
+
+
+_BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
+
+
+def parts(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the results of one device, what this rank has under tensor parallel."""
+    found = {}
+    for name, x in results.items():
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        sharded = layer in (*_BY_ROWS, *_BY_COLUMNS, "output", "gradient of input")
+        found[name] = part(x, 0 if layer in _BY_ROWS else 1) if sharded else x
+    return found
+
+
+@contextmanager
+def seen_scales() -> Iterator[Scales]:
+    """Those of the operands of all of this library's GEMMs, in eager mode."""
+    seen: Scales = []
+    module: Any = functional
+    original = module.matmul
+
+    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
+        seen.append((a.scale.clone().squeeze(), b.scale.clone().squeeze()))
+        return original(a, b, **more)  # type: ignore[no-any-return]
+
+    module.matmul = matmul
+    try:
+        yield seen
+    finally:
+        module.matmul = original
+
+
+def results_and_scales(step: Step) -> tuple[dict[str, Tensor], Scales]:
+    """Of a step in a steady state."""
+    for _ in range(WARMUP):
+        step()
+    with seen_scales() as scales:
+        results = step()
+    return results, scales
+
+
+def check_scales(what: str, expected: Scales, got: Scales, weights: int) -> float | None:
+    """The share of equal scales; a `WrongResultError` if one of `weights` weights is not.
+
+    None where scales are finer than one per tensor: those are of what a rank holds. All ranks must
+    call it.
+    """
+    if not expected or any(scale.numel() > 1 for pair in expected for scale in pair):
+        return None
+    a, b = (torch.stack([torch.stack(pair) for pair in each]) for each in (expected, got))
+    same = (a == b).int()
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    if not same[:weights, 1].all():
+        raise WrongResultError(
+            f"{what} got scales of weights {b[:weights, 1].tolist()}, expected those of one "
+            f"device, {a[:weights, 1].tolist()}; nothing was timed"
+        )
+    return float(same.double().mean())
+
+
+def check_noise(what: str, base: Results, one: Results, got: Results) -> float:
+    """By how many dB a result is further away from `base`, at most, than that of one device.
+
+    A `WrongResultError` if that is more than `MORE_NOISE`. All ranks must call it.
+    """
+    lost = {}
+    for name, expected in base.items():
+        a, b = (check(what, {name: expected}, {name: x[name]}, -math.inf) for x in (one, got))
+        lost[name] = a - b
+    name = max(lost, key=lambda each: lost[each])
+    if not lost[name] <= MORE_NOISE:
+        raise WrongResultError(
+            f"{what} {name}: SQNR {lost[name]:.1f} dB lower than on one device, expected at most "
+            f"{MORE_NOISE} dB; nothing was timed"
+        )
+    return lost[name]
+
+
+# ---------------------------------------------------------------- what each rank does
+
+
+def _measure_all(report: Report, device: torch.device, plan: Plan) -> None:
+    """Rank 0 reports."""
+    first = dist.get_rank() == 0
+    rows: dict[str, Row] = {}
+    steps: dict[str, ParallelStep] = {}
+    left_out: list[Row] = []
+    references: dict[str, Results] = {}
+    variants = plan.variants()
+    with many_compilations():
+        for variant in variants:
+            try:
+                steps[variant.name], rows[variant.name] = _checked(
+                    variant, plan.size, device, references
+                )
+            except Exception as error:
+                if variant.ours or variant.is_reference:
+                    raise
+                why = f"{type(error).__name__}: {error}"[:500]
+                left_out.append({"recipe": variant.recipe, "mode": variant.mode, "left_out": why})
+            if first:
+                report([])
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(PASSES):
+            for name, step in steps.items():
+                times[name] += step.times(plan.rounds)
+                rows[name]["peak_gib"] = step.peak_gib
+        for name, step in steps.items():
+            rows[name]["exposed_ms"] = step.exposed_ms()
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    base = {v.mode: medians[v.name] for v in variants if v.is_reference}
+    tokens = plan.size.batch * plan.size.seq_len
+    for name, ms in medians.items():
+        speedup = base[rows[name]["mode"]] / ms
+        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": speedup}
+    if first:
+        report([*rows.values(), *left_out])
+
+
+def _checked(
+    variant: Variant,
+    size: StackSize,
+    device: torch.device,
+    references: dict[str, Results],
+) -> tuple[ParallelStep, Row]:
+    """A step whose results and scales are as those of one device, and what it sends."""
+    what, base = f"tp {variant.name}:", references.get(HIGH_PRECISION)
+    row: Row = {"recipe": variant.recipe, "mode": variant.mode}
+    row |= dict.fromkeys(("left_out", "same_scales", "more_noise_db"))
+    if variant.ours or base is None:
+        eager = replace(variant, mode=EAGER)
+        alone = Step(eager, Stack(size, device), *stack_data(size, device), sync=True)
+        whole, expected = results_and_scales(alone)
+        references[variant.recipe] = parts(whole)
+        del alone, whole
+        if variant.ours:
+            got, scales = results_and_scales(ParallelStep(eager, size, device))
+            row["same_scales"] = check_scales(what, expected, scales, 7 * size.blocks)
+            check_noise(what, references[HIGH_PRECISION], references[variant.recipe], got)
+    step = ParallelStep(variant, size, device)
+    for _ in range(WARMUP):
+        step()
+    results = step()
+    row["sqnr_db"] = check(what, references[HIGH_PRECISION], results, AT_LEAST)
+    if variant.ours:
+        one = references.pop(variant.recipe)
+        row["more_noise_db"] = check_noise(what, references[HIGH_PRECISION], one, results)
+    with CountedTraffic() as counted:
+        step.train()
+    sent = counted.traffic
+    return step, row | {
+        "gathered_mb": sent.gathered / 1e6,
+        "reduce_scattered_mb": sent.reduce_scattered / 1e6,
+        "all_reduces": sent.all_reduces,
+        "traffic": asdict(sent),
+    }

@@ -1,0 +1,141 @@
+"""fairscale's model-parallel layers in float8, on two ranks, against one device.
+
+fairscale has no wheel: `pip install setuptools`, then `pip install --no-build-isolation --no-deps
+fairscale==0.4.13`.
+"""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from float8 import (
+    attach_to_optimizer,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    sync_float8_amax_and_scale_history,
+)
+from support.configs import delayed, of_recipe, tensorwise
+from support.models import seeded
+from support.ranks import Ranks
+from support.sharded import FunctionalTraffic
+
+pytest.importorskip("fairscale")
+pytestmark = pytest.mark.xdist_group("ranks")
+
+DIM, HIDDEN, TOKENS, BATCH = 32, 48, 8, 2
+
+
+class FeedForward(nn.Module):
+    def __init__(self, first: nn.Module, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.silu(self.first(x)))
+
+
+def built(bias: bool, gather: bool = False) -> tuple[nn.Module, nn.Module]:
+    """The same weights on one device, and in fairscale's layers."""
+    from fairscale.nn.model_parallel import initialize
+    from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    if not initialize.model_parallel_is_initialized():
+        initialize.initialize_model_parallel(dist.get_world_size())
+    torch.manual_seed(0)
+    whole = FeedForward(nn.Linear(DIM, HIDDEN, bias), nn.Linear(HIDDEN, DIM, bias))
+    whole.first.weight.data[-1, -1] = 3.0  # the amax is in the last part along both dims
+    parallel = FeedForward(
+        ColumnParallelLinear(DIM, HIDDEN, bias, gather_output=gather),
+        RowParallelLinear(HIDDEN, DIM, bias, input_is_parallel=not gather),
+    )
+    parts = {n: part(p, dim(n)) for n, p in whole.state_dict().items()}
+    parallel.load_state_dict(parts)
+    return whole, parallel
+
+
+def dim(name: str) -> int | None:
+    return {"first.weight": 0, "first.bias": 0, "last.weight": 1}.get(name)
+
+
+def part(x: Tensor, along: int | None) -> Tensor:
+    if along is None:
+        return x.clone()
+    return x.chunk(dist.get_world_size(), along)[dist.get_rank()].clone()
+
+
+def compared(config: Any, sequence: bool, bias: bool, gather: bool, compiled: bool) -> None:
+    from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
+
+    whole, parallel = built(bias, gather)
+    convert_to_float8_training(whole, config=config, module_filter_fn=lambda *_: True)
+    parameters = list(parallel.parameters())
+    assert swap(parallel, config=config, sequence_parallel=sequence) is parallel
+    assert all(p is q for p, q in zip(parallel.parameters(), parameters, strict=True))
+    call = torch.compile(parallel, backend="aot_eager", fullgraph=True) if compiled else parallel
+    for step in range(3):
+        x, g = (seeded(2 * step + n, TOKENS, BATCH, DIM) for n in (1, 2))
+        own, own_g = (part(t, 0 if sequence else None) for t in (x, g))
+        x.requires_grad_()
+        own.requires_grad_()
+        y = whole(x)
+        y.backward(g)
+        seen = FunctionalTraffic()
+        with nullcontext() if compiled else seen:
+            got = call(own)
+            got.backward(own_g)
+        if sequence and not compiled:
+            assert seen.bytes_of("all_gather") == {torch.uint8: 2 * own.numel()}
+        pairs = [(got, y, 0), (own.grad, x.grad, 0)]
+        pairs = [(a, part(b, along if sequence else None)) for a, b, along in pairs]
+        for (name, p), q in zip(parallel.named_parameters(), whole.parameters(), strict=True):
+            pairs.append((p.grad, part(q.grad, dim(name))))
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for model in (whole, parallel):
+            sync_float8_amax_and_scale_history(model)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["tensorwise", "delayed"])
+def test_they_compute_what_one_device_does(two: Ranks, config: Any, sequence: bool) -> None:
+    two.run(compared, config, sequence, True, False, False)
+    two.run(compared, config, sequence, False, False, True)
+    if not sequence:
+        two.run(compared, config, sequence, True, True, False)
+
+
+def there_and_back() -> None:
+    from float8.integrations import fairscale as ours
+
+    _, parallel = built(True)
+    plain = copy.deepcopy(parallel)
+    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather=True, expected False"):
+        ours.swap_tp_linear_with_float8_linear(
+            parallel, config=tensorwise(enable_fsdp_float8_all_gather=True)
+        )
+    assert [type(x) for x in parallel.children()] == [type(x) for x in plain.children()]
+    ours.swap_tp_linear_with_float8_linear(
+        parallel, config=of_recipe("rowwise"), module_filter_fn=lambda mod, fqn: fqn == "first"
+    )
+    assert type(parallel.first) is ours.Float8ColumnParallelLinear
+    assert type(parallel.last) is type(plain.last)
+    ours.swap_tp_linear_with_float8_linear(parallel, sequence_parallel=True)
+    assert type(parallel.last) is ours.Float8RowParallelLinear
+    assert "grad_output gathered in float8" in repr(parallel.last)
+    attach_to_optimizer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
+    convert_to_high_precision(parallel)
+    for a, b in zip(parallel.children(), plain.children(), strict=True):
+        assert type(a) is type(b)
+        assert vars(a).keys() == vars(b).keys()
+    x = seeded(1, TOKENS, BATCH, DIM)
+    assert torch.equal(parallel(x), plain(x))
+
+
+def test_there_and_back(two: Ranks) -> None:
+    two.run(there_and_back)
