@@ -137,13 +137,14 @@ def update_float8_weights(model: nn.Module) -> None:
     """Cast the weights of all layers with `Float8Weights.HELD`, for every forward to come.
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so: now and after each step.
-    Before the first call weights are cast on the fly. A weight that changes between two calls is
-    cast again where it is used, eager or compiled, if its version counter tells: it counts what
-    optimizers of torch, loading and ops write, and not writes through `weight.data` or a raw
-    pointer, after which this must be called. `.to()` and a new Parameter end what is held.
+    Before the first call, and in evaluation, weights are cast on the fly. A weight that changes
+    between two calls is cast again where it is used, eager or compiled, if its version counter
+    tells: it counts what loading and ops write, optimizers' too. It does not count what fused
+    optimizers write, nor writes into `weight.data` or through a raw pointer: after those this must
+    be called. `.to()` and a new Parameter end what is held.
 
-    Under FSDP2 each rank holds its shard in float8 instead, which is sent as it is. Weights that
-    are DTensors of tensor parallel are cast on the fly; a warning says so.
+    Under FSDP2 each rank holds its shard in float8 instead, cast when it is first sent. Weights
+    that are DTensors of tensor parallel are cast on the fly; a warning says so.
 
     Args:
         model: the converted model, compiled or not.
@@ -209,12 +210,13 @@ class Attachment:
             layer.attached = True
 
     def remove(self) -> None:
-        """End the attachment."""
+        """End the attachment, and what is held until another one, or the next update."""
         for handle in self._handles:
             handle.remove()
         # Some may be in high precision by now.
         for layer in (x for x in self._layers if isinstance(x, Float8Linear)):
             layer.attached = False
+            layer.held = None
             layer.forget_weights()
 
 
@@ -257,7 +259,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
 
     update_float8_weights(model)
     return Attachment(
-        _delayed_layers(model.modules()),
+        [layer for layer in model.modules() if isinstance(layer, Float8Linear)],
         [
             inner.register_step_pre_hook(untraced(before_step)),
             inner.register_step_post_hook(untraced(after_step)),

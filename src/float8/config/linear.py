@@ -77,8 +77,9 @@ class Float8Weights(enum.Enum):
     """In each forward, and again in backward."""
 
     HELD = "held"
-    """Once per optimizer step, by `attach_to_optimizer` or `update_float8_weights`. Both layouts
-    stay beside the weight, two bytes per element. All results are those of `ON_THE_FLY`."""
+    """Once per optimizer step, by `attach_to_optimizer` or `update_float8_weights`, for training;
+    evaluation casts on the fly. Both layouts stay beside the weight, two bytes per element. All
+    results are those of `ON_THE_FLY`."""
 
     ONLY = "only"
     """At the conversion, instead of the weight, which must be frozen: one byte per element."""
@@ -182,6 +183,12 @@ class Float8LinearConfig:
             self._check_one_cast("enable_fsdp_float8_all_gather", True, row_only=True)
         if self.float8_weights is not Float8Weights.ON_THE_FLY:
             only = self.float8_weights is Float8Weights.ONLY
+            if only and self.enable_fsdp_float8_all_gather:
+                raise ValueError(
+                    "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected "
+                    "False: a weight without a high-precision master cannot be sharded; leave it "
+                    "out of fully_shard with ignored_params"
+                )
             self._check_one_cast("float8_weights", self.float8_weights, row_only=only)
             if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
                 raise ValueError(

@@ -257,6 +257,8 @@ class StatefulLinear(nn.Linear):
         key = prefix + "weight"
         if self.keeps_no_master and type(state_dict.get(key)) in PLAIN:
             values = state_dict[key]
+            if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
+                values = values.to(self.weight.dtype)
             values = values if self.weight.is_meta else values.to(self.weight.device)
             state_dict = {**state_dict, key: in_float8_only(values, self.plan.weight)}
         before, old_weight = self._state(), self._parameters.get("weight")

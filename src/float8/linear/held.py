@@ -1,13 +1,14 @@
 """The float8 data of a weight, held beside the weight from one optimizer step to the next.
 
 `update_float8_weights` casts each weight once, to both layouts in one read; forwards, backwards,
-recomputation and microbatches read that. What was cast carries a stamp: the version counter of the
-weight and its address, and the version of the scale under delayed scaling. Each use compares, and
-casts again what does not match. Eager code does so in Python. Compiled code, which Python does not
-follow, does so in an op: to the compiler it returns the scales, so that whatever reads the data
-waits for it.
+recomputation and microbatches of training read that. What was cast carries a stamp: the version
+counter of the weight, its memory and its address, and those of the scale under delayed scaling.
+Each use compares, and casts again what does not match. Eager code does so in Python. Compiled code,
+which Python does not follow, does so in an op: to the compiler it returns the scales, so that
+whatever reads the data waits for it.
 """
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +53,18 @@ def hold(weight: Tensor, spec: CastSpec, scale: Tensor | None) -> Quantized:
 def is_current(data: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
     """Whether row data of `hold` are those of `weight` and `scale` as they are now.
 
-    As far as version counters tell: they count what optimizers and ops write, and not what goes
-    through `weight.data` or a raw pointer.
+    As far as version counters tell: they count what ops write, and not what fused optimizers do,
+    nor what goes through `weight.data` or a raw pointer.
     """
     return data.__dict__.get("float8_made_of") == _stamp(weight, scale)
 
 
-def _stamp(weight: Tensor, scale: Tensor | None) -> tuple[int, ...]:
-    return weight._version, weight.data_ptr(), -1 if scale is None else scale._version
+def _stamp(*tensors: Tensor | None) -> tuple[Any, ...]:
+    # The memory, too: what is freed and allocated anew may have the same address.
+    return tuple(
+        None if x is None else (x._version, x.data_ptr(), weakref.ref(x.untyped_storage()))
+        for x in tensors
+    )
 
 
 def can_hold(weight: Any) -> bool:
@@ -70,6 +75,8 @@ def can_hold(weight: Any) -> bool:
 def current(held: HeldWeight, spec: CastSpec, scale: Tensor | None) -> HeldWeight | None:
     """`held`, cast again if its weight was written; None if a recording must not keep it."""
     weight, operand = held
+    if torch.compiler.is_exporting():  # or the program would hold the data, too
+        return None
     if torch.compiler.is_compiling():
         return HeldWeight(weight, _traced(weight, operand, spec, scale))
     if _is_recording(weight):

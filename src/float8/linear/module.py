@@ -174,18 +174,15 @@ class Float8Linear(StatefulLinear):
     def ready_weight(self, weight: Tensor) -> Quantized | None:
         """The operand of `weight`, this layer's, if it is in float8 already."""
         held = self.held
-        # Another weight is somebody else's: of FSDP, or of `functional_call`.
-        if held is not None and held.weight is weight and self.takes_held:
+        # Another weight is somebody else's: of FSDP, or of `functional_call`. Evaluation casts the
+        # weight as it is: scales come from no history there, and averages are written into
+        # `weight.data`, past version counters.
+        if held is not None and held.weight is weight and self.training:
             held = current(held, self.plan.weight, self._buffers.get(WEIGHT_SCALE))
             if not torch.compiler.is_compiling() and held is not None:
                 self.held = held
             return None if held is None else held.operand
         return weight_in_float8(weight, self.plan) if isinstance(weight, Float8Tensor) else None
-
-    @property
-    def takes_held(self) -> bool:
-        """Whether a cast now would be what is held: evaluation takes no scale from a history."""
-        return self.uses_history or not self.plan.weight.delayed
 
     def delayed_scales(self) -> DelayedScales:
         """The state of the casts: they take scales from it in training, and record amaxes."""

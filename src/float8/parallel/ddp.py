@@ -1,4 +1,4 @@
-"""What DistributedDataParallel must not do to delayed scaling."""
+"""What DistributedDataParallel must leave alone."""
 
 from torch import nn
 
@@ -13,14 +13,15 @@ def keep_amaxes_under_ddp(module: nn.Module) -> None:
 
     At every forward DDP copies rank 0's buffers to all ranks. Histories and scales, which a sync
     leaves equal everywhere, may be copied (and shall be, where only rank 0 loads a checkpoint),
-    but an amax that another rank recorded since the last sync would be lost.
+    but an amax that another rank recorded since the last sync would be lost. Nor can it send
+    weights that are in float8 only: each rank must load them.
     """
     for root in module.modules():
         names = [
-            f"{prefix}.{site.amax}" if prefix else site.amax
+            f"{prefix}.{own}" if prefix else own
             for prefix, layer in root.named_modules()
             if isinstance(layer, Float8Linear)
-            for site in layer.delayed
+            for own in (*(site.amax for site in layer.delayed), *["weight"] * layer.keeps_no_master)
         ]
         if names:
             ignored = [*getattr(root, _IGNORED, ())]

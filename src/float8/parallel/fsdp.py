@@ -149,15 +149,22 @@ class FSDPFloat8Weight(Float8GatherWeight):
         There may be no rows. Row data come without padding. Their scale is that of the whole weight
         under `TENSORWISE`; under other granularities those of the shard. With delayed scaling the
         amax of the shard comes along for each forward in training to record; the sync makes it that
-        of the whole weight. With `Float8Weights.HELD` the cast of a dynamic scale is kept until the
-        weight is written.
+        of the whole weight. With `Float8Weights.HELD` the cast is kept until the weight, or a scale
+        from a history, is written.
         """
-        known = None if self.spec.delayed else remembered(module.weight, param_dtype)
+        of: tuple[Any, ...] = (param_dtype,)
+        keep = module.config.float8_weights is Float8Weights.HELD
+        if self.spec.delayed:
+            scale = module.get_buffer(WEIGHT_SCALE)
+            of += scale._version, scale.data_ptr()
+            keep = keep and module.knows_weight_scale()
+        known = remembered(module.weight, *of) if keep or not self.spec.delayed else None
         if isinstance(known, Quantized):
             return known
         made = self._cast(module, param_dtype, known)
-        if module.config.float8_weights is Float8Weights.HELD and not self.spec.delayed:
-            remember(module.weight, made, param_dtype)
+        # Ranks must agree on who takes part in the all-reduce of a cast.
+        if keep and _on_all_ranks(module.weight):
+            remember(module.weight, made, *of)
         return made
 
     def _cast(self, module: Any, param_dtype: torch.dtype, scale: Tensor | None) -> Quantized:

@@ -238,6 +238,11 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
             f"model first"
         )
+    if module.keeps_no_master:
+        raise ValueError(
+            f"{type(style).__name__}: got a layer with float8_weights=ONLY, expected one with a "
+            f"high-precision weight, which can be sharded; convert it with another config"
+        )
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size())
     return module

@@ -45,8 +45,8 @@ class Float8GatherWeight(Wrapper):
 
     _inner: Tensor
     _counted: Tensor
-    _known: tuple[Tensor | Quantized, torch.dtype, tuple[int, ...]] | None = None
-    """A scale or a whole cast, the dtype and the versions it is of."""
+    _known: tuple[Tensor | Quantized, tuple[Any, ...], tuple[int, ...]] | None = None
+    """A scale or a whole cast, what it depends on, and the versions it is of."""
 
     @staticmethod
     def __new__(
@@ -180,15 +180,18 @@ torch.serialization.add_safe_globals(
 # ---------------------------------------------------------------- what is computed ahead
 
 
-def remember(weight: Tensor, made: Tensor | Quantized, param_dtype: torch.dtype) -> None:
-    """Keep the scale or cast of a weight, rounded to `param_dtype`, until the weight is written."""
-    local_tensor(weight)._known = made, param_dtype, _versions(weight)
+def remember(weight: Tensor, made: Tensor | Quantized, *of: Any) -> None:
+    """Keep the scale or cast of a weight until the weight is written.
+
+    `of`: the dtype that the weight was rounded to, and whatever else the cast depends on.
+    """
+    local_tensor(weight)._known = made, of, _versions(weight)
 
 
-def remembered(weight: Tensor, param_dtype: torch.dtype) -> Tensor | Quantized | None:
-    """What was kept since the weight was last written, if it is for this dtype."""
+def remembered(weight: Tensor, *of: Any) -> Tensor | Quantized | None:
+    """What was kept since the weight was last written, if it is of the same."""
     known = local_tensor(weight)._known
-    if known is None or known[1:] != (param_dtype, _versions(weight)):
+    if known is None or known[1:] != (of, _versions(weight)):
         return None
     return known[0]  # type: ignore[no-any-return]
 
