@@ -1,5 +1,6 @@
 """What scaling does once per optimizer step, on one device or on many."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
-from float8.linear import WEIGHT_AMAX, Float8Linear
+from float8.linear import WEIGHT_AMAX, Float8Layer
 from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
@@ -20,7 +21,7 @@ from float8.untraced import untraced
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
     model: nn.Module,
-    fp8_layers: Sequence[Float8Linear] | None = None,
+    fp8_layers: Sequence[Float8Layer] | None = None,
     *,
     group: Any = None,
 ) -> None:
@@ -96,7 +97,7 @@ def sync_float8_amax_and_scale_history(
     _note_scales(layers)
 
 
-def _note_scales(layers: list[Float8Linear]) -> None:
+def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
     shared = [x for x in layers if hasattr(x.weight, "device_mesh") and casts_delayed(x.plan)]
     unknown = [layer for layer in shared if not layer.scales_known]
@@ -130,19 +131,20 @@ def forget_float8_amax(model: nn.Module) -> None:
 class Attachment:
     """What `attach_to_optimizer` registered."""
 
-    def __init__(self, layers: list[Float8Linear], handles: list[RemovableHandle]) -> None:
+    def __init__(self, layers: list[Float8Layer], handles: list[RemovableHandle]) -> None:
         self._layers, self._handles = layers, handles
         for layer in layers:
-            layer.attached = True
+            layer.attached += 1
 
     def remove(self) -> None:
-        """End the attachment."""
+        """End the attachment; what ends it, too, is the end of the optimizer."""
         for handle in self._handles:
             handle.remove()
         # Some may be in high precision by now.
-        for layer in (x for x in self._layers if isinstance(x, Float8Linear)):
-            layer.attached = False
+        for layer in (x for x in self._layers if isinstance(x, Float8Layer)):
+            layer.attached = max(layer.attached - 1, 0)
             layer.forget_weights()
+        self._handles, self._layers = [], []
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
@@ -178,13 +180,16 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
             sync_float8_amax_and_scale_history(model, group=group)
         precompute_float8_dynamic_scale_for_fsdp(model)
 
-    return Attachment(
+    attachment = Attachment(
         _delayed_layers(model.modules()),
         [
             inner.register_step_pre_hook(untraced(before_step)),
             inner.register_step_post_hook(untraced(after_step)),
         ],
     )
+    # A training that ends in an error removes nothing.
+    weakref.finalize(inner, attachment.remove).atexit = False
+    return attachment
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -212,13 +217,13 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- layers
 
 
-def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
-    return [layer for layer in modules if isinstance(layer, Float8Linear) and layer.delayed]
+def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Layer]:
+    return [layer for layer in modules if isinstance(layer, Float8Layer) and layer.delayed]
 
 
-def _listed(layers: object) -> list[Float8Linear]:
+def _listed(layers: object) -> list[Float8Layer]:
     linears: list[Any] = list(layers) if isinstance(layers, Iterable) else []
-    others = [type(x).__name__ for x in linears if not isinstance(x, Float8Linear)]
+    others = [type(x).__name__ for x in linears if not isinstance(x, Float8Layer)]
     if others or not isinstance(layers, Iterable):
         got = type(layers).__name__ + (f" with a {others[0]}" if others else "")
         raise TypeError(
@@ -228,7 +233,7 @@ def _listed(layers: object) -> list[Float8Linear]:
     return linears
 
 
-def _join_tied(layers: list[Float8Linear]) -> None:
+def _join_tied(layers: list[Float8Layer]) -> None:
     """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
@@ -243,7 +248,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
 
 
 def _require_same_layers(
-    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...]
+    model: nn.Module, layers: list[Float8Layer], ranks: tuple[Any, ...]
 ) -> None:
     """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
     done = (len(layers), *(group.group_name for group in ranks))
@@ -267,7 +272,7 @@ def _require_same_layers(
     layers[0].agreed |= {done}
 
 
-def _share_amaxes(layers: list[Float8Linear], ranks: tuple[Any, ...]) -> None:
+def _share_amaxes(layers: list[Float8Layer], ranks: tuple[Any, ...]) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     amaxes, shards = [], []
     for layer in layers:
@@ -284,7 +289,7 @@ def _share_amaxes(layers: list[Float8Linear], ranks: tuple[Any, ...]) -> None:
     torch._foreach_copy_(amaxes, together.unbind())
 
 
-def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
+def _beside(layers: Sequence[Float8Layer], model: nn.Module) -> Iterator[Tensor]:
     """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
     inside = set(layers)
     for module in model.modules():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
-from float8.linear import Float8Conv1D, Float8Linear, is_conv1d
+from float8.linear import Float8Layer
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
 
@@ -18,8 +18,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
     Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
-    working. The weight of a `Conv1D` is transposed: make the optimizer anew. The state of delayed
-    scaling is dropped. Does nothing for a model in high precision.
+    working. The state of delayed scaling is dropped. Does nothing for a model in high precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -34,29 +33,23 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """
     require_module(module, "module")
     layers = {
-        layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Linear)
+        layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Layer)
     }
     for layer, fqn in layers.items():
         require_changeable(layer, fqn)
     ungather(layers)
     for layer in layers:
         layer.become_high_precision()
-    for parent in module.modules():
-        for child in parent._modules.values():
-            if child in layers:
-                tell_adapter(parent, child, has_transposed=True)
     return module
 
 
-def require_changeable(layer: Float8Linear, fqn: str) -> None:
+def require_changeable(layer: Float8Layer, fqn: str) -> None:
     """Raise a `ValueError` if somebody relies on what `layer` is."""
     if hasattr(type(layer), "reshard"):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"
     elif is_parametrized(layer):
         got, do = "a layer that is parametrized", "remove the parametrization first"
-    elif is_conv1d_of_shards(layer):
-        got, do = "a Conv1D whose weight is sharded", "make the change before fully_shard"
     elif layer.weight_cache is not None:
         got, do = "a layer inside of cached_weights", "leave that context first"
     elif not isinstance(layer.weight, Float8GatherWeight) and isinstance(
@@ -69,14 +62,9 @@ def require_changeable(layer: Float8Linear, fqn: str) -> None:
     raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
 
 
-def is_conv1d_of_shards(layer: Float8Linear) -> bool:
-    """Whether `layer` was a `Conv1D`, and its weight, which would be transposed, is a DTensor."""
-    return isinstance(layer, Float8Conv1D) and local_tensor(layer.weight) is not layer.weight
-
-
-def ungather(layers: Iterable[Float8Linear]) -> None:
+def ungather(layers: Iterable[Float8Layer]) -> None:
     """Make weights that were to be gathered in float8 ordinary Parameters again."""
-    users: dict[Any, list[Float8Linear]] = {}
+    users: dict[Any, list[Float8Layer]] = {}
     for layer in layers:
         weight: Any = layer._parameters.get("weight")
         if isinstance(weight, Float8GatherWeight):
@@ -96,9 +84,3 @@ def ungather(layers: Iterable[Float8Linear]) -> None:
                 "graph, a weakref): make the optimizer anew",
                 stacklevel=3,
             )
-
-
-def tell_adapter(parent: Any, child: Any, *, has_transposed: bool) -> None:
-    """Tell an adapter of PEFT how the weight of the `Conv1D` that it wraps lies now."""
-    if is_conv1d(child) and hasattr(parent, "fan_in_fan_out"):
-        parent.fan_in_fan_out = has_transposed

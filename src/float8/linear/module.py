@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from float8.config import CastSite, Float8LinearConfig
 from float8.linear.cached import current_operand
-from float8.linear.classes import class_of
-from float8.linear.delayed import StatefulLinear
+from float8.linear.classes import class_of, is_conv1d
+from float8.linear.delayed import StatefulLayer
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
-from float8.linear.other_state import as_loadable
 from float8.linear.plan import (
     LinearPlan,
     casts_grad_output_once,
@@ -19,52 +18,39 @@ from float8.linear.plan import (
     plan_linear,
 )
 from float8.linear.sharded import linear_of_shards
-from float8.linear.source import OWN_ATTRIBUTES, own_containers, require_supported
+from float8.linear.source import copied_from, own_names, problem
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor
 
 
-class Float8Linear(StatefulLinear):
-    """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
+class Float8Layer(StatefulLayer):
+    """What all linear layers in float8 are, whatever they were made of."""
 
-    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
-    `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
-    scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
-    """
-
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
     plan: LinearPlan
+    base_class: ClassVar[Any] = None
+    """`Float8Linear` or `Float8Conv1D`, in classes that `class_of` made of it."""
     source_class: ClassVar[type[nn.Module]] = nn.Linear
     """What it was made of, and becomes again in `convert_to_high_precision`."""
+    transposed: ClassVar[bool] = False
+    """Whether the weight is [K, N]."""
     tokens_dim: int | None = None
     """Under tensor parallel: the dim along which ranks share the tokens of an output that is a sum
     over ranks. None: the sum is left to others."""
     gathered: str | None = None
     """`input` or `grad_output`: of which ranks gather the tokens, as `repr` says."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        config: Float8LinearConfig | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        config = Float8LinearConfig() if config is None else config
-        require_supported(self, config)
-        self.set_up(config)
-
     @classmethod
     def from_float(
         cls,
-        mod: nn.Linear,
+        mod: nn.Module,
         config: Float8LinearConfig | None = None,
         *,
         linear_classes: Collection[type[nn.Linear]] = (),
-    ) -> "Float8Linear":
+    ) -> "Float8Layer":
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
         Parameters are the same objects (`enable_fsdp_float8_all_gather` takes effect in
@@ -74,26 +60,28 @@ class Float8Linear(StatefulLinear):
         Args:
             mod: the layer; its Parameters are shared, not copied. Of a subclass of `nn.Linear`
                 the new layer is an instance, too. Of a `Float8Linear` the state is made anew.
+                Of a `Conv1D` of transformers a `Float8Conv1D` is made.
             config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
             linear_classes: subclasses of `nn.Linear` whose own forward may be replaced.
 
         Raises:
-            TypeError: `mod` is no `nn.Linear`, or of a subclass that may compute something else,
+            TypeError: `mod` is no linear layer, or of a subclass that may compute something else,
                 or its dtype cannot be cast to float8.
             ValueError: `config` cannot be honoured for this layer.
         """
         config = Float8LinearConfig() if config is None else config
         require_supported(mod, config, linear_classes)
-        new_class: Any = type(mod)
-        if not isinstance(mod, Float8Linear):
-            new_class = class_of(cls, new_class)
-        elif issubclass(mod.source_class, nn.Linear):  # a Float8Conv1D stays one
-            new_class = class_of(cls, mod.source_class)
-        new: Float8Linear = new_class.__new__(new_class)
-        new.__dict__.update(mod.__dict__)
-        new.__dict__.update(own_containers(mod))
+        source = mod.source_class if isinstance(mod, Float8Layer) else type(mod)
+        new_class = class_of(_base(mod, cls), source)
+        new: Float8Layer = copied_from(mod, new_class)
         new.set_up(config)
         return new
+
+    def begin(self, config: Float8LinearConfig | None) -> None:
+        """What constructors do once Parameters are there; raises as `from_float`."""
+        config = Float8LinearConfig() if config is None else config
+        require_supported(self, config)
+        self.set_up(config)
 
     def set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration, with state made anew."""
@@ -109,13 +97,9 @@ class Float8Linear(StatefulLinear):
     def become_high_precision(self) -> None:
         """Turn this very object back into what it was made of."""
         self._drop_state()
-        for name in OWN_ATTRIBUTES & vars(self).keys():
+        for name in own_names(type(self)) & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = self.source_class  # type: ignore[assignment]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict = as_loadable(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---------------------------------------------------------------- forward
 
@@ -141,6 +125,8 @@ class Float8Linear(StatefulLinear):
         if self.delayed:
             self.check_synced()
             scales = self.delayed_scales()
+        if self.transposed:
+            weight = weight.t()
         if hasattr(weight, "device_mesh"):
             how = self.plan, scales, keep_input, self.tokens_dim, self.knows_scales
             sharded: Tensor = linear_of_shards(input, weight, self.bias, *how)
@@ -196,6 +182,87 @@ class Float8Linear(StatefulLinear):
             once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)
             parts.append(f"{self.gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)
+
+
+class Float8Linear(Float8Layer, nn.Linear):
+    """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
+
+    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
+    `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
+    scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.begin(config)
+
+
+class Float8Conv1D(Float8Layer):
+    """A linear layer in float8 that was the `Conv1D` of transformers, and is one: weight [K, N].
+
+    So optimizers, checkpoints and adapters see what they saw before. It is no `nn.Linear`, which
+    would promise a weight [N, K]. FSDP2 gathers the weight in high precision, and `cached_weights`
+    passes it by.
+    """
+
+    transposed = True
+    __repr__ = nn.Module.__repr__
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K."""
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N."""
+        return self.weight.shape[1]
+
+
+def _base(mod: Any, cls: Any = Float8Linear) -> Any:
+    """Which of our classes a layer becomes; `cls` is `Float8Linear` or a subclass."""
+    transposed = mod.transposed if isinstance(mod, Float8Layer) else is_conv1d(mod)
+    return Float8Conv1D if transposed else cls
+
+
+def unsupported(
+    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
+) -> str | None:
+    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
+
+    Args:
+        mod: an `nn.Linear` of any subclass, a `Conv1D`, or either converted.
+        config: the configuration.
+        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
+    """
+    found = problem(mod, _base(mod), config, linear_classes)
+    return None if found is None else str(found)
+
+
+def require_supported(
+    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
+) -> None:
+    """Raise what `unsupported` says."""
+    linear = isinstance(mod, nn.Linear | Float8Layer)
+    if not linear and not (isinstance(mod, nn.Module) and is_conv1d(mod)):
+        raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
+    if not isinstance(config, Float8LinearConfig):
+        raise TypeError(
+            f"Float8Linear: got a config of type {type(config).__name__}, expected a "
+            f"Float8LinearConfig, for example Float8LinearConfig.from_recipe_name('tensorwise')"
+        )
+    found = problem(mod, _base(mod), config, linear_classes)
+    if found is not None:
+        raise type(found)(f"Float8Linear: {found}")
 
 
 _SWITCHES = ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather")

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from float8.linear import Float8Linear
+from float8.linear import Float8Layer
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of the wrapped module in which DDP looks up the names of what it leaves alone."""
@@ -19,7 +19,7 @@ def keep_amaxes_under_ddp(module: nn.Module) -> None:
         names = [
             f"{prefix}.{site.amax}" if prefix else site.amax
             for prefix, layer in root.named_modules()
-            if isinstance(layer, Float8Linear)
+            if isinstance(layer, Float8Layer)
             for site in layer.delayed
         ]
         if names:
