@@ -20,9 +20,9 @@ from float8 import (
     high_precision_state_dict,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
+from float8.linear import Float8Layer
 from sqnr import same_bits, sqnr
 from support.configs import delayed, tensorwise
-from float8.linear import Float8Layer
 from support.models import gradients, seeded
 
 transformers = pytest.importorskip("transformers")

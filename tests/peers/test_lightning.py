@@ -81,7 +81,7 @@ def test_a_checkpoint_loads_without_lightning_s_trainer(tmp_path: Path) -> None:
     module = lightning_run.Module()
     lightning_run.trainer(tmp_path, 1).fit(module, lightning_run.data())
     (path,) = tmp_path.glob("*.ckpt")
-    with pytest.raises(RuntimeError, match="Unexpected key.*fp8_"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*fp8_"):
         lightning_run.Module.load_from_checkpoint(path, weights_only=True)
     plain = lightning_run.Module.load_from_checkpoint(path, strict=False, weights_only=True)
     state = module.state_dict()

@@ -84,8 +84,7 @@ def test_both_orders_train_alike_and_leave_the_adapters_alone(model: str, config
 def test_dora_trains_alike_in_both_orders(model: str, config) -> None:
     """It reads the weights themselves."""
     first, second = (
-        with_lora(model, order, config, use_dora=True)
-        for order in ("convert first", "LoRA first")
+        with_lora(model, order, config, use_dora=True) for order in ("convert first", "LoRA first")
     )
     for lora in (first, second):
         train(lora)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from float8.arguments import require_module
-from float8.config import Float8LinearConfig
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.report import conversion_report, set_skip_reason
 from float8.convert.restore import require_changeable, ungather
@@ -20,7 +20,7 @@ def convert_to_float8_training(
     module: nn.Module,
     *,
     module_filter_fn: ModuleFilter | None = None,
-    config: Float8LinearConfig | None = None,
+    config: ConfigOrRecipe | None = None,
     tokens_per_step: int = DEFAULT_TOKENS,
     auto_filter: bool = False,
     linear_classes: Collection[type[nn.Linear]] = (),
@@ -50,7 +50,8 @@ def convert_to_float8_training(
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and `Conv1D`
             that can be converted; only those for which it returns True are, `all_linears` takes
             them all. None: those described above.
-        config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+        config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
+            means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
             without a `module_filter_fn`.
         auto_filter: measure each shape on the GPU instead of judging by its size.
@@ -68,12 +69,7 @@ def convert_to_float8_training(
             with a `module_filter_fn` or without a GPU.
     """
     require_module(module, "module")
-    config = Float8LinearConfig() if config is None else config
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"config: got {type(config).__name__}, expected a Float8LinearConfig, for example "
-            f"Float8LinearConfig.from_recipe_name('tensorwise')"
-        )
+    config = as_config(config)
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes
     )

@@ -32,9 +32,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             inside of `cached_weights`; nothing is changed then.
     """
     require_module(module, "module")
-    layers = {
-        layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Layer)
-    }
+    layers = {layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Layer)}
     for layer, fqn in layers.items():
         require_changeable(layer, fqn)
     ungather(layers)

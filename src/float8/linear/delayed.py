@@ -55,7 +55,7 @@ class StatefulLayer(nn.Module):
     """A linear layer with that state, and a cast of its weight that may be kept."""
 
     config: Float8LinearConfig
-    weight: nn.Parameter
+    weight: Tensor
     cached_weight: Quantized | None = None
     """The weight in float8 inside `float8.cached_weights`."""
     weight_cache: WeightCache | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from float8.config import Float8LinearConfig, ScalingGranularity
+from float8.config import ConfigOrRecipe, ScalingGranularity, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
 from float8.linear.across import HERE, Across, Reduction, Tokens
@@ -45,7 +45,6 @@ class DelayedScales(NamedTuple):
 
 
 NO_SCALES = DelayedScales()
-DYNAMIC = Float8LinearConfig()  # made here, where Dynamo need not follow
 
 
 def linear(
@@ -53,7 +52,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    config: Float8LinearConfig | None = None,
+    config: ConfigOrRecipe | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` with its three GEMMs in float8: `input @ weight.T + bias`.
 
@@ -61,25 +60,20 @@ def linear(
         input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
         weight: [N, K], dtype of `input` unless under autocast; or a `Float8Tensor`.
         bias: [N] or None.
-        config: None means `Float8LinearConfig()`, dynamic tensorwise scaling. Delayed scaling has
-            state, and so needs a `Float8Linear`.
+        config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
+            scaling. Delayed scaling has state, and so needs a `Float8Linear`.
 
     Returns:
         [..., N], dtype of the (autocast) input.
 
     Raises:
         TypeError: the dtype of `input` is not that of the weight, or no supported one; or `config`
-            is no `Float8LinearConfig`.
+            is neither a configuration nor a name.
         ValueError: the last dim of `input` is not K, or needs padding that `pad_inner_dim=False`
             forbids; weight or bias has another shape; or `config` has delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False.
     """
-    config = DYNAMIC if config is None else config
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"linear: got a config of type {type(config).__name__}, expected a Float8LinearConfig, "
-            f"for example Float8LinearConfig.from_recipe_name('tensorwise')"
-        )
+    config = as_config(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastSite, Float8LinearConfig
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.linear.cached import current_operand
 from float8.linear.classes import class_of, is_conv1d
 from float8.linear.delayed import StatefulLayer
@@ -29,7 +29,7 @@ class Float8Layer(StatefulLayer):
 
     in_features: int
     out_features: int
-    bias: nn.Parameter | None
+    bias: Any
     plan: LinearPlan
     base_class: ClassVar[Any] = None
     """`Float8Linear` or `Float8Conv1D`, in classes that `class_of` made of it."""
@@ -47,7 +47,7 @@ class Float8Layer(StatefulLayer):
     def from_float(
         cls,
         mod: nn.Module,
-        config: Float8LinearConfig | None = None,
+        config: ConfigOrRecipe | None = None,
         *,
         linear_classes: Collection[type[nn.Linear]] = (),
     ) -> "Float8Layer":
@@ -61,7 +61,8 @@ class Float8Layer(StatefulLayer):
             mod: the layer; its Parameters are shared, not copied. Of a subclass of `nn.Linear`
                 the new layer is an instance, too. Of a `Float8Linear` the state is made anew.
                 Of a `Conv1D` of transformers a `Float8Conv1D` is made.
-            config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+            config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
+                scaling.
             linear_classes: subclasses of `nn.Linear` whose own forward may be replaced.
 
         Raises:
@@ -69,7 +70,7 @@ class Float8Layer(StatefulLayer):
                 or its dtype cannot be cast to float8.
             ValueError: `config` cannot be honoured for this layer.
         """
-        config = Float8LinearConfig() if config is None else config
+        config = as_config(config)
         require_supported(mod, config, linear_classes)
         source = mod.source_class if isinstance(mod, Float8Layer) else type(mod)
         new_class = class_of(_base(mod, cls), source)
@@ -77,9 +78,9 @@ class Float8Layer(StatefulLayer):
         new.set_up(config)
         return new
 
-    def begin(self, config: Float8LinearConfig | None) -> None:
+    def begin(self, config: ConfigOrRecipe | None) -> None:
         """What constructors do once Parameters are there; raises as `from_float`."""
-        config = Float8LinearConfig() if config is None else config
+        config = as_config(config)
         require_supported(self, config)
         self.set_up(config)
 
@@ -97,7 +98,8 @@ class Float8Layer(StatefulLayer):
     def become_high_precision(self) -> None:
         """Turn this very object back into what it was made of."""
         self._drop_state()
-        for name in own_names(type(self)) & vars(self).keys():
+        cls: Any = type(self)
+        for name in own_names(cls) & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = self.source_class  # type: ignore[assignment]
 
@@ -169,14 +171,9 @@ class Float8Layer(StatefulLayer):
         return DelayedScales(**scales)
 
     def extra_repr(self) -> str:
-        """`nn.Linear`'s, and how each role is scaled."""
-        parts = [super().extra_repr()]
-        for site in CastSite:
-            if self.config.owner(site) is site:
-                parts.append(f"{site.value}={self.config.cast_config(site).short_str()}")
-        for switch in _SWITCHES:
-            if getattr(self.config, switch):
-                parts.append(switch)
+        """What its class says, and how it runs: a recipe, or the scaling of each tensor."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        parts = [super().extra_repr() or sizes, self.config.short_str()]
         if self.gathered is not None:
             of_input = self.gathered == "input"
             once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)
@@ -200,7 +197,7 @@ class Float8Linear(Float8Layer, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        config: Float8LinearConfig | None = None,
+        config: ConfigOrRecipe | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.begin(config)
@@ -255,14 +252,6 @@ def require_supported(
     linear = isinstance(mod, nn.Linear | Float8Layer)
     if not linear and not (isinstance(mod, nn.Module) and is_conv1d(mod)):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"Float8Linear: got a config of type {type(config).__name__}, expected a "
-            f"Float8LinearConfig, for example Float8LinearConfig.from_recipe_name('tensorwise')"
-        )
     found = problem(mod, _base(mod), config, linear_classes)
     if found is not None:
         raise type(found)(f"Float8Linear: {found}")
-
-
-_SWITCHES = ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather")

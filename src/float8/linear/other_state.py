@@ -80,9 +80,7 @@ def _with_our_scales(
     """
     loaded = dict(state_dict)
     scalars = [prefix + name for site in layer.delayed for name in (site.amax, site.scale)]
-    shapes = {
-        key: list(getattr(loaded[key], "shape", ())) for key in scalars if key in loaded
-    }
+    shapes = {key: list(getattr(loaded[key], "shape", ())) for key in scalars if key in loaded}
     if not any(shapes.values()):
         return loaded
     for key, shape in shapes.items():
