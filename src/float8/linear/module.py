@@ -170,6 +170,14 @@ class Float8Layer(StatefulLayer):
             )
         return DelayedScales(**scales)
 
+    def __prepare_scriptable__(self) -> None:
+        """Called by `torch.jit.script`."""
+        raise RuntimeError(
+            "Float8Linear: got torch.jit.script, expected a model in high precision: TorchScript "
+            "cannot express casts to float8; use torch.compile or torch.export, or call "
+            "convert_to_high_precision(model) first"
+        )
+
     def extra_repr(self) -> str:
         """What its class says, and how it runs: a recipe, or the scaling of each tensor."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
