@@ -8,6 +8,7 @@ from torch import nn
 
 from float8.arguments import require_module
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.convert.encoder import leave_fast_path
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.report import conversion_report, set_skip_reason
 from float8.convert.restore import require_changeable, ungather
@@ -36,6 +37,8 @@ def convert_to_float8_training(
 
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the new layer is an
     instance of both. So is the `Conv1D` of transformers (GPT2), whose weight stays [K, N].
+
+    `nn.TransformerEncoder` is kept off its fast path, which would evaluate in high precision.
 
     Layers already converted take the new `config`, with state made anew: without a
     `module_filter_fn` all of them, else those for which it returns True.
@@ -107,6 +110,7 @@ def convert_to_float8_training(
     module = replacements.get(module, module)
     enable_float8_all_gather(module)
     keep_amaxes_under_ddp(module)
+    leave_fast_path(module)
     _warn_if_nothing_is(module)
     return module
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
+from float8.convert.encoder import leave_fast_path
 from float8.linear import Float8Layer
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
@@ -38,6 +39,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     ungather(layers)
     for layer in layers:
         layer.become_high_precision()
+    leave_fast_path(module)
     return module
 
 
