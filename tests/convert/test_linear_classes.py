@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -187,9 +188,17 @@ class Slotted(nn.Linear):
     __slots__ = ("extra",)
 
 
-class PicklesItself(nn.Linear):
+class PicklesItself:
     def __getstate__(self) -> dict:
         return {**vars(self), "more": 1}
+
+
+class Pickled(nn.Linear, PicklesItself):
+    pass
+
+
+class Of(Generic[TypeVar("T")], nn.Linear):
+    """`Generic` has empty slots."""
 
 
 class NeedsAKind(nn.Linear):
@@ -201,7 +210,7 @@ class NeedsAKind(nn.Linear):
     ("cls", "reason"),
     [
         (Slotted, "with '__slots__', expected one without"),
-        (PicklesItself, "with '__getstate__', expected one without"),
+        (Pickled, "with '__getstate__', expected one without"),
         (NeedsAKind, "cannot be a Float8Linear, too: .*required keyword-only argument: 'kind'"),
     ],
 )
@@ -210,6 +219,10 @@ def test_classes_that_cannot_be_combined_with_ours_stay(cls: type, reason: str) 
     assert type(model[1]) is cls
     (layer,) = conversion_report(model).skipped
     assert re.search(reason, layer.skip_reason)
+
+
+def test_a_generic_class_converts() -> None:
+    assert isinstance(convert_to_float8_training(Of[int](16, 16)), Of)
 
 
 def test_a_conversion_that_fails_changes_nothing() -> None:

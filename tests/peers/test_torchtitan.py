@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 import tolerances
-from float8 import Float8Linear, conversion_report
+from float8 import (
+    Float8Linear,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
 from sqnr import same_bits, sqnr
 from support.configs import RECIPES
 from support.fresh import in_fresh_process
@@ -40,6 +45,18 @@ def test_it_trains_as_in_high_precision(recipe: str) -> None:
     histories = [x for name, x in fp8_state(model).items() if "history" in name]
     assert len(histories) == {"tensorwise": 0, "delayed": 90}[recipe]
     assert all((x > 0).sum() == 2 for x in histories)
+
+
+def test_the_way_back_and_conversion_without_our_converter() -> None:
+    (plain, _), (model, _) = built(), built(recipe_name="delayed")
+    kinds = [*map(type, plain.modules())]
+    assert [*map(type, convert_to_high_precision(model).modules())] == kinds
+    convert_to_float8_training(plain, config="delayed")
+    assert len(conversion_report(plain).converted) == 30
+    linear = plain.layers["0"].feed_forward.w1
+    assert isinstance(linear, Float8Linear)
+    assert isinstance(linear, titan.Linear)
+    assert [*map(type, convert_to_high_precision(plain).modules())] == kinds
 
 
 def test_layers_are_left_out_by_name_and_weights_gathered_in_float8() -> None:

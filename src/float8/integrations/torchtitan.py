@@ -22,6 +22,8 @@ from float8.sync import attach_to_optimizer
 class ConvertedLinear(Float8Linear, Linear):
     """A `Float8Linear` that is built as torchtitan builds its own `Linear`."""
 
+    source_class = Linear
+
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         """That of `Linear`, and how it is to run."""

@@ -119,13 +119,13 @@ def _cannot_be_both(mod: nn.Module, base: type, config: Float8LinearConfig) -> s
             f"got a {path(cls)} with an attribute {min(taken)!r}, expected one without: "
             f"{base.__name__} has one of that name"
         )
-    for each in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name in _PICKLING:
-            if each is not nn.Linear and name in vars(each):
-                return (
-                    f"got a {path(cls)} with {name!r}, expected one without: {base.__name__} has a "
-                    f"way of its own to copy and pickle layers"
-                )
+    theirs = (vars(each) for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object))
+    for members in theirs:
+        if own := [name for name in _PICKLING if members.get(name)]:  # `__slots__` may be empty
+            return (
+                f"got a {path(cls)} with {own[0]!r}, expected one without: {base.__name__} has a "
+                f"way of its own to copy and pickle layers"
+            )
     try:
         class_of(base, cls)
     except Exception as error:
