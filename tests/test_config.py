@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from float8 import (
     CastConfig,
     DelayedScalingConfig,
     Float8GemmConfig,
+    Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
     ScalingGranularity,
     ScalingType,
+    convert_to_float8_training,
+    linear,
     linear_requires_sync,
 )
 from support.configs import DELAYED, DISABLED, DYNAMIC, MIXES, mixed
@@ -175,8 +179,6 @@ def test_two_e5m2_operands_are_refused_unless_emulated() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"enable_amax_init": False},
-        {"enable_pre_and_post_forward": False},
         {"delayed_scaling_config": DelayedScalingConfig(history_len=4)},
         {"delayed_scaling_config": DelayedScalingConfig(scale_fn_name="most_recent")},
     ],
@@ -194,6 +196,27 @@ def test_what_only_delayed_scaling_uses_is_refused_without_it(
     assert getattr(second_use, name) == change[name]
 
 
+@pytest.mark.parametrize("name", ["enable_amax_init", "enable_pre_and_post_forward"])
+def test_what_asks_for_nothing_without_delayed_scaling_is_accepted(name: str) -> None:
+    config = Float8LinearConfig(**{name: False})
+    assert getattr(config, name) is False
+    layer = Float8Linear(32, 16, config=config)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    with pytest.raises(TypeError, match=f"{name}: got 0, expected a bool"):
+        Float8LinearConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_recomputing_weights_is_accepted_since_it_is_always_done(value: bool) -> None:
+    config = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=value, emulate=True)
+    assert config == Float8LinearConfig(emulate=True)
+    assert dataclasses.replace(config, emulate=False) == Float8LinearConfig()
+    with pytest.raises(
+        TypeError, match="force_recompute_fp8_weight_in_bwd: got 1, expected a bool"
+    ):
+        Float8LinearConfig(force_recompute_fp8_weight_in_bwd=1)
+
+
 def test_the_defaults_of_delayed_scaling_are_fine_without_it() -> None:
     config = Float8LinearConfig(
         enable_amax_init=True,
@@ -204,9 +227,12 @@ def test_the_defaults_of_delayed_scaling_are_fine_without_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_a_dtype_for_what_is_not_cast_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"(?s)target_dtype: got .*DISABLED, expected None.*leave"):
-        CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
+def test_a_dtype_for_what_is_not_cast_means_nothing(dtype: torch.dtype) -> None:
+    cast = CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
+    assert cast == DISABLED
+    assert mixed(cast, cast, DISABLED) == mixed(DISABLED, DISABLED, DISABLED)
+    with pytest.raises(ValueError, match=r"target_dtype: got torch.float16, expected"):
+        CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=torch.float16)
 
 
 def test_a_disabled_cast_has_no_dtype() -> None:
@@ -327,3 +353,49 @@ def test_the_recipe_tensorwise_is_the_default() -> None:
 def test_unknown_recipe_lists_the_known_ones(name: Any) -> None:
     with pytest.raises(ValueError, match=r"got .*, expected one of 'tensorwise', 'delayed'"):
         Float8LinearConfig.from_recipe_name(name)
+
+
+# ---------------------------------------------------------------- wherever a config is taken
+
+
+TAKERS = {
+    "convert": lambda config: convert_to_float8_training(nn.Linear(16, 16), config=config),
+    "Float8Linear": lambda config: Float8Linear(16, 16, config=config),
+    "from_float": lambda config: Float8Linear.from_float(nn.Linear(16, 16), config),
+    "linear": lambda config: linear(torch.ones(16, 16), torch.ones(16, 16), config=config),
+    "linear_requires_sync": lambda config: linear_requires_sync(config),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_recipe_s_name_is_taken_wherever_a_config_is(taker: str) -> None:
+    take = TAKERS[taker]
+    for name in ("rowwise", Float8LinearRecipeName.ROWWISE):
+        wanted, got = take(Float8LinearConfig.from_recipe_name("rowwise")), take(name)
+        if isinstance(got, Float8Linear):
+            assert got.config == wanted.config
+        else:
+            assert torch.equal(torch.as_tensor(got), torch.as_tensor(wanted))
+    with pytest.raises(ValueError, match=r"recipe: got 'row', expected one of 'tensorwise', 'del"):
+        take("row")
+    with pytest.raises(
+        TypeError, match=r"config: got dict, expected a Float8LinearConfig or the n"
+    ):
+        take({})
+
+
+def test_a_recipe_s_name_is_taken_by_compiled_code() -> None:
+    x, weight = torch.randn(16, 32), torch.randn(48, 32)
+    compiled = torch.compile(linear, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, weight, config="rowwise"), linear(x, weight, config="rowwise"))
+
+
+@pytest.mark.parametrize("name", [recipe.value for recipe in Float8LinearRecipeName])
+def test_a_config_says_its_recipe_in_a_word(name: str) -> None:
+    config = Float8LinearConfig.from_recipe_name(name)
+    assert config.short_str() == name
+    assert dataclasses.replace(config, emulate=True).short_str() == f"{name}, emulate"
+    rounds = not config.round_scales_to_power_of_2
+    other = dataclasses.replace(config, round_scales_to_power_of_2=rounds)
+    switch = "round_scales_to_power_of_2" + ("" if rounds else "=False")
+    assert other.short_str() == f"{name}, {switch}"

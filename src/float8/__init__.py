@@ -27,6 +27,7 @@ from float8.convert import (
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
+from float8.convert.filters import _auto_filter_for_recipe as _auto_filter_for_recipe
 from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear, linear
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+__path__ += [f"{folder}/torchao_names" for folder in __path__]  # as float8.float8_linear
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """What scaling does once per optimizer step, on one device or on many."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.config import Float8Weights
-from float8.linear import WEIGHT_AMAX, WEIGHT_SCALE, Float8Linear
+from float8.linear import WEIGHT_AMAX, WEIGHT_SCALE, Float8Layer
 from float8.linear.held import HeldWeight, can_hold, hold
 from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
@@ -24,7 +25,7 @@ from float8.untraced import untraced
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(
     model: nn.Module,
-    fp8_layers: Sequence[Float8Linear] | None = None,
+    fp8_layers: Sequence[Float8Layer] | None = None,
     *,
     group: Any = None,
 ) -> None:
@@ -100,7 +101,7 @@ def sync_float8_amax_and_scale_history(
     _note_scales(layers)
 
 
-def _note_scales(layers: list[Float8Linear]) -> None:
+def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
     shared = [x for x in layers if hasattr(x.weight, "device_mesh") and casts_delayed(x.plan)]
     unknown = [layer for layer in shared if not layer.scales_known]
@@ -159,7 +160,7 @@ def update_float8_weights(model: nn.Module) -> None:
     others: list[str] = []
     sharded = _under_fsdp(model)
     for name, layer in model.named_modules():
-        if not isinstance(layer, Float8Linear):
+        if not isinstance(layer, Float8Layer):
             continue
         if layer.config.float8_weights is not Float8Weights.HELD:
             continue
@@ -167,7 +168,7 @@ def update_float8_weights(model: nn.Module) -> None:
         weight: Any = layer._parameters.get("weight")  # none of its own where it is computed
         if layer in sharded:
             _require_gathered_in_float8(layer, name)
-        elif can_hold(weight):
+        elif can_hold(weight) and not layer.transposed:
             scale = layer._buffers.get(WEIGHT_SCALE)
             # With delayed scaling each layer has a scale of its own.
             key = (weight, layer.plan.weight, layer if layer.plan.weight.delayed else None)
@@ -179,7 +180,7 @@ def update_float8_weights(model: nn.Module) -> None:
     if others:
         warnings.warn(
             f"float8: {len(others)} layer(s) cast their weight on the fly, because it is no plain "
-            f"Parameter: {', '.join(others[:3])} ...",
+            f"Parameter [N, K]: {', '.join(others[:3])} ...",
             stacklevel=2,
         )
 
@@ -191,7 +192,7 @@ def _under_fsdp(model: nn.Module) -> set[nn.Module]:
     return {module for wrapper in wrappers for module in wrapper.modules()}
 
 
-def _require_gathered_in_float8(layer: Float8Linear, name: str) -> None:
+def _require_gathered_in_float8(layer: Float8Layer, name: str) -> None:
     if isinstance(local_tensor(layer.weight), Float8GatherWeight | Float8Tensor):
         return
     raise ValueError(
@@ -204,20 +205,24 @@ def _require_gathered_in_float8(layer: Float8Linear, name: str) -> None:
 class Attachment:
     """What `attach_to_optimizer` registered."""
 
-    def __init__(self, layers: list[Float8Linear], handles: list[RemovableHandle]) -> None:
+    def __init__(self, layers: list[Float8Layer], handles: list[RemovableHandle]) -> None:
         self._layers, self._handles = layers, handles
         for layer in layers:
-            layer.attached = True
+            layer.attached += 1
 
     def remove(self) -> None:
-        """End the attachment, and what is held until another one, or the next update."""
+        """End the attachment, and what is held until another one, or the next update.
+
+        The end of the optimizer ends it, too.
+        """
         for handle in self._handles:
             handle.remove()
         # Some may be in high precision by now.
-        for layer in (x for x in self._layers if isinstance(x, Float8Linear)):
-            layer.attached = False
+        for layer in (x for x in self._layers if isinstance(x, Float8Layer)):
+            layer.attached = max(layer.attached - 1, 0)
             layer.held = None
             layer.forget_weights()
+        self._handles, self._layers = [], []
 
 
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
@@ -258,13 +263,16 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         update_float8_weights(model)
 
     update_float8_weights(model)
-    return Attachment(
-        [layer for layer in model.modules() if isinstance(layer, Float8Linear)],
+    attachment = Attachment(
+        [layer for layer in model.modules() if isinstance(layer, Float8Layer)],
         [
             inner.register_step_pre_hook(untraced(before_step)),
             inner.register_step_post_hook(untraced(after_step)),
         ],
     )
+    # A training that ends in an error removes nothing.
+    weakref.finalize(inner, attachment.remove).atexit = False
+    return attachment
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -292,13 +300,13 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- layers
 
 
-def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Linear]:
-    return [layer for layer in modules if isinstance(layer, Float8Linear) and layer.delayed]
+def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Layer]:
+    return [layer for layer in modules if isinstance(layer, Float8Layer) and layer.delayed]
 
 
-def _listed(layers: object) -> list[Float8Linear]:
+def _listed(layers: object) -> list[Float8Layer]:
     linears: list[Any] = list(layers) if isinstance(layers, Iterable) else []
-    others = [type(x).__name__ for x in linears if not isinstance(x, Float8Linear)]
+    others = [type(x).__name__ for x in linears if not isinstance(x, Float8Layer)]
     if others or not isinstance(layers, Iterable):
         got = type(layers).__name__ + (f" with a {others[0]}" if others else "")
         raise TypeError(
@@ -308,7 +316,7 @@ def _listed(layers: object) -> list[Float8Linear]:
     return linears
 
 
-def _join_tied(layers: list[Float8Linear]) -> None:
+def _join_tied(layers: list[Float8Layer]) -> None:
     """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
@@ -323,7 +331,7 @@ def _join_tied(layers: list[Float8Linear]) -> None:
 
 
 def _require_same_layers(
-    model: nn.Module, layers: list[Float8Linear], ranks: tuple[Any, ...]
+    model: nn.Module, layers: list[Float8Layer], ranks: tuple[Any, ...]
 ) -> None:
     """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
     done = (len(layers), *(group.group_name for group in ranks))
@@ -347,7 +355,7 @@ def _require_same_layers(
     layers[0].agreed |= {done}
 
 
-def _share_amaxes(layers: list[Float8Linear], ranks: tuple[Any, ...]) -> None:
+def _share_amaxes(layers: list[Float8Layer], ranks: tuple[Any, ...]) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     amaxes, shards = [], []
     for layer in layers:
@@ -364,7 +372,7 @@ def _share_amaxes(layers: list[Float8Linear], ranks: tuple[Any, ...]) -> None:
     torch._foreach_copy_(amaxes, together.unbind())
 
 
-def _beside(layers: Sequence[Float8Linear], model: nn.Module) -> Iterator[Tensor]:
+def _beside(layers: Sequence[Float8Layer], model: nn.Module) -> Iterator[Tensor]:
     """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
     inside = set(layers)
     for module in model.modules():

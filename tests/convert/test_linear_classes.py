@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import re
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from float8.linear.source import OWN_ATTRIBUTES
+from float8.linear.source import own_names
 from sqnr import same_bits
 from support.configs import delayed, tensorwise
 from support.models import forward_backward, seeded
@@ -163,11 +165,120 @@ def test_an_attribute_that_we_need_is_not_overwritten() -> None:
     assert (model[0].config, model[1].plan) == ("theirs", "theirs")
 
 
+@pytest.mark.parametrize("name", ["plan", "config", "set_up", "tokens_dim", "fp8_scale_input"])
+@pytest.mark.parametrize("kind", ["submodule", "buffer", "parameter", "attribute"])
+def test_a_name_that_we_need_is_taken_by_anything(kind: str, name: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    theirs = {
+        "submodule": lambda: nn.ReLU(),
+        "buffer": lambda: nn.Buffer(torch.ones(1)),
+        "parameter": lambda: nn.Parameter(torch.ones(1)),
+        "attribute": lambda: "theirs",
+    }[kind]()
+    setattr(model[1], name, theirs)
+    convert_to_float8_training(model, config=delayed())
+    assert isinstance(model[0], Float8Linear)
+    assert type(model[1]) is nn.Linear
+    assert getattr(model[1], name) is theirs
+    (layer,) = conversion_report(model).skipped
+    assert f"with an attribute '{name}', expected one without" in layer.skip_reason
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("extra",)
+
+
+class PicklesItself:
+    def __getstate__(self) -> dict:
+        return {**vars(self), "more": 1}
+
+
+class Pickled(nn.Linear, PicklesItself):
+    pass
+
+
+class Of(Generic[TypeVar("T")], nn.Linear):
+    """`Generic` has empty slots."""
+
+
+class NeedsAKind(nn.Linear):
+    def __init_subclass__(cls, *, kind: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Slotted, "with '__slots__', expected one without"),
+        (Pickled, "with '__getstate__', expected one without"),
+        (NeedsAKind, "cannot be a Float8Linear, too: .*required keyword-only argument: 'kind'"),
+    ],
+)
+def test_classes_that_cannot_be_combined_with_ours_stay(cls: type, reason: str) -> None:
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), cls(16, 16)))
+    assert type(model[1]) is cls
+    (layer,) = conversion_report(model).skipped
+    assert re.search(reason, layer.skip_reason)
+
+
+def test_a_generic_class_converts() -> None:
+    assert isinstance(convert_to_float8_training(Of[int](16, 16)), Of)
+
+
+def test_a_conversion_that_fails_changes_nothing() -> None:
+    class Fails(nn.Linear):
+        def register_buffer(self, *args: object, **more: object) -> None:
+            raise OSError("no buffers today")
+
+    model = nn.Sequential(nn.Linear(16, 16), Fails(16, 16))
+    before, state = list(model), [dict(vars(layer)) for layer in model]
+    with pytest.raises(OSError, match="no buffers"):
+        convert_to_float8_training(model, config=delayed())
+    assert all(layer is one for layer, one in zip(model, before, strict=True))
+    assert [vars(layer) for layer in model] == state
+
+
+@CONFIGS
+def test_a_converted_class_is_called_as_the_original(config: Float8LinearConfig) -> None:
+    layer = convert_to_float8_training(Scaled(32, 16), config=config)
+    torch.manual_seed(0)
+    new = type(layer)(32, 16, std=0.25, config=config)
+    torch.manual_seed(0)
+    same = convert_to_float8_training(Scaled(32, 16, std=0.25), config=config)
+    assert (type(new), new.std, new.config) == (type(layer), 0.25, config)
+    x = seeded(0, 4, 32)
+    assert torch.equal(new(x), same(x))
+    assert type(layer)(32, 16).config == Float8LinearConfig()
+
+
+def test_hooks_that_are_methods_of_the_layer_are_methods_of_the_new_one() -> None:
+    class Counting(nn.Linear):
+        calls = loads = 0
+
+        def count(self, *_: object) -> None:
+            self.calls += 1
+
+        def count_loads(self, *_: object) -> None:
+            self.loads += 1
+
+    linear = Counting(16, 16)
+    handle = linear.register_forward_hook(linear.count)
+    linear.register_forward_pre_hook(linear.count)
+    linear.register_load_state_dict_pre_hook(linear.count_loads)
+    layer = convert_to_float8_training(linear)
+    layer(seeded(0, 4, 16))
+    layer.load_state_dict(layer.state_dict())
+    assert (layer.calls, linear.calls, layer.loads, linear.loads) == (2, 0, 1, 0)
+    handle.remove()
+    layer(seeded(0, 4, 16))
+    assert layer.calls == 3
+
+
 def test_all_that_conversion_adds_to_a_layer_is_known() -> None:
     linear = nn.Linear(16, 16)
     layer = Float8Linear.from_float(linear, delayed())
     forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
-    assert vars(layer).keys() - vars(linear).keys() <= OWN_ATTRIBUTES
+    assert vars(layer).keys() - vars(linear).keys() <= own_names(Float8Linear)
 
 
 # ---------------------------------------------------------------- and back

@@ -1,5 +1,6 @@
 """Delayed scaling on ranks: the same layers everywhere, pipelines, evaluation under FSDP2."""
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -150,6 +151,50 @@ def test_histories_of_a_pipeline_are_of_its_microbatches_alone(two: Ranks) -> No
 @needs_seam
 def test_without_forgetting_they_know_memory_that_nobody_wrote(two: Ranks) -> None:
     assert False in two.run(staged, False)
+
+
+def told_shapes(folder: str, steps: range) -> dict[str, torch.Tensor]:
+    """The state of a stage after `steps`; before step 2 it is saved, or loaded if that is first."""
+    rank, module = dist.get_rank(), stack(2)
+    for index, parameter in enumerate(module.parameters()):
+        parameter.data.copy_(seeded(10 * rank + index, *parameter.shape) / 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    attach_to_optimizer(module, optimizer, group=[dist.new_group([0]), dist.new_group([1])][rank])
+    like = torch.zeros(4, 16, requires_grad=rank > 0)
+    output = torch.zeros(4, 16, requires_grad=True)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), like, output)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
+    path = Path(folder) / f"{rank}.pt"
+    if steps.start == 2:
+        states = torch.load(path, weights_only=True)
+        module.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    for step in steps:
+        if step == 2 and steps.start == 0:
+            torch.save([module.state_dict(), optimizer.state_dict()], path)
+        optimizer.zero_grad()
+        x = seeded(step, 8, 16)
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x, losses=[])
+        optimizer.step()
+    return module.state_dict()
+
+
+def test_a_pipeline_that_is_told_its_shapes_is_resumed_bit_by_bit(tmp_path: Path) -> None:
+    """It runs no stage on memory that nobody has written."""
+    results = []
+    for steps in (range(4), range(2, 4)):
+        ranks = Ranks(2)
+        try:
+            results.append(ranks.run(told_shapes, str(tmp_path), steps))
+        finally:
+            ranks.stop()
+    for whole, rest in zip(*results, strict=True):
+        counts = {name: int((x > 0).sum()) for name, x in whole.items() if "history" in name}
+        assert set(counts.values()) == {4}, counts
+        assert all(torch.equal(x, rest[name]) for name, x in whole.items())
 
 
 # ---------------------------------------------------------------- FSDP2

@@ -1,5 +1,6 @@
 """Saving and loading: plain and converted checkpoints, strict, weights only."""
 
+import dataclasses
 import io
 
 import pytest
@@ -8,8 +9,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from float8 import (
+    CastConfig,
     DelayedScalingConfig,
     Float8Linear,
+    ScalingType,
     convert_to_float8_training,
     high_precision_state_dict,
     sync_float8_amax_and_scale_history,
@@ -308,3 +311,48 @@ def test_histories_of_another_length_are_cut_or_filled(assign, other_library, re
     assert not recwarn.list
     step(long, 3)
     step(short, 3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_that_a_checkpoint_lacks_leaves_the_rest_alone(assign: bool, device: str) -> None:
+    """Where the model is on the meta device, too."""
+    if device == "meta" and not assign:
+        pytest.skip("nothing can be copied to the meta device")
+    first, second = mixed(DELAYED, DYNAMIC, DELAYED), delayed()
+    model = convert_to_float8_training(plain(), config=first)
+    step(model, 0)
+    with torch.device(device):
+        other = convert_to_float8_training(plain(), config=second)
+    with pytest.warns(UserWarning, match="found no state of weight, which starts anew"):
+        other.load_state_dict(through_file(model.state_dict()), assign=assign)
+    mine, fresh = fp8_state(model), fp8_state(converted())
+    for name, x in fp8_state(other).items():
+        assert torch.equal(x, fresh[name] if "weight" in name else mine[name]), name
+    step(other, 2)
+
+
+def test_a_whole_state_is_assigned_to_a_model_on_the_meta_device() -> None:
+    model = converted()
+    step(model, 0)
+    with torch.device("meta"):
+        other = converted()
+    other.load_state_dict(through_file(model.state_dict()), assign=True)
+    assert all(torch.equal(x, fp8_state(model)[name]) for name, x in fp8_state(other).items())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_of_other_libraries_is_loaded_with_more_sites_than_it_has(assign) -> None:
+    """Theirs have one cast for each tensor, so a second one starts anew."""
+    more = CastConfig(ScalingType.DELAYED, target_dtype=torch.float8_e5m2)
+    config = delayed(round_scales_to_power_of_2=True)
+    model = convert_to_float8_training(plain(), config=config)
+    config = dataclasses.replace(config, cast_config_input_for_grad_weight=more, emulate=True)
+    other = convert_to_float8_training(plain(), config=config)
+    step(model, 0)
+    with pytest.warns(UserWarning, match="found no state of input_for_grad_weight, which starts"):
+        other.load_state_dict(through_file(foreign(model)), assign=assign)
+    for name, x in fp8_state(model).items():
+        assert torch.equal(fp8_state(other)[name], x), name
+    assert not other[0].fp8_scale_input_for_grad_weight.any()
+    step(other, 1)

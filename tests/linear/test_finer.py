@@ -1,5 +1,7 @@
 """Scales finer than one per tensor: all three GEMMs against float64 products of the same casts."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,9 +206,12 @@ def test_compiled(recipe: str, dynamic: bool, device: str) -> None:
 @pytest.mark.parametrize("recipe", FINER)
 def test_names_and_reprs(recipe: str) -> None:
     layer = Float8Linear(16, 16, config=of_recipe(recipe))
+    assert repr(layer).endswith(f", bias=True, {recipe})")
+    wide = dataclasses.replace(layer.config.cast_config_input, target_dtype=torch.float8_e5m2)
+    other = dataclasses.replace(layer.config, cast_config_input=wide)
     how = {"rowwise": "axiswise", "rowwise_with_gw_hp": "axiswise", "blockwise": "block_1x128"}
-    assert f"input={how[recipe]}/e4m3" in repr(layer)
-    assert ("grad_output_for_grad_weight=high precision" in repr(layer)) == (
+    assert other.short_str().startswith(f"input={how[recipe]}/e5m2")
+    assert ("grad_output_for_grad_weight=high precision" in other.short_str()) == (
         recipe == "rowwise_with_gw_hp"
     )
     assert layer.config.round_scales_to_power_of_2 == (recipe != "blockwise")

@@ -208,7 +208,7 @@ def test_subclasses_of_float8_linear_can_be_made() -> None:
     ("mod", "config", "error", "message"),
     [
         (nn.ReLU(), tensorwise(), TypeError, "got a ReLU, expected an nn.Linear"),
-        (nn.Linear(16, 16), "tensorwise", TypeError, "config of type str, expected a Float8Linear"),
+        (nn.Linear(16, 16), {}, TypeError, "config: got dict, expected a Float8LinearConfig"),
         (nn.Linear(16, 16).double(), tensorwise(), TypeError, "dtype torch.float64, expected one"),
         (
             nn.Linear(16, 10),
@@ -273,3 +273,7 @@ def test_repr_shows_second_uses_and_switches() -> None:
     assert "input_for_grad_weight=high precision" in text
     assert "grad_output_for_grad_weight=high precision" in text
     assert text.endswith("emulate, round_scales_to_power_of_2)")
+    layer = Float8Linear(32, 16, False, config=delayed(emulate=True))
+    assert (
+        repr(layer) == "Float8Linear(in_features=32, out_features=16, bias=False, delayed, emulate)"
+    )

@@ -58,6 +58,36 @@ def test_a_checkpoint_is_tested_in_a_module_that_is_not_converted_yet(tmp_path: 
     assert results[0] == results[1]
 
 
+def test_a_training_that_fails_ends_the_attachments(tmp_path: Path) -> None:
+    class Failing(lightning_run.Module):
+        def training_step(self, batch, index):
+            if index == 1:
+                raise OSError("no data")
+            return super().training_step(batch, index)
+
+    module, trainer = Failing(), lightning_run.trainer(tmp_path, 1)
+    with pytest.raises(OSError, match="no data"):
+        trainer.fit(module, lightning_run.data())
+    layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
+    assert len(layers) == 6
+    assert not any(layer.attached for layer in layers)
+    loaded = lightning_run.Module(1)
+    trainer = lightning_run.trainer(tmp_path, 1)
+    trainer.fit(loaded, lightning_run.data())
+    assert histories(loaded) == [4] * 18
+
+
+def test_a_checkpoint_loads_without_lightning_s_trainer(tmp_path: Path) -> None:
+    module = lightning_run.Module()
+    lightning_run.trainer(tmp_path, 1).fit(module, lightning_run.data())
+    (path,) = tmp_path.glob("*.ckpt")
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*fp8_"):
+        lightning_run.Module.load_from_checkpoint(path, weights_only=True)
+    plain = lightning_run.Module.load_from_checkpoint(path, strict=False, weights_only=True)
+    state = module.state_dict()
+    assert all(same_bits(p, state[name]) for name, p in plain.named_parameters())
+
+
 def test_the_conversion_can_be_left_to_the_user(tmp_path: Path) -> None:
     callback = type(lightning_run.trainer(tmp_path, 1).callbacks[0])(convert=False)
     module = lightning_run.Module()

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from float8 import (
-    Float8Linear,
     attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
+from float8.linear import Float8Layer
 from sqnr import same_bits, sqnr
 from support.configs import delayed, tensorwise
 
@@ -68,7 +68,7 @@ def train(model: nn.Module, steps: int = 2) -> None:
 def test_both_orders_train_alike_and_leave_the_adapters_alone(model: str, config) -> None:
     first, second = (with_lora(model, order, config) for order in ("convert first", "LoRA first"))
     for lora in (first, second):
-        names = {name for name, x in lora.named_modules() if isinstance(x, Float8Linear)}
+        names = {name for name, x in lora.named_modules() if isinstance(x, Float8Layer)}
         assert len(names) == {"llama": 14, "gpt2": 8}[model]
         assert all(name.endswith(".base_layer") for name in names)
         train(lora)
@@ -76,6 +76,24 @@ def test_both_orders_train_alike_and_leave_the_adapters_alone(model: str, config
         assert same_bits(p, q), name
     state = second.state_dict()
     assert all(same_bits(x, state[name]) for name, x in first.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
+@MODELS
+@CONFIGS
+def test_dora_trains_alike_in_both_orders(model: str, config) -> None:
+    """It reads the weights themselves."""
+    first, second = (
+        with_lora(model, order, config, use_dora=True) for order in ("convert first", "LoRA first")
+    )
+    for lora in (first, second):
+        train(lora)
+    for (name, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert same_bits(p, q), name
+    plain = convert_to_high_precision(copy.deepcopy(second))
+    assert sqnr(logits(plain), logits(second)) > 15
+    merged = second.merge_and_unload()
+    assert sqnr(logits(plain), logits(merged)) > 15
 
 
 @pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")

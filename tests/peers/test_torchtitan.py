@@ -3,66 +3,29 @@
 Its `Trainer` needs a GPU, and its attention one for backward: here it is PyTorch's own.
 """
 
-import copy
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import tolerances
-from float8 import Float8Linear, conversion_report, convert_to_float8_training
-from sqnr import sqnr
+from float8 import (
+    Float8Linear,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from sqnr import same_bits, sqnr
 from support.configs import RECIPES
-from support.models import fp8_state, gradients
+from support.fresh import in_fresh_process
+from support.models import fp8_state
 
 pytest.importorskip("torchtitan")
 titan = importlib.import_module("float8.integrations.torchtitan")
-llama3 = pytest.importorskip("torchtitan.models.llama3")
-registry = pytest.importorskip("torchtitan.models.llama3.config_registry")
-
-
-class Attention(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **_: object) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=enable_gqa
-        ).transpose(1, 2)
-
-
-def built(**converter: object) -> tuple[nn.Module, object]:
-    """The model, and its optimizers; as the `Trainer` makes them."""
-    converters = [titan.Float8Converter.Config(**converter)] if converter else None
-    spec = llama3.model_registry("debugmodel", converters=converters)
-    config = registry.llama3_debugmodel()
-    config.model_spec = spec
-    config.optimizer.implementation = "foreach"
-    spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        model = spec.model.build()
-    model.verify_module_protocol()
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_states()
-    for layer in model.layers.values():
-        layer.attention.inner_attention = Attention()
-    optimizers = config.optimizer.build(model_parts=[model])
-    spec.post_optimizer_build_fn = titan.attach_to_optimizers
-    spec.post_optimizer_build_fn(optimizers, [model], None)
-    return model, optimizers
-
-
-def step(model: nn.Module, optimizers, seed: int) -> dict[str, Tensor]:
-    tokens = torch.randint(2048, (1, 64), generator=torch.Generator().manual_seed(seed))
-    optimizers.zero_grad()
-    logits = model(tokens)
-    loss = F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:])
-    loss.backward()
-    grads = copy.deepcopy(gradients(model))
-    optimizers.step()
-    return {"loss": loss.detach(), **grads}
+titan_run = importlib.import_module("support.titan_run")
+built, step = titan_run.built, titan_run.step
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -84,6 +47,18 @@ def test_it_trains_as_in_high_precision(recipe: str) -> None:
     assert all((x > 0).sum() == 2 for x in histories)
 
 
+def test_the_way_back_and_conversion_without_our_converter() -> None:
+    (plain, _), (model, _) = built(), built(recipe_name="delayed")
+    kinds = [*map(type, plain.modules())]
+    assert [*map(type, convert_to_high_precision(model).modules())] == kinds
+    convert_to_float8_training(plain, config="delayed")
+    assert len(conversion_report(plain).converted) == 30
+    linear = plain.layers["0"].feed_forward.w1
+    assert isinstance(linear, Float8Linear)
+    assert isinstance(linear, titan.Linear)
+    assert [*map(type, convert_to_high_precision(plain).modules())] == kinds
+
+
 def test_layers_are_left_out_by_name_and_weights_gathered_in_float8() -> None:
     model, _ = built(
         recipe_name="tensorwise", filter_fqns=["attention"], enable_fsdp_float8_all_gather=True
@@ -103,3 +78,12 @@ def test_feed_forwards_are_fused() -> None:
     wanted, got = step(apart, optimizers, 0), step(fused, ours, 0)
     for name, value in wanted.items():
         assert sqnr(value, got[name]) > tolerances.COMPILED, name
+
+
+def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
+    """From a checkpoint of torchtitan's own wrappers."""
+    whole = titan_run.run(tmp_path, range(4))
+    rest = in_fresh_process(titan_run.run, tmp_path, range(2, 4))
+    assert whole.keys() == rest.keys()
+    assert sum("history" in name for name in whole) == 90
+    assert all(same_bits(x, rest[name]) for name, x in whole.items())

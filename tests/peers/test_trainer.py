@@ -1,6 +1,7 @@
 """The `Trainer` of transformers trains a converted model, saves it and resumes it."""
 
 import copy
+import gc
 import importlib
 from pathlib import Path
 
@@ -53,6 +54,29 @@ def test_a_run_is_resumed_bit_by_bit(recipe: str, settings: str, tmp_path: Path)
     for name, x in model.state_dict().items():
         assert same_bits(state[name], x), name
     assert not same_bits(state["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_a_training_that_fails_leaves_nothing_attached(tmp_path: Path) -> None:
+    class Fails(transformers.TrainerCallback):
+        def on_step_end(self, *args, **more):
+            raise OSError("disk full")
+
+    model = hf.converted("delayed")
+    layers = [layer for layer in model.modules() if hasattr(layer, "attached")]
+    trainer = hf.trainer(model, tmp_path)
+    trainer.add_callback(Fails())
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    trainer.remove_callback(Fails)
+    trainer.train()  # the same callback again
+    assert not any(layer.attached for layer in layers)
+    trainer.add_callback(Fails())
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    assert all(layer.attached for layer in layers)  # its optimizer is still there
+    del trainer
+    gc.collect()
+    assert not any(layer.attached for layer in layers)
 
 
 def loaded(folder: Path) -> torch.nn.Module:

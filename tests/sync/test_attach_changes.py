@@ -1,5 +1,7 @@
 """Attachments to models that change meanwhile."""
 
+import gc
+
 import torch
 from torch import nn
 
@@ -26,4 +28,16 @@ def test_an_attachment_outlives_the_way_back() -> None:
     optimizer.step()
     convert_to_float8_training(model, config=delayed(), module_filter_fn=all_linears)
     assert isinstance(model[0], Float8Linear)
+    assert not model[0].attached
+
+
+def test_of_two_attachments_one_is_left() -> None:
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=delayed())
+    first, second = (torch.optim.SGD(model.parameters(), 1e-3) for _ in "ab")
+    attachment, _ = attach_to_optimizer(model, first), attach_to_optimizer(model, second)
+    attachment.remove()
+    attachment.remove()  # once more changes nothing
+    assert model[0].attached
+    del second
+    gc.collect()
     assert not model[0].attached

@@ -187,3 +187,29 @@ def test_equal_compares_values(device: str) -> None:
 def test_other_ops_name_the_way_out(op) -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match=r"to_original_precision\(\)"):
         op(float8(0, 4, 8))
+
+
+@on_devices
+def test_index_put_writes_bytes_under_the_scale_of_the_target(device: str) -> None:
+    target, rows = float8(0, 6, 8, device=device), torch.tensor([4, 1], device=device)
+    before = target.to_original_precision()
+    taken = Float8Tensor(target._data[:2].clone(), target._scale.clone(), target.dtype)
+    target[rows] = taken
+    wanted = before.clone()
+    wanted[rows] = before[:2]
+    assert torch.equal(target.to_original_precision(), wanted)
+    plain = torch.zeros(6, 8, device=device)
+    plain[rows] = taken
+    assert torch.equal(plain[rows], before[:2])
+    assert not plain[0].any()
+
+
+def test_index_put_refuses_what_has_no_meaning_in_float8() -> None:
+    target, rows = float8(0, 4, 8), (torch.tensor([0, 2]),)
+    with pytest.raises(ValueError, match="index_put_: got Float8Tensors with different scales"):
+        target.index_put_(rows, float8(1, 2, 8))
+    with pytest.raises(ValueError, match="index_put_: got a Float8Tensor and a high-precision"):
+        target.index_put_(rows, torch.ones(2, 8))
+    same = Float8Tensor(target._data[:2].clone(), target._scale, target.dtype)
+    with pytest.raises(ValueError, match=r"index_put_: got accumulate=True.*expected False"):
+        target.index_put_(rows, same, accumulate=True)

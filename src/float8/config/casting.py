@@ -8,6 +8,19 @@ import torch
 from float8.formats import FLOAT8_MAX, SHORT_NAME
 
 
+def of_torchao(value: object) -> str:
+    """What an error adds for an object of torchao, or of float8_experimental before it."""
+    library = type(value).__module__.partition(".")[0]
+    module = {"torchao": "torchao.float8", "float8_experimental": "float8_experimental.config"}
+    if library not in module:
+        return ""
+    name = type(value).__name__
+    return (
+        f"; this one is of {library}: change `from {module[library]} import {name}` to `from "
+        f"float8 import {name}`"
+    )
+
+
 class ScalingType(enum.Enum):
     """Where the scale of a cast comes from."""
 
@@ -45,12 +58,12 @@ class CastConfig:
         scaling_type: where the scale comes from.
         scaling_granularity: what one scale covers. Scales finer than `TENSORWISE` are dynamic.
         target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default: e5m2
-            for a grad_output with one scale, else e4m3. None where there is no cast.
+            for a grad_output with one scale, else e4m3. Where nothing is cast it becomes None.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a finer granularity comes with delayed scaling, or the dtype is no supported
-            float8 format, or either is given although nothing is cast.
+            float8 format, or a finer granularity is given although nothing is cast.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -65,7 +78,7 @@ class CastConfig:
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(
                     f"{name}: got {getattr(self, name)!r}, expected a {kind.__name__}, for example "
-                    f"{next(iter(kind))}"
+                    f"{next(iter(kind))}{of_torchao(getattr(self, name))}"
                 )
         one_scale = self.scaling_granularity is ScalingGranularity.TENSORWISE
         if self.scaling_type is ScalingType.DELAYED and not one_scale:
@@ -85,11 +98,8 @@ class CastConfig:
                 f"target_dtype: got {self.target_dtype}, expected {expected}, or None for the "
                 f"default of the role"
             )
-        if self.target_dtype is not None and not self.is_float8:
-            raise ValueError(
-                f"target_dtype: got {self.target_dtype} with ScalingType.DISABLED, expected None: "
-                f"the tensor is not cast; leave target_dtype out or choose another scaling_type"
-            )
+        if not self.is_float8:  # so that such configurations are equal
+            object.__setattr__(self, "target_dtype", None)
 
     @property
     def is_float8(self) -> bool:

@@ -1,7 +1,7 @@
 """The configuration of `Float8Linear`: six casts, three GEMMs and a few switches."""
 
 import enum
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import get_args
 
 from float8.config.casting import (
@@ -9,6 +9,7 @@ from float8.config.casting import (
     DelayedScalingConfig,
     ScalingGranularity,
     ScalingType,
+    of_torchao,
 )
 from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
 
@@ -131,11 +132,13 @@ class Float8LinearConfig:
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. With every scaling type.
         delayed_scaling_config: delayed scaling only. History length and reduction.
-        enable_amax_init: delayed scaling only. True: until the first sync, scales come from the
+        enable_amax_init: of delayed scaling. True: until the first sync, scales come from the
             data, as in dynamic scaling. False: until then every scale is 1.0.
-        enable_pre_and_post_forward: delayed scaling only. True: a forward with gradients after an
+        enable_pre_and_post_forward: of delayed scaling. True: a forward with gradients after an
             optimizer step that was not accompanied by `sync_float8_amax_and_scale_history` raises
             a `RuntimeError`.
+        force_recompute_fp8_weight_in_bwd: taken for code written for torchao, and no field:
+            backward always makes what it needs of a weight itself.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -159,8 +162,14 @@ class Float8LinearConfig:
     delayed_scaling_config: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)
     enable_amax_init: bool = True
     enable_pre_and_post_forward: bool = True
+    force_recompute_fp8_weight_in_bwd: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool) -> None:
+        if not isinstance(force_recompute_fp8_weight_in_bwd, bool):
+            raise TypeError(
+                f"force_recompute_fp8_weight_in_bwd: got {force_recompute_fp8_weight_in_bwd!r}, "
+                f"expected a bool"
+            )
         self._check_types()
         # Fill in each role's dtype in a copy: the object that came in may serve other roles too.
         for site in CastSite:
@@ -201,7 +210,9 @@ class Float8LinearConfig:
         for f in fields(self):
             value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
             if not isinstance(value, kinds):
-                raise TypeError(f"{f.name}: got {value!r}, expected a {kinds[0].__name__}")
+                raise TypeError(
+                    f"{f.name}: got {value!r}, expected a {kinds[0].__name__}{of_torchao(value)}"
+                )
 
     def _check_gemms(self) -> None:
         for gemm, sites in GEMM_OPERANDS.items():
@@ -254,17 +265,13 @@ class Float8LinearConfig:
             )
 
     def _check_delayed_only(self) -> None:
-        for name, default in (
-            ("delayed_scaling_config", DelayedScalingConfig()),
-            ("enable_amax_init", True),
-            ("enable_pre_and_post_forward", True),
-        ):
-            if getattr(self, name) != default and not self.delayed_sites:
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)!r} without delayed scaling, expected the "
-                    f"default {default!r}: it only matters to delayed scaling; leave it out or use "
-                    f"a CastConfig(scaling_type=ScalingType.DELAYED)"
-                )
+        given, default = self.delayed_scaling_config, DelayedScalingConfig()
+        if given != default and not self.delayed_sites:
+            raise ValueError(
+                f"delayed_scaling_config: got {given!r} without delayed scaling, expected the "
+                f"default {default!r}: it only matters to delayed scaling; leave it out or use "
+                f"a CastConfig(scaling_type=ScalingType.DELAYED)"
+            )
 
     def cast_config(self, site: CastSite) -> CastConfig:
         """The effective configuration of a cast, its dtype filled in unless it is DISABLED."""
@@ -302,6 +309,23 @@ class Float8LinearConfig:
         """Which of the GEMMs `"output"`, `"grad_input"` and `"grad_weight"` run in float8."""
         return tuple(gemm for gemm in GEMM_OPERANDS if self.runs_in_float8(gemm))
 
+    def short_str(self) -> str:
+        """A few words for `repr`s: a recipe, or each tensor's scaling; then the switches set."""
+        casts = [self.cast_config(site) for site in CAST_SITES]
+        for name, recipe in RECIPES.items():
+            if casts == [recipe.cast_config(site) for site in CAST_SITES]:
+                parts, like = [name], recipe
+                break
+        else:
+            own = [site for site in CAST_SITES if self.owner(site) is site]
+            parts = [f"{site.value}={self.cast_config(site).short_str()}" for site in own]
+            like = RECIPES["tensorwise"]
+        for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
+            value = getattr(self, switch)
+            if value != getattr(like, switch):
+                parts.append(switch if value else f"{switch}=False")
+        return ", ".join(parts)
+
     def differences(self, other: "Float8LinearConfig") -> str:
         """The fields that differ, as text: `name: this one's value, not other's`."""
 
@@ -321,11 +345,17 @@ class Float8LinearConfig:
         Raises:
             ValueError: the name is unknown; the message lists the known ones.
         """
-        try:
-            recipe = Float8LinearRecipeName(recipe_name)
-        except ValueError:
-            known = ", ".join(f"'{recipe.value}'" for recipe in Float8LinearRecipeName)
-            raise ValueError(f"recipe: got {recipe_name!r}, expected one of {known}") from None
+        is_ours = isinstance(recipe_name, Float8LinearRecipeName)
+        name = recipe_name.value if is_ours else recipe_name  # type: ignore[union-attr]
+        if not isinstance(name, str) or name not in RECIPES:
+            known = ", ".join(f"'{known}'" for known in RECIPES)
+            raise ValueError(
+                f"recipe: got {recipe_name!r}, expected one of {known}{of_torchao(recipe_name)}"
+            )
+        return RECIPES[name]
+
+    @staticmethod
+    def _of_recipe(recipe: Float8LinearRecipeName) -> "Float8LinearConfig":
         of = Float8LinearRecipeName
         per_tensor, high = CastConfig(), CastConfig(ScalingType.DISABLED)
         input = weight = grad_output = per_tensor
@@ -348,6 +378,34 @@ class Float8LinearConfig:
         )
 
 
-def linear_requires_sync(config: Float8LinearConfig) -> bool:
+RECIPES: dict[str, Float8LinearConfig] = {
+    recipe.value: Float8LinearConfig._of_recipe(recipe) for recipe in Float8LinearRecipeName
+}
+"""What each recipe stands for."""
+
+ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
+"""A configuration, or the name of a recipe."""
+
+
+def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
+    """The configuration that an argument `config` means; None: dynamic tensorwise scaling.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is the name of no recipe.
+    """
+    if config is None:
+        return RECIPES["tensorwise"]
+    if isinstance(config, Float8LinearConfig):
+        return config
+    if isinstance(config, Float8LinearRecipeName | str):
+        return Float8LinearConfig.from_recipe_name(config)
+    raise TypeError(
+        f"config: got {type(config).__name__}, expected a Float8LinearConfig or the name of a "
+        f"recipe, for example 'tensorwise'{of_torchao(config)}"
+    )
+
+
+def linear_requires_sync(config: ConfigOrRecipe) -> bool:
     """Whether layers of this configuration need `sync_float8_amax_and_scale_history`."""
-    return bool(config.delayed_sites)
+    return bool(as_config(config).delayed_sites)

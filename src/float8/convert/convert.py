@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 
 from float8.arguments import require_module
-from float8.config import Float8LinearConfig
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.convert.encoder import leave_fast_path
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.fuse import fuse_modules
 from float8.convert.report import conversion_report, set_skip_reason
-from float8.convert.restore import require_changeable, tell_adapter, ungather
-from float8.linear import Float8Conv1D, Float8Linear, is_conv1d, move_hooks, unsupported
+from float8.convert.restore import require_changeable, ungather
+from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
 from float8.parallel.ddp import keep_amaxes_under_ddp
 from float8.parallel.fsdp import check_gatherable, enable_float8_all_gather
 
@@ -21,7 +22,7 @@ def convert_to_float8_training(
     module: nn.Module,
     *,
     module_filter_fn: ModuleFilter | None = None,
-    config: Float8LinearConfig | None = None,
+    config: ConfigOrRecipe | None = None,
     tokens_per_step: int = DEFAULT_TOKENS,
     auto_filter: bool = False,
     linear_classes: Collection[type[nn.Linear]] = (),
@@ -37,8 +38,9 @@ def convert_to_float8_training(
     was. `convert_to_high_precision(module)` is the way back.
 
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the new layer is an
-    instance of both. So is the `Conv1D` of transformers (GPT2): its weight [K, N] becomes [N, K],
-    except in state dicts. An optimizer that has state of it already, does not fit any more.
+    instance of both. So is the `Conv1D` of transformers (GPT2), whose weight stays [K, N].
+
+    `nn.TransformerEncoder` is kept off its fast path, which would evaluate in high precision.
 
     Layers already converted take the new `config`, with state made anew: without a
     `module_filter_fn` all of them, else those for which it returns True.
@@ -53,7 +55,8 @@ def convert_to_float8_training(
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and `Conv1D`
             that can be converted; only those for which it returns True are, `all_linears` takes
             them all. None: those described above.
-        config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+        config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
+            means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
             without a `module_filter_fn`.
         auto_filter: measure each shape on the GPU instead of judging by its size.
@@ -75,45 +78,38 @@ def convert_to_float8_training(
             with a `module_filter_fn` or without a GPU.
     """
     require_module(module, "module")
-    config = Float8LinearConfig() if config is None else config
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"config: got {type(config).__name__}, expected a Float8LinearConfig, for example "
-            f"Float8LinearConfig.from_recipe_name('tensorwise')"
-        )
+    config = as_config(config)
     if not isinstance(fuse, bool):
         raise TypeError(f"fuse: got {fuse!r}, expected True or False")
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes
     )
     reasons: dict[Any, str | None] = {}
-    again: list[Float8Linear] = []
+    again: list[Float8Layer] = []
     for fqn, linear in module.named_modules():
-        if isinstance(linear, Float8Linear):
+        if isinstance(linear, Float8Layer):
             if linear.config == config:
                 continue
             if module_filter_fn is None or module_filter_fn(linear, fqn):
                 _require_convertible_again(linear, fqn, config)
                 again.append(linear)
         elif isinstance(linear, nn.Linear) or is_conv1d(linear):
-            reasons[linear] = skip_reason(linear, fqn) or _tied(linear, module)
+            reasons[linear] = skip_reason(linear, fqn)
             if reasons[linear] is None and config.enable_fsdp_float8_all_gather:
                 check_gatherable(linear, fqn)
 
-    replacements: dict[nn.Module, nn.Module] = {}
-    for linear, reason in reasons.items():  # from here on nothing raises
-        set_skip_reason(linear, reason)
-        if reason is None and is_conv1d(linear):
-            replacements[linear] = Float8Conv1D.from_conv1d(linear, config)
-        elif reason is None:
-            replacements[linear] = Float8Linear.from_float(
-                linear, config, linear_classes=linear_classes
-            )
+    replacements = {
+        linear: Float8Linear.from_float(linear, config, linear_classes=linear_classes)
+        for linear, reason in reasons.items()
+        if reason is None
+    }
+    # From here on the model changes, and nothing raises.
+    for linear, reason in reasons.items():
+        set_skip_reason(replacements.get(linear, linear), reason)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child in replacements:
                 parent._modules[name] = replacements[child]
-                tell_adapter(parent, child, has_transposed=False)
     for linear, replacement in replacements.items():
         move_hooks(linear, replacement)
     ungather(again)
@@ -124,6 +120,7 @@ def convert_to_float8_training(
     keep_amaxes_under_ddp(module)
     if fuse:
         fuse_modules(module)
+    leave_fast_path(module)
     _warn_if_nothing_is(module, fuse)
     return module
 
@@ -132,7 +129,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 """The name that float8_experimental gave it."""
 
 
-def _require_convertible_again(layer: Float8Linear, fqn: str, config: Float8LinearConfig) -> None:
+def _require_convertible_again(layer: Float8Layer, fqn: str, config: Float8LinearConfig) -> None:
     require_changeable(layer, fqn)
     problem = unsupported(layer, config)
     if problem is not None:
@@ -144,18 +141,10 @@ def _require_convertible_again(layer: Float8Linear, fqn: str, config: Float8Line
         check_gatherable(layer, fqn)
 
 
-def _tied(linear: Any, module: nn.Module) -> str | None:
-    """Why a `Conv1D`, whose weight is transposed, cannot be converted for another's sake."""
-    if not is_conv1d(linear):
-        return None
-    users = [x for x in module.modules() for own in x._parameters.values() if own is linear.weight]
-    return None if len(users) == 1 else "got a Conv1D whose weight another module uses, too"
-
-
 def _warn_if_nothing_is(module: nn.Module, fuse: bool) -> None:
     report = conversion_report(module)
     what, reasons = "", []
-    if not any(isinstance(layer, Float8Linear) for layer in module.modules()):
+    if not any(isinstance(layer, Float8Layer) for layer in module.modules()):
         what = f"no layer of {type(module).__name__} was converted"
         reasons = [layer.skip_reason for layer in report.skipped] or ["it has no linear layers"]
     elif fuse and all(each.reason is not None for each in report.fused):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from float8.config import Float8LinearConfig
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.measure import measure_linear
-from float8.linear import computes_something_else, is_conv1d, unsupported
+from float8.linear import Float8Layer, computes_something_else, is_conv1d, unsupported
 
 DEFAULT_TOKENS = 8192
 
@@ -66,6 +66,22 @@ def left_out(fqn: str) -> str | None:
     if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
         return "of an adapter: converted only if a module_filter_fn takes it"
     return None
+
+
+def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
+    """A `module_filter_fn` under torchao's name: the default, and without some names.
+
+    Args:
+        recipe: of the conversion.
+        filter_fqns: layers stay in high precision if their names contain one of these.
+    """
+    skip = choose_filter(None, as_config(recipe), DEFAULT_TOKENS, False, ())
+
+    def takes(mod: nn.Module, fqn: str) -> bool:
+        named = any(part in fqn for part in filter_fqns)
+        return not named and (isinstance(mod, Float8Layer) or skip(mod, fqn) is None)
+
+    return takes
 
 
 def features(linear: Any) -> tuple[int, int]:

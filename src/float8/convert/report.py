@@ -14,7 +14,7 @@ from float8.arguments import require_module
 from float8.config import CastSite
 from float8.convert.filters import features
 from float8.convert.fuse import fusing
-from float8.linear import Float8Linear, is_conv1d
+from float8.linear import Float8Layer, is_conv1d
 
 _SKIP_REASON = "_float8_skip_reason"
 
@@ -138,11 +138,11 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if seen:
             name = type(module).__name__
             fused.append(FusedReport(fqn or "(root)", name, why))
-        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        if not (isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module)):
             others += _other_weights(fqn, module)
             continue
         scaling = reason = None
-        if not isinstance(module, Float8Linear):
+        if not isinstance(module, Float8Layer):
             reason = module.__dict__.get(_SKIP_REASON, "not seen by convert_to_float8_training")
         elif not module.config.float8_gemms:
             reason = "all casts of its config are DISABLED"

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
+from float8.convert.encoder import leave_fast_path
 from float8.convert.fuse import unfuse_modules
-from float8.linear import Float8Conv1D, Float8Linear, is_conv1d
+from float8.linear import Float8Layer
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
 
@@ -19,9 +20,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
     Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
-    working. Fused modules get their own forward back. The weight of a `Conv1D` is transposed: make
-    the optimizer anew. The state of delayed scaling is dropped. Does nothing for a model in high
-    precision.
+    working. Fused modules get their own forward back. The state of delayed scaling is dropped. Does
+    nothing for a model in high precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -35,31 +35,24 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             parametrized; nothing is changed then.
     """
     require_module(module, "module")
-    layers = {
-        layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Linear)
-    }
+    layers = {layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Layer)}
     for layer, fqn in layers.items():
         require_changeable(layer, fqn)
     ungather(layers)
     unfuse_modules(module)
     for layer in layers:
         layer.become_high_precision()
-    for parent in module.modules():
-        for child in parent._modules.values():
-            if child in layers:
-                tell_adapter(parent, child, has_transposed=True)
+    leave_fast_path(module)
     return module
 
 
-def require_changeable(layer: Float8Linear, fqn: str) -> None:
+def require_changeable(layer: Float8Layer, fqn: str) -> None:
     """Raise a `ValueError` if somebody relies on what `layer` is."""
     if hasattr(type(layer), "reshard"):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"
     elif is_parametrized(layer):
         got, do = "a layer that is parametrized", "remove the parametrization first"
-    elif is_conv1d_of_shards(layer):
-        got, do = "a Conv1D whose weight is sharded", "make the change before fully_shard"
     elif not isinstance(layer.weight, Float8GatherWeight) and isinstance(
         local_tensor(layer.weight),
         Float8GatherWeight if layer.keeps_no_master else Float8GatherWeight | Float8Tensor,
@@ -71,14 +64,9 @@ def require_changeable(layer: Float8Linear, fqn: str) -> None:
     raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
 
 
-def is_conv1d_of_shards(layer: Float8Linear) -> bool:
-    """Whether `layer` was a `Conv1D`, and its weight, which would be transposed, is a DTensor."""
-    return isinstance(layer, Float8Conv1D) and local_tensor(layer.weight) is not layer.weight
-
-
-def ungather(layers: Iterable[Float8Linear]) -> None:
+def ungather(layers: Iterable[Float8Layer]) -> None:
     """Make weights that were to be gathered in float8 ordinary Parameters again."""
-    users: dict[Any, list[Float8Linear]] = {}
+    users: dict[Any, list[Float8Layer]] = {}
     for layer in layers:
         weight: Any = layer._parameters.get("weight")
         if isinstance(weight, Float8GatherWeight):
@@ -98,9 +86,3 @@ def ungather(layers: Iterable[Float8Linear]) -> None:
                 "graph, a weakref): make the optimizer anew",
                 stacklevel=3,
             )
-
-
-def tell_adapter(parent: Any, child: Any, *, has_transposed: bool) -> None:
-    """Tell an adapter of PEFT how the weight of the `Conv1D` that it wraps lies now."""
-    if is_conv1d(child) and hasattr(parent, "fan_in_fan_out"):
-        parent.fan_in_fan_out = has_transposed

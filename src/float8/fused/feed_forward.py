@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from float8 import kernels
 from float8.fused import layers as fused
@@ -20,6 +19,7 @@ from float8.fused.norm import fused_norm, input_operand
 from float8.linear import Float8Linear
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
+from float8.once import once_differentiable
 from float8.quantize.quantize import columns, quantize, recast
 from float8.quantize.spec import Part
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from float8 import kernels
 from float8.fused import layers as fused
@@ -13,6 +12,7 @@ from float8.fused.layers import Call, fusable, take_apart
 from float8.fused.norm import fused_norm, input_operand
 from float8.linear.functional import with_leading_dims
 from float8.linear.weight import kept_weight
+from float8.once import once_differentiable
 from float8.quantize.quantize import quantize
 from float8.quantize.spec import Part
 

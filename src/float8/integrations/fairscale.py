@@ -18,7 +18,7 @@ from float8.arguments import require_module
 from float8.config import Float8LinearConfig
 from float8.linear import Float8Linear, move_hooks, unsupported
 from float8.linear.sharded import linear_of_shards
-from float8.linear.source import own_containers
+from float8.linear.source import copied_from
 
 
 class Float8ParallelLinear(Float8Linear):
@@ -43,9 +43,7 @@ class Float8ParallelLinear(Float8Linear):
             config: how to cast.
             sequence_dim: along which ranks share tokens between layers; None: all have all.
         """
-        new = cls.__new__(cls)
-        new.__dict__.update(mod.__dict__)
-        new.__dict__.update(own_containers(mod))
+        new: Float8ParallelLinear = copied_from(mod, cls)
         new.source_class = type(mod)
         device = mod.weight.device.type
         if device == "meta":

@@ -37,6 +37,10 @@ class Float8Callback(Callback):
             for optimizer in trainer.optimizers
         ]
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the attachments, as Lightning tears nothing down then."""
+        self.teardown(trainer, pl_module, "fit")
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End the attachments."""
         for attachment in self._attachments:

@@ -15,13 +15,14 @@ from torchtitan.protocols.model import ModelConfigConverter
 from float8.config import Float8LinearConfig
 from float8.convert.filters import left_out
 from float8.linear import Float8Linear
-from float8.linear.source import require_supported
 from float8.parallel.fsdp import enable_float8_all_gather
 from float8.sync import attach_to_optimizer
 
 
 class ConvertedLinear(Float8Linear, Linear):
     """A `Float8Linear` that is built as torchtitan builds its own `Linear`."""
+
+    source_class = Linear
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -31,8 +32,7 @@ class ConvertedLinear(Float8Linear, Linear):
 
     def __init__(self, config: Config) -> None:
         Linear.__init__(self, config)
-        require_supported(self, config.float8)
-        self.set_up(config.float8)
+        self.begin(config.float8)
         enable_float8_all_gather(self)
 
 

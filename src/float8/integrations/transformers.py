@@ -27,6 +27,7 @@ class Float8Callback(TrainerCallback):
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
     ) -> None:
         """Attach the model to the optimizer, which exists by now."""
+        self.on_train_end(args, state, control)  # of a training that ended in an error
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,16 +1,16 @@
 """`Float8Linear`: the module, its autograd function and its delayed-scaling state."""
 
 from float8.linear.classes import computes_something_else, is_conv1d, path
-from float8.linear.conv1d import Float8Conv1D
 from float8.linear.delayed import WEIGHT_AMAX, WEIGHT_SCALE
 from float8.linear.functional import linear
-from float8.linear.module import Float8Linear
-from float8.linear.source import move_hooks, unsupported
+from float8.linear.module import Float8Conv1D, Float8Layer, Float8Linear, unsupported
+from float8.linear.source import move_hooks
 
 __all__ = [
     "WEIGHT_AMAX",
     "WEIGHT_SCALE",
     "Float8Conv1D",
+    "Float8Layer",
     "Float8Linear",
     "computes_something_else",
     "is_conv1d",

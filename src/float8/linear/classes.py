@@ -65,7 +65,7 @@ def class_of(base: Any, source: Any) -> Any:
 
     Where `source` is a subclass of `nn.Linear`, a subclass of both: `isinstance` holds and the
     methods, properties and class attributes of `source` stay; forward is that of `base`. Its layers
-    are pickled as long as `source` can be.
+    are pickled as long as `source` can be. It is called as `source`, and with a `config`.
     """
     return base if issubclass(base, source) else _class_of_both(base, source)
 
@@ -75,12 +75,18 @@ def _class_of_both(base: type, source: type) -> Any:
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
+        "__init__": _init,
         "__reduce_ex__": _reduce,
         "base_class": base,
         "source_class": source,
     }
     name = f"{base.__name__}[{source.__qualname__}]"
     return types.new_class(name, (base, source), exec_body=lambda body: body.update(members))
+
+
+def _init(layer: Any, *args: Any, config: Any = None, **more: Any) -> None:
+    layer.source_class.__init__(layer, *args, **more)
+    layer.begin(config)
 
 
 def _reduce(layer: Any, protocol: int) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import FLOAT8_MAX
 from float8.linear.held import PLAIN, HeldWeight
+from float8.linear.other_state import as_loadable
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
@@ -51,16 +52,17 @@ def delayed_sites(config: Float8LinearConfig) -> tuple[DelayedSite, ...]:
     return tuple(sites)
 
 
-class StatefulLinear(nn.Linear):
-    """An `nn.Linear` with that state, and its weight in float8 where that is held."""
+class StatefulLayer(nn.Module):
+    """A linear layer with that state, and its weight in float8 where that is held."""
 
     config: Float8LinearConfig
     plan: LinearPlan
+    weight: Tensor
     held: HeldWeight | None = None
     """The weight in float8, if `update_float8_weights` found that it can be held."""
     delayed: tuple[DelayedSite, ...] = ()
-    attached = False
-    """Whether an optimizer syncs it, so that no sync can be missing."""
+    attached = 0
+    """How many optimizers sync it; if any does, no sync can be missing."""
     agreed: frozenset[Any] = frozenset()
     """Numbers of layers and groups of ranks that were found to have the same layers."""
     _weight_scale_known = False
@@ -102,11 +104,12 @@ class StatefulLinear(nn.Linear):
         for site in self.delayed:
             self.get_buffer(site.amax).zero_()
             self.get_buffer(site.history).zero_()
-            self.get_buffer(site.scale).fill_(self._first_scale)
+            self.get_buffer(site.scale).fill_(self.first_scale)
         self._state_was_written()
 
     @property
-    def _first_scale(self) -> float:
+    def first_scale(self) -> float:
+        """What a scale is before the first sync."""
         return UNKNOWN_SCALE if self.config.enable_amax_init else 1.0
 
     def _state_was_written(self) -> None:
@@ -114,8 +117,8 @@ class StatefulLinear(nn.Linear):
         self.mark_synced()
 
     def reset_parameters(self) -> None:
-        """Initialise weight and bias as `nn.Linear` does, and forget all amaxes."""
-        super().reset_parameters()
+        """Initialise weight and bias as the layer did before, and forget all amaxes."""
+        super().reset_parameters()  # type: ignore[misc]
         if "config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
             self.reset_state()
 
@@ -206,12 +209,12 @@ class StatefulLinear(nn.Linear):
         super().register_parameter(name, param)
         self.held = self._seen = None
 
-    def _replicate_for_data_parallel(self) -> "StatefulLinear":
-        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    def _replicate_for_data_parallel(self) -> "StatefulLayer":
+        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         replica.held = None  # on another device
         return replica  # type: ignore[no-any-return]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLinear":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         before: dict[str, Tensor] = self._state()
         weight: Any = self._parameters.get("weight")
         self.held = None
@@ -262,7 +265,7 @@ class StatefulLinear(nn.Linear):
             values = values if self.weight.is_meta else values.to(self.weight.device)
             state_dict = {**state_dict, key: in_float8_only(values, self.plan.weight)}
         before, old_weight = self._state(), self._parameters.get("weight")
-        state_dict = self._as_ours(state_dict, prefix, error_msgs)
+        state_dict = as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
         )
@@ -285,39 +288,3 @@ class StatefulLinear(nn.Linear):
                 self.reset_state()  # what they knew was of other weights
         missing_keys.extend(missing)
         self._state_was_written()  # but no amax was recorded
-
-    def _as_ours(
-        self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
-    ) -> dict[str, Any]:
-        """`state_dict` with the state of this layer as we keep it.
-
-        Float8Linear of float8_experimental and of torchao <= 0.9 has buffers of the same names for
-        all three roles, amaxes and scales of shape [1], and encode scales: 1 / ours. Torch would
-        load an element of any vector for a scalar.
-        """
-        scalars = [prefix + name for site in self.delayed for name in (site.amax, site.scale)]
-        shapes = {
-            key: list(getattr(state_dict[key], "shape", ())) for key in scalars if key in state_dict
-        }
-        if not any(shapes.values()):
-            return state_dict
-        loaded = dict(state_dict)
-        for key, shape in shapes.items():
-            if any(other != [1] for other in shapes.values()):
-                error_msgs.append(
-                    f"size mismatch for {key}: got shape {shape} in the checkpoint, expected [], "
-                    f"or [1] for all of this layer (float8_experimental, torchao <= 0.9)"
-                )
-                loaded[key] = self.get_buffer(key.removeprefix(prefix))
-            elif "fp8_amax" in key:  # the history has it
-                loaded[key] = torch.zeros((), device=self.weight.device)
-            else:
-                history = loaded.get(key.replace("fp8_scale", "fp8_amax_history"))
-                known = history is None or bool((history > 0).any())
-                decode = loaded[key].double().reciprocal().float().reshape(())
-                loaded[key] = decode if known else torch.full_like(decode, self._first_scale)
-        for role in ("input", "weight", "grad_output"):
-            if prefix + f"fp8_scale_{role}" not in scalars:
-                for kind in ("amax", "amax_history", "scale"):
-                    loaded.pop(prefix + f"fp8_{kind}_{role}", None)
-        return loaded

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from float8.config import Float8LinearConfig, ScalingGranularity
+from float8.config import ConfigOrRecipe, ScalingGranularity, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
+from float8.kernels.runtime.private import functorch_levels
 from float8.linear.across import HERE, Across, Reduction, Tokens
 from float8.linear.plan import (
     LinearPlan,
@@ -27,6 +27,7 @@ from float8.linear.plan import (
     plan_linear,
 )
 from float8.linear.weight import kept_weight, record_amax, weight_columns, weight_rows
+from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -45,7 +46,6 @@ class DelayedScales(NamedTuple):
 
 
 NO_SCALES = DelayedScales()
-DYNAMIC = Float8LinearConfig()  # made here, where Dynamo need not follow
 
 
 def linear(
@@ -53,7 +53,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    config: Float8LinearConfig | None = None,
+    config: ConfigOrRecipe | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` with its three GEMMs in float8: `input @ weight.T + bias`.
 
@@ -61,25 +61,21 @@ def linear(
         input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
         weight: [N, K], dtype of `input` unless under autocast; or a `Float8Tensor`.
         bias: [N] or None.
-        config: None means `Float8LinearConfig()`, dynamic tensorwise scaling. Delayed scaling has
-            state, and so needs a `Float8Linear`.
+        config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
+            scaling. Delayed scaling has state, and so needs a `Float8Linear`.
 
     Returns:
         [..., N], dtype of the (autocast) input.
 
     Raises:
         TypeError: the dtype of `input` is not that of the weight, or no supported one; or `config`
-            is no `Float8LinearConfig`.
+            is neither a configuration nor a name.
         ValueError: the last dim of `input` is not K, or needs padding that `pad_inner_dim=False`
             forbids; weight or bias has another shape; or `config` has delayed scaling.
-        RuntimeError: the device has no float8 GEMM and `config.emulate` is False.
+        RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
+            within a transform of torch.func.
     """
-    config = DYNAMIC if config is None else config
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"linear: got a config of type {type(config).__name__}, expected a Float8LinearConfig, "
-            f"for example Float8LinearConfig.from_recipe_name('tensorwise')"
-        )
+    config = as_config(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "
@@ -119,6 +115,13 @@ def apply_linear(
             keeps anyway. Without effect on an input that must be copied first.
         across: the ranks that hold parts of these tensors, and so share their amaxes.
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and functorch_levels is not None and functorch_levels() is not None:
+        raise RuntimeError(
+            "Float8Linear: got a call within torch.func (grad, vmap, jvp, ...), expected one by "
+            "itself: casts to float8 cannot be transformed; use backward() or torch.autograd.grad, "
+            "or call convert_to_high_precision(model)"
+        )
     grad = torch.is_grad_enabled()
     source, input = input, check_input(input, weight)
     # A copy made for this layer alone is nobody else's.
@@ -135,7 +138,7 @@ def apply_linear(
             require_aligned(what, (tokens,), plan.alignment)
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
-        keep_input = keep_input or torch.compiler.is_compiling() or isinstance(input, Float8Tensor)
+        keep_input = keep_input or compiling or isinstance(input, Float8Tensor)
         output = _Linear.apply(  # type: ignore[no-untyped-call]
             rows,
             weight,

@@ -6,35 +6,36 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastSite, Float8LinearConfig
-from float8.linear.classes import class_of
-from float8.linear.delayed import WEIGHT_SCALE, StatefulLinear
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.linear.classes import class_of, is_conv1d
+from float8.linear.delayed import WEIGHT_SCALE, StatefulLayer
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
 from float8.linear.held import current
-from float8.linear.other_state import as_loadable
 from float8.linear.plan import (
     casts_grad_output_once,
     casts_input_once,
     plan_linear,
 )
 from float8.linear.sharded import dtensor_in_float8, linear_of_shards
-from float8.linear.source import OWN_ATTRIBUTES, own_containers, require_supported
+from float8.linear.source import copied_from, own_names, problem
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor, dequantise
 
 
-class Float8Linear(StatefulLinear):
-    """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
+class Float8Layer(StatefulLayer):
+    """What all linear layers in float8 are, whatever they were made of."""
 
-    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
-    `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
-    scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
-    """
-
+    in_features: int
+    out_features: int
+    bias: Any
+    base_class: ClassVar[Any] = None
+    """`Float8Linear` or `Float8Conv1D`, in classes that `class_of` made of it."""
     source_class: ClassVar[type[nn.Module]] = nn.Linear
     """What it was made of, and becomes again in `convert_to_high_precision`."""
+    transposed: ClassVar[bool] = False
+    """Whether the weight is [K, N]."""
     tokens_dim: int | None = None
     """Under tensor parallel: the dim along which ranks share the tokens of an output that is a sum
     over ranks. None: the sum is left to others."""
@@ -43,29 +44,14 @@ class Float8Linear(StatefulLinear):
     weight_scale: Tensor | None = None
     """That of the whole weight, while a module runs that found it for all of its layers."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        config: Float8LinearConfig | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        config = Float8LinearConfig() if config is None else config
-        require_supported(self, config)
-        self.set_up(config)
-
     @classmethod
     def from_float(
         cls,
-        mod: nn.Linear,
-        config: Float8LinearConfig | None = None,
+        mod: nn.Module,
+        config: ConfigOrRecipe | None = None,
         *,
         linear_classes: Collection[type[nn.Linear]] = (),
-    ) -> "Float8Linear":
+    ) -> "Float8Layer":
         """Make a `Float8Linear` with the Parameters, hooks and training mode of `mod`.
 
         Parameters are the same objects (`enable_fsdp_float8_all_gather` takes effect in
@@ -75,26 +61,29 @@ class Float8Linear(StatefulLinear):
         Args:
             mod: the layer; its Parameters are shared, not copied. Of a subclass of `nn.Linear`
                 the new layer is an instance, too. Of a `Float8Linear` the state is made anew.
-            config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+                Of a `Conv1D` of transformers a `Float8Conv1D` is made.
+            config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
+                scaling.
             linear_classes: subclasses of `nn.Linear` whose own forward may be replaced.
 
         Raises:
-            TypeError: `mod` is no `nn.Linear`, or of a subclass that may compute something else,
+            TypeError: `mod` is no linear layer, or of a subclass that may compute something else,
                 or its dtype cannot be cast to float8.
             ValueError: `config` cannot be honoured for this layer.
         """
-        config = Float8LinearConfig() if config is None else config
+        config = as_config(config)
         require_supported(mod, config, linear_classes)
-        new_class: Any = type(mod)
-        if not isinstance(mod, Float8Linear):
-            new_class = class_of(cls, new_class)
-        elif issubclass(mod.source_class, nn.Linear):  # a Float8Conv1D stays one
-            new_class = class_of(cls, mod.source_class)
-        new: Float8Linear = new_class.__new__(new_class)
-        new.__dict__.update(mod.__dict__)
-        new.__dict__.update(own_containers(mod))
+        source = mod.source_class if isinstance(mod, Float8Layer) else type(mod)
+        new_class = class_of(_base(mod, cls), source)
+        new: Float8Layer = copied_from(mod, new_class)
         new.set_up(config)
         return new
+
+    def begin(self, config: ConfigOrRecipe | None) -> None:
+        """What constructors do once Parameters are there; raises as `from_float`."""
+        config = as_config(config)
+        require_supported(self, config)
+        self.set_up(config)
 
     def set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration, with state made anew."""
@@ -121,13 +110,10 @@ class Float8Linear(StatefulLinear):
         """Turn this very object back into what it was made of."""
         self._take_back_master()
         self._drop_state()
-        for name in OWN_ATTRIBUTES & vars(self).keys():
+        cls: Any = type(self)
+        for name in own_names(cls) & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = self.source_class  # type: ignore[assignment]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict = as_loadable(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---------------------------------------------------------------- forward
 
@@ -153,6 +139,8 @@ class Float8Linear(StatefulLinear):
         if self.delayed:
             self.check_synced()
             scales = self.delayed_scales()
+        if self.transposed:
+            weight = weight.t()
         if hasattr(weight, "device_mesh"):
             how = self.plan, scales, keep_input, self.gathered == "input", self.tokens_dim
             known = self.knows_scales, self.weight_scale
@@ -204,15 +192,18 @@ class Float8Linear(StatefulLinear):
             )
         return DelayedScales(**scales)
 
+    def __prepare_scriptable__(self) -> None:
+        """Called by `torch.jit.script`."""
+        raise RuntimeError(
+            "Float8Linear: got torch.jit.script, expected a model in high precision: TorchScript "
+            "cannot express casts to float8; use torch.compile or torch.export, or call "
+            "convert_to_high_precision(model) first"
+        )
+
     def extra_repr(self) -> str:
-        """`nn.Linear`'s, and how each role is scaled."""
-        parts = [super().extra_repr()]
-        for site in CastSite:
-            if self.config.owner(site) is site:
-                parts.append(f"{site.value}={self.config.cast_config(site).short_str()}")
-        for switch in _SWITCHES:
-            if getattr(self.config, switch):
-                parts.append(switch)
+        """What its class says, and how it runs: a recipe, or the scaling of each tensor."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        parts = [super().extra_repr() or sizes, self.config.short_str()]
         if self.held is not None or self.keeps_no_master:
             parts.append(f"weight {self.config.float8_weights.value} in float8")
         of_input = self.gathered == "input"
@@ -222,4 +213,77 @@ class Float8Linear(StatefulLinear):
         return ", ".join(parts)
 
 
-_SWITCHES = ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather")
+class Float8Linear(Float8Layer, nn.Linear):
+    """A linear layer whose GEMMs run in float8: `output = input @ weight.T + bias`.
+
+    The weight [N, K] stays a high-precision `Parameter`. Made from an `nn.Linear` by
+    `from_float` or, for a whole model, by `convert_to_float8_training`. Layers with delayed
+    scaling carry the buffers `fp8_amax_*`, `fp8_amax_history_*` and `fp8_scale_*`, always float32.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: ConfigOrRecipe | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.begin(config)
+
+
+class Float8Conv1D(Float8Layer):
+    """A linear layer in float8 that was the `Conv1D` of transformers, and is one: weight [K, N].
+
+    So optimizers, checkpoints and adapters see what they saw before. It is no `nn.Linear`, which
+    would promise a weight [N, K]. FSDP2 gathers the weight in high precision, and `cached_weights`
+    passes it by.
+    """
+
+    transposed = True
+    __repr__ = nn.Module.__repr__
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K."""
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N."""
+        return self.weight.shape[1]
+
+
+def _base(mod: Any, cls: Any = Float8Linear) -> Any:
+    """Which of our classes a layer becomes; `cls` is `Float8Linear` or a subclass."""
+    transposed = mod.transposed if isinstance(mod, Float8Layer) else is_conv1d(mod)
+    return Float8Conv1D if transposed else cls
+
+
+def unsupported(
+    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
+) -> str | None:
+    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
+
+    Args:
+        mod: an `nn.Linear` of any subclass, a `Conv1D`, or either converted.
+        config: the configuration.
+        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
+    """
+    found = problem(mod, _base(mod), config, linear_classes)
+    return None if found is None else str(found)
+
+
+def require_supported(
+    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
+) -> None:
+    """Raise what `unsupported` says."""
+    linear = isinstance(mod, nn.Linear | Float8Layer)
+    if not linear and not (isinstance(mod, nn.Module) and is_conv1d(mod)):
+        raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
+    found = problem(mod, _base(mod), config, linear_classes)
+    if found is not None:
+        raise type(found)(f"Float8Linear: {found}")

@@ -1,6 +1,8 @@
 """The layer that a `Float8Linear` is made of: which ones can be, and what they hand over."""
 
 import copy
+import functools
+import types
 import weakref
 from collections.abc import Collection
 from typing import Any
@@ -9,74 +11,74 @@ from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
-from float8.linear.classes import computes_something_else, is_conv1d, path
-from float8.linear.delayed import StatefulLinear
+from float8.linear.classes import class_of, computes_something_else, is_conv1d, path
+from float8.linear.delayed import StatefulLayer, delayed_sites
 
-OWN_ATTRIBUTES = frozenset({"config", "plan", *dir(StatefulLinear)}) - {*dir(nn.Linear)}
-"""Names that a `Float8Linear` uses and `nn.Linear` does not."""
-
-
-def unsupported(
-    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
-) -> str | None:
-    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
-
-    Args:
-        mod: an `nn.Linear` of any subclass, also a `Float8Linear`, or a `Conv1D`.
-        config: the configuration.
-        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
-    """
-    problem = _problem(mod, config, linear_classes)
-    return None if problem is None else str(problem)
+_PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
 
 
-def require_supported(
-    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
-) -> None:
-    """Raise what `unsupported` says."""
-    if not isinstance(mod, nn.Linear):
-        raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"Float8Linear: got a config of type {type(config).__name__}, expected a "
-            f"Float8LinearConfig, for example Float8LinearConfig.from_recipe_name('tensorwise')"
-        )
-    problem = _problem(mod, config, linear_classes)
-    if problem is not None:
-        raise type(problem)(f"Float8Linear: {problem}")
+@functools.cache
+def own_names(base: type) -> frozenset[str]:
+    """The names that layers of class `base` use and `nn.Linear` does not."""
+    return frozenset({"config", "plan", *dir(base)} - {*dir(nn.Linear)})
 
 
-def own_containers(mod: nn.Module) -> dict[str, Any]:
-    """Copies of the dicts and sets in which `nn.Module` keeps Parameters, buffers and hooks."""
-    names = [name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)]
-    return {name: copy.copy(mod.__dict__[name]) for name in names}
+def copied_from(old: nn.Module, cls: Any) -> Any:
+    """An instance of `cls` with all that `old` has; what is registered later is of one alone."""
+    new = cls.__new__(cls)
+    new.__dict__.update(old.__dict__)
+    new.__dict__.update(_own_containers(old))
+    _rebind_hooks(old, new)
+    return new
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
     """Hand the hooks of `old`, and the handles that remove them, to its replacement `new`."""
     # A handle removes its hook from the dict it was registered in: `new` takes these very dicts.
-    for name, copied in own_containers(old).items():
+    for name, copied in _own_containers(old).items():
         if "_hooks" in name:
             new.__dict__[name] = old.__dict__[name]
             old.__dict__[name] = copied
+    _rebind_hooks(old, new)
     pre_hooks: dict[int, Any] = new._load_state_dict_pre_hooks
     for hook in pre_hooks.values():
-        if getattr(hook, "with_module", False):  # it holds a weak reference to its module
+        if getattr(hook.hook, "__self__", None) is old:
+            hook.hook = types.MethodType(hook.hook.__func__, new)
+        if hook.with_module:  # it holds a weak reference to its module
             hook.module = weakref.ref(new)
 
 
-def _problem(
-    mod: Any, config: Float8LinearConfig, linear_classes: Collection[type]
+def _own_containers(mod: nn.Module) -> dict[str, Any]:
+    """Copies of the dicts and sets in which `nn.Module` keeps Parameters, buffers and hooks."""
+    names = [name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)]
+    return {name: copy.copy(mod.__dict__[name]) for name in names}
+
+
+def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Make hooks that are methods of `old` methods of `new`."""
+    for name, hooks in new.__dict__.items():
+        if "_hooks" in name and isinstance(hooks, dict):
+            for key, hook in hooks.items():
+                if getattr(hook, "__self__", None) is old:
+                    hooks[key] = types.MethodType(hook.__func__, new)
+
+
+def problem(
+    mod: Any, base: type, config: Float8LinearConfig, linear_classes: Collection[type]
 ) -> TypeError | ValueError | None:
-    # A Float8Linear is one of ours, whatever it was made of; a parametrized one is somebody else's.
-    if reason := computes_something_else(mod, (*linear_classes, StatefulLinear)):
+    """Why `mod` cannot become a layer of class `base`; None: it can.
+
+    Args:
+        mod: an `nn.Linear` of any subclass, a `Conv1D`, or either converted.
+        base: `Float8Linear` or `Float8Conv1D`.
+        config: its configuration.
+        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
+    """
+    # What is converted is one of ours, whatever it was made of; a parametrized one is not.
+    if reason := computes_something_else(mod, (*linear_classes, StatefulLayer)):
         return TypeError(reason)
-    taken = OWN_ATTRIBUTES & {*vars(mod), *dir(type(mod))}
-    if taken and not isinstance(mod, StatefulLinear):
-        return ValueError(
-            f"got a {path(type(mod))} with an attribute {min(taken)!r}, expected one without: "
-            f"Float8Linear has one of that name"
-        )
+    if not isinstance(mod, StatefulLayer) and (reason := _cannot_be_both(mod, base, config)):
+        return ValueError(reason)
     if "forward" in mod.__dict__:  # it would win over ours
         return ValueError(
             "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
@@ -86,11 +88,6 @@ def _problem(
             "got a layer after `.compile()`, expected one before; convert first, then compile"
         )
     weight = mod.weight
-    if is_conv1d(mod) and type(weight) is not nn.Parameter:
-        return ValueError(
-            f"got a Conv1D whose weight is a {type(weight).__name__}, expected an nn.Parameter: "
-            f"convert before weights are sharded or quantised"
-        )
     if type(weight).__module__.startswith("torchao."):
         return TypeError(
             f"got a weight of class {type(weight).__name__}, expected a tensor in high precision: "
@@ -107,8 +104,9 @@ def _problem(
             f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
             f"pad_inner_dim=True to have them padded"
         )
-    if config.float8_weights is Float8Weights.ONLY and (weight.requires_grad or is_conv1d(mod)):
-        what = "a Conv1D" if is_conv1d(mod) else "a weight with requires_grad=True"
+    transposed = is_conv1d(mod) or getattr(mod, "transposed", False)
+    if config.float8_weights is Float8Weights.ONLY and (weight.requires_grad or transposed):
+        what = "a Conv1D" if transposed else "a weight with requires_grad=True"
         return ValueError(
             f"got {what} with float8_weights=ONLY, expected an nn.Linear whose weight is frozen; "
             f"call weight.requires_grad_(False) first, or convert it with another config"
@@ -116,4 +114,27 @@ def _problem(
     reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
     if not config.emulate and reason is not None:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
+    return None
+
+
+def _cannot_be_both(mod: nn.Module, base: type, config: Float8LinearConfig) -> str | None:
+    """Why the class of `mod` and `base` do not go together, or None."""
+    cls = type(mod)
+    buffers = {name for site in delayed_sites(config) for name in site.buffers}
+    if taken := (own_names(base) | buffers) & {*dir(mod)}:
+        return (
+            f"got a {path(cls)} with an attribute {min(taken)!r}, expected one without: "
+            f"{base.__name__} has one of that name"
+        )
+    theirs = (vars(each) for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object))
+    for members in theirs:
+        if own := [name for name in _PICKLING if members.get(name)]:  # `__slots__` may be empty
+            return (
+                f"got a {path(cls)} with {own[0]!r}, expected one without: {base.__name__} has a "
+                f"way of its own to copy and pickle layers"
+            )
+    try:
+        class_of(base, cls)
+    except Exception as error:
+        return f"got a {path(cls)}, which cannot be a {base.__name__}, too: {error}"
     return None

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from float8.linear import Float8Linear
+from float8.linear import Float8Layer
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of the wrapped module in which DDP looks up the names of what it leaves alone."""
@@ -20,7 +20,7 @@ def keep_amaxes_under_ddp(module: nn.Module) -> None:
         names = [
             f"{prefix}.{own}" if prefix else own
             for prefix, layer in root.named_modules()
-            if isinstance(layer, Float8Linear)
+            if isinstance(layer, Float8Layer)
             for own in (*(site.amax for site in layer.delayed), *["weight"] * layer.keeps_no_master)
         ]
         if names:

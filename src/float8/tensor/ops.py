@@ -155,6 +155,22 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
+@implements(aten.index_put_.default)
+def _index_put_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Bytes are written under the scale that they have in `target` already."""
+    target, indices, values, *accumulate = args
+    if not isinstance(target, Float8Tensor):
+        return func(target, indices, dequantise(values), *accumulate)
+    _require_alike("index_put_", target, values, scale=True)
+    if any(accumulate) or target._granularity is not ScalingGranularity.TENSORWISE:
+        raise ValueError(
+            f"index_put_: got accumulate={any(accumulate)} under {target._granularity}, expected "
+            f"False under TENSORWISE; call .to_original_precision() first"
+        )
+    func(target._data.view(torch.uint8), indices, values._data.view(torch.uint8))
+    return target
+
+
 @implements(aten.mm.default, aten.addmm.default)
 def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     *bias, a, b = args

@@ -1,0 +1,153 @@
+"""Code written for torchao.float8 or float8_experimental runs with another import."""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import float8
+from float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    convert_to_float8_training,
+    linear_requires_sync,
+)
+from float8.linear import Float8Layer
+from sqnr import sqnr
+from support.models import seeded
+
+NAMES = {
+    "config": ["e4m3_dtype", "e5m2_dtype", "CastConfig", "Float8LinearConfig", "ScalingType"],
+    "float8_linear": ["Float8Linear"],
+    "float8_linear_utils": [
+        "_auto_filter_for_recipe",
+        "convert_to_float8_training",
+        "get_float8_layers",
+        "linear_requires_sync",
+        "swap_linear_layers",
+        "swap_linear_with_float8_linear",
+        "sync_float8_amax_and_scale_history",
+    ],
+    "float8_tensor": ["Float8Tensor"],
+    "float8_tensor_parallel": [
+        "Float8ColwiseParallel",
+        "Float8RowwiseParallel",
+        "PrepareFloat8ModuleInput",
+    ],
+    "float8_training_tensor": ["Float8TrainingTensor"],
+    "float8_utils": ["FP8_TYPES", "compute_error", "e4m3_dtype", "e5m2_dtype"],
+    "fsdp_utils": ["precompute_float8_dynamic_scale_for_fsdp"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_are_found_by_their_old_names(name: str) -> None:
+    module = importlib.import_module(f"float8.{name}")
+    for each in NAMES[name]:
+        ours = getattr(module, each)
+        assert not hasattr(float8, each) or getattr(float8, each) is ours
+    if name != "config":
+        assert sorted(module.__all__) == sorted(NAMES[name])
+
+
+def test_no_old_name_is_imported_before_it_is_asked_for() -> None:
+    program = "import sys, float8; print([x for x in sys.modules if 'float8.float8_' in x])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_aliases_hold_no_code_but_what_has_no_other_name() -> None:
+    folder = Path(inspect.getfile(importlib.import_module("float8.torchao_names"))).parent
+    defined = {
+        node.name
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assert defined == {"__getattr__", "compute_error", "get_float8_layers", "swap_linear_layers"}
+
+
+def test_helpers_of_other_scales_say_what_to_use() -> None:
+    with pytest.raises(ImportError, match=r"got 'tensor_to_scale', expected .*from_high_precision"):
+        from float8.float8_utils import tensor_to_scale  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from float8.float8_utils import nothing  # noqa: F401
+
+
+def test_helpers() -> None:
+    from float8.float8_linear_utils import get_float8_layers, swap_linear_layers
+    from float8.float8_utils import compute_error
+
+    x = seeded(0, 16, 16)
+    assert compute_error(x, x + 0.1).item() == pytest.approx(sqnr(x, x + 0.1), abs=1e-4)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    not_first = lambda mod, fqn: fqn != "0"  # noqa: E731
+    make = lambda mod: float8.Float8Linear.from_float(mod)  # noqa: E731
+    assert swap_linear_layers(model, make, module_filter_fn=not_first) is model
+    assert get_float8_layers(model) == [model[2]]
+    assert isinstance(swap_linear_layers(nn.Linear(16, 16), make), Float8Layer)
+
+
+def test_the_automatic_filter_leaves_names_and_small_layers(monkeypatch) -> None:
+    from float8.convert import filters
+
+    model = nn.ModuleDict({"wide": nn.Linear(4096, 4096), "small": nn.Linear(64, 64)})
+    model["output"] = nn.Linear(4096, 4096)
+    convert_to_float8_training(
+        model, module_filter_fn=float8._auto_filter_for_recipe("rowwise", ["wide"])
+    )
+    assert [name for name in model if isinstance(model[name], Float8Layer)] == ["small"]
+    monkeypatch.setattr(filters, "known_gpu", lambda device: "H100")
+    takes = float8._auto_filter_for_recipe("tensorwise", filter_fqns=[])
+    assert (takes(model["wide"], "wide"), takes(nn.Linear(64, 64), "small")) == (True, False)
+    with pytest.raises(ValueError, match="recipe: got 'mx', expected one of 'tensorwise'"):
+        float8._auto_filter_for_recipe("mx", [])
+
+
+# ---------------------------------------------------------------- objects of torchao
+
+
+def test_objects_of_torchao_are_told_by_the_import_to_change() -> None:
+    theirs = pytest.importorskip("torchao.float8")
+    for call in (
+        lambda config: convert_to_float8_training(nn.Linear(16, 16), config=config),
+        lambda config: float8.linear(torch.ones(16, 16), torch.ones(16, 16), config=config),
+        lambda config: float8.Float8Linear(16, 16, config=config),
+        linear_requires_sync,
+    ):
+        with pytest.raises(
+            TypeError,
+            match=r"config: got Float8LinearConfig.*this one is of torchao: change `from "
+            r"torchao.float8 import Float8LinearConfig` to `from float8 import Float8LinearConfig`",
+        ):
+            call(theirs.Float8LinearConfig())
+    with pytest.raises(ValueError, match=r"`from float8 import Float8LinearRecipeName`"):
+        Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName.ROWWISE)
+    with pytest.raises(TypeError, match=r"cast_config_input.*`from float8 import CastConfig`"):
+        Float8LinearConfig(cast_config_input=theirs.CastConfig())
+    with pytest.raises(TypeError, match=r"scaling_type: got .*`from float8 import ScalingType`"):
+        CastConfig(scaling_type=theirs.ScalingType.DYNAMIC)
+
+
+def test_all_arguments_of_torchao_s_config_are_taken() -> None:
+    theirs = pytest.importorskip("torchao.float8")
+    names = inspect.signature(theirs.Float8LinearConfig).parameters
+    assert names.keys() <= inspect.signature(Float8LinearConfig).parameters.keys()
+    names = inspect.signature(theirs.convert_to_float8_training).parameters
+    assert names.keys() <= inspect.signature(convert_to_float8_training).parameters.keys()
+    for kind in ("CastConfig", "Float8GemmConfig"):
+        names = inspect.signature(getattr(theirs, kind)).parameters
+        assert names.keys() <= inspect.signature(getattr(float8, kind)).parameters.keys()
+    for kind in ("ScalingType", "ScalingGranularity", "Float8LinearRecipeName"):
+        names = {(x.name, x.value) for x in getattr(theirs, kind)}
+        assert names <= {(x.name, x.value) for x in getattr(float8, kind)}
+    assert ScalingType("dynamic") is ScalingType.DYNAMIC
