@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from float8 import convert_to_float8_training, linear
+from float8 import all_linears, convert_to_float8_training, linear
 from float8.tensor import Float8Tensor
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe
@@ -27,7 +27,9 @@ def one_layer(recipe: str, N: int) -> None:
     plain.weight.data *= torch.logspace(-2, 2, N, device=here()).unsqueeze(1)
     config = of_recipe(recipe, enable_fsdp_float8_all_gather=True)
     layer = copy.deepcopy(plain)
-    layer = convert_to_float8_training(nn.Sequential(layer), config=config)[0]
+    layer = convert_to_float8_training(
+        nn.Sequential(layer), config=config, module_filter_fn=all_linears
+    )[0]
     fully_shard(layer, mesh=mesh_of())
     x = seeded(1, 48, K, dtype=torch.bfloat16, device=here())
     alone, leaf = (x.clone().requires_grad_() for _ in range(2))
@@ -76,7 +78,8 @@ def a_cold_column() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(here())
     model[0].weight.data.copy_(weight)
     config = of_recipe("rowwise", enable_fsdp_float8_all_gather=True)
-    model = fully_shard(convert_to_float8_training(model, config=config), mesh=mesh_of())
+    model = convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    model = fully_shard(model, mesh=mesh_of())
     x.requires_grad_()
     model(x).backward(torch.eye(64, device=here()))
     columns = [sqnr(weight[:, k], x.grad[:, k]) for k in (4, 5, 6)]

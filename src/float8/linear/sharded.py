@@ -140,9 +140,10 @@ def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor,
     """
     group = weights[0].device_mesh.get_group(0).group_name
     amaxes = torch.stack([kernels.amax(weight.to_local().detach()) for weight in weights])
-    # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
-    spaced = torch.nn.functional.pad(reduction((group,))(amaxes).unsqueeze(1), (0, 3))
-    return amax_to_scale(spaced, spec.dtype, spec.power_of_2)[:, 0].unbind()
+    # One by one: Inductor (torch 2.11) takes no view of a larger tensor for a scale, and cuBLASLt
+    # only what lies at a multiple of 16 bytes.
+    each = reduction((group,))(amaxes).unbind()
+    return tuple(amax_to_scale(amax, spec.dtype, spec.power_of_2) for amax in each)
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:

@@ -101,8 +101,9 @@ def make_variants(
     for mode in modes:
         variants.append(Variant(HIGH_PRECISION, mode, gather=gather))
         for recipe, config in configs.items():
-            ours = _ours(recipe, mode, config, gather)
-            variants.append(ours)
+            # What is gathered in 16 bits is gone after each use: nothing of it can be held.
+            fly = {"float8_weights": Float8Weights.ON_THE_FLY} if sharded else {}
+            variants.append(_ours(recipe, mode, dataclasses.replace(config, **fly), gather))
             if held:
                 name = f"{recipe}+{_HELD}"
                 variants.append(_ours(name, mode, recipe_config(name), gather))
