@@ -4,7 +4,6 @@ import json
 import sys
 import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +24,7 @@ from float8_lab.errors import RankFailedError
 from support import failing_ranks
 
 TINY = StackSize("tiny", 1, 32)
-PLAN = Plan(TINY, ("tensorwise", "delayed"), ("eager", "compiled"), (), 1)
+RECIPES = ["tensorwise", "delayed"]
 
 
 def test_the_command(
@@ -76,7 +75,9 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
     monkeypatch.setattr(variants_module, "peer_version", lambda peer: "1.0")
-    variants = replace(PLAN, modes=("compiled",), peers=("torchao",)).variants()
+    variants = Plan(
+        TINY, 1, {"recipes": RECIPES, "modes": ["compiled"], "peers": ["torchao"]}
+    ).variants()
     assert [variant.name for variant in variants] == [
         "bf16, compiled, bf16 gather",
         "tensorwise, compiled, bf16 gather",
@@ -95,7 +96,7 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
 def test_a_variant_leaves_no_memory_behind(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
-        for variant in replace(PLAN, modes=("eager",)).variants():
+        for variant in Plan(TINY, 1, {"recipes": RECIPES, "modes": ["eager"]}).variants():
             with build_and_free(variant, TINY, torch.device("cpu")) as step:
                 step.first_gradients()
                 step.optimize()

@@ -8,7 +8,7 @@ runs twice, and medians are over the steps of both times.
 import gc
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,14 +43,12 @@ class Plan:
     """What every rank runs; picklable."""
 
     size: StackSize  # of each rank
-    recipes: Sequence[str]
-    modes: Sequence[str]
-    peers: Sequence[str]
     rounds: int  # steps that are timed, in each of the two passes
+    chosen: dict[str, Any]  # what `make_variants` takes
 
     def variants(self) -> list[Variant]:
         """Every recipe with a gather in 16 bits, then in float8; a `ValueError` if one is none."""
-        return make_variants(self.recipes, self.modes, self.peers, sharded=True)
+        return make_variants(**self.chosen, sharded=True)
 
 
 def bench_fsdp(plan: Plan, ranks: int, device_type: str) -> Iterator[list[Row]]:

@@ -88,7 +88,7 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     axes.set_xlabel("M\nK\nN", fontsize=8)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{title}, speedup over bf16", fontsize=10)
     figure.savefig(path, dpi=150)
 
 

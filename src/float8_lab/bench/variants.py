@@ -79,7 +79,7 @@ class Variant:
 def make_variants(
     recipes: Sequence[str],
     modes: Sequence[str],
-    peers: Sequence[str],
+    peers: Sequence[str] = (),
     *,
     cached: bool = False,
     sharded: bool = False,

@@ -39,22 +39,50 @@ from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.environment import describe_environment
 
+app = typer.Typer(
+    help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
+    no_args_is_help=True,
+)
+
+Plot = Annotated[Path | None, typer.Option(help="Write a heat map of speedups over shapes.")]
+
+
+@dataclass
+class Place:
+    """Where a measurement runs, and where its results go."""
+
+    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try it with host times.")] = (
+        "cuda"
+    )
+    output: Output = None
+    debug: Debug = False
+
+
+@dataclass
+class Run(Place):
+    """How often a benchmark measures, too."""
+
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Samples per variant; medians are reported.")
+    ] = 15
+
 
 class Bench:
-    """One benchmark on the terminal: what it prints and what it leaves behind.
+    """One measurement on the terminal: what it prints and what it leaves behind.
 
     Making one refuses what cannot work before anything is measured, and says where this runs.
     """
 
-    def __init__(self, name: str, device: str, output: Path | None, **settings: Any) -> None:
-        self.device = float8_device(device)
-        if output is not None:
-            check_output(output)
+    def __init__(self, name: str, where: Place, **settings: Any) -> None:
+        self.device = float8_device(where.device)
+        if where.output is not None:
+            check_output(where.output)
         torch.manual_seed(0)
         self.console = make_console()
-        self._name, self._output, self._settings = name, output, settings
+        self._name, self._output, self._settings = name, where.output, settings
+        if isinstance(where, Run):
+            settings["rounds"] = where.rounds
         versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
-        self.peers = [peer for peer, version in versions.items() if version is not None]
         self._environment = describe_environment(self.device) | versions
         self.console.print("{device}, torch {torch}".format(**self._environment))
         for peer, version in versions.items():
@@ -77,11 +105,11 @@ class Bench:
         title: str,
         rows: Rows,
         plot: Path | None = None,
-        draw: Callable[[Rows, str, Path], None] | None = None,
+        draw: Callable[[Rows, str, Path], None] = plot_speedups,
         **extra: Any,
     ) -> None:
-        """Print the table, write the files; `draw` makes a plot of what is no time."""
-        if self.device.type == "cpu" and draw is None:
+        """Print the table, write the files; `extra` is what belongs to no row."""
+        if self.device.type == "cpu" and any({"ms", "us", "bf16_ms"} & row.keys() for row in rows):
             title += " (host times)"
         print_table(self.console, title, rows)
         if self._output is not None:
@@ -89,34 +117,8 @@ class Bench:
             write_results(self._output, self._name, rows, self._environment, settings, extra)
             self.console.print(f"results: {self._output}")
         if plot is not None:
-            where = self._environment["device"]
-            if draw is None:
-                plot_speedups(rows, f"{title}\nspeedup over bf16, {where}", plot)
-            else:
-                draw(rows, f"{title}\n{where}", plot)
+            draw(rows, f"{title}\n{self._environment['device']}", plot)
             self.console.print(f"plot: {plot}")
-
-
-app = typer.Typer(
-    help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
-    no_args_is_help=True,
-)
-
-Plot = Annotated[Path | None, typer.Option(help="Write a heat map of speedups over shapes.")]
-
-
-@dataclass
-class Run:
-    """Where a benchmark runs, how often it measures, where its results go."""
-
-    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try it with host times.")] = (
-        "cuda"
-    )
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Samples per variant; medians are reported.")
-    ] = 15
-    output: Output = None
-    debug: Debug = False
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Variants:
     ] = None
 
     def chosen(self) -> dict[str, Any]:
-        """The settings `recipes`, `modes` and `peers`."""
+        """What `make_variants` takes."""
         if self.mode not in MODES:
             raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
         recipes = words(self.recipe) or ["tensorwise", "delayed"]
@@ -190,10 +192,9 @@ def matmul_command(
     plot: Plot = None,
 ) -> None:
     """One GEMM per shape: bf16, float8 without and with fast accumulation."""
-    shapes, rounds = layers.selected(), where.rounds
-    settings = {"shapes": shapes, "gradients": gradients, "rounds": rounds}
-    bench = Bench("matmul", where.device, where.output, **settings)
-    groups = bench_matmul(shapes, bench.device, rounds, gradients=gradients)
+    shapes = layers.selected()
+    bench = Bench("matmul", where, shapes=shapes, gradients=gradients)
+    groups = bench_matmul(shapes, bench.device, where.rounds, gradients=gradients)
     rows = bench.collect(groups, sum(map(len, shapes.values())) * (3 if gradients else 1))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", rows, plot)
 
@@ -203,15 +204,13 @@ def matmul_command(
 def linear_command(layers: Shapes, compared: Variants, where: Run, plot: Plot = None) -> None:
     """One layer forward and backward per shape and recipe, against nn.Linear in bf16.
 
-    Each result is checked against bf16's, which is checked against float64. A shape set of several
-    layers ends with its sums.
+    Each result is checked against bf16's. A shape set of several layers ends with its sums.
     """
-    shapes, rounds = layers.selected(), where.rounds
-    settings = {"shapes": shapes, **compared.chosen(), "rounds": rounds}
-    bench = Bench("linear", where.device, where.output, **settings)
-    variants = make_variants(settings["recipes"], settings["modes"], bench.peers)
+    shapes, chosen = layers.selected(), compared.chosen()
+    bench = Bench("linear", where, shapes=shapes, **chosen)
+    variants = make_variants(**chosen)
     total = sum(len(members) + (len(members) > 1) for members in shapes.values())
-    rows = bench.collect(bench_linear(shapes, variants, bench.device, rounds), total)
+    rows = bench.collect(bench_linear(shapes, variants, bench.device, where.rounds), total)
     host = host_microseconds(variants, bench.device)
     bench.finish("linear layer, forward + backward", rows, plot, host_us=host)
     for name, microseconds in host.items():
@@ -225,10 +224,10 @@ def cast_command(layers: Shapes, where: Run) -> None:
 
     Every kernel is compared with its plain-torch twin first, bit by bit.
     """
-    shapes, rounds = layers.selected(), where.rounds
-    bench = Bench("cast", where.device, where.output, shapes=shapes, rounds=rounds)
+    shapes = layers.selected()
+    bench = Bench("cast", where, shapes=shapes)
     tensors = distinct_tensors(shapes)
-    rows = bench.collect(bench_cast(tensors, bench.device, rounds), len(tensors))
+    rows = bench.collect(bench_cast(tensors, bench.device, where.rounds), len(tensors))
     host = cast_host_microseconds(bench.device)
     bench.finish("casts of bf16 tensors", rows, host_us=host)
     bench.console.print("compared with the plain-torch twins: bitwise equal")
@@ -252,26 +251,23 @@ def block_command(
     over the resting state. With several microbatches, each recipe runs once more with
     `float8.cached_weights` around them.
     """
-    size, rounds = dataclasses.replace(size, microbatches=microbatches), where.rounds
-    settings = {**dataclasses.asdict(size), **compared.chosen(), "rounds": rounds}
-    bench = Bench("block", where.device, where.output, **settings)
-    recipes, modes, cached = settings["recipes"], settings["modes"], microbatches > 1
-    variants = make_variants(recipes, modes, bench.peers, cached=cached)
-    rows = bench.collect(bench_block(size, variants, bench.device, rounds), len(variants) + 1)
-    title = f"{size}, forward + backward"
-    bench.finish(title + f" of {microbatches} microbatches" * cached, rows)
+    size, chosen = dataclasses.replace(size, microbatches=microbatches), compared.chosen()
+    bench = Bench("block", where, **dataclasses.asdict(size), **chosen)
+    variants = make_variants(**chosen, cached=microbatches > 1)
+    groups = bench_block(size, variants, bench.device, where.rounds)
+    rows = bench.collect(groups, len(variants) + 1)
+    several = f" of {microbatches} microbatches" if microbatches > 1 else ""
+    bench.finish(f"{size}, forward + backward{several}", rows)
 
 
 @app.command("profile")
-@takes({"blocks": 1}, size=Size)
+@takes({"blocks": 1}, size=Size, where=Place)
 def profile_command(
     size: Size,
+    where: Place,
     traces: Annotated[Path, typer.Option(help="Folder for the traces.")] = Path("runs/profile"),
     recipe: Annotated[str, typer.Option(help="bf16, or a recipe as for `block`.")] = "tensorwise",
     mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
-    device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
-    output: Output = None,
-    debug: Debug = False,
 ) -> None:
     """Where the time of a stack of Llama blocks goes; writes traces of forward and backward.
 
@@ -279,9 +275,8 @@ def profile_command(
     """
     if mode not in (EAGER, COMPILED):
         raise ConfigError(f"mode: got {mode!r}, expected {EAGER} or {COMPILED}")
-    settings = {**dataclasses.asdict(size), "recipe": recipe, "mode": mode}
-    variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode], [])[-1]
-    bench = Bench("profile", device, output, **settings)
+    variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode])[-1]
+    bench = Bench("profile", where, **dataclasses.asdict(size), recipe=recipe, mode=mode)
     rows = profile_block(size, variant, bench.device, traces)
     bench.finish(f"{recipe} {mode}: {size}", rows)
     bench.console.print(f"traces: {traces}/forward.json, {traces}/backward.json")
@@ -324,7 +319,7 @@ def fsdp_command(
     Every gradient of every variant is checked against bf16's first, and compared bit by bit
     between the gathers of a recipe. Each variant has its rounds in two passes over the list.
     """
-    device, rounds, chosen = where.device, where.rounds, compared.chosen()
+    device, chosen = where.device, compared.chosen()
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {device!r}, expected cuda or cpu; say --ranks for how many")
     preset(size.model)
@@ -332,11 +327,9 @@ def fsdp_command(
         if peer != "torchao":
             raise ConfigError(f"peers: got {peer!r}, expected torchao")
     world = rank_count(device, ranks)
-    settings = {**dataclasses.asdict(size), **chosen, "ranks": world, "rounds": rounds}
-    settings |= {"passes": PASSES, "optimizer": "fused AdamW"}
-    bench = Bench("fsdp", device, where.output, **settings)
-    own = StackSize(**dataclasses.asdict(size))
-    plan = Plan(own, chosen["recipes"], chosen["modes"], bench.peers, rounds)
+    settings = {**dataclasses.asdict(size), **chosen, "ranks": world}
+    bench = Bench("fsdp", where, **settings, passes=PASSES, optimizer="fused AdamW")
+    plan = Plan(StackSize(**dataclasses.asdict(size)), where.rounds, chosen)
     rows = bench.collect(bench_fsdp(plan, world, device), PASSES * len(plan.variants()) + 1)
     title = f"{size} each, under FSDP2 on {world} rank(s), forward + backward + optimizer"
     bench.finish(title, rows, communication=communication_settings())
