@@ -11,9 +11,9 @@ from rich.console import Console
 
 from float8_lab.cli.compare import _table
 from float8_lab.cli.progress import ConsoleProgress
+from float8_lab.ranks import ALONE
 from float8_lab.trainer.compare import Comparison, RunRow, cells
 from float8_lab.trainer.metrics import StepRecord
-from float8_lab.trainer.ranks import ALONE
 
 
 def row(recipe: str, status: str = "finished") -> RunRow:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from float8_lab.errors import ConfigError, RankFailedError
+from float8_lab.ranks import Ranks as TrainerRanks
+from float8_lab.ranks import explain_lost_rank, join_ranks
 from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints
 from float8_lab.trainer.metrics import read_metrics
-from float8_lab.trainer.ranks import Ranks as TrainerRanks
-from float8_lab.trainer.ranks import explain_lost_rank, join_ranks
 from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits
 from support import trainer_ranks as work

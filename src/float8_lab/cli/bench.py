@@ -16,11 +16,10 @@ from rich.progress import track
 from float8_lab.bench.block import StackSize, bench_block
 from float8_lab.bench.cast import bench_cast, distinct_tensors
 from float8_lab.bench.cast import host_microseconds as cast_host_microseconds
-from float8_lab.bench.fsdp import PASSES, Plan, bench_fsdp, communication_settings
+from float8_lab.bench.fsdp import PASSES, bench_fsdp, communication_settings
 from float8_lab.bench.linear import bench_linear, host_microseconds
 from float8_lab.bench.matmul import bench_matmul
 from float8_lab.bench.profile import profile_block
-from float8_lab.bench.ranks import rank_count
 from float8_lab.bench.results import check_output, plot_speedups, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
 from float8_lab.bench.variants import (
@@ -37,6 +36,7 @@ from float8_lab.cli.table import Rows, print_table
 from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS, preset
+from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.environment import describe_environment
 
 app = typer.Typer(
@@ -57,6 +57,12 @@ class Place:
     output: Output = None
     debug: Debug = False
 
+    def checked(self) -> torch.device:
+        """The device; refuses what cannot work before anything is measured."""
+        if self.output is not None:
+            check_output(self.output)
+        return float8_device(self.device)
+
 
 @dataclass
 class Run(Place):
@@ -68,15 +74,10 @@ class Run(Place):
 
 
 class Bench:
-    """One measurement on the terminal: what it prints and what it leaves behind.
-
-    Making one refuses what cannot work before anything is measured, and says where this runs.
-    """
+    """One measurement on the terminal: where it runs, what it prints and what it leaves behind."""
 
     def __init__(self, name: str, where: Place, **settings: Any) -> None:
-        self.device = float8_device(where.device)
-        if where.output is not None:
-            check_output(where.output)
+        self.device = where.checked()
         torch.manual_seed(0)
         self.console = make_console()
         self._name, self._output, self._settings = name, where.output, settings
@@ -314,7 +315,7 @@ def fsdp_command(
     """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
 
     A step is forward, backward and fused AdamW, with the scaling attached to it; parameters are
-    bf16. It starts its own ranks (NCCL; Gloo on a CPU): run it without torchrun. Speedups are over
+    bf16. It starts its own ranks by torchrun (NCCL; Gloo on a CPU). Speedups are over
     bf16, compiled if that is measured. Bytes are counted, per step and rank, own shards included.
     Every gradient of every variant is checked against bf16's first, and compared bit by bit
     between the gathers of a recipe. Each variant has its rounds in two passes over the list.
@@ -322,14 +323,19 @@ def fsdp_command(
     device, chosen = where.device, compared.chosen()
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {device!r}, expected cuda or cpu; say --ranks for how many")
-    preset(size.model)
     for peer in chosen["peers"]:
         if peer != "torchao":
             raise ConfigError(f"peers: got {peer!r}, expected torchao")
-    world = rank_count(device, ranks)
-    settings = {**dataclasses.asdict(size), **chosen, "ranks": world}
-    bench = Bench("fsdp", where, **settings, passes=PASSES, optimizer="fused AdamW")
-    plan = Plan(StackSize(**dataclasses.asdict(size)), where.rounds, chosen)
-    rows = bench.collect(bench_fsdp(plan, world, device), PASSES * len(plan.variants()) + 1)
-    title = f"{size} each, under FSDP2 on {world} rank(s), forward + backward + optimizer"
-    bench.finish(title, rows, communication=communication_settings())
+    preset(size.model)
+    variants = make_variants(**chosen, sharded=True)
+    where.checked()
+    start_ranks(device, ranks)
+    with join_ranks(True) as group:
+        where = dataclasses.replace(where, device=str(group.device(device)))
+        settings = {**dataclasses.asdict(size), **chosen, "ranks": group.size}
+        bench = Bench("fsdp", where, **settings, passes=PASSES, optimizer="fused AdamW")
+        groups = bench_fsdp(variants, size, bench.device, where.rounds)
+        rows = bench.collect(groups, PASSES * len(variants) + 1)
+        title = f"{size} each, under FSDP2 on {group.size} rank(s), forward + backward + optimizer"
+        if group.rank == 0:
+            bench.finish(title, rows, communication=communication_settings())

@@ -52,7 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "RANK" not in os.environ:
         return _run(words, _call)
-    return _run_as_rank(words, first=os.environ["RANK"] == "0")
+    code = _run_as_rank(words, first=os.environ["RANK"] == "0")
+    # After an error an orderly end would wait for other ranks; and without one, threads of Gloo may
+    # abort a process that ends soon after its group.
+    if arguments is None or (code and dist.is_available() and dist.is_initialized()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _call(words: list[str], *, tells: bool = True) -> None:
@@ -88,8 +95,7 @@ def _run_as_rank(words: list[str], first: bool) -> int:
     """Run one of the processes that `torchrun` started; only the first one writes to stdout.
 
     An error that all ranks raise is told by the first one, any other by the rank that meets it. Who
-    has the cause ends before the others. Does not return after an error: an orderly end would wait
-    for other ranks.
+    has the cause ends before the others.
     """
     elsewhere: list[BaseException] = []  # an error whose cause another rank tells
 
@@ -119,10 +125,6 @@ def _run_as_rank(words: list[str], first: bool) -> int:
         code = 1
     if elsewhere:
         time.sleep(_LAST_WORDS)
-    if code and dist.is_available() and dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
     return code
 
 
@@ -134,4 +136,5 @@ def _fail(message: str, code: int = 2) -> int:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "float8"  # as results name it
     sys.exit(main())

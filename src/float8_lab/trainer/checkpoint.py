@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from float8_lab.errors import CheckpointError, for_all, is_for_all
-from float8_lab.trainer.ranks import ALONE, Ranks, explain_lost_rank
+from float8_lab.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"

@@ -25,6 +25,7 @@ from float8_lab.errors import (
     is_for_all,
 )
 from float8_lab.measure import Clock, PeakMemory
+from float8_lab.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
     check_checkpoint,
@@ -34,7 +35,6 @@ from float8_lab.trainer.checkpoint import (
 )
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
-from float8_lab.trainer.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer.run_folder import RunFolder, describe_run, find_checkpoint, open_run_folder
 
 # torch has no exception of its own for these.
