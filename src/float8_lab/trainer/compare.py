@@ -1,7 +1,6 @@
 """The same training under several recipes: same seed, same data in the same order; a report."""
 
 import json
-import os
 import shutil
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ import torch
 
 from float8_lab.device import check_device
 from float8_lab.errors import ConfigError, LabError
-from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
@@ -59,10 +57,13 @@ def with_gaps(row: RunRow, base: RunRow) -> RunRow:
 
 def write_report(folder: Path, rows: list[RunRow], about: dict[str, Any]) -> None:
     """Write `report.json` and `report.md`; each is replaced in one go."""
-    runs = [{"recipe": row.recipe, "status": row.status, **asdict(row)} for row in rows]
-    content = json.dumps({"runs": runs, **about}, indent=1, allow_nan=False)
-    _replace(folder / "report.json", content + "\n")
-    _replace(folder / "report.md", _markdown(rows, about["environment"], about["corpus"]))
+    content = {"runs": [asdict(row) for row in rows], **about}
+    report = _markdown(rows, about["environment"], about["corpus"])
+    files = {"report.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
+    for name, text in {**files, "report.md": report}.items():
+        temporary = folder / f".{name}.unfinished"
+        temporary.write_text(text)
+        temporary.replace(folder / name)
 
 
 def cells(row: RunRow) -> dict[str, str]:
@@ -94,15 +95,6 @@ def _markdown(rows: list[RunRow], environment: dict[str, Any], corpus: dict[str,
     lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]
     lines += [f"- {name}: {value}" for name, value in environment.items() if value is not None]
     return "\n".join(lines) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.unfinished")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @dataclass(frozen=True)
@@ -208,7 +200,7 @@ def _prepare(
         for name in ("report.json", "report.md", "loss.png"):
             (output / name).unlink(missing_ok=True)
     for config, folder in zip(configs, folders, strict=True):
-        if resume and (_finished(folder) or list_checkpoints(folder.checkpoints)):
+        if resume and (folder.status == FINISHED or folder.saved):
             check_same_run(config, corpus, read_config_file(folder), folder.path)
         elif folder.used:
             shutil.rmtree(folder.path)
@@ -218,18 +210,14 @@ def _prepare(
         raise ConfigError(f"cannot write to {output}: {error}") from error
 
 
-def _finished(folder: RunFolder) -> bool:
-    return read_metrics(folder.metrics).status == FINISHED
-
-
 def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], stop: Event) -> RunRow:
     """Train one recipe, or take what an earlier attempt left of it."""
     folder = RunFolder(Path(config.output))
     status, error = FINISHED, None
-    if not _finished(folder):
+    if folder.status != FINISHED:
         if config.compile:
             torch.compiler.reset()  # Each run starts with its whole budget of recompilations.
-        unfinished = folder.path if list_checkpoints(folder.checkpoints) else None
+        unfinished = folder.path if folder.saved else None
         try:
             done = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
             status = done.status

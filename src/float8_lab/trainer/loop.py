@@ -108,11 +108,11 @@ class Trainer:
     def run(self, stop: Event) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
         config = self.config
-        self._tell("on_start", self)
         self.model.train()
         # Not earlier: restoring takes a step to make the optimizer's state.
         attach_to_optimizer(self.model, self.optimizer)
         try:
+            self._tell("on_start", self)
             while self.step < config.last_step and not self.ranks.any(stop.is_set()):
                 self.train_step()
                 self._tell("on_step", self.step)
@@ -335,16 +335,13 @@ def train(
         checkpoint = ranks.once(lambda: find_checkpoint(resume))
         check_checkpoint(checkpoint, ranks)
     folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=checkpoint))
-    with contextlib.ExitStack() as stack, _explain_out_of_memory(config):
+    with _explain_out_of_memory(config):
         everyone: list[Observer] = []
         if ranks.rank == 0:
             everyone = [*observers, metrics.JsonLines(folder.metrics)]
-            for observer in everyone:
-                stack.callback(observer.close)
             if config.tensorboard:
                 start_step = read_state(checkpoint)["step"] if checkpoint else 0
                 everyone.append(metrics.TensorBoard(folder.tensorboard, start_step))
-                stack.callback(everyone[-1].close)
         trainer = Trainer(config, text, folder, everyone, ranks)
         if checkpoint is not None:
             trainer.restore(checkpoint)
