@@ -12,6 +12,7 @@ from typing import Any
 
 from float8_lab.bench import fsdp
 from float8_lab.cli.main import main
+from float8_lab.models.llama import Llama
 from float8_lab.trainer import checkpoint, loop
 
 
@@ -47,5 +48,5 @@ if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
         cause = partial(fail, ZeroDivisionError("the cause of it all"))
         loop.Trainer.train_step = at_second_call(loop.Trainer.train_step, cause)
     if how == "state":
-        loop.OptimizerState.state_dict = partial(fail, RuntimeError("what a state"))
+        Llama.state_dict = partial(fail, RuntimeError("what a state"))
 sys.exit(main(words))

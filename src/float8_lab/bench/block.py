@@ -55,9 +55,7 @@ def bf16_stack(size: StackSize, device: torch.device) -> Stack:
     torch.manual_seed(0)
     with torch.device(device):
         stack = Stack(size)
-    cos, sin = stack.cos, stack.sin
-    stack = stack.to(torch.bfloat16)
-    stack.cos, stack.sin = cos, sin
+    stack.layers.to(torch.bfloat16)
     return stack
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
 from float8_lab.bench.step import Row, Step, check
@@ -176,7 +176,7 @@ class ShardedStep(Step):
         if dist.get_rank() != 0:
             self.train()
             return None
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with profile() as profiled:
             self.train()
             torch.cuda.synchronize(self._device)
         return exposed_ms(profiled)

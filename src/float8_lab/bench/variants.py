@@ -94,22 +94,20 @@ def make_variants(
         sharded: Whether each recipe runs once more, with a float8 all-gather; of peers torchao's
             tensorwise with it.
     """
-    configs = {recipe: recipe_config(recipe) for recipe in recipes}
     installed = [peer for peer in peers if peer_version(peer) is not None]
     nearest = ["tensorwise"] if sharded else list(dict.fromkeys(r.split("+")[0] for r in recipes))
     gather = BF16 if sharded else ""
     variants: list[Variant | None] = []
     for mode in modes:
         variants.append(Variant(HIGH_PRECISION, mode, gather=gather))
-        for recipe, config in configs.items():
-            ours = _ours(recipe, mode, config, gather)
+        for recipe in recipes:
+            ours = _ours(recipe, mode, gather)
             variants.append(ours)
             if cached:
                 name = f"{recipe}, cached weights"
                 variants.append(dataclasses.replace(ours, recipe=name, cached=True))
             if sharded:
-                own = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-                variants.append(_ours(recipe, mode, own, FLOAT8))
+                variants.append(_ours(recipe, mode, FLOAT8))
         variants += [find_peer(peer, r, mode, sharded) for peer in installed for r in nearest]
     return [variant for variant in variants if variant is not None]
 
@@ -144,10 +142,11 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     return dataclasses.replace(config, **fields)
 
 
-def _ours(recipe: str, mode: str, config: Float8LinearConfig, gather: str) -> Variant:
-    convert = functools.partial(
-        convert_to_float8_training, config=config, module_filter_fn=all_linears
-    )
+def _ours(recipe: str, mode: str, gather: str) -> Variant:
+    config = recipe_config(recipe)
+    config = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather == FLOAT8)
+    how: dict[str, Any] = {"config": config, "module_filter_fn": all_linears}
+    convert = functools.partial(convert_to_float8_training, **how)
     return Variant(recipe, mode, convert, config=config, gather=gather)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from float8.convert.measure import WrongResultError
 from float8_lab.errors import LabError, RankFailedError, is_for_all
@@ -97,22 +97,22 @@ def _run_as_rank(words: list[str], first: bool) -> int:
     An error that all ranks raise is told by the first one, any other by the rank that meets it. Who
     has the cause ends before the others.
     """
-    elsewhere: list[BaseException] = []  # an error whose cause another rank tells
-
-    @record  # torchrun shows what is raised here
-    def cause(words: list[str]) -> None:
-        try:
-            _call(words, tells=first)
-        except (SystemExit, Exception) as error:
-            told = is_for_all(error) or (isinstance(error, SystemExit) and error.code)
-            if not isinstance(error, RankFailedError) and (first or not told):
-                raise
-            elsewhere.append(error)
+    handler = get_error_handler()  # torchrun shows what is recorded with it
+    handler.initialize()
+    elsewhere = False  # whether another rank tells the cause
 
     def call(words: list[str]) -> None:
-        cause(words)
-        if elsewhere:
-            raise elsewhere[0]
+        nonlocal elsewhere
+        try:
+            _call(words, tells=first)
+        except SystemExit as end:
+            elsewhere = bool(end.code) and not first
+            raise
+        except Exception as error:
+            elsewhere = isinstance(error, RankFailedError) or (is_for_all(error) and not first)
+            if not elsewhere:
+                handler.record_exception(error)
+            raise
 
     try:
         with contextlib.ExitStack() as stack:
