@@ -87,9 +87,8 @@ def numerics_command(
 
 def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
     """A run after its checkpoint, or after a few steps; it leaves no files."""
-    if checkpoint is None:
-        config = TrainConfig.create(model=_MODEL, steps=_STEPS)
-    else:
+    config = TrainConfig.create(model=_MODEL, steps=_STEPS)
+    if checkpoint is not None:
         checkpoint = find_checkpoint(checkpoint)
         check_checkpoint(checkpoint)
         config = saved_config(checkpoint)
@@ -99,8 +98,9 @@ def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
     trainer = Trainer(config, corpus, RunFolder(Path(config.output)))
     if checkpoint is not None:
         trainer.restore(checkpoint)
-    while checkpoint is None and trainer.step < _STEPS:
-        trainer.train_step()
+    else:
+        for _ in range(_STEPS):
+            trainer.train_step()
     return trainer
 
 

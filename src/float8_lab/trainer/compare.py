@@ -115,10 +115,10 @@ class Comparison:
 def compare(
     base: TrainConfig,
     recipes: Sequence[str],
+    observers: Callable[[str], Sequence[Observer]] = lambda recipe: (),
     *,
     resume: bool = False,
     overwrite: bool = False,
-    observers: Callable[[str], Sequence[Observer]] = lambda recipe: (),
     stop: Event | None = None,
 ) -> Comparison:
     """Train high precision and then each recipe, and report the gaps.
@@ -129,9 +129,9 @@ def compare(
     Args:
         base: The settings; `recipe` is replaced, and run i goes to `output`/its recipe.
         recipes: Recipes besides high precision, which is always run and always first.
+        observers: Gives the observers of each recipe's run.
         resume: Go on with a comparison that was interrupted: finished runs are kept.
         overwrite: Delete the runs of an earlier comparison in the same folder.
-        observers: Gives the observers of each recipe's run.
         stop: Ends the comparison; the run under way leaves a checkpoint.
 
     Raises:
