@@ -73,8 +73,9 @@ def _rows(
 
     steps = ((variant, Step(variant, Layer(weight), x, grad)) for variant in variants)
     beside = {"floor_ms": _gemms_sampler(x, weight, grad)}
-    how: dict[str, Any] = {"at_least": _AT_LEAST, "measure": saved, "beside": beside}
-    *_, rows = compare(f"linear {shape}", steps, device, rounds, **how)
+    *_, rows = compare(
+        f"linear {shape}", steps, device, rounds, at_least=_AT_LEAST, measure=saved, beside=beside
+    )
     return [{"set": name, "M": M, "K": K, "N": N, **row} for row in rows]
 
 

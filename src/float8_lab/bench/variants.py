@@ -145,8 +145,9 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
 def _ours(recipe: str, mode: str, gather: str) -> Variant:
     config = recipe_config(recipe)
     config = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather == FLOAT8)
-    how: dict[str, Any] = {"config": config, "module_filter_fn": all_linears}
-    convert = functools.partial(convert_to_float8_training, **how)
+    convert = functools.partial(
+        convert_to_float8_training, config=config, module_filter_fn=all_linears
+    )
     return Variant(recipe, mode, convert, config=config, gather=gather)
 
 

@@ -57,8 +57,8 @@ def compare_command(
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     console = make_console()
     with stop_on_signals(STOP_NOTICE) as stop:
-        how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "stop": stop}
-        comparison = compare(config, recipes, lambda _: [ConsoleProgress(console)], **how)
+        shown = [ConsoleProgress(console)]
+        comparison = compare(config, recipes, shown, resume=resume, overwrite=overwrite, stop=stop)
     console.print(_table(comparison))
     console.print(f"report: {comparison.report}")
     if comparison.plot:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -115,7 +115,7 @@ class Comparison:
 def compare(
     base: TrainConfig,
     recipes: Sequence[str],
-    observers: Callable[[str], Sequence[Observer]] = lambda recipe: (),
+    observers: Sequence[Observer] = (),
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -129,7 +129,7 @@ def compare(
     Args:
         base: The settings; `recipe` is replaced, and run i goes to `output`/its recipe.
         recipes: Recipes besides high precision, which is always run and always first.
-        observers: Gives the observers of each recipe's run.
+        observers: Told what happens in each run.
         resume: Go on with a comparison that was interrupted: finished runs are kept.
         overwrite: Delete the runs of an earlier comparison in the same folder.
         stop: Ends the comparison; the run under way leaves a checkpoint.
@@ -160,12 +160,16 @@ def compare(
     }
     rows: list[RunRow] = []
     for config in configs:
-        row = _run(config, corpus, observers(config.recipe), stop)
+        row = _run(config, corpus, observers, stop)
         rows.append(with_gaps(row, base=rows[0] if rows else row))
         write_report(output, rows, about)
         if stop.is_set():
             break
-    plot = _plot(output, rows, base, corpus)
+    runs = {row.recipe: read_metrics(output / row.metrics) for row in rows}
+    plot = output / "loss.png" if runs[HIGH_PRECISION].train else None
+    if plot is not None:
+        title = f"Llama {base.model} on {public_path(corpus.name)}, {base.dtype}"
+        plot_comparison(runs, f"{title}, {base.tokens_per_step:,} tokens per step", plot)
     return Comparison(rows, output / "report.json", plot, interrupted=stop.is_set())
 
 
@@ -242,15 +246,3 @@ def _explain(problem: Exception, folder: RunFolder) -> str:
     details.write_text("".join(traceback.format_exception(problem)))
     first_line = (str(problem).splitlines() or [""])[0]
     return f"{type(problem).__name__}: {first_line} (traceback in {details})"
-
-
-def _plot(output: Path, rows: list[RunRow], base: TrainConfig, corpus: Corpus) -> Path | None:
-    runs = {row.recipe: read_metrics(output / row.metrics) for row in rows}
-    if not runs[HIGH_PRECISION].train:
-        return None
-    title = (
-        f"Llama {base.model} on {public_path(corpus.name)}, {base.dtype}, "
-        f"{base.tokens_per_step:,} tokens per step"
-    )
-    plot_comparison(runs, title, output / "loss.png")
-    return output / "loss.png"
