@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import Rows, print_table
 from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
-from float8_lab.models.presets import PRESETS, preset
+from float8_lab.models.presets import preset
 from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.environment import describe_environment
 
@@ -44,16 +44,15 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Plot = Annotated[Path | None, typer.Option(help="Write a heat map of speedups over shapes.")]
+Words = list[str] | None
+Plot = Annotated[Path | None, "Write a heat map of speedups over shapes."]
 
 
 @dataclass
 class Place:
     """Where a measurement runs, and where its results go."""
 
-    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try it with host times.")] = (
-        "cuda"
-    )
+    device: Annotated[str, "cuda, cuda:N, or cpu to try it without a GPU."] = "cuda"
     output: Output = None
     debug: Debug = False
 
@@ -68,9 +67,7 @@ class Place:
 class Run(Place):
     """How often a benchmark measures, too."""
 
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Samples per variant; medians are reported.")
-    ] = 15
+    rounds: Annotated[int, "Samples per variant; medians are reported."] = 15
 
 
 class Bench:
@@ -126,13 +123,8 @@ class Bench:
 class Shapes:
     """Shapes of linear layers."""
 
-    shapes: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(SHAPE_SETS)}; several: with commas.")
-    ] = None
-    mkn: Annotated[
-        list[str] | None,
-        typer.Option(help="A shape as M,K,N: tokens, in and out features; repeatable."),
-    ] = None
+    shapes: Annotated[Words, f"Of {', '.join(SHAPE_SETS)}; several: with commas."] = None
+    mkn: Annotated[Words, "A shape as M,K,N: tokens, in and out features; repeatable."] = None
 
     def selected(self) -> dict[str, tuple[Shape, ...]]:
         """By the name of their set."""
@@ -144,18 +136,15 @@ class Variants:
     """What is compared with bf16."""
 
     recipe: Annotated[
-        list[str] | None,
+        Words,
         typer.Option(
             help="Several: with commas. Switches of Float8LinearConfig behind a +, as in "
             "tensorwise+round_scales_to_power_of_2; +fast_accum for all GEMMs.",
             show_default="tensorwise,delayed",
         ),
     ] = None
-    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "both"
-    peers: Annotated[
-        list[str] | None,
-        typer.Option(help="Also measure torchao, te (TransformerEngine) or torchao,te."),
-    ] = None
+    mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
+    peers: Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."] = None
 
     def chosen(self) -> dict[str, Any]:
         """What `make_variants` takes."""
@@ -165,19 +154,7 @@ class Variants:
         return {"recipes": recipes, "modes": MODES[self.mode], "peers": words(self.peers)}
 
 
-@dataclass(frozen=True)
-class Size(StackSize):
-    """How large a stack of blocks is."""
-
-    model: Annotated[str, typer.Option(help=f"Shape of the blocks: {', '.join(PRESETS)}.")] = (
-        "llama3-8b"
-    )
-    blocks: Annotated[int, typer.Option(min=1, help="How many blocks.")] = 4
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 8192
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1
-
-
-def words(values: Sequence[str] | None) -> list[str]:
+def words(values: Words) -> list[str]:
     """Words of options that may be repeated or hold several words with commas between."""
     return [word for value in values or [] for word in value.split(",") if word]
 
@@ -187,9 +164,7 @@ def words(values: Sequence[str] | None) -> list[str]:
 def matmul_command(
     layers: Shapes,
     where: Run,
-    gradients: Annotated[
-        bool, typer.Option("--gradients", help="Also the GEMMs of both gradients.")
-    ] = False,
+    gradients: Annotated[bool, "Also the GEMMs of both gradients."] = False,
     plot: Plot = None,
 ) -> None:
     """One GEMM per shape: bf16, float8 without and with fast accumulation."""
@@ -237,14 +212,12 @@ def cast_command(layers: Shapes, where: Run) -> None:
 
 
 @app.command("block")
-@takes(size=Size, compared=Variants, where=Run)
+@takes(size=StackSize, compared=Variants, where=Run)
 def block_command(
-    size: Size,
+    size: StackSize,
     compared: Variants,
     where: Run,
-    microbatches: Annotated[
-        int, typer.Option(min=1, help="Forwards and backwards per step, gradients accumulated.")
-    ] = 1,
+    microbatches: Annotated[int, "Forwards and backwards per step, gradients accumulated."] = 1,
 ) -> None:
     """A stack of Llama blocks forward and backward, with the sync of delayed scaling.
 
@@ -262,13 +235,13 @@ def block_command(
 
 
 @app.command("profile")
-@takes({"blocks": 1}, size=Size, where=Place)
+@takes({"blocks": 1}, size=StackSize, where=Place)
 def profile_command(
-    size: Size,
+    size: StackSize,
     where: Place,
-    traces: Annotated[Path, typer.Option(help="Folder for the traces.")] = Path("runs/profile"),
-    recipe: Annotated[str, typer.Option(help="bf16, or a recipe as for `block`.")] = "tensorwise",
-    mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
+    traces: Annotated[Path, "Folder for the traces."] = Path("runs/profile"),
+    recipe: Annotated[str, "bf16, or a recipe as for `block`."] = "tensorwise",
+    mode: Annotated[str, "eager or compiled."] = COMPILED,
 ) -> None:
     """Where the time of a stack of Llama blocks goes; writes traces of forward and backward.
 
@@ -287,22 +260,22 @@ def profile_command(
 class RanksRun(Run):
     """Where ranks run, and how often."""
 
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try it with host times.")] = "cuda"
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps in each of two passes.")] = 10
+    device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
+    rounds: Annotated[int, "Timed steps in each of two passes."] = 10
 
 
 @dataclass
 class RanksVariants(Variants):
     """What is compared with bf16; of the peers only torchao gathers in float8."""
 
-    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = COMPILED
-    peers: Annotated[list[str] | None, typer.Option(help="Also measure torchao.")] = None
+    mode: Annotated[str, f"{', '.join(MODES)}."] = COMPILED
+    peers: Annotated[Words, "Also measure torchao."] = None
 
 
 @app.command("fsdp")
-@takes({"blocks": 8}, size=Size, compared=RanksVariants, where=RanksRun)
+@takes({"blocks": 8}, size=StackSize, compared=RanksVariants, where=RanksRun)
 def fsdp_command(
-    size: Size,
+    size: StackSize,
     compared: Variants,
     where: Run,
     ranks: Annotated[

@@ -18,7 +18,7 @@ from float8_lab.bench.numerics import (
     random_samples,
 )
 from float8_lab.bench.variants import EAGER, make_variants
-from float8_lab.cli.bench import Bench, Place, Shapes, words
+from float8_lab.cli.bench import Bench, Place, Shapes, Words, words
 from float8_lab.cli.options import takes
 from float8_lab.errors import ConfigError
 from float8_lab.trainer.checkpoint import check_checkpoint
@@ -36,13 +36,9 @@ def numerics_command(
     layers: Shapes,
     where: Place,
     recipe: Annotated[
-        list[str] | None,
-        typer.Option(help="Several: with commas; as for `linear`.", show_default="all"),
+        Words, typer.Option(help="Several: with commas; as for `linear`.", show_default="all")
     ] = None,
-    peers: Annotated[
-        list[str] | None,
-        typer.Option(help="Also torchao, te (TransformerEngine) or torchao,te: what is installed."),
-    ] = None,
+    peers: Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -54,7 +50,7 @@ def numerics_command(
     block: Annotated[
         int | None, typer.Option(min=0, help="Of the model.", show_default="the middle one")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the SQNR of each recipe.")] = None,
+    plot: Annotated[Path | None, "Draw the SQNR of each recipe."] = None,
 ) -> None:
     """SQNR in dB of a layer's three GEMMs against float64, under each recipe.
 

@@ -11,7 +11,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.filters import SMALLEST, known_gpu, too_small
 from float8.convert.measure import LinearTimes, measure_linear
 from float8_lab.cli.bench import Bench, Place
-from float8_lab.cli.options import Debug, Output
+from float8_lab.cli.options import Debug, Output, takes
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
@@ -71,10 +71,11 @@ _DEFAULT_GPU = "H100"
 _LIMITS_OF = "tensorwise"  # the recipe for which the stored limits were measured
 
 
+@takes()
 def plan_command(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "llama3-8b",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward on one device.")] = 8192,
-    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = _LIMITS_OF,
+    model: Annotated[str, f"One of {', '.join(PRESETS)}."] = "llama3-8b",
+    tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
+    recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = _LIMITS_OF,
     measure: Annotated[
         bool | None,
         typer.Option(

@@ -145,13 +145,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _refuse(path: Path, damage: str) -> NoReturn:
-    older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
-    intact = next((other for other in reversed(older) if not _find_damage(other)), None)
-    advice = (
-        f"the newest intact older one is {intact}: resume from that"
-        if intact
-        else "there is no intact older one: start the run again"
-    )
+    older = (other for other in list_checkpoints(path.parent)[::-1] if _step(other) < _step(path))
+    intact = next((other for other in older if not _find_damage(other)), None)
+    advice = "there is no intact older one: start the run again"
+    if intact:
+        advice = f"the newest intact older one is {intact}: resume from that"
     raise CheckpointError(f"the checkpoint {path} is damaged ({damage}); {advice}")
 
 
