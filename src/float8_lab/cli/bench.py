@@ -77,12 +77,13 @@ class Bench:
         self.device = where.checked()
         torch.manual_seed(0)
         self.console = make_console()
-        self._name, self._output, self._settings = name, where.output, settings
+        self._name, self._output = name, where.output
         if isinstance(where, Run):
             settings["rounds"] = where.rounds
         versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
-        self._environment = describe_environment(self.device) | versions
-        self.console.print("{device}, torch {torch}".format(**self._environment))
+        environment = describe_environment(self.device) | versions
+        self._about = {"environment": environment, "settings": settings}
+        self.console.print("{device}, torch {torch}".format(**environment))
         for peer, version in versions.items():
             if version is None:
                 self.console.print(f"{peer} is not installed: left out")
@@ -111,11 +112,11 @@ class Bench:
             title += " (host times)"
         print_table(self.console, title, rows)
         if self._output is not None:
-            settings = self._settings
-            write_results(self._output, self._name, rows, self._environment, settings, extra)
+            results = {"benchmark": self._name, "rows": rows, **self._about, "extra": extra}
+            write_results(self._output, results)
             self.console.print(f"results: {self._output}")
         if plot is not None:
-            draw(rows, f"{title}\n{self._environment['device']}", plot)
+            draw(rows, f"{title}\n{self._about['environment']['device']}", plot)
             self.console.print(f"plot: {plot}")
 
 
