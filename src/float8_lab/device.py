@@ -12,18 +12,16 @@ def check_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from error
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    problem = None
-    if device.type not in ("cpu", "cuda"):
-        problem = "not supported: use cpu, cuda or cuda:N"
-    elif device.type == "cpu" and device.index:
-        problem = "not there: there is one CPU device, use cpu"
-    elif device.type == "cuda" and not found:
-        problem = "not there: no CUDA GPU here, use --device cpu"
-    elif device.type == "cuda" and (device.index or 0) >= found:
-        problem = f"not there: PyTorch sees {found} CUDA device(s)"
-    if problem is not None:
-        raise ConfigError(f"device {name!r} is {problem}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = {"cpu": 1, "cuda": gpus}
+    if device.type not in there:
+        raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
+    if (device.index or 0) >= there[device.type]:
+        hint = "there is one CPU device, use cpu"
+        if device.type == "cuda":
+            none = "no CUDA GPU here, use --device cpu"
+            hint = f"PyTorch sees {gpus} CUDA device(s)" if gpus else none
+        raise ConfigError(f"device {name!r} is not there: {hint}")
     return device
 
 

@@ -38,10 +38,6 @@ class Call(NamedTuple):
     gemms: frozenset[str]  # that it needs, of `"output"`, `"grad_input"` and `"grad_weight"`
 
 
-Watcher = Callable[[Call, str, Tensor], None]
-"""Sees a call, the role of a tensor, and that tensor [R, C]."""
-
-
 class Cast(NamedTuple):
     """One cast of a linear layer, which serves one or two of its GEMMs."""
 
@@ -108,9 +104,12 @@ def compare(expected: Tensor, found: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class CastNumbers:
-    """What a cast does to a tensor."""
+class LayerCast:
+    """What one cast of one layer does to its tensor."""
 
+    layer: str
+    role: str  # of `ROLES`
+    gemms: tuple[str, ...]  # that read it, of `"output"`, `"grad_input"` and `"grad_weight"`
     amax: float
     underflow: float  # share of the nonzero elements that become zero
     saturation: float  # share of the nonzero elements that are larger than the largest value
@@ -118,12 +117,13 @@ class CastNumbers:
     even_db: float  # of the mean relative error of rows, or of columns, whichever is lower
 
     @classmethod
-    def of(cls, measured: Tensor) -> "CastNumbers":
+    def of(cls, layer: str, cast: Cast, measured: Tensor) -> "LayerCast":
         """From what `measure_cast` returns, waiting for the device."""
         amax, nonzero, vanished, saturated, signal, noise, rows, R, columns, C = measured.tolist()
         count, whole = max(nonzero, 1), decibels(signal, noise)
         even = whole if math.isnan(whole) else min(decibels(R, rows), decibels(C, columns))
-        return cls(amax, vanished / count, saturated / count, whole, even)
+        shares = vanished / count, saturated / count
+        return cls(layer, cast.role, cast.gemms, amax, *shares, whole, even)
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -153,7 +153,10 @@ class _Tap(torch.autograd.Function):
 
 
 def watch(
-    model: nn.Module, layers: Mapping[str, nn.Linear], loss: Callable[[], Tensor], see: Watcher
+    model: nn.Module,
+    layers: Mapping[str, nn.Linear],
+    loss: Callable[[], Tensor],
+    see: Callable[[Call, str, Tensor], None],
 ) -> None:
     """Run one forward and backward, and show what `layers` cast; leave everything as it was.
 
@@ -215,15 +218,6 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- the report
-
-
-@dataclass(frozen=True)
-class LayerCast(CastNumbers):
-    """One cast of one layer in a report."""
-
-    layer: str
-    role: str  # of `ROLES`
-    gemms: tuple[str, ...]  # that read it, of `"output"`, `"grad_input"` and `"grad_weight"`
 
 
 @dataclass(frozen=True)
@@ -303,10 +297,7 @@ def numerics_report(
                 found[call.layer, cast] = torch.cat([torch.maximum(old, new)[:1], (old + new)[1:]])
 
     watch(model, layers, lambda: _loss(model, batch, loss), see)
-    measured = [
-        LayerCast(**vars(CastNumbers.of(sums)), layer=name, role=cast.role, gemms=cast.gemms)
-        for (name, cast), sums in found.items()
-    ]
+    measured = [LayerCast.of(name, cast, sums) for (name, cast), sums in found.items()]
     measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}
     linears = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))

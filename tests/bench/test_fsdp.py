@@ -1,12 +1,12 @@
 """Training under FSDP2 as `float8 bench fsdp` measures it, on two CPU ranks; and how ranks end."""
 
 import json
+import subprocess
 import sys
-import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,32 +14,40 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.convert.measure import WrongResultError
-from float8_lab.bench import fsdp
 from float8_lab.bench import variants as variants_module
 from float8_lab.bench.block import Stack, StackSize
-from float8_lab.bench.fsdp import Plan, build_and_free, same_bits
-from float8_lab.bench.ranks import rank_count, run_ranks
+from float8_lab.bench.fsdp import ShardedStep, free_memory, same_bits
 from float8_lab.bench.step import check
-from float8_lab.cli.main import main
-from float8_lab.errors import RankFailedError
-from support import failing_ranks
+from float8_lab.bench.variants import make_variants
+from float8_lab.ranks import start_ranks
 
+FAILING = str(Path(__file__).parents[1] / "support" / "rank_that_fails.py")
 TINY = StackSize("tiny", 1, 32)
-PLAN = Plan(TINY, ("tensorwise", "delayed"), ("eager", "compiled"), (), 1)
+RECIPES = ["tensorwise", "delayed"]
 
 
-def test_the_command(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["--model", "tiny", "--blocks", "1", "--seq-len", "32", "--mode", "eager"]
-    words += ["--device", "cpu", "--ranks", "2", "--rounds", "1", "-o", "x.json"]
-    assert main(["bench", "fsdp", *words]) == 0
-    out = capsys.readouterr().out
-    assert "1 tiny block(s), 1 x 32 tokens each, under FSDP2 on 2 rank(s)" in out
-    assert "  11/11" in out
-    results = json.loads(Path("x.json").read_text())
+SMALL = ["--model", "tiny", "--blocks", "1", "--seq-len", "32", "--mode", "eager"]
+SMALL += ["--device", "cpu", "--rounds", "1"]
+
+
+def fsdp(here: Path, *launched_by: str, more: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """`float8 bench fsdp` as a process: exit code, stdout, stderr."""
+    words = [sys.executable, *launched_by, "bench", "fsdp", *SMALL, *more]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(words, cwd=here, check=False, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    more = ("--ranks", "2", "-o", "x.json")
+    code, out, err = fsdp(tmp_path, "-m", "float8_lab.cli.main", more=more)
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert out.count("1 tiny block(s), 1 x 32 tokens each, under FSDP2 on 2 rank(s)") == 1
+    assert out.count("  11/11") == 1
+    results = json.loads((tmp_path / "x.json").read_text())
     assert {"device", "torch", "git_commit", "command"} <= results["environment"].keys()
+    assert results["environment"]["command"].startswith("float8 bench fsdp --model tiny")
     assert results["settings"]["ranks"] == 2
     rows = {(row["recipe"], row["gather"]): row for row in results["rows"]}
     assert list(rows) == [
@@ -76,7 +84,7 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
     monkeypatch.setattr(variants_module, "peer_version", lambda peer: "1.0")
-    variants = replace(PLAN, modes=("compiled",), peers=("torchao",)).variants()
+    variants = make_variants(RECIPES, ["compiled"], ["torchao"], sharded=True)
     assert [variant.name for variant in variants] == [
         "bf16, compiled, bf16 gather",
         "tensorwise, compiled, bf16 gather",
@@ -95,11 +103,13 @@ def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.Mo
 def test_a_variant_leaves_no_memory_behind(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
-        for variant in replace(PLAN, modes=("eager",)).variants():
-            with build_and_free(variant, TINY, torch.device("cpu")) as step:
-                step.first_gradients()
-                step.optimize()
-                weights = [weakref.ref(p) for p in step.model.parameters()]
+        for variant in make_variants(RECIPES, ["eager"], sharded=True):
+            step = ShardedStep(variant, TINY, torch.device("cpu"))
+            step.first_gradients()
+            step.optimize()
+            weights = [weakref.ref(p) for p in step.model.parameters()]
+            del step
+            free_memory(torch.device("cpu"))
             assert all(weight() is None for weight in weights), variant.name
     finally:
         dist.destroy_process_group()
@@ -121,38 +131,29 @@ def test_a_wrong_gradient_ends_it(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "message"),
-    [
-        ("raises", RankFailedError, "rank 1 of 2: KeyError: 'lost'"),
-        ("wrong", WrongResultError, "^all zeros$"),
-        ("dies", RankFailedError, "rank 1 of 2: died without a word, exit code 3"),
-        ("hangs", RankFailedError, "rank 0 of 2"),
-    ],
-)
-def test_a_rank_that_fails_ends_all(how: str, error: type[Exception], message: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(error, match=message):
-        list(run_ranks(failing_ranks.fail, (how,), 2, "cpu", timeout=2 if how == "hangs" else 180))
-    assert time.monotonic() - start < 60
-
-
-def test_the_command_says_which_rank_failed_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_ranks(work, args, ranks, device_type):
-        raise RankFailedError(f"rank 1 of {ranks}: OutOfMemoryError: no memory")
-
-    monkeypatch.setattr(fsdp, "run_ranks", run_ranks)
-    assert main(["bench", "fsdp", "--model", "tiny", "--device", "cpu", "--ranks", "3"]) == 1
-    assert capsys.readouterr().err == "error: rank 1 of 3: OutOfMemoryError: no memory\n"
+def test_a_wrong_result_is_told_once_and_ends_all_ranks(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, out, err = fsdp(tmp_path, *torchrun, FAILING, "wrong", more=("-o", "x.json"))
+    assert code != 0
+    assert "recipe" not in out
+    assert err.count("error: fsdp tensorwise, eager, bf16 gather: gradient of ") == 1
+    assert "nothing was timed" in err
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
     monkeypatch.delenv("RANK", raising=False)
-    assert rank_count("cpu", None) == 2
-    assert rank_count("cpu", 4) == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["float8", "bench", "fsdp"])
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert rank_count("cuda", None) == 8
+    for device, wanted in (("cpu", None), ("cpu", 4), ("cuda", None), ("cuda", 3)):
+        start_ranks(device, wanted)
+    assert [words[words.index("--nproc-per-node") + 1] for words in started] == list("2483")
+    assert all(words[-3:] == ["float8_lab.cli.main", "bench", "fsdp"] for words in started)
     with pytest.raises(ValueError, match="ranks: got 9, but there are 8 GPUs here"):
-        rank_count("cuda", 9)
+        start_ranks("cuda", 9)
+    monkeypatch.setenv("RANK", "0")
+    start_ranks("cuda", 9)  # one of them
+    assert len(started) == 4

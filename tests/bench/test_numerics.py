@@ -15,7 +15,7 @@ from float8_lab.bench import numerics
 from float8_lab.bench.numerics import FAMILIES, Sample, bench_numerics, random_samples
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.variants import EAGER, make_variants
-from float8_lab.numerics import CastNumbers, casts_of, measure_cast
+from float8_lab.numerics import Cast, LayerCast, casts_of, measure_cast
 from support.configs import delayed, of_recipe, tensorwise
 
 # SQNR in dB of normal numbers that are cast to a format without leaving its normal range.
@@ -26,6 +26,10 @@ GEMMS = ("output", "grad_input", "grad_weight")
 def db(*noises: float) -> float:
     """The SQNR of a product whose operands have these, in dB."""
     return -10 * math.log10(sum(10 ** (-noise / 10) for noise in noises))
+
+
+def numbers_of(cast: Cast, x: Tensor, *scales: DelayedScales) -> LayerCast:
+    return LayerCast.of("it", cast, measure_cast(x, cast, *scales))
 
 
 def rows(sample: Sample, *recipes: str, peers: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
@@ -47,7 +51,8 @@ def test_a_cast_by_hand() -> None:
     sums = [448.0, 4, 1, 0, SIGNAL, noise, noise / SIGNAL, 1, columns, 4]
     expected = torch.tensor(sums, dtype=torch.float64)
     torch.testing.assert_close(measure_cast(BY_HAND, cast), expected, rtol=1e-12, atol=0)
-    numbers = CastNumbers.of(expected)
+    numbers = LayerCast.of("it", cast, expected)
+    assert (numbers.layer, numbers.role, numbers.gemms) == ("it", cast.role, cast.gemms)
     assert (numbers.amax, numbers.underflow, numbers.saturation) == (448.0, 0.25, 0.0)
     assert numbers.sqnr_db == pytest.approx(10 * math.log10(SIGNAL / noise))
     assert numbers.even_db == pytest.approx(10 * math.log10(4 / columns))
@@ -56,21 +61,22 @@ def test_a_cast_by_hand() -> None:
 def test_a_scale_of_the_past_saturates() -> None:
     cast = casts_of(delayed())[0]
     scales = DelayedScales(input=DelayedScale(torch.tensor(0.5), torch.tensor(0.0)))
-    numbers = CastNumbers.of(measure_cast(BY_HAND, cast, scales))
+    numbers = numbers_of(cast, BY_HAND, scales)
     assert (numbers.underflow, numbers.saturation) == (0.0 + 1 / 4, 1 / 4)  # 2^-10 is a tie
     assert numbers.sqnr_db == pytest.approx(10 * math.log10(SIGNAL / 224**2), abs=1e-4)
     unsynced = DelayedScales(input=DelayedScale(torch.tensor(0.0), torch.tensor(0.0)))
-    assert CastNumbers.of(measure_cast(BY_HAND, cast, unsynced)).saturation == 0.0
+    assert numbers_of(cast, BY_HAND, unsynced).saturation == 0.0
 
 
 def test_what_cannot_be_measured() -> None:
     cast = casts_of(tensorwise())[0]
-    zeros = CastNumbers.of(measure_cast(torch.zeros(2, 16), cast))
-    assert zeros == CastNumbers(0.0, 0.0, 0.0, math.inf, math.inf)
+    zeros = numbers_of(cast, torch.zeros(2, 16))
+    assert (zeros.amax, zeros.underflow, zeros.saturation) == (0.0, 0.0, 0.0)
+    assert (zeros.sqnr_db, zeros.even_db) == (math.inf, math.inf)
     for bad in (math.nan, math.inf):
         x = torch.ones(2, 16)
         x[0, 3] = bad
-        numbers = CastNumbers.of(measure_cast(x, cast))
+        numbers = numbers_of(cast, x)
         assert not math.isfinite(numbers.amax)
         assert math.isnan(numbers.sqnr_db)
         assert math.isnan(numbers.even_db)
@@ -78,7 +84,7 @@ def test_what_cannot_be_measured() -> None:
 
 def test_gradients_too_small_for_float32_to_square() -> None:
     cast = casts_of(tensorwise())[0]
-    tiny = CastNumbers.of(measure_cast(torch.randn(64, 64) * 1e-25, cast))
+    tiny = numbers_of(cast, torch.randn(64, 64) * 1e-25)
     assert tiny.sqnr_db == pytest.approx(OF_E4M3, abs=0.5)
 
 
@@ -88,7 +94,7 @@ def test_dynamic_scales_never_saturate(dtype: torch.dtype) -> None:
         x = torch.randn(40, 72, generator=torch.Generator().manual_seed(seed)).to(dtype)
         for recipe in ("tensorwise", "rowwise", "blockwise"):
             for cast in casts_of(of_recipe(recipe)):
-                assert CastNumbers.of(measure_cast(x, cast)).saturation == 0.0
+                assert numbers_of(cast, x).saturation == 0.0
 
 
 def test_each_recipe_has_its_casts() -> None:

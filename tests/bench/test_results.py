@@ -14,11 +14,12 @@ ROWS = [
     {"M": 64, "K": 32, "N": 16, "recipe": "x", "mode": "eager", "speedup": 1.23456789, "db": 20.0},
     {"M": "sum", "K": None, "N": None, "recipe": "x", "mode": "eager", "speedup": 9.0, "db": 1.0},
 ]
-RESULTS = ("linear", ROWS, {"device": "a GPU"}, {"rounds": 2}, {"host_us": {"x": 1.5}})
+RESULTS = {"benchmark": "linear", "rows": ROWS, "environment": {"device": "a GPU"}}
+RESULTS |= {"settings": {"rounds": 2}, "extra": {"host_us": {"x": 1.5}}}
 
 
 def test_json_holds_everything(tmp_path: Path) -> None:
-    write_results(tmp_path / "x.json", *RESULTS)
+    write_results(tmp_path / "x.json", RESULTS)
     read = json.loads((tmp_path / "x.json").read_text())
     assert list(read) == ["schema", "benchmark", "rows", "environment", "settings", "extra"]
     assert read["benchmark"] == "linear"
@@ -28,7 +29,7 @@ def test_json_holds_everything(tmp_path: Path) -> None:
 
 
 def test_csv_has_the_rest_above_the_rows(tmp_path: Path) -> None:
-    write_results(tmp_path / "x.csv", *RESULTS)
+    write_results(tmp_path / "x.csv", RESULTS)
     lines = (tmp_path / "x.csv").read_text().splitlines()
     head = [line for line in lines if line.startswith("#")]
     assert '# environment: {"device": "a GPU"}' in head

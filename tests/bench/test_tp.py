@@ -1,6 +1,8 @@
 """Blocks under tensor parallel as `float8 bench tp` measures them, on two CPU ranks."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,17 +13,18 @@ from float8.convert.measure import WrongResultError
 from float8_lab.bench import tp
 from float8_lab.bench.block import StackSize
 from float8_lab.bench.tp import check_scales, require_shares
-from float8_lab.cli.main import main
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import preset
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = ["--model", "tiny", "--seq-len", "64", "--mode", "eager", "--ranks", "2"]
     words += ["--device", "cpu", "--rounds", "1", "--recipe", "tensorwise,delayed,rowwise"]
-    assert main(["bench", "tp", *words, "-o", str(path)]) == 0
-    out = capsys.readouterr().out
+    command = [sys.executable, "-m", "float8_lab.cli.main", "bench", "tp", *words, "-o", str(path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     assert "1 tiny block(s), 1 x 64 tokens, tensor and sequence parallel on 2 ranks" in out
     rows = {row["recipe"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == ["bf16", "tensorwise", "delayed", "rowwise"]

@@ -171,14 +171,6 @@ def test_help_offers_what_is_taken(
         assert "one of tensorwise, delayed, rowwise, " in out.replace("One", "one")
 
 
-def test_fsdp_starts_its_own_ranks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert main(["bench", "fsdp", *CPU]) == 2
-    assert "got RANK in the environment, as under torchrun" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["matmul", "cast", "linear", "block", "profile", "fsdp"])
 def test_without_a_gpu_it_says_so(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from float8_lab.cli.compare import _table
 from float8_lab.cli.progress import ConsoleProgress
+from float8_lab.ranks import ALONE
 from float8_lab.trainer.compare import Comparison, RunRow, cells
 from float8_lab.trainer.metrics import StepRecord
-from float8_lab.trainer.ranks import ALONE
 
 
 def row(recipe: str, status: str = "finished") -> RunRow:
@@ -62,7 +62,7 @@ def test_the_bar_fits_and_shows_step_and_loss(width: int) -> None:
     progress.on_records([StepRecord(50_000, 1.25, 1.0, 1e-3, 0.1, 65_536, True, 12 * 2**30)])
     assert progress._bar is not None
     progress._bar.refresh()
-    progress.close()
+    progress.on_end("finished", 50_000)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", file.getvalue()).replace("\r", "\n")
     bars = [line for line in shown.split("\n") if "loss 1.2500" in line]
     assert bars

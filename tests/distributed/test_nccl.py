@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from float8_lab.bench.block import StackSize
-from float8_lab.bench.fsdp import Plan, build_and_free
-from float8_lab.bench.variants import FLOAT8, many_compilations
+from float8_lab.bench.fsdp import ShardedStep, free_memory
+from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
 from float8_lab.models.llama import Block, rope_table
 from float8_lab.models.presets import ModelConfig
 from support.configs import RECIPES
@@ -113,15 +113,13 @@ def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     """GiB that training steps of four blocks need, by variant: parameters, optimizer and all."""
     torch._dynamo.reset()
     gc.collect()  # nothing of earlier tests shall be freed while it counts
-    plan = Plan(StackSize("1b", blocks=4, seq_len=2048, batch=4), recipes, (mode,), (), rounds=2)
-    found = {}
+    size, found = StackSize("1b", blocks=4, seq_len=2048, batch=4), {}
     with many_compilations():
-        for variant in plan.variants():
+        for variant in make_variants(recipes, (mode,), sharded=True):
             if not variant.is_reference and variant.gather != FLOAT8:
                 continue
-            with build_and_free(variant, plan.size, here()) as step:
-                step.times(plan.rounds)
-                found[variant.recipe] = step.peak_gib
+            _, found[variant.recipe] = ShardedStep(variant, size, here()).times(2)
+            free_memory(here())
     return found
 
 

@@ -31,6 +31,3 @@ class Listener(Observer):
 
     def on_end(self, status: str, step: int) -> None:
         self.events.append(f"{status} {step}")
-
-    def close(self) -> None:
-        self.events.append("closed")

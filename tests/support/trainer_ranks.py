@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from float8_lab.cli.main import main
 from float8_lab.errors import LabError, is_for_all
 from float8_lab.models import presets
+from float8_lab.ranks import join_ranks
 from float8_lab.trainer import checkpoint as checkpoint_files
 from float8_lab.trainer import loop
 from float8_lab.trainer.checkpoint import save_checkpoint
@@ -24,7 +25,6 @@ from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
-from float8_lab.trainer.ranks import join_ranks
 from float8_lab.trainer.run_folder import RunFolder
 from support.listener import Listener
 from support.nano import NANO

@@ -27,7 +27,6 @@ def test_lines_come_back_as_written(tmp_path: Path) -> None:
     log.on_records(records)
     log.on_validation(ValidationRecord(2, float("inf")))
     log.on_end("finished", 2)
-    log.close()
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON.
     back = read_metrics(path)
@@ -45,7 +44,6 @@ def test_steps_taken_again_after_a_resume_count_once(
     log = JsonLines(path)
     log.on_records([record(step, loss=10.0) for step in range(1, 6)])
     log.on_validation(ValidationRecord(4, 9.0))
-    log.close()
     with path.open("a") as file:
         file.write('{"kind": "train", "st')  # Killed while writing.
 
@@ -53,7 +51,6 @@ def test_steps_taken_again_after_a_resume_count_once(
     memory = SimpleNamespace(note="of the GPU")
     log.on_start(SimpleNamespace(step=3, memory=memory))  # type: ignore[arg-type]
     log.on_records([record(step, loss=20.0) for step in range(4, 7)])
-    log.close()
     back = read_metrics(path)
     assert [r.step for r in back.train] == [1, 2, 3, 4, 5, 6]
     assert [r.loss for r in back.train] == [10.0] * 3 + [20.0] * 3

@@ -145,7 +145,6 @@ def test_observers_hear_everything_in_order(make_config: MakeConfig) -> None:
         "validation",
         "checkpoint 5",
         "finished 5",
-        "closed",
     ]
     assert [r.step for r in listener.records] == [1, 2, 3, 4, 5]
     assert [r.timed for r in listener.records] == [False, False, True, True, True]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from float8_lab.bench.step import Row, Step, compare
 from float8_lab.bench.variants import Variant
 from float8_lab.models.llama import Block, rope_table
-from float8_lab.models.presets import preset
+from float8_lab.models.presets import PRESETS, preset
 
 AT_LEAST = 10.0
 """Lower bound of the SQNR in dB of every gradient against bf16's: noise of all blocks adds up."""
@@ -17,12 +18,15 @@ AT_LEAST = 10.0
 
 @dataclass(frozen=True)
 class StackSize:
-    """How much is run: blocks of a preset model on microbatches of `batch` sequences."""
+    """How much is run: blocks of a preset model on microbatches of `batch` sequences.
 
-    model: str
-    blocks: int
-    seq_len: int
-    batch: int = 1
+    The texts are those of the options.
+    """
+
+    model: Annotated[str, f"Shape of the blocks: {', '.join(PRESETS)}."] = "llama3-8b"
+    blocks: Annotated[int, "How many blocks."] = 4
+    seq_len: Annotated[int, "Tokens per sequence."] = 8192
+    batch: Annotated[int, "Sequences."] = 1
     microbatches: int = 1
 
     def __str__(self) -> str:
@@ -55,9 +59,7 @@ def bf16_stack(size: StackSize, device: torch.device) -> Stack:
     torch.manual_seed(0)
     with torch.device(device):
         stack = Stack(size)
-    cos, sin = stack.cos, stack.sin
-    stack = stack.to(torch.bfloat16)
-    stack.cos, stack.sin = cos, sin
+    stack.layers.to(torch.bfloat16)
     return stack
 
 

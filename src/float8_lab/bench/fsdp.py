@@ -8,9 +8,8 @@ runs twice, and medians are over the steps of both times.
 import gc
 import os
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
-from float8_lab.bench.ranks import Report, run_ranks
 from float8_lab.bench.step import Row, Step, check
 from float8_lab.bench.traffic import CountedTraffic, exposed_ms
-from float8_lab.bench.variants import FLOAT8, Variant, make_variants, many_compilations
+from float8_lab.bench.variants import FLOAT8, Variant, many_compilations
 from float8_lab.measure import Clock
 
 PASSES = 2
@@ -38,24 +36,61 @@ _WARMUP = 2
 _LEARNING_RATE = 1e-5
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What every rank runs; picklable."""
+def bench_fsdp(
+    variants: list[Variant], size: StackSize, device: torch.device, rounds: int
+) -> Iterator[list[Row]]:
+    """Time every variant on the ranks that there are; an empty list after each, then all rows.
 
-    size: StackSize  # of each rank
-    recipes: Sequence[str]
-    modes: Sequence[str]
-    peers: Sequence[str]
-    rounds: int  # steps that are timed, in each of the two passes
+    Args:
+        variants: As `make_variants` gives them for sharded models.
+        size: Of each rank.
+        device: Of this rank.
+        rounds: Steps that are timed, in each of the passes.
+    """
+    rows: dict[str, Row] = {variant.name: {} for variant in variants}
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    # In host memory: bf16's, and those of the recipe under way with its 16-bit gather.
+    references: dict[str, Gradients] = {}
+    with many_compilations():
+        for variant in variants * PASSES:
+            row = rows[variant.name]
+            times[variant.name] += _measure(variant, size, device, rounds, row, references)
+            free_memory(device)
+            yield []
+    tokens = dist.get_world_size() * size.batch * size.seq_len
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    base = [medians[v.name] for v in variants if v.is_reference][-1]  # compiled, if it is there
+    for name, ms in medians.items():
+        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": base / ms}
+    yield list(rows.values())
 
-    def variants(self) -> list[Variant]:
-        """Every recipe with a gather in 16 bits, then in float8; a `ValueError` if one is none."""
-        return make_variants(self.recipes, self.modes, self.peers, sharded=True)
+
+def _measure(
+    variant: Variant,
+    size: StackSize,
+    device: torch.device,
+    rounds: int,
+    row: Row,
+    references: dict[str, Gradients],
+) -> list[float]:
+    """Milliseconds of steps. The first time for a variant, its `row` is filled with the rest."""
+    step = ShardedStep(variant, size, device)
+    if row:
+        return step.times(rounds)[0]
+    row |= _checked(variant, step.first_gradients(), references)
+    step.optimize()
+    row |= _sent(step)
+    milliseconds, row["peak_gib"] = step.times(rounds)
+    row["exposed_ms"] = step.exposed_ms()
+    return milliseconds
 
 
-def bench_fsdp(plan: Plan, ranks: int, device_type: str) -> Iterator[list[Row]]:
-    """Time every variant on `ranks` new processes; an empty list after each, then all rows."""
-    return run_ranks(_measure_all, (plan,), ranks, device_type)
+def free_memory(device: torch.device) -> None:
+    """Give back what a step held that nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def communication_settings() -> dict[str, Any]:
@@ -79,7 +114,6 @@ class ShardedStep(Step):
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
         self._device, self._gpu = device, device.type == "cuda"
         self._before = torch.cuda.memory_allocated(device) if self._gpu else 0
-        self.peak_gib: float | None = None
         rank, world = dist.get_rank(), dist.get_world_size()
         super().__init__(variant, bf16_stack(size, device), *stack_data(size, device, 1 + rank))
         mesh = init_device_mesh(device.type, (world,))
@@ -104,8 +138,8 @@ class ShardedStep(Step):
         gradients: dict[str, Any] = {n: p.grad for n, p in self.model.named_parameters()}
         return {f"gradient of {name}": grad.to_local() for name, grad in gradients.items()}
 
-    def times(self, rounds: int) -> list[float]:
-        """Milliseconds of each of `rounds` steps, of the slowest rank; sets `peak_gib`.
+    def times(self, rounds: int) -> tuple[list[float], float | None]:
+        """Milliseconds of each of `rounds` steps, and peak GiB on a GPU; those of the worst rank.
 
         Steps follow each other as in training, after some that do not count: from the end of one
         to the end of the next.
@@ -124,11 +158,10 @@ class ShardedStep(Step):
             clock.mark()
         found = [1e3 * seconds for seconds in clock.collect()]
         peak = torch.cuda.max_memory_allocated(self._device) - self._before if self._gpu else 0
-        slowest = torch.tensor([*found, peak], dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        *milliseconds, most = slowest.tolist()
-        self.peak_gib = most / 2**30 if self._gpu else None
-        return milliseconds
+        worst = torch.tensor([*found, peak], dtype=torch.float64, device=self._device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        *milliseconds, most = worst.tolist()
+        return milliseconds, most / 2**30 if self._gpu else None
 
     def exposed_ms(self) -> float | None:
         """Time of one step in which rank 0 does nothing but communicate; None without a GPU.
@@ -143,27 +176,10 @@ class ShardedStep(Step):
         if dist.get_rank() != 0:
             self.train()
             return None
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with profile() as profiled:
             self.train()
             torch.cuda.synchronize(self._device)
         return exposed_ms(profiled)
-
-
-@contextmanager
-def build_and_free(
-    variant: Variant, size: StackSize, device: torch.device
-) -> Iterator[ShardedStep]:
-    """A `ShardedStep`, whose memory is free again afterwards."""
-    step = ShardedStep(variant, size, device)
-    try:
-        yield step
-    finally:
-        # The caller still holds the step itself, but nothing large hangs on it.
-        step.__dict__.clear()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
 
 
 def same_bits(reference: Gradients, gradients: Gradients) -> float:
@@ -173,37 +189,6 @@ def same_bits(reference: Gradients, gradients: Gradients) -> float:
     flags = torch.tensor(equal, dtype=torch.int32, device=pairs[0][1].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MIN)
     return float(flags.double().mean())
-
-
-def _measure_all(report: Report, device: torch.device, plan: Plan) -> None:
-    """What each rank does; rank 0 reports."""
-    variants = plan.variants()
-    rows: dict[str, Row] = {}
-    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    # In host memory: bf16's, and those of the recipe under way with its 16-bit gather.
-    references: dict[str, Gradients] = {}
-    first = dist.get_rank() == 0
-    with many_compilations():
-        for variant in variants * PASSES:
-            name = variant.name
-            with build_and_free(variant, plan.size, device) as step:
-                again = name in rows
-                if not again:
-                    rows[name] = _checked(variant, step.first_gradients(), references)
-                    step.optimize()
-                    rows[name] |= _sent(step)
-                times[name] += step.times(plan.rounds)
-                if not again:
-                    rows[name] |= {"peak_gib": step.peak_gib, "exposed_ms": step.exposed_ms()}
-            if first:
-                report([])
-    tokens = dist.get_world_size() * plan.size.batch * plan.size.seq_len
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    base = [medians[v.name] for v in variants if v.is_reference][-1]  # compiled, if it is there
-    for name, ms in medians.items():
-        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": base / ms}
-    if first:
-        report(list(rows.values()))
 
 
 def _checked(variant: Variant, gradients: Gradients, references: dict[str, Gradients]) -> Row:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.formats import E4M3, E5M2, FLOAT8_MAX, SHORT_NAME
+from float8.config import ScalingGranularity
+from float8.formats import E4M3, E5M2, SHORT_NAME
 from float8.gemm import Gemm, matmul
-from float8.quantize.spec import Part
+from float8.quantize.quantize import quantize
+from float8.quantize.spec import CastSpec, Part, dequantised
 from float8_lab.bench.shapes import OUTPUT, Shape, gemm_shapes
 from float8_lab.bench.step import Row, check
 from float8_lab.bench.timing import input_sets, kernel_sampler, take_turns
@@ -48,14 +50,16 @@ def bench_matmul(
 
 def _rows(gemm: str, shape: Shape, device: torch.device, rounds: int) -> list[Row]:
     M, K, N = shape
-    format_a = E4M3 if gemm == OUTPUT else E5M2
-    quality, samplers = {}, {}
-    pairs = []
+    specs = CastSpec(E4M3 if gemm == OUTPUT else E5M2), CastSpec(E4M3)
+    plain: list[Any] = []
+    scaled: list[Any] = []
     for _ in range(input_sets(2 * (M * K + N * K), device)):
-        a, b = (torch.randn(rows, K, device=device, dtype=torch.bfloat16) for rows in (M, N))
-        pairs.append(((a, b), (_to_float8(a, format_a), _to_float8(b, E4M3))))
+        plain.append([torch.randn(R, K, device=device, dtype=torch.bfloat16) for R in (M, N)])
+        casts = zip(plain[-1], specs, strict=True)
+        scaled.append([quantize(x, spec, row=True).row for x, spec in casts])
+    quality, samplers = {}, {}
     for variant, bound in _AT_LEAST.items():
-        sets = [scaled if variant != BF16 else operands for operands, scaled in pairs]
+        sets = plain if variant == BF16 else scaled
         # Rows spread over the whole product, against float64 on the same operands.
         picked = torch.arange(0, M, max(1, M // _CHECKED_ROWS), device=device)
         a, b = map(_values, sets[0])
@@ -69,7 +73,7 @@ def _rows(gemm: str, shape: Shape, device: torch.device, rounds: int) -> list[Ro
         {
             "gemm": gemm,
             **shape._asdict(),
-            "format_a": None if variant == BF16 else SHORT_NAME[format_a],
+            "format_a": None if variant == BF16 else SHORT_NAME[specs[0].dtype],
             "variant": variant,
             "ms": ms,
             "tflops": 2 * M * K * N / ms / 1e9,
@@ -78,12 +82,6 @@ def _rows(gemm: str, shape: Shape, device: torch.device, rounds: int) -> list[Ro
         }
         for variant, ms in times.items()
     ]
-
-
-def _to_float8(x: Tensor, dtype: torch.dtype) -> Part:
-    """Data and decode scale, in plain torch: what is timed here is the GEMM alone."""
-    scale = x.abs().max().float() / FLOAT8_MAX[dtype]
-    return Part((x / scale).clamp(-FLOAT8_MAX[dtype], FLOAT8_MAX[dtype]).to(dtype), scale)
 
 
 def _product(variant: str, a: Any, b: Any) -> Tensor:
@@ -95,5 +93,5 @@ def _product(variant: str, a: Any, b: Any) -> Tensor:
 
 def _values(operand: Tensor | Part) -> Tensor:
     if isinstance(operand, Part):
-        return operand.data.double() * operand.scale
+        return dequantised(operand, ScalingGranularity.TENSORWISE, torch.float64)
     return operand.double()

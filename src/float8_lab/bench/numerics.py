@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
 from float8_lab.bench.linear import Layer
-from float8_lab.bench.shapes import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Shape
+from float8_lab.bench.shapes import GEMMS, GRAD_WEIGHT, Shape
 from float8_lab.bench.step import Row
 from float8_lab.bench.variants import Variant
 from float8_lab.numerics import ROLES, Call, compare, decibels, numerics_report, watch
@@ -107,7 +107,7 @@ def bench_numerics(
     for case, sample in samples:
         x, grad = (t.double() for t in sample.steps[-1])
         weight = sample.weight.double()
-        exact = {OUTPUT: x @ weight.t(), GRAD_INPUT: grad @ weight, GRAD_WEIGHT: grad.t() @ x}
+        exact = dict(zip(GEMMS, (x @ weight.t(), grad @ weight, grad.t() @ x), strict=True))
         yield [
             {"case": case, "recipe": variant.recipe, **measure(variant, sample, exact)}
             for variant in variants
@@ -125,30 +125,23 @@ def measure(variant: Variant, sample: Sample, exact: Mapping[str, Tensor]) -> Ro
         if variant.ours:
             sync_float8_amax_and_scale_history(model)
     x, grad = sample.steps[-1]
-    row = _cast_shares(model, sample)
     x = x.detach().requires_grad_()
+    columns = [f"{kind}_{role}" for kind in ("underflow", "saturation") for role in ROLES]
+    row: Row = dict.fromkeys(columns)  # the worst of each role; None where it is not ours
+    if isinstance(model.get_submodule("linear"), Float8Linear):
+        for cast in numerics_report(model, x, loss=lambda y: (y * grad).sum()).casts:
+            for kind in ("underflow", "saturation"):
+                key = f"{kind}_{cast.role}"
+                row[key] = max(row[key] or 0.0, getattr(cast, kind))
     with variant.around():
         y = model(x)
     gradients = torch.autograd.grad(y, (x, parameter), grad)
-    results = dict(zip((OUTPUT, GRAD_INPUT, GRAD_WEIGHT), (y.detach(), *gradients), strict=True))
+    results = dict(zip(GEMMS, (y.detach(), *gradients), strict=True))
     for gemm, found in results.items():
         signal, noise, *rows_and_columns = compare(exact[gemm], found).tolist()
         relative, count = rows_and_columns[2:] if gemm == GRAD_WEIGHT else rows_and_columns[:2]
         row[_WHOLE.format(gemm)] = decibels(signal, noise)
         row[_EVEN.format(gemm)] = decibels(count, relative)
-    return row
-
-
-def _cast_shares(model: nn.Module, sample: Sample) -> Row:
-    """The worst of each role; None where it is not ours."""
-    kinds, (x, grad) = ("underflow", "saturation"), sample.steps[-1]
-    row: Row = {f"{kind}_{role}": None for kind in kinds for role in ROLES}
-    if isinstance(model.get_submodule("linear"), Float8Linear):
-        x = x.detach().requires_grad_()
-        report = numerics_report(model, x, loss=lambda y: (y * grad).sum())
-        for cast, kind in itertools.product(report.casts, kinds):
-            key = f"{kind}_{cast.role}"
-            row[key] = max(row[key] or 0.0, getattr(cast, kind))
     return row
 
 
@@ -158,7 +151,7 @@ def plot_numerics(rows: Sequence[Row], title: str, path: Path) -> None:
     figure = Figure(figsize=(11, 2.5 + 0.4 * len(cases)), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True)
     kinds = (_WHOLE, "whole"), (_EVEN, "tokens or channels alike")
-    columns = itertools.product(kinds, (OUTPUT, GRAD_INPUT, GRAD_WEIGHT))
+    columns = itertools.product(kinds, GEMMS)
     for axes, ((key, kind), gemm) in zip(panels.flat, columns, strict=True):
         for recipe, marker in zip(recipes, itertools.cycle(_MARKERS), strict=False):
             own = {row["case"]: row[key.format(gemm)] for row in rows if row["recipe"] == recipe}

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from float8_lab.bench.block import StackSize, stack_step
 from float8_lab.bench.step import WARMUP, Row
@@ -36,14 +36,13 @@ def profile_block(
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]
     rows = []
     with many_compilations():
         step = stack_step(variant, size, device)
         for _ in range(WARMUP):
             step()
         for which in ("forward", "backward"):
-            with profile(activities=activities) as profiled:
+            with profile() as profiled:
                 if which == "forward":
                     output, x = step.forward()
                 else:
@@ -79,9 +78,6 @@ def _rows(which: str, profiled: profile, device: torch.device) -> list[Row]:
             f"profile: the profiler saw no kernels on {device.type}; on a GPU it needs CUPTI and "
             "the right to use performance counters"
         )
-    return [
-        {"pass": which, "kind": kind, "calls": calls[kind], "us": us, "share": us / total}
-        for kind in (GEMM, CAST, ATTENTION, OTHER)
-        if calls[kind]
-        for us in [times[kind]]
-    ]
+    kinds = [kind for kind in (GEMM, CAST, ATTENTION, OTHER) if calls[kind]]
+    shares = {kind: {"us": times[kind], "share": times[kind] / total} for kind in kinds}
+    return [{"pass": which, "kind": k, "calls": calls[k], **shares[k]} for k in kinds]

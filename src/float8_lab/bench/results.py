@@ -17,27 +17,21 @@ SCHEMA = 1
 _TITLE_WIDTH = 7.0  # inches that the longest title of a plot takes
 
 
-def write_results(
-    path: Path,
-    benchmark: str,
-    rows: Sequence[Mapping[str, Any]],
-    environment: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    extra: Mapping[str, Any],
-) -> None:
-    """Write JSON or CSV, by the suffix of `path`; CSV has the rest as `#` lines above.
+def write_results(path: Path, results: Mapping[str, Any]) -> None:
+    """Write JSON or CSV, by the suffix of `path`; CSV has all but `results["rows"]` as `#` lines.
 
-    `settings` are what was asked for, `extra` is what does not belong to one row.
+    Rows are dicts. `environment` says where they were measured, `settings` what was asked for, and
+    `extra` is what does not belong to one row.
     """
-    head = {"schema": SCHEMA, "benchmark": benchmark}
-    rest = {"environment": environment, "settings": settings, "extra": extra}
+    plain = _plain({"schema": SCHEMA, **results})
     if path.suffix == ".json":
-        everything = _plain({**head, "rows": rows, **rest})
-        path.write_text(json.dumps(everything, indent=1, allow_nan=False) + "\n")
+        path.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
         return
+    rows = results["rows"]
     with path.open("w", newline="") as file:
-        for key, value in {**head, **rest}.items():
-            file.write(f"# {key}: {json.dumps(_plain(value))}\n")
+        for key, value in plain.items():
+            if key != "rows":
+                file.write(f"# {key}: {json.dumps(value)}\n")
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
@@ -88,7 +82,7 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     axes.set_xlabel("M\nK\nN", fontsize=8)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{title}, speedup over bf16", fontsize=10)
     figure.savefig(path, dpi=150)
 
 

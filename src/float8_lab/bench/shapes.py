@@ -15,7 +15,7 @@ class Shape(NamedTuple):
         return f"{self.M},{self.K},{self.N}"
 
 
-OUTPUT, GRAD_INPUT, GRAD_WEIGHT = "output", "grad_input", "grad_weight"
+GEMMS = OUTPUT, GRAD_INPUT, GRAD_WEIGHT = "output", "grad_input", "grad_weight"
 
 
 def gemm_shapes(layer: Shape) -> dict[str, Shape]:

@@ -11,6 +11,7 @@ from float8.convert.measure import WrongResultError
 from float8.sync import sync_float8_amax_and_scale_history
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
+from float8_lab.errors import for_all
 
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
 
@@ -40,10 +41,8 @@ def check(
     found = (10 * torch.log10(signal / noise)).tolist()
     for name, quality in zip(reference, found, strict=True):
         if not quality >= at_least:  # also if it is NaN
-            raise WrongResultError(
-                f"{what} {name}: SQNR {quality:.1f} dB, expected at least {at_least:.0f} dB; "
-                "nothing was timed"
-            )
+            message = f"SQNR {quality:.1f} dB, expected at least {at_least:.0f} dB"
+            raise for_all(WrongResultError(f"{what} {name}: {message}; nothing was timed"))
     return float(min(found))
 
 

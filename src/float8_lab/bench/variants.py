@@ -78,7 +78,7 @@ class Variant:
 def make_variants(
     recipes: Sequence[str],
     modes: Sequence[str],
-    peers: Sequence[str],
+    peers: Sequence[str] = (),
     *,
     held: bool = False,
     sharded: bool = False,
@@ -93,23 +93,18 @@ def make_variants(
         sharded: Whether each recipe runs once more, with a float8 all-gather; of peers torchao's
             tensorwise with it.
     """
-    configs = {recipe: recipe_config(recipe) for recipe in recipes}
     installed = [peer for peer in peers if peer_version(peer) is not None]
     nearest = ["tensorwise"] if sharded else list(dict.fromkeys(r.split("+")[0] for r in recipes))
     gather = BF16 if sharded else ""
     variants: list[Variant | None] = []
     for mode in modes:
         variants.append(Variant(HIGH_PRECISION, mode, gather=gather))
-        for recipe, config in configs.items():
-            # What is gathered in 16 bits is gone after each use: nothing of it can be held.
-            fly = {"float8_weights": Float8Weights.ON_THE_FLY} if sharded else {}
-            variants.append(_ours(recipe, mode, dataclasses.replace(config, **fly), gather))
+        for recipe in recipes:
+            variants.append(_ours(recipe, mode, gather))
             if held:
-                name = f"{recipe}+{_HELD}"
-                variants.append(_ours(name, mode, recipe_config(name), gather))
+                variants.append(_ours(f"{recipe}+{_HELD}", mode, gather))
             if sharded:
-                own = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-                variants.append(_ours(recipe, mode, own, FLOAT8))
+                variants.append(_ours(recipe, mode, FLOAT8))
         variants += [find_peer(peer, r, mode, sharded) for peer in installed for r in nearest]
     return [variant for variant in variants if variant is not None]
 
@@ -146,7 +141,11 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     return dataclasses.replace(config, **fields)
 
 
-def _ours(recipe: str, mode: str, config: Float8LinearConfig, gather: str) -> Variant:
+def _ours(recipe: str, mode: str, gather: str) -> Variant:
+    config = recipe_config(recipe)
+    config = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather == FLOAT8)
+    if gather == BF16:  # gone after each use: nothing of it can be held
+        config = dataclasses.replace(config, float8_weights=Float8Weights.ON_THE_FLY)
     convert = functools.partial(
         convert_to_float8_training, config=config, module_filter_fn=all_linears
     )

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +16,10 @@ from rich.progress import track
 from float8_lab.bench.block import StackSize, bench_block
 from float8_lab.bench.cast import bench_cast, distinct_tensors
 from float8_lab.bench.cast import host_microseconds as cast_host_microseconds
-from float8_lab.bench.fsdp import PASSES, Plan, bench_fsdp, communication_settings
+from float8_lab.bench.fsdp import PASSES, bench_fsdp, communication_settings
 from float8_lab.bench.linear import bench_linear, host_microseconds
 from float8_lab.bench.matmul import bench_matmul
 from float8_lab.bench.profile import profile_block
-from float8_lab.bench.ranks import rank_count
 from float8_lab.bench.results import check_output, plot_speedups, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
 from float8_lab.bench.variants import (
@@ -36,27 +35,55 @@ from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import Rows, print_table
 from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
-from float8_lab.models.presets import PRESETS, preset
+from float8_lab.models.presets import preset
+from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.environment import describe_environment
+
+app = typer.Typer(
+    help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
+    no_args_is_help=True,
+)
+
+Words = list[str] | None
+Plot = Annotated[Path | None, "Write a heat map of speedups over shapes."]
+
+
+@dataclass
+class Place:
+    """Where a measurement runs, and where its results go."""
+
+    device: Annotated[str, "cuda, cuda:N, or cpu to try it without a GPU."] = "cuda"
+    output: Output = None
+    debug: Debug = False
+
+    def checked(self) -> torch.device:
+        """The device; refuses what cannot work before anything is measured."""
+        if self.output is not None:
+            check_output(self.output)
+        return float8_device(self.device)
+
+
+@dataclass
+class Run(Place):
+    """How often a benchmark measures, too."""
+
+    rounds: Annotated[int, "Samples per variant; medians are reported."] = 15
 
 
 class Bench:
-    """One benchmark on the terminal: what it prints and what it leaves behind.
+    """One measurement on the terminal: where it runs, what it prints and what it leaves behind."""
 
-    Making one refuses what cannot work before anything is measured, and says where this runs.
-    """
-
-    def __init__(self, name: str, device: str, output: Path | None, **settings: Any) -> None:
-        self.device = float8_device(device)
-        if output is not None:
-            check_output(output)
+    def __init__(self, name: str, where: Place, **settings: Any) -> None:
+        self.device = where.checked()
         torch.manual_seed(0)
         self.console = make_console()
-        self._name, self._output, self._settings = name, output, settings
+        self._name, self._output = name, where.output
+        if isinstance(where, Run):
+            settings["rounds"] = where.rounds
         versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
-        self.peers = [peer for peer, version in versions.items() if version is not None]
-        self._environment = describe_environment(self.device) | versions
-        self.console.print("{device}, torch {torch}".format(**self._environment))
+        environment = describe_environment(self.device) | versions
+        self._about = {"environment": environment, "settings": settings}
+        self.console.print("{device}, torch {torch}".format(**environment))
         for peer, version in versions.items():
             if version is None:
                 self.console.print(f"{peer} is not installed: left out")
@@ -77,59 +104,28 @@ class Bench:
         title: str,
         rows: Rows,
         plot: Path | None = None,
-        draw: Callable[[Rows, str, Path], None] | None = None,
+        draw: Callable[[Rows, str, Path], None] = plot_speedups,
         **extra: Any,
     ) -> None:
-        """Print the table, write the files; `draw` makes a plot of what is no time."""
-        if self.device.type == "cpu" and draw is None:
+        """Print the table, write the files; `extra` is what belongs to no row."""
+        if self.device.type == "cpu" and any({"ms", "us", "bf16_ms"} & row.keys() for row in rows):
             title += " (host times)"
         print_table(self.console, title, rows)
         if self._output is not None:
-            settings = self._settings
-            write_results(self._output, self._name, rows, self._environment, settings, extra)
+            results = {"benchmark": self._name, "rows": rows, **self._about, "extra": extra}
+            write_results(self._output, results)
             self.console.print(f"results: {self._output}")
         if plot is not None:
-            where = self._environment["device"]
-            if draw is None:
-                plot_speedups(rows, f"{title}\nspeedup over bf16, {where}", plot)
-            else:
-                draw(rows, f"{title}\n{where}", plot)
+            draw(rows, f"{title}\n{self._about['environment']['device']}", plot)
             self.console.print(f"plot: {plot}")
-
-
-app = typer.Typer(
-    help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
-    no_args_is_help=True,
-)
-
-Plot = Annotated[Path | None, typer.Option(help="Write a heat map of speedups over shapes.")]
-
-
-@dataclass
-class Run:
-    """Where a benchmark runs, how often it measures, where its results go."""
-
-    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try it with host times.")] = (
-        "cuda"
-    )
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Samples per variant; medians are reported.")
-    ] = 15
-    output: Output = None
-    debug: Debug = False
 
 
 @dataclass
 class Shapes:
     """Shapes of linear layers."""
 
-    shapes: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(SHAPE_SETS)}; several: with commas.")
-    ] = None
-    mkn: Annotated[
-        list[str] | None,
-        typer.Option(help="A shape as M,K,N: tokens, in and out features; repeatable."),
-    ] = None
+    shapes: Annotated[Words, f"Of {', '.join(SHAPE_SETS)}; several: with commas."] = None
+    mkn: Annotated[Words, "A shape as M,K,N: tokens, in and out features; repeatable."] = None
 
     def selected(self) -> dict[str, tuple[Shape, ...]]:
         """By the name of their set."""
@@ -141,40 +137,25 @@ class Variants:
     """What is compared with bf16."""
 
     recipe: Annotated[
-        list[str] | None,
+        Words,
         typer.Option(
             help="Several: with commas. Switches of Float8LinearConfig behind a +, as in "
             "tensorwise+round_scales_to_power_of_2; +fast_accum for all GEMMs.",
             show_default="tensorwise,delayed",
         ),
     ] = None
-    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "both"
-    peers: Annotated[
-        list[str] | None,
-        typer.Option(help="Also measure torchao, te (TransformerEngine) or torchao,te."),
-    ] = None
+    mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
+    peers: Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."] = None
 
     def chosen(self) -> dict[str, Any]:
-        """The settings `recipes`, `modes` and `peers`."""
+        """What `make_variants` takes."""
         if self.mode not in MODES:
             raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
         recipes = words(self.recipe) or ["tensorwise", "delayed"]
         return {"recipes": recipes, "modes": MODES[self.mode], "peers": words(self.peers)}
 
 
-@dataclass(frozen=True)
-class Size(StackSize):
-    """How large a stack of blocks is."""
-
-    model: Annotated[str, typer.Option(help=f"Shape of the blocks: {', '.join(PRESETS)}.")] = (
-        "llama3-8b"
-    )
-    blocks: Annotated[int, typer.Option(min=1, help="How many blocks.")] = 4
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 8192
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1
-
-
-def words(values: Sequence[str] | None) -> list[str]:
+def words(values: Words) -> list[str]:
     """Words of options that may be repeated or hold several words with commas between."""
     return [word for value in values or [] for word in value.split(",") if word]
 
@@ -184,16 +165,13 @@ def words(values: Sequence[str] | None) -> list[str]:
 def matmul_command(
     layers: Shapes,
     where: Run,
-    gradients: Annotated[
-        bool, typer.Option("--gradients", help="Also the GEMMs of both gradients.")
-    ] = False,
+    gradients: Annotated[bool, "Also the GEMMs of both gradients."] = False,
     plot: Plot = None,
 ) -> None:
     """One GEMM per shape: bf16, float8 without and with fast accumulation."""
-    shapes, rounds = layers.selected(), where.rounds
-    settings = {"shapes": shapes, "gradients": gradients, "rounds": rounds}
-    bench = Bench("matmul", where.device, where.output, **settings)
-    groups = bench_matmul(shapes, bench.device, rounds, gradients=gradients)
+    shapes = layers.selected()
+    bench = Bench("matmul", where, shapes=shapes, gradients=gradients)
+    groups = bench_matmul(shapes, bench.device, where.rounds, gradients=gradients)
     rows = bench.collect(groups, sum(map(len, shapes.values())) * (3 if gradients else 1))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", rows, plot)
 
@@ -203,15 +181,13 @@ def matmul_command(
 def linear_command(layers: Shapes, compared: Variants, where: Run, plot: Plot = None) -> None:
     """One layer forward and backward per shape and recipe, against nn.Linear in bf16.
 
-    Each result is checked against bf16's, which is checked against float64. A shape set of several
-    layers ends with its sums.
+    Each result is checked against bf16's. A shape set of several layers ends with its sums.
     """
-    shapes, rounds = layers.selected(), where.rounds
-    settings = {"shapes": shapes, **compared.chosen(), "rounds": rounds}
-    bench = Bench("linear", where.device, where.output, **settings)
-    variants = make_variants(settings["recipes"], settings["modes"], bench.peers)
+    shapes, chosen = layers.selected(), compared.chosen()
+    bench = Bench("linear", where, shapes=shapes, **chosen)
+    variants = make_variants(**chosen)
     total = sum(len(members) + (len(members) > 1) for members in shapes.values())
-    rows = bench.collect(bench_linear(shapes, variants, bench.device, rounds), total)
+    rows = bench.collect(bench_linear(shapes, variants, bench.device, where.rounds), total)
     host = host_microseconds(variants, bench.device)
     bench.finish("linear layer, forward + backward", rows, plot, host_us=host)
     for name, microseconds in host.items():
@@ -225,10 +201,10 @@ def cast_command(layers: Shapes, where: Run) -> None:
 
     Every kernel is compared with its plain-torch twin first, bit by bit.
     """
-    shapes, rounds = layers.selected(), where.rounds
-    bench = Bench("cast", where.device, where.output, shapes=shapes, rounds=rounds)
+    shapes = layers.selected()
+    bench = Bench("cast", where, shapes=shapes)
     tensors = distinct_tensors(shapes)
-    rows = bench.collect(bench_cast(tensors, bench.device, rounds), len(tensors))
+    rows = bench.collect(bench_cast(tensors, bench.device, where.rounds), len(tensors))
     host = cast_host_microseconds(bench.device)
     bench.finish("casts of bf16 tensors", rows, host_us=host)
     bench.console.print("compared with the plain-torch twins: bitwise equal")
@@ -237,14 +213,12 @@ def cast_command(layers: Shapes, where: Run) -> None:
 
 
 @app.command("block")
-@takes(size=Size, compared=Variants, where=Run)
+@takes(size=StackSize, compared=Variants, where=Run)
 def block_command(
-    size: Size,
+    size: StackSize,
     compared: Variants,
     where: Run,
-    microbatches: Annotated[
-        int, typer.Option(min=1, help="Forwards and backwards per step, gradients accumulated.")
-    ] = 1,
+    microbatches: Annotated[int, "Forwards and backwards per step, gradients accumulated."] = 1,
 ) -> None:
     """A stack of Llama blocks forward and backward, with the sync of delayed scaling.
 
@@ -252,26 +226,23 @@ def block_command(
     over the resting state. With several microbatches, each recipe runs once more with its weights
     held in float8.
     """
-    size, rounds = dataclasses.replace(size, microbatches=microbatches), where.rounds
-    settings = {**dataclasses.asdict(size), **compared.chosen(), "rounds": rounds}
-    bench = Bench("block", where.device, where.output, **settings)
-    recipes, modes, several = settings["recipes"], settings["modes"], microbatches > 1
-    variants = make_variants(recipes, modes, bench.peers, held=several)
-    rows = bench.collect(bench_block(size, variants, bench.device, rounds), len(variants) + 1)
-    title = f"{size}, forward + backward"
-    bench.finish(title + f" of {microbatches} microbatches" * several, rows)
+    size, chosen = dataclasses.replace(size, microbatches=microbatches), compared.chosen()
+    bench = Bench("block", where, **dataclasses.asdict(size), **chosen)
+    variants = make_variants(**chosen, held=microbatches > 1)
+    groups = bench_block(size, variants, bench.device, where.rounds)
+    rows = bench.collect(groups, len(variants) + 1)
+    several = f" of {microbatches} microbatches" if microbatches > 1 else ""
+    bench.finish(f"{size}, forward + backward{several}", rows)
 
 
 @app.command("profile")
-@takes({"blocks": 1}, size=Size)
+@takes({"blocks": 1}, size=StackSize, where=Place)
 def profile_command(
-    size: Size,
-    traces: Annotated[Path, typer.Option(help="Folder for the traces.")] = Path("runs/profile"),
-    recipe: Annotated[str, typer.Option(help="bf16, or a recipe as for `block`.")] = "tensorwise",
-    mode: Annotated[str, typer.Option(help="eager or compiled.")] = "compiled",
-    device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
-    output: Output = None,
-    debug: Debug = False,
+    size: StackSize,
+    where: Place,
+    traces: Annotated[Path, "Folder for the traces."] = Path("runs/profile"),
+    recipe: Annotated[str, "bf16, or a recipe as for `block`."] = "tensorwise",
+    mode: Annotated[str, "eager or compiled."] = COMPILED,
 ) -> None:
     """Where the time of a stack of Llama blocks goes; writes traces of forward and backward.
 
@@ -279,9 +250,8 @@ def profile_command(
     """
     if mode not in (EAGER, COMPILED):
         raise ConfigError(f"mode: got {mode!r}, expected {EAGER} or {COMPILED}")
-    settings = {**dataclasses.asdict(size), "recipe": recipe, "mode": mode}
-    variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode], [])[-1]
-    bench = Bench("profile", device, output, **settings)
+    variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode])[-1]
+    bench = Bench("profile", where, **dataclasses.asdict(size), recipe=recipe, mode=mode)
     rows = profile_block(size, variant, bench.device, traces)
     bench.finish(f"{recipe} {mode}: {size}", rows)
     bench.console.print(f"traces: {traces}/forward.json, {traces}/backward.json")
@@ -291,22 +261,33 @@ def profile_command(
 class RanksRun(Run):
     """Where ranks run, and how often."""
 
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try it with host times.")] = "cuda"
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps in each of two passes.")] = 10
+    device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
+    rounds: Annotated[int, "Timed steps in each of two passes."] = 10
 
 
 @dataclass
 class RanksVariants(Variants):
     """What is compared with bf16; of the peers only torchao gathers in float8."""
 
-    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = COMPILED
-    peers: Annotated[list[str] | None, typer.Option(help="Also measure torchao.")] = None
+    mode: Annotated[str, f"{', '.join(MODES)}."] = COMPILED
+    peers: Annotated[Words, "Also measure torchao."] = None
+
+
+def check_ranks(where: Place, peers: list[str]) -> None:
+    """Raise a `ConfigError` for what benchmarks of several ranks do not take."""
+    if where.device not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"device: got {where.device!r}, expected cuda or cpu; say --ranks for how many"
+        )
+    for peer in peers:
+        if peer != "torchao":
+            raise ConfigError(f"peers: got {peer!r}, expected torchao")
 
 
 @app.command("fsdp")
-@takes({"blocks": 8}, size=Size, compared=RanksVariants, where=RanksRun)
+@takes({"blocks": 8}, size=StackSize, compared=RanksVariants, where=RanksRun)
 def fsdp_command(
-    size: Size,
+    size: StackSize,
     compared: Variants,
     where: Run,
     ranks: Annotated[
@@ -319,24 +300,23 @@ def fsdp_command(
     """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
 
     A step is forward, backward and fused AdamW, with the scaling attached to it; parameters are
-    bf16. It starts its own ranks (NCCL; Gloo on a CPU): run it without torchrun. Speedups are over
+    bf16. It starts its own ranks by torchrun (NCCL; Gloo on a CPU). Speedups are over
     bf16, compiled if that is measured. Bytes are counted, per step and rank, own shards included.
     Every gradient of every variant is checked against bf16's first, and compared bit by bit
     between the gathers of a recipe. Each variant has its rounds in two passes over the list.
     """
-    device, rounds, chosen = where.device, where.rounds, compared.chosen()
-    if device not in ("cuda", "cpu"):
-        raise ConfigError(f"device: got {device!r}, expected cuda or cpu; say --ranks for how many")
+    chosen = compared.chosen()
+    check_ranks(where, chosen["peers"])
     preset(size.model)
-    for peer in chosen["peers"]:
-        if peer != "torchao":
-            raise ConfigError(f"peers: got {peer!r}, expected torchao")
-    world = rank_count(device, ranks)
-    settings = {**dataclasses.asdict(size), **chosen, "ranks": world, "rounds": rounds}
-    settings |= {"passes": PASSES, "optimizer": "fused AdamW"}
-    bench = Bench("fsdp", device, where.output, **settings)
-    own = StackSize(**dataclasses.asdict(size))
-    plan = Plan(own, chosen["recipes"], chosen["modes"], bench.peers, rounds)
-    rows = bench.collect(bench_fsdp(plan, world, device), PASSES * len(plan.variants()) + 1)
-    title = f"{size} each, under FSDP2 on {world} rank(s), forward + backward + optimizer"
-    bench.finish(title, rows, communication=communication_settings())
+    variants = make_variants(**chosen, sharded=True)
+    where.checked()
+    start_ranks(where.device, ranks)
+    with join_ranks(True) as group:
+        where = dataclasses.replace(where, device=str(group.device(where.device)))
+        settings = {**dataclasses.asdict(size), **chosen, "ranks": group.size}
+        bench = Bench("fsdp", where, **settings, passes=PASSES, optimizer="fused AdamW")
+        groups = bench_fsdp(variants, size, bench.device, where.rounds)
+        rows = bench.collect(groups, PASSES * len(variants) + 1)
+        title = f"{size} each, under FSDP2 on {group.size} rank(s), forward + backward + optimizer"
+        if group.rank == 0:
+            bench.finish(title, rows, communication=communication_settings())

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -18,8 +18,8 @@ from float8_lab.bench.numerics import (
     random_samples,
 )
 from float8_lab.bench.variants import EAGER, make_variants
-from float8_lab.cli.bench import Bench, Shapes, words
-from float8_lab.cli.options import Debug, Output, takes
+from float8_lab.cli.bench import Bench, Place, Shapes, Words, words
+from float8_lab.cli.options import takes
 from float8_lab.errors import ConfigError
 from float8_lab.trainer.checkpoint import check_checkpoint
 from float8_lab.trainer.config import RECIPES, TrainConfig
@@ -31,17 +31,14 @@ _MODEL, _STEPS = "tiny", 20  # what is trained if nothing is said
 _TOKENS = 4096  # of a captured batch, about
 
 
-@takes({"mkn": ["2048,1024,3072"]}, layers=Shapes)
+@takes({"mkn": ["2048,1024,3072"]}, layers=Shapes, where=Place)
 def numerics_command(
     layers: Shapes,
+    where: Place,
     recipe: Annotated[
-        list[str] | None,
-        typer.Option(help="Several: with commas; as for `linear`.", show_default="all"),
+        Words, typer.Option(help="Several: with commas; as for `linear`.", show_default="all")
     ] = None,
-    peers: Annotated[
-        list[str] | None,
-        typer.Option(help="Also torchao, te (TransformerEngine) or torchao,te: what is installed."),
-    ] = None,
+    peers: Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -53,10 +50,7 @@ def numerics_command(
     block: Annotated[
         int | None, typer.Option(min=0, help="Of the model.", show_default="the middle one")
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
-    output: Output = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the SQNR of each recipe.")] = None,
-    debug: Debug = False,
+    plot: Annotated[Path | None, "Draw the SQNR of each recipe."] = None,
 ) -> None:
     """SQNR in dB of a layer's three GEMMs against float64, under each recipe.
 
@@ -65,11 +59,10 @@ def numerics_command(
     before. `even` counts all tokens alike, of grad_weight all channels, though a few may have most
     of the power. Underflow and saturation: shares of nonzero elements that become zero, or are cut.
     """
-    chosen, others = words(recipe) or RECIPES, words(peers)
+    chosen = {"recipes": words(recipe) or RECIPES, "peers": words(peers)}
     shapes = [shape for members in layers.selected().values() for shape in members]
-    settings: dict[str, Any] = {"shapes": shapes, "recipes": chosen, "peers": others}
-    bench = Bench("numerics", device, output, **settings)
-    variants = make_variants(chosen, [EAGER], bench.peers)
+    bench = Bench("numerics", where, shapes=shapes, **chosen)
+    variants = make_variants(chosen["recipes"], [EAGER], chosen["peers"])
     trainer = _trained(checkpoint, bench.device)
     config = trainer.config
     blocks = config.model_config().n_layers
@@ -90,9 +83,8 @@ def numerics_command(
 
 def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
     """A run after its checkpoint, or after a few steps; it leaves no files."""
-    if checkpoint is None:
-        config = TrainConfig.create(model=_MODEL, steps=_STEPS)
-    else:
+    config = TrainConfig.create(model=_MODEL, steps=_STEPS)
+    if checkpoint is not None:
         checkpoint = find_checkpoint(checkpoint)
         check_checkpoint(checkpoint)
         config = saved_config(checkpoint)
@@ -102,8 +94,9 @@ def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
     trainer = Trainer(config, corpus, RunFolder(Path(config.output)))
     if checkpoint is not None:
         trainer.restore(checkpoint)
-    while checkpoint is None and trainer.step < _STEPS:
-        trainer.train_step()
+    else:
+        for _ in range(_STEPS):
+            trainer.train_step()
     return trainer
 
 

@@ -7,18 +7,18 @@ import typer
 
 from float8_lab.bench.block import StackSize
 from float8_lab.bench.fsdp import communication_settings
-from float8_lab.bench.ranks import rank_count
-from float8_lab.bench.tp import PASSES, Plan, bench_tp, require_shares
-from float8_lab.cli.bench import Bench, RanksRun, RanksVariants, Size, Variants
+from float8_lab.bench.tp import PASSES, bench_tp, require_shares
+from float8_lab.bench.variants import make_variants
+from float8_lab.cli.bench import Bench, RanksRun, RanksVariants, Run, Variants, check_ranks
 from float8_lab.cli.options import takes
-from float8_lab.errors import ConfigError
+from float8_lab.ranks import join_ranks, start_ranks
 
 
-@takes({"model": "llama3-70b", "blocks": 1}, size=Size, compared=RanksVariants, where=RanksRun)
+@takes({"model": "llama3-70b", "blocks": 1}, size=StackSize, compared=RanksVariants, where=RanksRun)
 def tp_command(
-    size: Size,
+    size: StackSize,
     compared: Variants,
-    where: RanksRun,
+    where: Run,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -28,26 +28,28 @@ def tp_command(
 ) -> None:
     """Llama blocks under tensor and sequence parallel: forward and backward.
 
-    It starts its own ranks (NCCL; Gloo on a CPU): run it without torchrun. Before anything is timed
-    each recipe is compared with the same recipe on one device: scales of weights bit by bit, output
-    and gradients by what their SQNR against bf16 loses. Bytes are counted, per step and rank, own
-    parts included. Each variant has its rounds in several passes over the list.
+    It starts its own ranks by torchrun (NCCL; Gloo on a CPU). Before anything is timed each recipe
+    is compared with the same recipe on one device: scales of weights bit by bit, output and
+    gradients by what their SQNR against bf16 loses. Bytes are counted, per step and rank, own parts
+    included. Each variant has its rounds in several passes over the list.
     """
-    device, chosen = where.device, compared.chosen()
-    if device not in ("cuda", "cpu"):
-        raise ConfigError(f"device: got {device!r}, expected cuda or cpu; say --ranks for how many")
-    for peer in chosen["peers"]:
-        if peer != "torchao":
-            raise ConfigError(f"peers: got {peer!r}, expected torchao")
-    world = rank_count(device, ranks)
-    own = StackSize(**dataclasses.asdict(size))
-    require_shares(own, world)
-    settings = {**dataclasses.asdict(size), **chosen, "ranks": world, "rounds": where.rounds}
-    bench = Bench("tp", device, where.output, **settings, passes=PASSES)
-    plan = Plan(own, where.rounds, chosen)
-    rows = bench.collect(bench_tp(plan, world, device), len(plan.variants()) + 1)
-    for row in rows:
-        if row["left_out"] is not None:
-            bench.console.print(f"{row['recipe']}, {row['mode']} is left out: {row['left_out']}")
-    title = f"{size}, tensor and sequence parallel on {world} ranks, forward + backward"
-    bench.finish(title, rows, communication=communication_settings())
+    chosen = compared.chosen()
+    check_ranks(where, chosen["peers"])
+    variants = make_variants(**chosen)
+    where.checked()
+    start_ranks(where.device, ranks)
+    with join_ranks(True) as group:
+        require_shares(size, group.size)
+        where = dataclasses.replace(where, device=str(group.device(where.device)))
+        settings = {**dataclasses.asdict(size), **chosen, "ranks": group.size}
+        bench = Bench("tp", where, **settings, passes=PASSES)
+        rows = bench.collect(
+            bench_tp(variants, size, bench.device, where.rounds), len(variants) + 1
+        )
+        title = f"{size}, tensor and sequence parallel on {group.size} ranks, forward + backward"
+        if group.rank == 0:
+            for row in rows:
+                if row["left_out"] is not None:
+                    left_out = f"{row['recipe']}, {row['mode']} is left out: {row['left_out']}"
+                    bench.console.print(left_out)
+            bench.finish(title, rows, communication=communication_settings())

@@ -1,5 +1,6 @@
 """`float8 compare`: the same training under several recipes."""
 
+import functools
 import os
 import sys
 from typing import Annotated, Any
@@ -21,6 +22,9 @@ _NOT_OURS = (
 )
 
 
+_option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
+
+
 @takes(chosen=settings(but=_NOT_OURS, shown={"eval_interval": "a fifth of the steps"}))
 def compare_command(
     recipes: Annotated[
@@ -31,24 +35,12 @@ def compare_command(
         ),
     ],
     chosen: Any,
-    output: Annotated[
-        str, typer.Option(help="Folder of the comparison.", rich_help_panel=OUTPUT)
-    ] = "runs/compare",
+    output: Annotated[str, _option(help="Folder of the comparison.")] = "runs/compare",
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on with an interrupted comparison; finished runs are kept.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, _option("--resume", help="Go on with an interrupted one; finished runs are kept.")
     ] = False,
     overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite",
-            help="Replace an earlier comparison in the same folder.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, _option("--overwrite", help="Replace an earlier one in the same folder.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -65,14 +57,8 @@ def compare_command(
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     console = make_console()
     with stop_on_signals(STOP_NOTICE) as stop:
-        comparison = compare(
-            config,
-            recipes,
-            resume=resume,
-            overwrite=overwrite,
-            observers=lambda recipe: [ConsoleProgress(console)],
-            stop=stop,
-        )
+        shown = [ConsoleProgress(console)]
+        comparison = compare(config, recipes, shown, resume=resume, overwrite=overwrite, stop=stop)
     console.print(_table(comparison))
     console.print(f"report: {comparison.report}")
     if comparison.plot:

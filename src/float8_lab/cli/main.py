@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from float8.convert.measure import WrongResultError
 from float8_lab.errors import LabError, RankFailedError, is_for_all
@@ -52,7 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "RANK" not in os.environ:
         return _run(words, _call)
-    return _run_as_rank(words, first=os.environ["RANK"] == "0")
+    code = _run_as_rank(words, first=os.environ["RANK"] == "0")
+    # After an error an orderly end would wait for other ranks; and without one, threads of Gloo may
+    # abort a process that ends soon after its group.
+    if arguments is None or (code and dist.is_available() and dist.is_initialized()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _call(words: list[str], *, tells: bool = True) -> None:
@@ -88,25 +95,24 @@ def _run_as_rank(words: list[str], first: bool) -> int:
     """Run one of the processes that `torchrun` started; only the first one writes to stdout.
 
     An error that all ranks raise is told by the first one, any other by the rank that meets it. Who
-    has the cause ends before the others. Does not return after an error: an orderly end would wait
-    for other ranks.
+    has the cause ends before the others.
     """
-    elsewhere: list[BaseException] = []  # an error whose cause another rank tells
-
-    @record  # torchrun shows what is raised here
-    def cause(words: list[str]) -> None:
-        try:
-            _call(words, tells=first)
-        except (SystemExit, Exception) as error:
-            told = is_for_all(error) or (isinstance(error, SystemExit) and error.code)
-            if not isinstance(error, RankFailedError) and (first or not told):
-                raise
-            elsewhere.append(error)
+    handler = get_error_handler()  # torchrun shows what is recorded with it
+    handler.initialize()
+    elsewhere = False  # whether another rank tells the cause
 
     def call(words: list[str]) -> None:
-        cause(words)
-        if elsewhere:
-            raise elsewhere[0]
+        nonlocal elsewhere
+        try:
+            _call(words, tells=first)
+        except SystemExit as end:
+            elsewhere = bool(end.code) and not first
+            raise
+        except Exception as error:
+            elsewhere = isinstance(error, RankFailedError) or (is_for_all(error) and not first)
+            if not elsewhere:
+                handler.record_exception(error)
+            raise
 
     try:
         with contextlib.ExitStack() as stack:
@@ -119,10 +125,6 @@ def _run_as_rank(words: list[str], first: bool) -> int:
         code = 1
     if elsewhere:
         time.sleep(_LAST_WORDS)
-    if code and dist.is_available() and dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
     return code
 
 
@@ -134,4 +136,5 @@ def _fail(message: str, code: int = 2) -> int:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "float8"  # as results name it
     sys.exit(main())

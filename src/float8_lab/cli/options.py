@@ -29,7 +29,10 @@ Output = Annotated[
 def takes(
     defaults: Mapping[str, Any] | None = None, /, **groups: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of whole dataclasses: their fields annotated as Typer wants it.
+    """Give a command the options of whole dataclasses: their fields that are annotated.
+
+    Annotated as Typer wants it, or with a text alone, which is the help; the number is at least 1
+    then, and the switch has no opposite. So are the command's own parameters.
 
     Args:
         defaults: Those of options that differ from their dataclass.
@@ -43,12 +46,13 @@ def takes(
             if own.name not in groups:
                 parameters.append(own)
                 continue
-            hints = typing.get_type_hints(groups[own.name], include_extras=True)
+            group = groups[own.name]
+            hints = typing.get_type_hints(group, include_extras=True)
             options = {name: kind for name, kind in hints.items() if hasattr(kind, "__metadata__")}
             fields[own.name] = list(options)
             for name, kind in options.items():
-                default = getattr(groups[own.name], name)
-                parameters.append(own.replace(name=name, annotation=kind, default=default))
+                new = own.replace(name=name, annotation=kind, default=getattr(group, name))
+                parameters.append(new)
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
@@ -60,7 +64,11 @@ def takes(
 
         changed = defaults or {}
         parameters = [
-            p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=changed.get(p.name, p.default))
+            p.replace(
+                kind=inspect.Parameter.KEYWORD_ONLY,
+                default=changed.get(p.name, p.default),
+                annotation=_option(p.name, p.annotation),
+            )
             for p in parameters
         ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -68,6 +76,16 @@ def takes(
         return run
 
     return decorate
+
+
+def _option(name: str, annotation: Any) -> Any:
+    """As Typer wants it."""
+    text, *_ = getattr(annotation, "__metadata__", [None])
+    if not isinstance(text, str):
+        return annotation
+    kind = typing.get_args(annotation)[0]
+    names = ["--" + name.replace("_", "-")] if kind is bool else []
+    return Annotated[kind, typer.Option(*names, help=text, min=1 if kind is int else None)]
 
 
 def settings(*, but: tuple[str, ...] = (), shown: Mapping[str, str] | None = None) -> Any:

@@ -10,16 +10,13 @@ from torch import nn
 from float8.config import Float8LinearConfig
 from float8.convert.filters import SMALLEST, known_gpu, too_small
 from float8.convert.measure import LinearTimes, measure_linear
-from float8_lab.bench.results import check_output, write_results
-from float8_lab.cli.options import Debug, Output
-from float8_lab.cli.progress import make_console
-from float8_lab.cli.table import print_table
-from float8_lab.device import float8_device
+from float8_lab.cli.bench import Bench, Place
+from float8_lab.cli.options import Debug, Output, takes
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.config import RECIPES
-from float8_lab.trainer.environment import describe_environment, device_name
+from float8_lab.trainer.environment import device_name
 
 CONVERT = "convert"
 
@@ -74,10 +71,11 @@ _DEFAULT_GPU = "H100"
 _LIMITS_OF = "tensorwise"  # the recipe for which the stored limits were measured
 
 
+@takes()
 def plan_command(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "llama3-8b",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per forward on one device.")] = 8192,
-    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = _LIMITS_OF,
+    model: Annotated[str, f"One of {', '.join(PRESETS)}."] = "llama3-8b",
+    tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
+    recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = _LIMITS_OF,
     measure: Annotated[
         bool | None,
         typer.Option(
@@ -105,50 +103,41 @@ def plan_command(
     The output head is left in high precision, as the reference trainer does. GPU time only: what
     the CPU needs to issue kernels is not in it.
     """
-    if output is not None:
-        check_output(output)
     config = Float8LinearConfig.from_recipe_name(recipe)
     shape = preset(model)
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measuring = here.type == "cuda" and gpu is None if measure is None else measure
-    if measuring:
-        if gpu is not None:
-            raise ConfigError("--gpu is for judging by size: leave it or --measure out")
-        place = float8_device(device or "cuda")
-        how, where = "measured", device_name(place)
-    else:
-        if device is not None:
-            raise ConfigError("--device is where to measure: leave it or --by-size out")
-        how, where = "judged by size", _gpu(gpu, here)
+    here = torch.cuda.is_available()
+    measuring = here and gpu is None if measure is None else measure
+    if measuring and gpu is not None:
+        raise ConfigError("--gpu is for judging by size: leave it or --measure out")
+    if not measuring and device is not None:
+        raise ConfigError("--device is where to measure: leave it or --by-size out")
+    how, judged = ("measured", "") if measuring else ("judged by size", _gpu(gpu, here))
+    place = Place((device or "cuda") if measuring else "cpu", output)
+    settings = {"tokens": tokens, "recipe": recipe, "how": how, "for": judged or place.device}
+    bench = Bench("plan", place, model=model, **settings)
 
     def judge(K: int, N: int) -> str | LinearTimes | None:
         if measuring:
-            return measure_linear(tokens, K, N, place, config)
-        return too_small(where, tokens, K, N)
+            return measure_linear(tokens, K, N, bench.device, config)
+        return too_small(judged, tokens, K, N)
 
     with torch.device("meta"):
         llama = Llama(shape.model, shape.seq_len)
     rows = plan_conversion(llama, tokens, judge, head="output")
-    console = make_console()
-    title = f"{model}, {recipe}, {tokens} tokens: {how} for {where}"
+    title = f"{model}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
     if measuring:
-        title += "; ms of forward + backward"
-    elif recipe != _LIMITS_OF:
-        title += f", by the limits of {_LIMITS_OF}"
-    print_table(console, title, rows)
-    gain = {"linear_speedup": planned_speedup(rows)} if measuring else {}
-    if measuring:
-        console.print("all linear layers: {linear_speedup:.2f}x of bf16".format(**gain))
-    if output is not None:
-        settings = {"model": model, "tokens": tokens, "recipe": recipe, "how": how, "for": where}
-        write_results(output, "plan", rows, describe_environment(here), settings, gain)
-        console.print(f"results: {output}")
+        gain = planned_speedup(rows)
+        bench.finish(f"{title}; ms of forward + backward", rows, linear_speedup=gain)
+        bench.console.print(f"all linear layers: {gain:.2f}x of bf16")
+    else:
+        limits = "" if recipe == _LIMITS_OF else f", by the limits of {_LIMITS_OF}"
+        bench.finish(title + limits, rows)
 
 
-def _gpu(name: str | None, here: torch.device) -> str:
+def _gpu(name: str | None, here: bool) -> str:
     """A GPU whose limits are known: of that name, or the one here, or else `_DEFAULT_GPU`."""
     if name is None:
-        name = known_gpu(torch.device("cpu")) if here.type == "cuda" else _DEFAULT_GPU
+        name = known_gpu(torch.device("cpu")) if here else _DEFAULT_GPU
     if name is None:
         raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
     if name not in SMALLEST:

@@ -100,8 +100,7 @@ class ConsoleProgress(Observer):
         """Print where the checkpoint is."""
         self._console.print(f"  checkpoint: {path}")
 
-    def close(self) -> None:
+    def on_end(self, status: str, step: int) -> None:
         """Take the bar down, so that what follows is not drawn over."""
         if self._bar is not None:
             self._bar.stop()
-            self._bar = None

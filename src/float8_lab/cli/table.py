@@ -21,21 +21,24 @@ _NUMBERS = (
     "underflow_input underflow_weight underflow_grad_output "
     "saturation_input saturation_weight saturation_grad_output"
 )
-_HEADINGS = {"R": "rows", "C": "columns", "tokens_per_s": "tokens/s", "tflops": "TFLOP/s"}
-_HEADINGS |= {"gb_per_s": "GB/s", "floor_ms": "float8\nGEMMs\nalone", "fate": ""}
-_HEADINGS |= {"more_noise_db": "dB\nlost"}
-_HEADINGS |= {"same_bits": "bits of\n16-bit\ngather", "exposed_ms": "exposed\ncomm ms"}
-_WORDS = {"gemm": "GEMM", "sqnr": "SQNR", "db": "dB", "kb": "kB", "mb": "MB"}
-_WORDS |= {"mib": "MiB", "gib": "GiB"}
+_HEADINGS = {
+    "R": "rows",
+    "C": "columns",
+    "tokens_per_s": "tokens/s",
+    "tflops": "TFLOP/s",
+    "gb_per_s": "GB/s",
+    "floor_ms": "float8\nGEMMs\nalone",
+    "same_bits": "bits of\n16-bit\ngather",
+    "more_noise_db": "dB\nlost",
+    "exposed_ms": "exposed\ncomm ms",
+    "fate": "",
+}
+_WORDS = {"gemm": "GEMM", "sqnr": "SQNR", "db": "dB", "kb": "kB", "mb": "MB", "mib": "MiB"}
+_WORDS |= {"gib": "GiB", "underflow": "under-\nflow", "saturation": "satu-\nrated"}
 _FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "same_bits": ".0%", "share": ".1%"}
 _FORMATS |= {"of_copy": ".1%", "more_noise_db": ".2f", "same_scales": ".0%"}
-_FORMATS |= {key: ".1f" for key in _NUMBERS.split() if key.startswith(("sqnr_", "even_"))}
-for _what in ("underflow", "saturation"):
-    for _role in ("input", "weight", "grad_output"):
-        _HEADINGS[f"{_what}_{_role}"] = "\n".join(
-            ["under-\nflow" if _what == "underflow" else "satu-\nrated", *_role.split("_")]
-        )
-        _FORMATS[f"{_what}_{_role}"] = ".1g"
+_FORMATS |= {k: ".1f" for k in _NUMBERS.split() if k.startswith(("sqnr_", "even_"))}
+_FORMATS |= {k: ".1g" for k in _NUMBERS.split() if k.startswith(("underflow_", "saturation_"))}
 
 
 def print_table(console: Console, title: str, rows: Rows) -> None:

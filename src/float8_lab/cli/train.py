@@ -7,11 +7,11 @@ import typer
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
+from float8_lab.ranks import LAUNCH, Ranks, join_ranks
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED
-from float8_lab.trainer.ranks import LAUNCH, Ranks, join_ranks
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
 

@@ -14,8 +14,8 @@ from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
+from float8_lab.ranks import ALONE, Ranks
 from float8_lab.trainer.config import DTYPES, TrainConfig, float8_config
-from float8_lab.trainer.ranks import ALONE, Ranks
 
 
 def build_model(

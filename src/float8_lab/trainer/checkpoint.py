@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from float8_lab.errors import CheckpointError, for_all, is_for_all
-from float8_lab.trainer.ranks import ALONE, Ranks, explain_lost_rank
+from float8_lab.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"
@@ -145,13 +145,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _refuse(path: Path, damage: str) -> NoReturn:
-    older = [other for other in list_checkpoints(path.parent) if _step(other) < _step(path)]
-    intact = next((other for other in reversed(older) if not _find_damage(other)), None)
-    advice = (
-        f"the newest intact older one is {intact}: resume from that"
-        if intact
-        else "there is no intact older one: start the run again"
-    )
+    older = (other for other in list_checkpoints(path.parent)[::-1] if _step(other) < _step(path))
+    intact = next((other for other in older if not _find_damage(other)), None)
+    advice = "there is no intact older one: start the run again"
+    if intact:
+        advice = f"the newest intact older one is {intact}: resume from that"
     raise CheckpointError(f"the checkpoint {path} is damaged ({damage}); {advice}")
 
 

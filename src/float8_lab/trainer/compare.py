@@ -1,10 +1,9 @@
 """The same training under several recipes: same seed, same data in the same order; a report."""
 
 import json
-import os
 import shutil
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -14,7 +13,6 @@ import torch
 
 from float8_lab.device import check_device
 from float8_lab.errors import ConfigError, LabError
-from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
@@ -59,10 +57,13 @@ def with_gaps(row: RunRow, base: RunRow) -> RunRow:
 
 def write_report(folder: Path, rows: list[RunRow], about: dict[str, Any]) -> None:
     """Write `report.json` and `report.md`; each is replaced in one go."""
-    runs = [{"recipe": row.recipe, "status": row.status, **asdict(row)} for row in rows]
-    content = json.dumps({"runs": runs, **about}, indent=1, allow_nan=False)
-    _replace(folder / "report.json", content + "\n")
-    _replace(folder / "report.md", _markdown(rows, about["environment"], about["corpus"]))
+    content = {"runs": [asdict(row) for row in rows], **about}
+    report = _markdown(rows, about["environment"], about["corpus"])
+    files = {"report.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
+    for name, text in {**files, "report.md": report}.items():
+        temporary = folder / f".{name}.unfinished"
+        temporary.write_text(text)
+        temporary.replace(folder / name)
 
 
 def cells(row: RunRow) -> dict[str, str]:
@@ -96,15 +97,6 @@ def _markdown(rows: list[RunRow], environment: dict[str, Any], corpus: dict[str,
     return "\n".join(lines) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.unfinished")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What a comparison left."""
@@ -123,10 +115,10 @@ class Comparison:
 def compare(
     base: TrainConfig,
     recipes: Sequence[str],
+    observers: Sequence[Observer] = (),
     *,
     resume: bool = False,
     overwrite: bool = False,
-    observers: Callable[[str], Sequence[Observer]] = lambda recipe: (),
     stop: Event | None = None,
 ) -> Comparison:
     """Train high precision and then each recipe, and report the gaps.
@@ -137,9 +129,9 @@ def compare(
     Args:
         base: The settings; `recipe` is replaced, and run i goes to `output`/its recipe.
         recipes: Recipes besides high precision, which is always run and always first.
+        observers: Told what happens in each run.
         resume: Go on with a comparison that was interrupted: finished runs are kept.
         overwrite: Delete the runs of an earlier comparison in the same folder.
-        observers: Gives the observers of each recipe's run.
         stop: Ends the comparison; the run under way leaves a checkpoint.
 
     Raises:
@@ -168,12 +160,16 @@ def compare(
     }
     rows: list[RunRow] = []
     for config in configs:
-        row = _run(config, corpus, observers(config.recipe), stop)
+        row = _run(config, corpus, observers, stop)
         rows.append(with_gaps(row, base=rows[0] if rows else row))
         write_report(output, rows, about)
         if stop.is_set():
             break
-    plot = _plot(output, rows, base, corpus)
+    runs = {row.recipe: read_metrics(output / row.metrics) for row in rows}
+    plot = output / "loss.png" if runs[HIGH_PRECISION].train else None
+    if plot is not None:
+        title = f"Llama {base.model} on {public_path(corpus.name)}, {base.dtype}"
+        plot_comparison(runs, f"{title}, {base.tokens_per_step:,} tokens per step", plot)
     return Comparison(rows, output / "report.json", plot, interrupted=stop.is_set())
 
 
@@ -208,7 +204,7 @@ def _prepare(
         for name in ("report.json", "report.md", "loss.png"):
             (output / name).unlink(missing_ok=True)
     for config, folder in zip(configs, folders, strict=True):
-        if resume and (_finished(folder) or list_checkpoints(folder.checkpoints)):
+        if resume and (folder.status == FINISHED or folder.saved):
             check_same_run(config, corpus, read_config_file(folder), folder.path)
         elif folder.used:
             shutil.rmtree(folder.path)
@@ -218,18 +214,14 @@ def _prepare(
         raise ConfigError(f"cannot write to {output}: {error}") from error
 
 
-def _finished(folder: RunFolder) -> bool:
-    return read_metrics(folder.metrics).status == FINISHED
-
-
 def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], stop: Event) -> RunRow:
     """Train one recipe, or take what an earlier attempt left of it."""
     folder = RunFolder(Path(config.output))
     status, error = FINISHED, None
-    if not _finished(folder):
+    if folder.status != FINISHED:
         if config.compile:
             torch.compiler.reset()  # Each run starts with its whole budget of recompilations.
-        unfinished = folder.path if list_checkpoints(folder.checkpoints) else None
+        unfinished = folder.path if folder.saved else None
         try:
             done = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
             status = done.status
@@ -254,15 +246,3 @@ def _explain(problem: Exception, folder: RunFolder) -> str:
     details.write_text("".join(traceback.format_exception(problem)))
     first_line = (str(problem).splitlines() or [""])[0]
     return f"{type(problem).__name__}: {first_line} (traceback in {details})"
-
-
-def _plot(output: Path, rows: list[RunRow], base: TrainConfig, corpus: Corpus) -> Path | None:
-    runs = {row.recipe: read_metrics(output / row.metrics) for row in rows}
-    if not runs[HIGH_PRECISION].train:
-        return None
-    title = (
-        f"Llama {base.model} on {public_path(corpus.name)}, {base.dtype}, "
-        f"{base.tokens_per_step:,} tokens per step"
-    )
-    plot_comparison(runs, title, output / "loss.png")
-    return output / "loss.png"

@@ -68,15 +68,28 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
         raise DataError(f"no readable UTF-8 text in {root}: {skipped} file(s) skipped")
     if len(texts) == 1:
         ((place, text),) = texts.items()
-        cut = int(len(text) * (1 - VALIDATION_FRACTION))
-        return _corpus((root / place).name, [text[:cut]], [text[cut:]], skipped)
-    # With few files a side may be empty; then the file nearest to that side moves over.
-    order = sorted(texts, key=_hash_place)
-    count = sum(_hash_place(place) < VALIDATION_FRACTION for place in texts)
-    held_out = set(order[: min(max(count, 1), len(order) - 1)])
-    train = [text for place, text in texts.items() if place not in held_out]
-    validation = [text for place, text in texts.items() if place in held_out]
-    return _corpus(name, train, validation, skipped)
+        name, cut = (root / place).name, int(len(text) * (1 - VALIDATION_FRACTION))
+        splits = [[text[:cut]], [text[cut:]]]
+    else:
+        # With few files a side may be empty; then the file nearest to that side moves over.
+        order = sorted(texts, key=_hash_place)
+        count = sum(_hash_place(place) < VALIDATION_FRACTION for place in texts)
+        held_out = set(order[: min(max(count, 1), len(order) - 1)])
+        sides = [(place in held_out, text) for place, text in texts.items()]
+        splits = [[text for held, text in sides if held is side] for side in (False, True)]
+    fingerprint = hashlib.sha256()
+    tensors = []
+    for split, members in zip(_SPLITS, splits, strict=True):
+        joined = SEPARATOR.join(members)
+        if not joined:
+            raise DataError(
+                f"{name}: no text left for the {split} split; give more or larger files"
+            )
+        fingerprint.update(len(joined).to_bytes(8, "big") + joined)
+        tensors.append(torch.frombuffer(bytearray(joined), dtype=torch.uint8))
+    (train, validation), (train_files, validation_files) = tensors, map(len, splits)
+    digest = fingerprint.hexdigest()[:16]
+    return Corpus(name, train, validation, train_files, validation_files, skipped, digest)
 
 
 def _walk(root: Path, suffix: str) -> Iterator[Path]:
@@ -105,26 +118,6 @@ def _hash_place(relative: str) -> float:
     """A number in [0, 1) that depends on the path alone."""
     digest = hashlib.sha256(relative.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def _corpus(name: str, train: list[bytes], validation: list[bytes], skipped: int) -> Corpus:
-    fingerprint, tensors = hashlib.sha256(), {}
-    for split, texts in zip(_SPLITS, (train, validation), strict=True):
-        text = SEPARATOR.join(texts)
-        if not text:
-            raise DataError(
-                f"{name}: no text left for the {split} split; give more or larger files"
-            )
-        fingerprint.update(len(text).to_bytes(8, "big") + text)
-        tensors[split] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return Corpus(
-        name=name,
-        **tensors,
-        train_files=len(train),
-        validation_files=len(validation),
-        skipped_files=skipped,
-        fingerprint=fingerprint.hexdigest()[:16],
-    )
 
 
 def check_length(corpus: Corpus, seq_len: int) -> None:

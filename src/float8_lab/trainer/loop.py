@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from float8 import attach_to_optimizer
@@ -25,6 +22,7 @@ from float8_lab.errors import (
     is_for_all,
 )
 from float8_lab.measure import Clock, PeakMemory
+from float8_lab.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
     check_checkpoint,
@@ -34,7 +32,6 @@ from float8_lab.trainer.checkpoint import (
 )
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
-from float8_lab.trainer.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer.run_folder import RunFolder, describe_run, find_checkpoint, open_run_folder
 
 # torch has no exception of its own for these.
@@ -44,26 +41,6 @@ _SIGNS_OF_TOO_MUCH = (
     "integer multiplication overflow",
 )
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
-
-
-class OptimizerState:
-    """What an optimizer has gathered about parameters, by their names; its settings stay.
-
-    Before the first step there is nothing to save, and torch would take a step to make something.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Dict by parameter of dicts of tensors, which are the live ones; sharded as they are."""
-        state: dict[str, Any] = get_optimizer_state_dict(self._model, self._optimizer)["state"]  # type: ignore[assignment]
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave."""
-        whole = get_optimizer_state_dict(self._model, self._optimizer)
-        set_optimizer_state_dict(self._model, self._optimizer, {**whole, "state": state})
 
 
 class Trainer:
@@ -101,18 +78,24 @@ class Trainer:
         self._saved_step, self.last_checkpoint = self.step, checkpoint
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, as `Stateful` objects. Nothing in training is random."""
-        optimizer = {"optimizer": OptimizerState(self.model, self.optimizer)} if self.step else {}
-        return {"model": self.model, **optimizer}
+        """What a checkpoint holds, to be saved or to be loaded into. Nothing in training is random.
+
+        What the optimizer has gathered, by the names of parameters; its settings are not among it.
+        Before the first step that is nothing, and torch would take a step to make something.
+        """
+        if not self.step:
+            return {"model": self.model}
+        gathered = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+        return {"model": self.model, "optimizer": gathered}
 
     def run(self, stop: Event) -> str:
         """Train until the last step, a request to stop, or `stop_after`; returns the status."""
         config = self.config
-        self._tell("on_start", self)
         self.model.train()
         # Not earlier: restoring takes a step to make the optimizer's state.
         attach_to_optimizer(self.model, self.optimizer)
         try:
+            self._tell("on_start", self)
             while self.step < config.last_step and not self.ranks.any(stop.is_set()):
                 self.train_step()
                 self._tell("on_step", self.step)
@@ -331,16 +314,13 @@ def train(
         checkpoint = ranks.once(lambda: find_checkpoint(resume))
         check_checkpoint(checkpoint, ranks)
     folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=checkpoint))
-    with contextlib.ExitStack() as stack, _explain_out_of_memory(config):
+    with _explain_out_of_memory(config):
         everyone: list[Observer] = []
         if ranks.rank == 0:
             everyone = [*observers, metrics.JsonLines(folder.metrics)]
-            for observer in everyone:
-                stack.callback(observer.close)
             if config.tensorboard:
                 start_step = read_state(checkpoint)["step"] if checkpoint else 0
                 everyone.append(metrics.TensorBoard(folder.tensorboard, start_step))
-                stack.callback(everyone[-1].close)
         trainer = Trainer(config, text, folder, everyone, ranks)
         if checkpoint is not None:
             trainer.restore(checkpoint)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Observer:
 
     Calls come in this order: `on_start`, then per step `on_step` (cheap: the device is still
     working), now and then `on_records` with the steps since the last time, `on_validation` and
-    `on_checkpoint`, and at last `on_end` (only if the run ends in an orderly way) and `close`.
+    `on_checkpoint`, and at last, whatever happened, `on_end`.
     """
 
     def on_start(self, run: "Trainer") -> None:
@@ -70,10 +71,7 @@ class Observer:
         """A checkpoint was written."""
 
     def on_end(self, status: str, step: int) -> None:
-        """The run ended after `step` with one of the statuses of this module."""
-
-    def close(self) -> None:
-        """Let go of files and terminals; called whatever happened."""
+        """The run ended after `step` with one of the statuses of this module; let go of files."""
 
 
 class JsonLines(Observer):
@@ -111,11 +109,8 @@ class JsonLines(Observer):
         self._write("validation", **vars(record))
 
     def on_end(self, status: str, step: int) -> None:
-        """Note how the run ended."""
+        """Note how the run ended, and close the file."""
         self._write("end", step=step, status=status, time=time.time())
-
-    def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -153,7 +148,7 @@ class TensorBoard(Observer):
         """Write the validation loss."""
         self._writer.add_scalar("loss/validation", record.loss, record.step)
 
-    def close(self) -> None:
+    def on_end(self, status: str, step: int) -> None:
         """Close the file."""
         self._writer.close()
 
@@ -216,17 +211,17 @@ class Summary:
 
 def summarize(metrics: Metrics) -> Summary:
     """Boil a run's record down to a `Summary`."""
-    steps = len(metrics.train)
-    last = metrics.train[-min(max(steps // 10, 1), 100) :]
-    timed = sorted((r.seconds, r.tokens) for r in metrics.train if r.timed and r.seconds > 0)
-    middle = timed[len(timed) // 2] if timed else None
-    peaks = [r.memory_bytes for r in metrics.train if r.memory_bytes is not None]
+    train = metrics.train
+    last = [record.loss for record in train[-min(max(len(train) // 10, 1), 100) :]]
+    seconds = [record.seconds for record in train if record.timed and record.seconds > 0]
+    middle = statistics.median_high(seconds) if seconds else None
+    peaks = [record.memory_bytes for record in train if record.memory_bytes is not None]
     return Summary(
-        steps=metrics.train[-1].step if metrics.train else 0,
-        train_loss=_finite(sum(r.loss for r in last) / len(last) if last else None),
+        steps=train[-1].step if train else 0,
+        train_loss=_finite(sum(last) / len(last) if last else None),
         val_loss=_finite(metrics.validation[-1].loss if metrics.validation else None),
-        tokens_per_s=middle[1] / middle[0] if middle else None,
-        step_ms=1e3 * middle[0] if middle else None,
+        tokens_per_s=train[-1].tokens / middle if middle else None,
+        step_ms=1e3 * middle if middle else None,
         peak_memory_bytes=max(peaks, default=None),
         memory_note=metrics.memory_note,
     )

@@ -35,16 +35,19 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @property
-    def used(self) -> bool:
-        """Whether a run was written here before."""
-        recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return recorded or bool(list_checkpoints(self.checkpoints))
+    def saved(self) -> list[Path]:
+        """The checkpoints, oldest step first."""
+        return list_checkpoints(self.checkpoints)
 
     @property
-    def failed_early(self) -> bool:
-        """Whether the run that was written here ended in an error before its first checkpoint."""
-        failed = read_metrics(self.metrics).status == FAILED
-        return failed and not list_checkpoints(self.checkpoints)
+    def used(self) -> bool:
+        """Whether a run was written here before."""
+        return bool(self.saved) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+
+    @property
+    def status(self) -> str:
+        """How that run ended, as `Metrics` says it."""
+        return read_metrics(self.metrics).status
 
 
 def describe_run(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
@@ -69,10 +72,10 @@ def open_run_folder(
     if checkpoint is not None:
         check_same_run(config, corpus, read_state(checkpoint), checkpoint)
         own = folder.path.resolve() in checkpoint.resolve().parents
-    failed = folder.failed_early
+    failed = folder.status == FAILED and not folder.saved
     if folder.used and not own and not failed:
         way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"
-        if list_checkpoints(folder.checkpoints):
+        if folder.saved:
             way_on = f"continue it with --resume {folder.path}"
         raise ConfigError(
             f"{folder.path} already holds a run: {way_on}, or choose another folder with --output"
@@ -91,9 +94,9 @@ def _set_aside(folder: RunFolder) -> None:
     targets = (folder.path / f"failed-{number}" for number in itertools.count(1))
     target = next(path for path in targets if not path.exists())
     target.mkdir()
-    for name in ("config.json", "conversion.txt", "metrics.jsonl", "tensorboard", "checkpoints"):
-        if (folder.path / name).exists():
-            (folder.path / name).rename(target / name)
+    for path in vars(folder).values():
+        if path != folder.path and path.exists():
+            path.rename(target / path.name)
 
 
 def read_config_file(folder: RunFolder) -> dict[str, Any]:

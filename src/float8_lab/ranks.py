@@ -1,4 +1,4 @@
-"""The processes of one run: what they share, agree on and reduce. Alone, all of it is free.
+"""The processes of one command: what they share, agree on and reduce. Alone, all of it is free.
 
 One process per GPU, started by `torchrun`. Numbers for the log are reduced where they are; flags
 and objects travel through Gloo, so that no rank waits for its GPU to say whether to stop. What goes
@@ -7,6 +7,7 @@ wrong on one rank is raised on all of them, so that the first one tells the user
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -128,6 +129,24 @@ class Ranks:
 
 ALONE = Ranks()
 """One process, nothing sharded."""
+
+
+def start_ranks(device: str, wanted: int | None) -> None:
+    """Become `torchrun`, which runs this command on `wanted` processes; return on each of those.
+
+    By default on all GPUs, or on two processes for the device "cpu".
+    """
+    if "RANK" in os.environ:
+        return
+    there = torch.cuda.device_count()
+    count = wanted or (there if device == "cuda" else 2)
+    if device == "cuda" and count > there:
+        raise ConfigError(f"ranks: got {count}, but there are {there} GPUs here")
+    threads = max(1, torch.get_num_threads() // count)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    words += ["-m", "float8_lab.cli.main", *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 @contextlib.contextmanager
