@@ -445,6 +445,20 @@ def test_copies_compute_with_their_own_weights(way: str) -> None:
     assert type(made) is WithModule
 
 
+def test_what_was_pickled_with_another_forward_is_not_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = seeded(0, 16, 32)
+    pickled = pickle.dumps(converted(Meta()))
+    monkeypatch.setattr(Meta, "forward", Gelu.forward)
+    loaded = pickle.loads(pickled)
+    assert type(loaded) is Meta
+    assert torch.equal(loaded(x), Gelu.forward(loaded, x))
+    monkeypatch.setattr(Meta, "forward", InSteps.forward)
+    assert fate(pickle.loads(pickled)) is None
+    assert fate(converted(Meta())) is None
+
+
 def test_no_cycle_keeps_a_model_alive() -> None:
     fused = converted(WithModule())
     alive = weakref.ref(fused)
@@ -489,6 +503,7 @@ def test_on_the_meta_device() -> None:
         model = converted(nn.Sequential(Meta(), Norm(32)))
     assert all(each.reason is None for each in conversion_report(model).fused)
     assert model(torch.empty(8, 32, device="meta")).shape == (8, 32)
+    assert model.bfloat16()(torch.empty(8, 32, device="meta").bfloat16()).shape == (8, 32)
 
 
 def test_wrong_argument() -> None:
