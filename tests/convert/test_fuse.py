@@ -459,6 +459,36 @@ def test_what_was_pickled_with_another_forward_is_not_fused(
     assert fate(converted(Meta())) is None
 
 
+class Refuses(Meta):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("it is final")
+
+
+def test_a_class_that_takes_no_subclass_is_left_alone() -> None:
+    with pytest.warns(UserWarning, match="Refuses takes no subclass: it is final"):
+        assert type(converted(Refuses())) is Refuses
+
+
+class OtherNames(nn.Module):
+    """Submodules are called as methods and attributes of ours might be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.changed = (nn.Linear(32, 48, bias=False) for _ in range(2))
+        self.compute, self.fused = nn.Linear(48, 32, bias=False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.fused(self.parts(x)) * self.changed(x))
+
+
+def test_names_do_not_collide() -> None:
+    fused = converted(OtherNames())
+    assert fate(fused) is None
+    x = seeded(0, 16, 32)
+    assert sqnr(converted(fused, fuse=False)(x=x), fused(x)) > tolerances.FFN
+    assert casts_of_swiglu(fused, x) == 1
+
+
 def test_no_cycle_keeps_a_model_alive() -> None:
     fused = converted(WithModule())
     alive = weakref.ref(fused)
