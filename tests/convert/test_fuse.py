@@ -101,6 +101,17 @@ class Scales(Layers):
         return self.w2(F.silu(self.w1(x)) * self.w3(x) * 2)
 
 
+class OtherFunction(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(x)
+        return self.w2(torch.rsqrt(self.w1(x)) * self.w3(x))
+
+
+class MovesActivation(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.act.to(x.dtype)(self.w1(x)) * self.w3(x))
+
+
 class GateAgain(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(self.w1(x)))
@@ -169,6 +180,8 @@ UNKNOWN = [
     DropsOut,
     Gelu,
     Scales,
+    OtherFunction,
+    MovesActivation,
     GateAgain,
     CallsMore,
     Notes,

@@ -310,15 +310,19 @@ def _feed_forward(module: nn.Module, forward: Any) -> FeedForward | None:
     match _expression(forward, children):
         case ("call", ("self", down), ("product", first, second)), read:
             for gated, other in ((first, second), (second, first)):
-                match gated, other:
+                match gated, other, len(read):  # as many reads: nothing else is called
                     case (
-                        ("call", of, ("call", ("self", gate), ("x",))),
+                        ("call", function, ("call", ("self", gate), ("x",))),
                         ("call", ("self", up), ("x",)),
+                        3,
+                    ) if function is F.silu:
+                        return FeedForward(gate, up, down)
+                    case (
+                        ("call", ("self", name), ("call", ("self", gate), ("x",))),
+                        ("call", ("self", up), ("x",)),
+                        4,
                     ):
-                        if of is F.silu and len(read) == 3:
-                            return FeedForward(gate, up, down)
-                        if of is not F.silu and len(read) == 4:
-                            return FeedForward(gate, up, down, of[1], type(getattr(module, of[1])))
+                        return FeedForward(gate, up, down, name, type(getattr(module, name)))
     return None
 
 
