@@ -101,6 +101,17 @@ class Scales(Layers):
         return self.w2(F.silu(self.w1(x)) * self.w3(x) * 2)
 
 
+class OtherFunction(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(x)
+        return self.w2(torch.rsqrt(self.w1(x)) * self.w3(x))
+
+
+class MovesActivation(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.act.to(x.dtype)(self.w1(x)) * self.w3(x))
+
+
 class GateAgain(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(self.w1(x)))
@@ -169,6 +180,8 @@ UNKNOWN = [
     DropsOut,
     Gelu,
     Scales,
+    OtherFunction,
+    MovesActivation,
     GateAgain,
     CallsMore,
     Notes,
@@ -445,6 +458,50 @@ def test_copies_compute_with_their_own_weights(way: str) -> None:
     assert type(made) is WithModule
 
 
+def test_what_was_pickled_with_another_forward_is_not_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = seeded(0, 16, 32)
+    pickled = pickle.dumps(converted(Meta()))
+    monkeypatch.setattr(Meta, "forward", Gelu.forward)
+    loaded = pickle.loads(pickled)
+    assert type(loaded) is Meta
+    assert torch.equal(loaded(x), Gelu.forward(loaded, x))
+    monkeypatch.setattr(Meta, "forward", InSteps.forward)
+    assert fate(pickle.loads(pickled)) is None
+    assert fate(converted(Meta())) is None
+
+
+class Refuses(Meta):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("it is final")
+
+
+def test_a_class_that_takes_no_subclass_is_left_alone() -> None:
+    with pytest.warns(UserWarning, match="Refuses takes no subclass: it is final"):
+        assert type(converted(Refuses())) is Refuses
+
+
+class OtherNames(nn.Module):
+    """Submodules are called as methods and attributes of ours might be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.changed = (nn.Linear(32, 48, bias=False) for _ in range(2))
+        self.compute, self.fused = nn.Linear(48, 32, bias=False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.fused(self.parts(x)) * self.changed(x))
+
+
+def test_names_do_not_collide() -> None:
+    fused = converted(OtherNames())
+    assert fate(fused) is None
+    x = seeded(0, 16, 32)
+    assert sqnr(converted(fused, fuse=False)(x=x), fused(x)) > tolerances.FFN
+    assert casts_of_swiglu(fused, x) == 1
+
+
 def test_no_cycle_keeps_a_model_alive() -> None:
     fused = converted(WithModule())
     alive = weakref.ref(fused)
@@ -489,6 +546,7 @@ def test_on_the_meta_device() -> None:
         model = converted(nn.Sequential(Meta(), Norm(32)))
     assert all(each.reason is None for each in conversion_report(model).fused)
     assert model(torch.empty(8, 32, device="meta")).shape == (8, 32)
+    assert model.bfloat16()(torch.empty(8, 32, device="meta").bfloat16()).shape == (8, 32)
 
 
 def test_wrong_argument() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
 from sqnr import sqnr
@@ -19,7 +20,7 @@ from support.configs import RECIPES
 from support.devices import E4M3
 from support.models import fp8_state
 from support.ranks import Ranks
-from support.sharded import DIM, Run, convert, here, shard, small, traffic, train
+from support.sharded import DIM, Run, convert, here, model_of, shard, small, traffic, train
 from support.spies import saved_tensors
 from tolerances import COMPILED
 
@@ -89,6 +90,27 @@ def test_every_cell_has_one_graph_per_block_and_the_bits_of_eager_mode(
     either: Ranks, recipe: str
 ) -> None:
     either.run(cells, recipe, [False, True], WHAT)
+
+
+def fused(recipe: str) -> None:
+    """Feed-forwards that `fuse=True` found, compiled and under activation checkpointing."""
+    runs = {}
+    for how in ("eager", "checkpointed", "compiled"):
+        torch._dynamo.reset()
+        model = convert(model_of(), recipe, fuse=True)
+        for block in model if how == "compiled" else ():
+            block.compile(backend=backend(), fullgraph=True)
+        forward = model = shard(model)
+        if how == "checkpointed":
+            forward = partial(checkpoint, model, use_reentrant=False)
+        runs[how] = train(model, 2, forward=forward)
+    runs["checkpointed"].assert_equal(runs["eager"])
+    assert_near(runs["compiled"], runs["eager"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fused_feed_forwards(either: Ranks, recipe: str) -> None:
+    either.run(fused, recipe)
 
 
 def evaluating(all_gather: bool, compile: bool) -> Run:

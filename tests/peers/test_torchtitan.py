@@ -70,11 +70,15 @@ def test_layers_are_left_out_by_name_and_weights_gathered_in_float8() -> None:
     assert all(x.config.enable_fsdp_float8_all_gather for x in layers.values())
 
 
-def test_feed_forwards_are_fused() -> None:
-    (apart, optimizers), (fused, ours) = (built(recipe_name="tensorwise") for _ in range(2))
-    convert_to_float8_training(fused, fuse=True, module_filter_fn=lambda *_: False)
+@pytest.mark.parametrize("by", ["converter", "hand"])
+def test_feed_forwards_are_fused(by: str) -> None:
+    converter = {"recipe_name": "tensorwise"} if by == "converter" else {}
+    (apart, optimizers), (fused, ours) = (built(**converter) for _ in range(2))
+    for model in (apart, fused):
+        convert_to_float8_training(model, fuse=model is fused)
     fates = {(each.module, each.reason) for each in conversion_report(fused).fused}
     assert fates == {("FeedForward", None)}
+    assert len(conversion_report(fused).converted) == 30
     wanted, got = step(apart, optimizers, 0), step(fused, ours, 0)
     for name, value in wanted.items():
         assert sqnr(value, got[name]) > tolerances.COMPILED, name

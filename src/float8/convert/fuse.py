@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 import types
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -35,8 +36,9 @@ _NO_PLAIN_FUNCTION = (
 )
 
 
-class FeedForward(NamedTuple):
-    """Which submodules of a feed-forward do what, by their names."""
+@dataclass(frozen=True)
+class FeedForward:
+    """Which submodules of `down(silu(gate(x)) * up(x))` do what, by their names."""
 
     gate: str
     up: str
@@ -46,81 +48,94 @@ class FeedForward(NamedTuple):
 
     activation_class: type[nn.Module] | None = None
 
+    def compute(self, module: Any, x: Tensor) -> Tensor | None:
+        """[..., K] to [..., K], layer by layer where `why_not_fused` says so."""
+        gate, up = getattr(module, self.gate), getattr(module, self.up)
+        return swiglu_feed_forward(x, gate, up, getattr(module, self.down))
 
-class Norm(NamedTuple):
-    """An RMSNorm of `weight` [K]."""
+    def why_not(self, module: Any) -> str | None:
+        """Why it is not fused as it is now."""
+        layers = (getattr(module, name) for name in (self.gate, self.up, self.down))
+        return self.changed(module) or why_not_fused(*layers)
+
+    def changed(self, module: Any) -> str | None:
+        """Why the activation may be another than the one that was recognised."""
+        if self.activation is None:
+            return None
+        activation = getattr(module, self.activation)
+        if type(activation) is not self.activation_class:
+            return "its activation is another one now"
+        if has_hooks(activation) or "forward" in activation.__dict__:
+            return "its activation has hooks, or a `forward` of its own"
+        return None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The RMSNorm of `weight` [K] that `_rms_norm` computes, in one kernel in eager mode."""
 
     eps: str
     """The name of the attribute."""
+
+    def compute(self, module: Any, x: Tensor) -> Tensor | None:
+        """[..., K] to [..., K] of the same dtype; None where operations promote it to another."""
+        weight = module.weight
+        if torch.compiler.is_compiling() or type(weight) not in PLAIN or x.dtype != weight.dtype:
+            return None
+        device = x.device.type
+        autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
+        if x.shape[-1:] != weight.shape or (autocast and x.dtype != torch.float32):
+            return None
+        return F.rms_norm(x, weight.shape, weight, getattr(module, self.eps))
+
+    def why_not(self, module: Any) -> str | None:
+        """Nothing but the input decides."""
+        return None
+
+    def changed(self, module: Any) -> str | None:
+        """Nothing that a module could change without its class."""
+        return None
+
+
+class Known(NamedTuple):
+    """A class that was recognised."""
+
+    source: Any
+    forward: Any
+    """That of `source` then."""
+
+    parts: FeedForward | Norm
+
+    def changed(self) -> str | None:
+        """Why the class may be another than the one that was recognised."""
+        same = self.source.forward is self.forward
+        return None if same else "its class has another forward now"
 
 
 class Fused(nn.Module):
     """What a module becomes an instance of, beside its own class."""
 
-    source_class: ClassVar[type[nn.Module]]
-    known_forward: ClassVar[Any]
-    """That of the source class, when it was recognised."""
-
-    parts: ClassVar[Any]
+    _float8_known: ClassVar[Known]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the forward of its own class computes; runs that one where it cannot be fused."""
-        if len(args) == 1 and not kwargs and self.changed() is None:
-            y = self.fused(args[0])
+        known = self._float8_known
+        changed = known.changed() or known.parts.changed(self)
+        if len(args) == 1 and not kwargs and changed is None:
+            y = known.parts.compute(self, args[0])
             if y is not None:
                 return y
         return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
 
-    def fused(self, x: Tensor) -> Tensor | None:
-        """What forward computes of x, or None."""
-        raise NotImplementedError
-
-    def changed(self) -> str | None:
-        """Say what is not as it was when the module was recognised, or return None."""
-        cls = type(self)
-        changed = cls.source_class.forward is not cls.known_forward
-        return "its class has another forward now" if changed else None
+    def __setstate__(self, state: Any) -> None:
+        """Trust no parts that were pickled with another version of the class."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        known = vars(type(self)).get("_float8_known")
+        if known is not None and recognised(self, known.forward) != known.parts:
+            self.__class__ = known.source
 
     def _get_name(self) -> str:
         return f"Fused[{type(self).__name__}]"
-
-
-class FusedFeedForward(Fused):
-    """`down(silu(gate(x)) * up(x))`, by `swiglu_feed_forward`."""
-
-    parts: ClassVar[FeedForward]
-
-    def fused(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., K], layer by layer where `why_not_fused` says so."""
-        gate, up, down = (getattr(self, name) for name in self.parts[:3])
-        return swiglu_feed_forward(x, gate, up, down)
-
-    def changed(self) -> str | None:
-        """Also whether the activation is the one that was recognised."""
-        if self.parts.activation is not None:
-            activation = getattr(self, self.parts.activation)
-            if type(activation) is not self.parts.activation_class:
-                return "its activation is another one now"
-            if _is_changed(activation):
-                return "its activation has hooks, or a `forward` of its own"
-        return super().changed()
-
-
-class FusedNorm(Fused):
-    """An RMSNorm that is written as many operations, in one kernel in eager mode."""
-
-    parts: ClassVar[Norm]
-
-    def fused(self, x: Tensor) -> Tensor | None:
-        """[..., K] to [..., K] of the same dtype; None where operations promote it to another."""
-        weight: Any = self.weight
-        if torch.compiler.is_compiling() or type(weight) not in PLAIN or x.dtype != weight.dtype:
-            return None
-        if x.shape[-1:] != weight.shape or (
-            x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
-        ):
-            return None
-        return F.rms_norm(x, weight.shape, weight, getattr(self, self.parts.eps))
 
 
 def fuse_modules(model: nn.Module) -> None:
@@ -128,57 +143,52 @@ def fuse_modules(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Fused):
             continue
-        parts = _feed_forward(module) or _norm(module)
-        reason = _looks_like_one(module) if parts is None else _why_not(module, parts)
+        source = type(module)
+        parts = recognised(module, source.forward)
+        reason = _looks_like_one(module) if parts is None else _why_left_alone(module, parts)
         module.__dict__.pop(_NOT_FUSED, None)
+        if parts is not None and reason is None:
+            try:
+                module.__class__ = fused_class(Known(source, source.forward, parts))
+            except TypeError as error:
+                reason = f"{source.__name__} takes no subclass: {error}"
         if reason is not None:
             module.__dict__[_NOT_FUSED] = reason
-        elif parts is not None:
-            source: Any = type(module)
-            module.__class__ = fused_class(source, parts)
 
 
 def unfuse_modules(model: nn.Module) -> None:
     """Give fused modules their own classes back, and forget why others are not fused."""
     for module in model.modules():
         module.__dict__.pop(_NOT_FUSED, None)
-        if isinstance(module, Fused) and "source_class" in vars(type(module)):
-            module.__class__ = module.source_class  # type: ignore[assignment]
+        if isinstance(module, Fused) and "_float8_known" in vars(type(module)):
+            module.__class__ = module._float8_known.source
 
 
 def fusing(module: nn.Module) -> tuple[bool, str | None]:
     """Whether `fuse_modules` looked at `module`, and why that is not fused as it is now."""
     if isinstance(module, Fused):
+        known = module._float8_known
         own = "it has a `forward` of its own" if "forward" in module.__dict__ else None
-        return True, own or module.changed() or _why_layers_are_not(module, module.parts)
+        return True, own or known.changed() or known.parts.why_not(module)
     reason = module.__dict__.get(_NOT_FUSED)
     return reason is not None, reason
 
 
-def _why_not(module: nn.Module, parts: FeedForward | Norm) -> str | None:
-    """Why a module that was recognised is left alone."""
+def recognised(module: nn.Module, forward: Any) -> FeedForward | Norm | None:
+    """The parts of `module`, by what the `forward` of its class computes."""
+    return _feed_forward(module, forward) or _norm(module, forward)
+
+
+def _why_left_alone(module: nn.Module, parts: FeedForward | Norm) -> str | None:
+    """Why a module that was recognised is not fused."""
     if "forward" in module.__dict__:
         return "it has a `forward` of its own"
     if hasattr(type(module), "reshard"):
         return "it is sharded: convert, then fully_shard"
-    if isinstance(parts, FeedForward) and parts.activation is not None:
-        activation = getattr(module, parts.activation)
-        if _is_changed(activation):
-            return "its activation has hooks, or a `forward` of its own"
-        if not _is_silu(activation):
-            return f"its activation is a {type(activation).__name__}, not SiLU"
-    return _why_layers_are_not(module, parts)
-
-
-def _why_layers_are_not(module: nn.Module, parts: FeedForward | Norm) -> str | None:
-    if isinstance(parts, Norm):
-        return None
-    return why_not_fused(*(getattr(module, name) for name in parts[:3]))
-
-
-def _is_changed(activation: nn.Module) -> bool:
-    """Whether calling `activation` does something else than the forward of its class."""
-    return has_hooks(activation) or "forward" in activation.__dict__
+    cls: Any = parts.activation_class if isinstance(parts, FeedForward) else None
+    if cls is not None and not _is_silu(cls):
+        return f"its activation is a {cls.__name__}, not SiLU"
+    return parts.why_not(module)
 
 
 def _looks_like_one(module: nn.Module) -> str | None:
@@ -194,32 +204,31 @@ def _looks_like_one(module: nn.Module) -> str | None:
 
 
 @functools.cache
-def fused_class(source: Any, parts: FeedForward | Norm) -> Any:
-    """A subclass of `source` under the same name, by which libraries find modules."""
+def fused_class(known: Known) -> Any:
+    """A subclass of what was recognised under the same name, by which libraries find modules."""
+    source = known.source
     members = {
         "__module__": source.__module__,
         "__qualname__": source.__qualname__,
         "__doc__": source.__doc__,
         "__reduce_ex__": _reduce,
-        "source_class": source,
-        "parts": parts,
-        "known_forward": staticmethod(source.forward),
+        "_float8_known": known,
     }
-    bases = (FusedFeedForward if isinstance(parts, FeedForward) else FusedNorm, source)
+    bases = (Fused, source)
     return types.new_class(source.__name__, bases, exec_body=lambda body: body.update(members))
 
 
 def _reduce(module: Any, protocol: int) -> Any:
     """The class cannot be imported, but what it is made of can."""
-    cls = type(module)
+    known = vars(type(module)).get("_float8_known")
     made = nn.Module.__reduce_ex__(module, protocol)
-    if "source_class" not in vars(cls):  # made of this one by somebody else
+    if known is None:  # made of this one by somebody else
         return made
-    return _new, (cls.source_class, cls.parts), *made[2:]
+    return _new, (known.source, known.parts), *made[2:]
 
 
 def _new(source: Any, parts: FeedForward | Norm) -> Any:
-    cls = fused_class(source, parts)
+    cls = fused_class(Known(source, source.forward, parts))
     return cls.__new__(cls)
 
 
@@ -257,9 +266,8 @@ def _plain(values: Any) -> list[Any]:
     return [value.expression if isinstance(value, _Symbol) else value for value in values]
 
 
-def _expression(module: nn.Module, attributes: set[str]) -> tuple[Any, list[str]]:
-    """What `module` computes of its input, if that is certain, and which `attributes` it reads."""
-    forward: Any = type(module).forward
+def _expression(forward: Any, attributes: set[str]) -> tuple[Any, list[str]]:
+    """What `forward` makes of its input, if that is certain, and which `attributes` it reads."""
     read = _attributes_read(forward, attributes)
     if read is None:
         return None, []
@@ -296,26 +304,31 @@ def _attributes_read(forward: Any, attributes: set[str]) -> list[str] | None:
     return read if known.issuperset(code.co_names) else None
 
 
-def _feed_forward(module: nn.Module) -> FeedForward | None:
+def _feed_forward(module: nn.Module, forward: Any) -> FeedForward | None:
     """The parts of a module that computes `down(activation(gate(x)) * up(x))` and nothing else."""
     children = {x for x, found in module._modules.items() if getattr(module, x, None) is found}
-    match _expression(module, children):
+    match _expression(forward, children):
         case ("call", ("self", down), ("product", first, second)), read:
             for gated, other in ((first, second), (second, first)):
-                match gated, other:
+                match gated, other, len(read):  # as many reads: nothing else is called
                     case (
-                        ("call", of, ("call", ("self", gate), ("x",))),
+                        ("call", function, ("call", ("self", gate), ("x",))),
                         ("call", ("self", up), ("x",)),
+                        3,
+                    ) if function is F.silu:
+                        return FeedForward(gate, up, down)
+                    case (
+                        ("call", ("self", name), ("call", ("self", gate), ("x",))),
+                        ("call", ("self", up), ("x",)),
+                        4,
                     ):
-                        if of is F.silu and len(read) == 3:
-                            return FeedForward(gate, up, down)
-                        if of is not F.silu and len(read) == 4:
-                            return FeedForward(gate, up, down, of[1], type(getattr(module, of[1])))
+                        return FeedForward(gate, up, down, name, type(getattr(module, name)))
     return None
 
 
-def _is_silu(module: nn.Module) -> bool:
-    return type(module) is nn.SiLU or _expression(module, set())[0] == ("call", F.silu, ("x",))
+def _is_silu(cls: Any) -> bool:
+    """Whether the forward of `cls` computes silu and nothing else."""
+    return cls is nn.SiLU or _expression(cls.forward, set())[0] == ("call", F.silu, ("x",))
 
 
 def _rms_norm(x: Any, weight: Any, eps: Any) -> Any:
@@ -325,12 +338,12 @@ def _rms_norm(x: Any, weight: Any, eps: Any) -> Any:
     return weight * normed.to(x.dtype)
 
 
-def _norm(module: nn.Module) -> Norm | None:
+def _norm(module: nn.Module, forward: Any) -> Norm | None:
     """The parts of a module that computes `_rms_norm` and nothing else."""
     if set(module._parameters) != {"weight"}:
         return None
     for eps in ("variance_epsilon", "eps"):
         wanted = _rms_norm(_Symbol("x"), _Symbol("self", "weight"), _Symbol("self", eps))
-        if _expression(module, {"weight", eps})[0] == wanted.expression:
+        if _expression(forward, {"weight", eps})[0] == wanted.expression:
             return Norm(eps)
     return None
