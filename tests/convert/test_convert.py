@@ -316,8 +316,8 @@ def test_training_mode_is_kept() -> None:
 def test_arguments_of_a_wrong_type() -> None:
     with pytest.raises(TypeError, match=r"module: got Tensor, expected an nn.Module"):
         convert_to_float8_training(torch.ones(1))
-    with pytest.raises(TypeError, match="config: got str, expected a Float8LinearConfig"):
-        convert_to_float8_training(Nested(), config="tensorwise")
+    with pytest.raises(TypeError, match="config: got list, expected a Float8LinearConfig"):
+        convert_to_float8_training(Nested(), config=["tensorwise"])
     with pytest.raises(TypeError, match="module_filter_fn: got list, expected a function"):
         convert_to_float8_training(Nested(), module_filter_fn=["head"])
 

@@ -184,6 +184,17 @@ def test_a_name_that_we_need_is_taken_by_anything(kind: str, name: str) -> None:
     assert f"with an attribute '{name}', expected one without" in layer.skip_reason
 
 
+def test_a_name_that_only_the_next_recipe_needs() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].fp8_scale_input = "theirs"
+    convert_to_float8_training(model)
+    assert len(conversion_report(model).converted) == 2
+    with pytest.raises(ValueError, match=r"layer '1'.*with an attribute 'fp8_scale_input'"):
+        convert_to_float8_training(model, config=delayed())
+    assert [layer.config for layer in model] == [Float8LinearConfig()] * 2
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
 class Slotted(nn.Linear):
     __slots__ = ("extra",)
 

@@ -22,8 +22,8 @@ from float8 import (
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.linear import Float8Layer
 from sqnr import same_bits, sqnr
-from support.configs import delayed, tensorwise
-from support.models import gradients, seeded
+from support.configs import FINER, RECIPES, delayed, tensorwise
+from support.models import forward_backward, gradients, seeded
 
 transformers = pytest.importorskip("transformers")
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
@@ -83,20 +83,20 @@ def test_checkpoints_are_those_of_the_original_in_both_directions(config) -> Non
         step(other)
 
 
-@CONFIGS
-def test_it_computes_what_a_linear_of_the_transposed_weight_does(config) -> None:
-    mine, linear = Conv1D(48, 32), nn.Linear(32, 48)
+@pytest.mark.parametrize("recipe", RECIPES + FINER)
+def test_it_computes_what_a_linear_of_the_transposed_weight_does(recipe: str) -> None:
+    mine, linear = Conv1D(40, 24), nn.Linear(24, 40)
     with torch.no_grad():
         linear.weight.copy_(mine.weight.t())
         linear.bias.copy_(mine.bias.normal_())
-    mine, linear = (convert_to_float8_training(x, config=config) for x in (mine, linear))
+    mine, linear = (convert_to_float8_training(x, config=recipe) for x in (mine, linear))
     for seed in range(3):
         results = []
         for layer in (mine, linear):
-            x = seeded(seed, 2, 8, 32).requires_grad_()
+            x = seeded(seed, 2, 8, 24).requires_grad_()
             with cached_weights(layer):
                 y = layer(x)
-            y.backward(seeded(seed + 10, 2, 8, 48))
+            y.backward(seeded(seed + 10, 2, 8, 40))
             sync(layer)
             results.append([y.detach(), x.grad, layer.weight.grad, layer.bias.grad])
         results[0][2] = results[0][2].t()
@@ -178,6 +178,17 @@ def test_the_report_lists_one_that_was_not_converted() -> None:
     assert (layer.fqn, layer.in_features, layer.out_features) == ("0", 16, 32)
     assert layer.skip_reason == "module_filter_fn returned False"
     assert conversion_report(model).share == pytest.approx(2 / 3)
+
+
+@CONFIGS
+def test_compiled(config) -> None:
+    model = nn.Sequential(Conv1D(48, 32), nn.GELU(), Conv1D(32, 48))
+    compiled = copy.deepcopy(convert_to_float8_training(model, config=config))
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        x, grad = seeded(seed, 8, 32), seeded(seed + 10, 8, 32)
+        wanted, got = (forward_backward(each, x, grad) for each in (model, compiled))
+        assert all(same_bits(got[name], wanted[name]) for name in wanted)
 
 
 def test_one_as_root() -> None:

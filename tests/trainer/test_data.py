@@ -109,6 +109,8 @@ def test_too_little_text_says_how_much_is_needed(corpus: Corpus) -> None:
     check_length(corpus, 100)
     with pytest.raises(DataError, match=r"validation split .* needs 1000001: lower --seq-len"):
         check_length(Corpus("x", torch.empty(2_000_000), corpus.validation, 1, 1, 0, ""), 1_000_000)
+    with pytest.raises(DataError, match=r"train split .* 100000000000 x 100: lower --batch-size"):
+        check_length(corpus, 100, 10**11)
 
 
 def test_sequences_are_addressed_by_seed_and_number(corpus: Corpus) -> None:

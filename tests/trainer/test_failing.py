@@ -12,6 +12,7 @@ from float8.convert import ConversionReport
 from float8.convert.report import LayerReport
 from float8_lab.errors import (
     ConfigError,
+    DataError,
     OutOfMemoryError,
     TrainingDivergedError,
 )
@@ -160,9 +161,10 @@ def test_too_much_for_the_memory_of_the_cpu_says_what_to_do(
         train(make_config(), observers=[Listener(fail)])
 
 
-def test_a_batch_that_fits_no_memory_is_refused_at_once(make_config: MakeConfig) -> None:
-    with pytest.raises(OutOfMemoryError, match="lower --batch-size"):
-        train(make_config(batch_size=2**62))
+@pytest.mark.parametrize("batch_size", [10**8, 2**62])
+def test_an_absurd_batch_is_refused_at_once(make_config: MakeConfig, batch_size: int) -> None:
+    with pytest.raises(DataError, match="lower --batch-size"):
+        train(make_config(batch_size=batch_size))
 
 
 def test_a_device_without_float8_gemms_is_refused_before_anything_runs(

@@ -57,6 +57,18 @@ def test_resuming_is_exact_to_the_bit(make_config: MakeConfig, tmp_path: Path, r
     assert second.summary.val_loss == whole.summary.val_loss
 
 
+def test_a_run_that_is_done_does_not_go_on_elsewhere(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    done = train(make_config(steps=2))
+    assert done.checkpoint is not None
+    other = saved_config(done.checkpoint).replace(output=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"is of the last of 2 steps: nothing is left to train"):
+        train(other, resume=done.checkpoint)
+    assert not (tmp_path / "other").exists()
+    assert train(saved_config(done.checkpoint), resume=done.checkpoint).status == "finished"
+
+
 def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(make_config: MakeConfig) -> None:
     stop = Event()
 

@@ -95,8 +95,8 @@ def convert_to_float8_training(
                 again.append(linear)
         elif isinstance(linear, nn.Linear) or is_conv1d(linear):
             reasons[linear] = skip_reason(linear, fqn)
-            if reasons[linear] is None and config.enable_fsdp_float8_all_gather:
-                check_gatherable(linear, fqn)
+            if reasons[linear] is None:
+                _require_gatherable(linear, fqn, config)
 
     replacements = {
         linear: Float8Linear.from_float(linear, config, linear_classes=linear_classes)
@@ -137,7 +137,11 @@ def _require_convertible_again(layer: Float8Layer, fqn: str, config: Float8Linea
             f"layer {fqn or '(root)'!r}: got a layer already converted, which cannot take the new "
             f"config: {problem}; leave it out with module_filter_fn"
         )
-    if config.enable_fsdp_float8_all_gather:
+    _require_gatherable(layer, fqn, config)
+
+
+def _require_gatherable(layer: nn.Module, fqn: str, config: Float8LinearConfig) -> None:
+    if config.enable_fsdp_float8_all_gather and isinstance(layer, nn.Linear):
         check_gatherable(layer, fqn)
 
 

@@ -244,17 +244,14 @@ class Float8Conv1D(Float8Layer):
     """
 
     transposed = True
+    in_features = out_features = 0
     __repr__ = nn.Module.__repr__
 
-    @property
-    def in_features(self) -> int:  # type: ignore[override]
-        """K."""
-        return self.weight.shape[0]
-
-    @property
-    def out_features(self) -> int:  # type: ignore[override]
-        """N."""
-        return self.weight.shape[1]
+    def set_up(self, config: Float8LinearConfig) -> None:
+        """As `Float8Linear`."""
+        super().set_up(config)
+        if not self.in_features:
+            self.in_features, self.out_features = self.weight.shape
 
 
 def _base(mod: Any, cls: Any = Float8Linear) -> Any:

@@ -40,7 +40,8 @@ def as_loadable(
         if name not in there:
             told.append(f"found no state of {name}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
-            device = next(x.device for key, x in state_dict.items() if key.startswith(prefix))
+            others = (key for other in there for key in _keys(prefix, other))
+            device = next(state_dict[key].device for key in others if key in state_dict)
             fresh = (
                 torch.zeros((), device=device),
                 torch.zeros(own.shape, device=device),

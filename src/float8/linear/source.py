@@ -77,7 +77,7 @@ def problem(
     # What is converted is one of ours, whatever it was made of; a parametrized one is not.
     if reason := computes_something_else(mod, (*linear_classes, StatefulLayer)):
         return TypeError(reason)
-    if not isinstance(mod, StatefulLayer) and (reason := _cannot_be_both(mod, base, config)):
+    if reason := _name_taken(mod, base, config) or _cannot_be_both(type(mod), base):
         return ValueError(reason)
     if "forward" in mod.__dict__:  # it would win over ours
         return ValueError(
@@ -117,15 +117,25 @@ def problem(
     return None
 
 
-def _cannot_be_both(mod: nn.Module, base: type, config: Float8LinearConfig) -> str | None:
-    """Why the class of `mod` and `base` do not go together, or None."""
-    cls = type(mod)
-    buffers = {name for site in delayed_sites(config) for name in site.buffers}
-    if taken := (own_names(base) | buffers) & {*dir(mod)}:
+def _name_taken(mod: Any, base: type, config: Float8LinearConfig) -> str | None:
+    """Which name that `mod` needs as a `base` is something else's, or None."""
+    names = {name for site in delayed_sites(config) for name in site.buffers}
+    if isinstance(mod, StatefulLayer):
+        names -= {name for site in mod.delayed for name in site.buffers}
+    else:
+        names |= own_names(base)
+    if taken := names & {*dir(mod)}:
         return (
-            f"got a {path(cls)} with an attribute {min(taken)!r}, expected one without: "
+            f"got a {path(type(mod))} with an attribute {min(taken)!r}, expected one without: "
             f"{base.__name__} has one of that name"
         )
+    return None
+
+
+def _cannot_be_both(cls: type, base: type) -> str | None:
+    """Why layers of `cls` and `base` do not go together, or None."""
+    if issubclass(cls, StatefulLayer):
+        return None
     theirs = (vars(each) for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object))
     for members in theirs:
         if own := [name for name in _PICKLING if members.get(name)]:  # `__slots__` may be empty

@@ -310,7 +310,7 @@ def _on_all_ranks(weight: Any) -> bool:
 # ---------------------------------------------------------------- which weights
 
 
-def check_gatherable(linear: Any, fqn: str) -> None:
+def check_gatherable(linear: nn.Linear, fqn: str) -> None:
     """Raise a `ValueError` if the weight of a layer to be converted is sharded or has hooks."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     if hasattr(linear.weight, "device_mesh"):

@@ -120,8 +120,11 @@ def _hash_place(relative: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def check_length(corpus: Corpus, seq_len: int) -> None:
-    """Raise a `DataError` unless both splits hold at least one sequence and its next token."""
+def check_length(corpus: Corpus, seq_len: int, batch_size: int = 1) -> None:
+    """Raise a `DataError` unless both splits hold at least one sequence and its next token.
+
+    And the text to train on as many as a batch, which would repeat itself else.
+    """
     for split in _SPLITS:
         size = len(getattr(corpus, split))
         if size < seq_len + 1:
@@ -129,6 +132,11 @@ def check_length(corpus: Corpus, seq_len: int) -> None:
                 f"the {split} split of {corpus.name} has {size} bytes, but a sequence needs "
                 f"{seq_len + 1}: lower --seq-len or give more text"
             )
+    if batch_size * seq_len > len(corpus.train):
+        raise DataError(
+            f"the train split of {corpus.name} has {len(corpus.train)} bytes, but a batch needs "
+            f"{batch_size} x {seq_len}: lower --batch-size or give more text"
+        )
 
 
 def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len: int) -> Tensor:

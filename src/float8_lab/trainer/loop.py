@@ -334,7 +334,7 @@ def train(
 def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None, ranks: Ranks) -> data.Corpus:
     ranks.check_fits(config.batch_size, config.hsdp)
     corpus = corpus if corpus is not None else data.load_corpus(config.data)
-    data.check_length(corpus, config.seq_len)
+    data.check_length(corpus, config.seq_len, config.batch_size)
     return corpus
 
 

@@ -72,6 +72,11 @@ def open_run_folder(
     if checkpoint is not None:
         check_same_run(config, corpus, read_state(checkpoint), checkpoint)
         own = folder.path.resolve() in checkpoint.resolve().parents
+        if not own and read_state(checkpoint)["step"] >= config.steps:
+            raise ConfigError(
+                f"{checkpoint} is of the last of {config.steps} steps: nothing is left to train; "
+                f"resume an earlier one, or leave --output out to see its results again"
+            )
     failed = folder.status == FAILED and not folder.saved
     if folder.used and not own and not failed:
         way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"

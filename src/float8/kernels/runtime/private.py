@@ -40,7 +40,8 @@ dispatch_modes = find("_C._len_torch_dispatch_stack")
 """How many dispatch modes are active. Else: every call goes through the dispatcher."""
 
 functorch_levels = find("_C._functorch.peek_interpreter_stack")
-"""The innermost transform of torch.func. Else: every call goes through the dispatcher."""
+"""The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
+within a transform raises torch's own error."""
 
 _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
