@@ -7,9 +7,9 @@ and gradients by what their SQNR against bf16 loses. Then all variants are timed
 import importlib
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from float8.linear import functional
 from float8.parallel import tensor as own_styles
 from float8_lab.bench.block import AT_LEAST, StackSize, stack_data
 from float8_lab.bench.fsdp import ShardedStep
-from float8_lab.bench.ranks import Report, run_ranks
+from float8_lab.bench.ranks import Report
 from float8_lab.bench.step import WARMUP, Row, Step, check
 from float8_lab.bench.traffic import CountedTraffic
 from float8_lab.bench.variants import (
@@ -49,27 +49,6 @@ not equal: sums have another order, bfloat16 rounds otherwise then, and so do ca
 
 Results = dict[str, Tensor]
 Scales = list[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every rank runs; picklable."""
-
-    size: StackSize  # of all ranks together
-    rounds: int  # steps that are timed, in each pass
-    chosen: dict[str, Any]  # what `make_variants` takes
-
-    def variants(self) -> list[Variant]:
-        """A `ValueError` if a recipe is none."""
-        return make_variants(**self.chosen)
-
-
-def bench_tp(plan: Plan, ranks: int, device_type: str) -> Iterator[list[Row]]:
-    """Time every variant on `ranks` new processes; an empty list after each check, then all rows.
-
-    Rows of peers that failed say why in `left_out`, and nothing else.
-    """
-    return run_ranks(_measure_all, (plan,), ranks, device_type)
 
 
 def require_shares(size: StackSize, ranks: int) -> None:
@@ -328,42 +307,53 @@ def check_noise(what: str, base: Results, one: Results, got: Results) -> float:
 # ---------------------------------------------------------------- what each rank does
 
 
-def _measure_all(report: Report, device: torch.device, plan: Plan) -> None:
-    """Rank 0 reports."""
-    first = dist.get_rank() == 0
+def on_rank(
+    report: Report, device: torch.device, size: StackSize, rounds: int, chosen: dict[str, Any]
+) -> None:
+    """`bench_tp` of what `make_variants` makes of `chosen`; rank 0 reports."""
+    for rows in bench_tp(make_variants(**chosen), size, device, rounds):
+        if dist.get_rank() == 0:
+            report(rows)
+
+
+def bench_tp(
+    variants: Sequence[Variant], size: StackSize, device: torch.device, rounds: int
+) -> Iterator[list[Row]]:
+    """Time every variant, on all ranks; an empty list after each check, then all rows.
+
+    `rounds` steps of each in every pass, of blocks that all ranks share. Rows of peers that failed
+    say why in `left_out`, and nothing else.
+    """
     rows: dict[str, Row] = {}
     steps: dict[str, ParallelStep] = {}
     left_out: list[Row] = []
     references: dict[str, Results] = {}
-    variants = plan.variants()
     with many_compilations():
         for variant in variants:
             try:
                 steps[variant.name], rows[variant.name] = _checked(
-                    variant, plan.size, device, references
+                    variant, size, device, references
                 )
             except Exception as error:
                 if variant.ours or variant.is_reference:
                     raise
                 why = f"{type(error).__name__}: {error}"[:500]
                 left_out.append({"recipe": variant.recipe, "mode": variant.mode, "left_out": why})
-            if first:
-                report([])
+            yield []
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(PASSES):
             for name, step in steps.items():
-                times[name] += step.times(plan.rounds)
+                times[name] += step.times(rounds)
                 rows[name]["peak_gib"] = step.peak_gib
         for name, step in steps.items():
             rows[name]["exposed_ms"] = step.exposed_ms()
     medians = {name: statistics.median(found) for name, found in times.items()}
     base = {v.mode: medians[v.name] for v in variants if v.is_reference}
-    tokens = plan.size.batch * plan.size.seq_len
+    tokens = size.batch * size.seq_len
     for name, ms in medians.items():
         speedup = base[rows[name]["mode"]] / ms
         rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": speedup}
-    if first:
-        report([*rows.values(), *left_out])
+    yield [*rows.values(), *left_out]
 
 
 def _checked(

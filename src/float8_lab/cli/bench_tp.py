@@ -7,8 +7,9 @@ import typer
 
 from float8_lab.bench.block import StackSize
 from float8_lab.bench.fsdp import communication_settings
-from float8_lab.bench.ranks import rank_count
-from float8_lab.bench.tp import PASSES, Plan, bench_tp, require_shares
+from float8_lab.bench.ranks import rank_count, run_ranks
+from float8_lab.bench.tp import PASSES, on_rank, require_shares
+from float8_lab.bench.variants import make_variants
 from float8_lab.cli.bench import Bench, RanksRun, RanksVariants, Size, Variants
 from float8_lab.cli.options import takes
 from float8_lab.errors import ConfigError
@@ -44,8 +45,8 @@ def tp_command(
     require_shares(own, world)
     settings = {**dataclasses.asdict(size), **chosen, "ranks": world, "rounds": where.rounds}
     bench = Bench("tp", device, where.output, **settings, passes=PASSES)
-    plan = Plan(own, where.rounds, chosen)
-    rows = bench.collect(bench_tp(plan, world, device), len(plan.variants()) + 1)
+    groups = run_ranks(on_rank, (own, where.rounds, chosen), world, device)
+    rows = bench.collect(groups, len(make_variants(**chosen)) + 1)
     for row in rows:
         if row["left_out"] is not None:
             bench.console.print(f"{row['recipe']}, {row['mode']} is left out: {row['left_out']}")
