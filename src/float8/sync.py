@@ -103,8 +103,8 @@ def sync_float8_amax_and_scale_history(
 
 def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
-    shared = [x for x in layers if hasattr(x.weight, "device_mesh") and casts_delayed(x.plan)]
-    unknown = [layer for layer in shared if not layer.scales_known]
+    shared = [x for x in layers if x.holds_part or hasattr(x.weight, "device_mesh")]
+    unknown = [layer for layer in shared if casts_delayed(layer.plan) and not layer.scales_known]
     if unknown:  # asks the device, in the first steps
         scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
         flags = torch.stack([(each != UNKNOWN_SCALE).all() for each in scales]).tolist()

@@ -380,7 +380,12 @@ def wrong_uses() -> None:
 
 
 def shown() -> None:
-    for recipe, how in (("tensorwise", "float8"), ("rowwise", "high precision")):
+    for recipe, how in (
+        ("tensorwise", "float8"),
+        ("rowwise", "float8"),
+        ("rowwise_with_gw_hp", "high precision"),
+        ("blockwise", "high precision"),
+    ):
         block = block_of(recipe)
         assert "gathered" not in repr(block)
         parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
@@ -479,7 +484,7 @@ def test_inductor_compiles_a_block(either: Ranks, recipe: str) -> None:
     either.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 @pytest.mark.parametrize("kind", STYLES)
 def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
     two.run(one_block, kind, True, False, "aot_eager", recipe)
@@ -507,7 +512,7 @@ def test_fused_feed_forwards_stay_parallel(two: Ranks) -> None:
 
 
 def finer(recipe: str) -> None:
-    """Scales finer than one per tensor: communication in high precision."""
+    """Scales of rows travel with them, if that is all; else communication in high precision."""
     torch.manual_seed(0)
     plain = nn.Sequential(FeedForward(256, 512)).to(here())
     whole = convert(copy.deepcopy(plain), recipe, all_gather=False)
@@ -519,7 +524,11 @@ def finer(recipe: str) -> None:
     x.requires_grad_()
     with FunctionalTraffic() as seen:
         model(own_x).backward(part(g, 1))
-    assert seen.bytes_of("all_gather") == {torch.float32: 2 * own_x.nbytes}
+    rows = own_x.numel() // 256
+    gathered = {torch.uint8: 2 * own_x.numel(), torch.float32: 2 * rows * 4}
+    if recipe != "rowwise":
+        gathered = {torch.float32: 2 * own_x.nbytes}
+    assert seen.bytes_of("all_gather") == gathered
     for other in (whole, plain):
         other(x).backward(g)
     for name, parameter in model.named_parameters():

@@ -90,6 +90,10 @@ def compared(config: Any, sequence: bool, bias: bool, gather: bool, compiled: bo
             got.backward(own_g)
         if sequence and not compiled:
             assert seen.bytes_of("all_gather") == {torch.uint8: 2 * own.numel()}
+        if not compiled and config.delayed_sites:  # ranks ask each other until a sync has been
+            assert sum(size == 4 for *_, size in seen.seen) == (
+                4 + 2 * sequence if step == 0 else 0
+            )
         pairs = [(got, y, 0), (own.grad, x.grad, 0)]
         pairs = [(a, part(b, along if sequence else None)) for a, b, along in pairs]
         for (name, p), q in zip(parallel.named_parameters(), whole.parameters(), strict=True):

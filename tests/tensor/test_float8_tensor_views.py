@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from float8 import Float8Tensor
+from float8 import Float8Tensor, ScalingGranularity
 from sqnr import same_bits
-from support.devices import E5M2, on_devices
+from support.devices import E4M3, E5M2, on_devices
 from support.models import seeded
 from support.tensors import float8
 
@@ -102,3 +102,37 @@ def test_cat_refuses_what_it_cannot_join() -> None:
     e5m2 = Float8Tensor(torch.zeros(4, 8).to(E5M2), a._scale, torch.float32)
     with pytest.raises(ValueError, match=r"(?s)got Float8Tensors of .*expected equal"):
         torch.cat([a, e5m2])
+
+
+def by_rows(*shape: int) -> Float8Tensor:
+    x = torch.randn(shape)
+    scale = torch.rand(*shape[:-1], 1) + 0.5
+    return Float8Tensor(x.to(E4M3), scale, torch.float32, ScalingGranularity.AXISWISE)
+
+
+def test_rows_keep_their_scales() -> None:
+    torch.manual_seed(0)
+    x = by_rows(4, 6, 8)
+    values = x.to_original_precision()
+    assert torch.equal(values, x._data.float() * x._scale)
+    for shape in ((24, 8), (2, 2, 6, 8), (24, 1, 8)):
+        view = x.view(shape)
+        assert view._columns is x._columns
+        assert torch.equal(view.to_original_precision(), values.view(shape))
+    for pieces, expected in ((x.split(3), values.split(3)), (x.chunk(2), values.chunk(2))):
+        for a, b in zip(pieces, expected, strict=True):
+            assert torch.equal(a.to_original_precision(), b)
+        for dim in (0, 1, -2):
+            joined = torch.cat(pieces[:1] * 2, dim=dim)
+            assert torch.equal(joined.to_original_precision(), torch.cat(expected[:1] * 2, dim=dim))
+    for wrong in (
+        lambda: x.view(4, 48),
+        lambda: x[:, :, :4],
+        lambda: x.transpose(0, 1),
+        lambda: x.split(2, dim=1),
+        lambda: torch.cat([x, x], dim=-1),
+        lambda: Float8Tensor(x._data, x._scale[0], torch.float32, x._granularity),
+        lambda: Float8Tensor(x._data[0, 0], x._scale[0, 0], torch.float32, x._granularity),
+    ):
+        with pytest.raises(ValueError, match="AXISWISE"):
+            wrong()

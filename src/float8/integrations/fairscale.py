@@ -31,6 +31,7 @@ class Float8ParallelLinear(Float8Linear):
     """Of the input as it comes, and of the output as it goes."""
     sharded_dim = 0
     """Of the weight."""
+    holds_part = True
 
     @classmethod
     def from_parallel(

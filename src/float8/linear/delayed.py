@@ -66,6 +66,8 @@ class StatefulLayer(nn.Module):
     agreed: frozenset[Any] = frozenset()
     """Numbers of layers and groups of ranks that were found to have the same layers."""
     _weight_scale_known = False
+    holds_part = False
+    """Whether the weight, though no DTensor, is the part of this rank."""
     scales_known = False
     """Whether a sync has found a scale for each cast, the same on all ranks."""
     _seen: dict[int, int] | None = None

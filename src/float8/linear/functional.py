@@ -246,11 +246,15 @@ def gathered(
     record: bool,
     reduce: Reduction | None,
 ) -> Quantized:
-    """Cast the tokens of this rank [R / ranks, C] under one scale for all ranks; gather bytes."""
+    """Cast the tokens of this rank [R / ranks, C] and gather bytes: see `casts_grad_output_once`.
+
+    Under one scale for all ranks, or under one for each row, which travel, too.
+    """
     made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
     assert made is not None
     data = tokens.gather(made.data[:, : x.shape[1]].view(torch.uint8)).view(spec.dtype)
-    bytes_ = Part(data, made.scale)
+    one = spec.granularity is ScalingGranularity.TENSORWISE
+    bytes_ = Part(data, made.scale if one else tokens.gather(made.scale))
     return Quantized(
         padded(bytes_, spec, pad_rows=False) if row else None,
         columns(bytes_, spec) if col else None,

@@ -41,15 +41,21 @@ class LinearPlan(NamedTuple):
 
 
 def casts_input_once(plan: LinearPlan) -> bool:
-    """Whether the bytes of one cast of the input, and one scale, are all that its GEMMs read."""
+    """Whether the bytes of one cast of the input, with their scales, are all its GEMMs read."""
     gemms = plan.output is not None and plan.grad_weight is not None
-    return gemms and plan.share_input and plan.input.granularity is TENSORWISE
+    return gemms and plan.share_input and _serves_columns(plan.input)
 
 
 def casts_grad_output_once(plan: LinearPlan) -> bool:
     """The same of grad_output."""
     gemms = plan.grad_input is not None and plan.grad_weight is not None
-    return gemms and plan.share_grad_output and plan.grad_output.granularity is TENSORWISE
+    return gemms and plan.share_grad_output and _serves_columns(plan.grad_output)
+
+
+def _serves_columns(spec: CastSpec) -> bool:
+    """Whether column data are made of row data without rounding again: see `columns`."""
+    by_rows = spec.granularity is ScalingGranularity.AXISWISE and spec.power_of_2
+    return spec.granularity is TENSORWISE or by_rows
 
 
 def casts_weight_dynamically(plan: LinearPlan) -> bool:

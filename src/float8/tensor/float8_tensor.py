@@ -15,14 +15,14 @@ from float8.tensor.wrapper import Wrapper
 
 
 class Columns:
-    """The transposed bytes of one matrix, for several who need them in backward.
+    """The column data of one matrix, for several who need them in backward.
 
     They are made by the first and dropped by the last: graphs may live on after backward.
     """
 
     def __init__(self) -> None:
         self._readers = 0
-        self._data: Tensor | None = None
+        self._made: Part | None = None
 
     def expect(self) -> "Columns":
         """Count one more reader."""
@@ -31,9 +31,9 @@ class Columns:
 
     def of(self, row: Part, spec: CastSpec) -> Part:
         """Column data of `row`, the same for all readers."""
-        made = columns(row, spec) if self._data is None else Part(self._data, row.scale)
+        made = columns(row, spec) if self._made is None else self._made
         self._readers -= 1
-        self._data = made.data if self._readers > 0 else None
+        self._made = made if self._readers > 0 else None
         return made
 
 
@@ -46,11 +46,13 @@ class Float8Tensor(Wrapper):
     meaning raise and name `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides; 2-D and contiguous under finer scales.
-        scale: float32, the decode scales, in the shape of their granularity (`check_scale`).
+        data: float8, any shape and strides; 2-D and contiguous under finer scales, of which
+            `AXISWISE` allows more leading dims.
+        scale: float32, the decode scales, in the shape of their granularity (`check_scale`), with
+            the leading dims of `data`.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
         granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
-            and dequantised, but not cut into views.
+            and dequantised, but not cut into views; under `AXISWISE` only into whole rows.
         amax: 0-dim float32: what delayed scaling has to record at each use in training, if
             anything.
 
@@ -88,13 +90,20 @@ class Float8Tensor(Wrapper):
         if granularity is ScalingGranularity.TENSORWISE:
             if scale.numel() != 1:
                 raise ValueError(f"scale: got shape {tuple(scale.shape)}, expected one element")
-        elif data.dim() != 2 or not data.is_contiguous():
+        elif not data.is_contiguous() or (
+            data.dim() < 2 or (data.dim() > 2 and granularity is not ScalingGranularity.AXISWISE)
+        ):
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
-        else:
+        elif data.dim() == 2:
             check_scale(Part(data, scale), granularity)
+        elif scale.shape != (*data.shape[:-1], 1):
+            raise ValueError(
+                f"scale: got shape {tuple(scale.shape)} for data of {tuple(data.shape)}, expected "
+                f"{(*data.shape[:-1], 1)} under {granularity}"
+            )
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
@@ -179,7 +188,7 @@ def to_float8(
     state: DelayedScale | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Float8Tensor:
-    """Cast `x`, of any shape, under one scale; differentiable.
+    """Cast `x`, of any shape, under one scale or one for each row; differentiable.
 
     The rest is as for `quantize`. What delayed scaling has to record goes along with the result,
     for those who use it.
@@ -197,6 +206,8 @@ class _ToFloat8(torch.autograd.Function):
         state: DelayedScale | None,
         reduce: Callable[[Tensor], Tensor] | None,
     ) -> Float8Tensor:
+        if spec.granularity not in (ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE):
+            raise ValueError(f"to_float8: got {spec.granularity}, expected TENSORWISE or AXISWISE")
         amax = None
         if state is not None:
             amax = torch.zeros_like(state.amax)
@@ -209,7 +220,10 @@ class _ToFloat8(torch.autograd.Function):
         data = made.data
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
-        return Float8Tensor(data.reshape(x.shape), made.scale, x.dtype, amax=amax)
+        scale = made.scale
+        if spec.granularity is ScalingGranularity.AXISWISE:
+            scale = scale.reshape(*x.shape[:-1], 1)
+        return Float8Tensor(data.reshape(x.shape), scale, x.dtype, spec.granularity, amax)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -54,13 +54,26 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     with as_inference_as(x):
         result = func(x._data, *rest, **kwargs)
-        if x._granularity is not ScalingGranularity.TENSORWISE:
-            _require_whole(func, x, result)
         whole = isinstance(result, Tensor) and _same_rows(x._data, result)
-        made = tree_map_only(Tensor, x._like, result)
+        made = None
+        if x._granularity is ScalingGranularity.AXISWISE:
+            if whole and func in _SHAPES:
+                made = x._like(result, lambda scale: scale.reshape(*result.shape[:-1], 1))
+            elif func in _PIECES and x.dim() > 1 and (*rest[1:], *kwargs.values()) in ((), (0,)):
+                scales = func(x._scale, *rest, **kwargs)
+                pairs = zip(result, scales, strict=True)
+                return [x._like(data, lambda _, own=scale: own) for data, scale in pairs]
+        if made is None:
+            if x._granularity is not ScalingGranularity.TENSORWISE:
+                _require_whole(func, x, result)
+            made = tree_map_only(Tensor, x._like, result)
         if whole:
             made._columns = x._columns
         return made
+
+
+_SHAPES = (aten.view.default, aten._unsafe_view.default)
+_PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 def _same_rows(x: Tensor, view: Tensor) -> bool:
@@ -119,12 +132,17 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
 @implements(aten.cat.default)
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
+    rows = getattr(pieces[0], "_granularity", None) is ScalingGranularity.AXISWISE
     for piece in pieces:
-        _require_alike("cat", pieces[0], piece, scale=True)
+        _require_alike("cat", pieces[0], piece, scale=not rows)
+    if rows and (*rest, *kwargs.values(), 0)[0] % pieces[0].dim() != pieces[0].dim() - 1:
+        scales = func([piece._scale for piece in pieces], *rest, **kwargs)
+        data = func([piece._data for piece in pieces], *rest, **kwargs)
+        return pieces[0]._like(data, lambda _: scales)
     if pieces[0]._granularity is not ScalingGranularity.TENSORWISE:
         raise ValueError(
-            f"cat: got Float8Tensors under {pieces[0]._granularity}, expected TENSORWISE; call "
-            f".to_original_precision() first"
+            f"cat: got Float8Tensors under {pieces[0]._granularity}, expected TENSORWISE, or whole "
+            f"rows under AXISWISE; call .to_original_precision() first"
         )
     data = func([piece._data for piece in pieces], *rest, **kwargs)
     whole = pieces[0]._like(data)
@@ -206,13 +224,20 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     They are waited for at once, where compilers know to look for it.
     """
     x, *rest = args
-    if x._granularity is not ScalingGranularity.TENSORWISE:
+    rows = x._granularity is ScalingGranularity.AXISWISE and func.name().endswith("into_tensor")
+    if not rows and x._granularity is not ScalingGranularity.TENSORWISE:
         raise ValueError(
-            f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE: its scales "
-            f"would stay here; call .to_original_precision() first"
+            f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE, or an "
+            f"all-gather of rows under AXISWISE: its scales would stay here; call "
+            f".to_original_precision() first"
         )
-    received = functional.wait_tensor(func(x._data.view(torch.uint8), *rest, **kwargs))
-    return x._like(received.view(x._data.dtype))
+
+    def sent(field: Tensor) -> Tensor:
+        received: Tensor = functional.wait_tensor(func(field, *rest, **kwargs))
+        return received
+
+    data = sent(x._data.view(torch.uint8)).view(x._data.dtype)
+    return x._like(data, sent) if rows else x._like(data)
 
 
 if torch.distributed.is_available():  # DTensors gather with these
