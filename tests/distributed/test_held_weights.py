@@ -49,7 +49,9 @@ def counting_shards() -> Iterator[Counter[int]]:
 
 
 def trained(recipe: str, param_dtype: torch.dtype | None = None, **more) -> tuple[Run, Counter]:
-    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if more.pop("offload", False) else {}
+    offload = (
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if more.pop("offload", False) else {}
+    )
     reshard = {"reshard_after_forward": more.pop("reshard", True)}
     model = shard(
         convert(model_of(device="cpu" if offload else None), recipe, **more),
