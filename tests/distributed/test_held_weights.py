@@ -24,12 +24,23 @@ from float8 import (
     update_float8_weights,
 )
 from float8.parallel.fsdp import FSDPFloat8Weight
+from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.configs import RECIPES
-from support.microbatches import with_weights
+from support.microbatches import layers_of, with_weights
 from support.models import seeded
 from support.ranks import Ranks
-from support.sharded import Run, batch, convert, here, mesh_of, model_of, shard, train
+from support.sharded import (
+    Run,
+    batch,
+    convert,
+    here,
+    mesh_of,
+    model_of,
+    shard,
+    traffic,
+    train,
+)
 
 HELD, ONLY = Float8Weights.HELD, Float8Weights.ONLY
 
@@ -91,8 +102,29 @@ def test_weights_that_stay_gathered_or_are_offloaded(two: Ranks) -> None:
     two.run(others)
 
 
-def test_four_ranks(four: Ranks) -> None:
-    four.run(held_equals_on_the_fly, "tensorwise")
+def bytes_per_element(recipe: str) -> None:
+    """What docs/float8_weights.md counts: held and sent is one byte for each element of a shard."""
+    model = shard(convert(model_of(), recipe, float8_weights=HELD))
+    train(model, 2)
+    with traffic() as seen, torch.no_grad():
+        model(batch(0, 0, torch.float32))
+    weights = [layer.weight for layer in layers_of(model)]
+    elements = sum(weight.numel() for weight in weights) // dist.get_world_size()
+    shards = [local_tensor(weight) for weight in weights]
+    assert sum(shard.high_precision.nbytes for shard in shards) == 4 * elements
+    held = sum(shard._known[0].row.data.numel() for shard in shards)
+    norms = sum(p.numel() for p in model.parameters()) // dist.get_world_size() - elements
+    assert held == elements
+    assert sum(seen.sizes) == elements + 4 * norms
+
+
+def four_ranks() -> None:
+    held_equals_on_the_fly("tensorwise")
+    bytes_per_element("tensorwise")
+
+
+def test_four_ranks_and_the_bytes_of_each(four: Ranks) -> None:
+    four.run(four_ranks)
 
 
 def as_it_is(write: Callable[[nn.Module], None]) -> None:
