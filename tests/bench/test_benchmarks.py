@@ -168,16 +168,16 @@ def test_block(device: str) -> None:
 
 
 @on_devices
-def test_block_of_microbatches_with_and_without_cached_weights(device: str) -> None:
+def test_block_of_microbatches_with_and_without_held_weights(device: str) -> None:
     size, place = dataclasses.replace(TINY, microbatches=3), torch.device(device)
-    variants = make_variants(["tensorwise", "delayed"], ["eager"], [], cached=True)
+    variants = make_variants(["tensorwise", "delayed"], ["eager"], [], held=True)
     rows = list(bench_block(size, variants, place, 1))[-1]
     assert [row["recipe"] for row in rows] == [
         "bf16",
         "tensorwise",
-        "tensorwise, cached weights",
+        "tensorwise+held",
         "delayed",
-        "delayed, cached weights",
+        "delayed+held",
     ]
     if device == "cuda":  # attention's backward has not the same bits every time
         return
@@ -188,14 +188,14 @@ def test_block_of_microbatches_with_and_without_cached_weights(device: str) -> N
         assert sqnr(times * single.float(), steps["bf16"][name].float()) > 40, name
     for recipe in ("tensorwise", "delayed"):
         for name, wanted in steps[recipe].items():
-            assert torch.equal(steps[f"{recipe}, cached weights"][name], wanted), (recipe, name)
+            assert torch.equal(steps[f"{recipe}+held"][name], wanted), (recipe, name)
 
 
-def test_the_cached_variant_casts_each_weight_once() -> None:
+def test_the_held_variant_casts_each_weight_once() -> None:
     size = dataclasses.replace(TINY, microbatches=3)
-    _, plain, cached = make_variants(["tensorwise"], ["eager"], [], cached=True)
+    _, plain, held = make_variants(["tensorwise"], ["eager"], [], held=True)
     casts = []
-    for variant in (plain, cached):
+    for variant in (plain, held):
         step = stack_step(variant, size, CPU)
         with CountCasts() as count:
             step()

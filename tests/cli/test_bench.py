@@ -87,7 +87,7 @@ def test_block_of_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "block", *words, "-o", "x.json", *CPU]) == 0
     out = capsys.readouterr().out
     assert "forward + backward of 2 microbatches" in out
-    assert re.search(r"tensorwise, cached weights +eager +[\d.]+", out)
+    assert re.search(r"tensorwise\+held +eager +[\d.]+", out)
     assert json.loads(Path("x.json").read_text())["settings"]["microbatches"] == 2
 
 

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from float8 import (
     all_linears,
-    cached_weights,
     convert_to_float8_training,
     rms_norm_linear,
     swiglu_feed_forward,
+    update_float8_weights,
     why_not_fused,
 )
 from support.devices import on_devices
+from support.microbatches import with_weights
 from support.models import seeded
 
 
@@ -55,13 +56,17 @@ def test_saved_tensor_hooks_reach_all_that_is_kept(device: str, fused: str) -> N
 
 
 @on_devices
-def test_row_data_of_cached_weights_end_with_the_context(device: str) -> None:
+def test_row_data_of_held_weights_end_with_the_next_update(device: str) -> None:
+    """Those of columns are kept for backward."""
     model = nn.ModuleList(layers((48, 80), (48, 80), (80, 48), device=device))
+    convert_to_float8_training(model, config=with_weights(None), module_filter_fn=all_linears)
+    update_float8_weights(model)
     x = seeded(0, 16, 48, device=device).requires_grad_()
-    with cached_weights(model):
-        y = swiglu_feed_forward(x, *model)
-        row = weakref.ref(model[0].cached_weight.row.data)
+    y = swiglu_feed_forward(x, *model)
+    row, col = (weakref.ref(part.data) for part in model[0].held.operand[:2])
+    update_float8_weights(model)
     assert row() is None
+    assert col() is not None
     y.sum().backward()
 
 

@@ -1,8 +1,11 @@
-"""Training with gradient accumulation, with and without cached weights."""
+"""Training with gradient accumulation, with weights held in float8 and without."""
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +13,25 @@ from torch import Tensor, nn
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
+    Float8Weights,
     all_linears,
-    cached_weights,
+    attach_to_optimizer,
     convert_to_float8_training,
-    sync_float8_amax_and_scale_history,
 )
+from float8.linear import held as held_module
+from float8.linear.held import hold
+from sqnr import same_bits
 from support.models import FeedForward, fp8_state, seeded
 
 MICROBATCHES = 3
 SHAPE = (8, 32)
+ON_THE_FLY, HELD = Float8Weights.ON_THE_FLY, Float8Weights.HELD
+
+
+def with_weights(
+    config: Float8LinearConfig | None, weights: Float8Weights = HELD
+) -> Float8LinearConfig:
+    return dataclasses.replace(config or Float8LinearConfig(), float8_weights=weights)
 
 
 def model_of(config: Float8LinearConfig | None = None, device: str = "cpu") -> nn.Module:
@@ -32,18 +45,34 @@ def layers_of(model: nn.Module) -> list[Float8Linear]:
     return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
 
 
-def assert_closed(model: nn.Module) -> None:
-    """Nothing is cached."""
-    for layer in layers_of(model):
-        assert layer.cached_weight is None
-        assert layer.weight_cache is None
-
-
 @torch.no_grad()
 def by_hand(model: nn.Module) -> None:
     """Write the weights of all float8 layers in place."""
     for layer in layers_of(model):
         layer.weight.mul_(3)
+
+
+@contextmanager
+def counting_casts() -> Iterator[Counter[int]]:
+    """Casts of weights that are to be held, by the weight's id."""
+    counts: Counter[int] = Counter()
+
+    def counted(weight: Tensor, *args):
+        counts[id(weight)] += 1
+        return hold(weight, *args)
+
+    with mock.patch.object(held_module, "hold", counted), mock.patch("float8.sync.hold", counted):
+        yield counts
+
+
+def assert_held_is_cast(model: nn.Module) -> None:
+    """What each layer holds is, bit by bit, what a cast of its weight gives now."""
+    for layer in layers_of(model):
+        assert layer.held is not None
+        scale = layer._buffers.get("fp8_scale_weight")
+        kept, made = layer.held.operand, hold(layer.weight, layer.plan.weight, scale)
+        for mine, fresh in zip((*kept.row, *kept.col), (*made.row, *made.col), strict=True):
+            assert same_bits(mine, fresh)
 
 
 def accumulate(
@@ -77,35 +106,40 @@ def accumulate(
     return results
 
 
-def steps_with_and_without(
+def assert_held_equals_on_the_fly(
     model: nn.Module,
     shape: tuple[int, ...],
     *,
     compile: Callable[[nn.Module], nn.Module] = lambda model: model,
     autocast: torch.dtype | None = None,
     steps: int = 3,
-) -> list[tuple[str, Tensor, Tensor]]:
-    """Train two copies of `model`: `(name, without, with)` of all results and all state.
+) -> None:
+    """Train two copies of `model` with AdamW: equal in all results and all state of each step.
 
-    The cached weights are closed before the optimizer steps.
+    While steps run nothing is cast for holding: each weight is cast once in between.
     """
-    plain, cached = copy.deepcopy(model), copy.deepcopy(model)
     everything = []
-    for module, around in ((plain, lambda module: nullcontext()), (cached, cached_weights)):
+    for weights in (ON_THE_FLY, HELD):
+        module = copy.deepcopy(model)
+        config = with_weights(layers_of(module)[0].config, weights)
+        convert_to_float8_training(module, config=config)
         call, found = compile(module), {}
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.05)
+        attach_to_optimizer(module, optimizer)
         for step in range(steps):
-            with around(module):
+            with counting_casts() as casts:
                 results = accumulate(module, call, step, shape, autocast=autocast)
+            assert not casts
             results |= {name: b.clone() for name, b in fp8_state(module).items()}
-            sync_float8_amax_and_scale_history(module)
-            results |= {f"{name}, synced": b.clone() for name, b in fp8_state(module).items()}
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            results |= {f"{name}, synced": b.clone() for name, b in fp8_state(module).items()}
             results |= {name: p.detach().clone() for name, p in module.named_parameters()}
             found |= {f"step {step}: {name}": value for name, value in results.items()}
         everything.append(found)
-    without, with_cache = everything
-    assert without.keys() == with_cache.keys()
-    return [(name, without[name], with_cache[name]) for name in without]
+    assert_held_is_cast(module)
+    wanted, got = everything
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        assert same_bits(got[name], value), name

@@ -10,11 +10,12 @@ from torch.optim.swa_utils import AveragedModel
 
 from float8 import (
     Float8Linear,
-    cached_weights,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
+    update_float8_weights,
 )
 from support.configs import MIXES, delayed, mixed, tensorwise
+from support.microbatches import with_weights
 from support.models import FeedForward, fp8_state, seeded
 from support.stacks import optimizer_of, stack, train
 
@@ -163,11 +164,13 @@ def test_evaluation_whatever_has_a_history(mix) -> None:
         assert torch.equal(model(X), dynamic(model)(X))
 
 
-@pytest.mark.parametrize("opened", ["training", "evaluation"])
-def test_evaluation_with_cached_weights(opened: str) -> None:
-    model = trained(stack(2))
-    model.train(opened == "training")
-    with cached_weights(model), torch.no_grad():
+@pytest.mark.parametrize("updated", ["training", "evaluation"])
+def test_evaluation_with_held_weights(updated: str) -> None:
+    model = stack(2)
+    convert_to_float8_training(model, config=with_weights(model[0].config))
+    trained(model).train(updated == "training")
+    update_float8_weights(model)
+    with torch.no_grad():
         assert torch.equal(model.eval()(X), dynamic(model)(X))
 
 

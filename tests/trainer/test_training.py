@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
-from float8 import cached_weights
-from float8_lab.trainer import build, data, loop
+from float8 import Float8Weights
+from float8_lab.trainer import build, data
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
@@ -21,6 +23,7 @@ from float8_lab.trainer.metrics import read_metrics
 from sqnr import same_bits
 from support.checkpoints import read_tensors
 from support.listener import Listener
+from support.microbatches import counting_casts
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -44,26 +47,21 @@ def test_accumulation_casts_weights_once_and_changes_no_bit(
     recipe: str,
     dtype: str,
 ) -> None:
-    opened = []
+    def casts(folder: str, **more: Any) -> tuple[dict[str, Tensor], Counter[int]]:
+        with counting_casts() as counts:
+            run = train(make_config(output=str(tmp_path / folder), recipe=recipe, **more))
+        return read_tensors(run.checkpoint), counts
 
-    def cached(model: nn.Module) -> AbstractContextManager[None]:
-        opened.append(model)
-        return cached_weights(model)
-
-    runs = []
-    for name, around in (("with", cached), ("without", lambda model: nullcontext())):
-        monkeypatch.setattr(loop, "cached_weights", around)
-        config = make_config(
-            output=str(tmp_path / name), recipe=recipe, dtype=dtype, batch_size=2, accumulate=2
-        )
-        runs.append(train(config))
-    assert len(opened) == 6  # one per step, none in validation
-    states = [read_tensors(run.checkpoint) for run in runs]
-    for name, wanted in states[1].items():
-        assert same_bits(states[0][name], wanted), name
-    monkeypatch.setattr(loop, "cached_weights", cached)
-    train(make_config(output=str(tmp_path / "one"), recipe=recipe, steps=2))
-    assert len(opened) == 6  # without accumulation nothing is gained
+    several: dict[str, Any] = {"dtype": dtype, "batch_size": 2, "accumulate": 2}
+    with_held, counts = casts("with", **several)
+    assert set(counts.values()) == {1 + 6}  # when it begins, and once per step
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "Float8Weights", SimpleNamespace(HELD=Float8Weights.ON_THE_FLY))
+        without, counts = casts("without", **several)
+    assert not counts
+    for name, wanted in without.items():
+        assert same_bits(with_held[name], wanted), name
+    assert not casts("one", steps=2)[1]  # without accumulation little is gained
 
 
 def test_the_loss_falls_and_is_in_nats_per_byte(make_config: MakeConfig) -> None:

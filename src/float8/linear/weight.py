@@ -2,7 +2,7 @@
 
 Backward needs it transposed. It is made from what forward saved: the high-precision weight, cast
 again straight to that layout; or float8 data that somebody keeps anyway (a gathered weight, a
-cached one), of which the transposed copy is an exact transpose of bytes.
+held one), of which the transposed copy is an exact transpose of bytes.
 """
 
 import torch

@@ -1,0 +1,275 @@
+"""`Float8Weights.ONLY`: frozen weights without a high-precision master."""
+
+import copy
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from float8 import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
+    Float8Weights,
+    all_linears,
+    attach_to_optimizer,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    high_precision_state_dict,
+)
+from sqnr import same_bits
+from support.configs import delayed, of_recipe, tensorwise
+from support.devices import on_devices
+from support.microbatches import ON_THE_FLY, layers_of, with_weights
+from support.models import FeedForward, forward_backward, seeded
+
+ONLY = Float8Weights.ONLY
+CONFIGS = {
+    "tensorwise": tensorwise(),
+    "power of 2": tensorwise(round_scales_to_power_of_2=True),
+    "delayed input": dataclasses.replace(delayed(), cast_config_weight=CastConfig()),
+    "blockwise": of_recipe("blockwise"),
+}
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def model_of(
+    config: Float8LinearConfig, weights: Float8Weights = ONLY, dim: int = 32, seed: int = 0
+) -> nn.Module:
+    torch.manual_seed(seed)
+    model = FeedForward(dim, 48).requires_grad_(False)
+    config = with_weights(config, weights)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+
+def bytes_of(model: nn.Module) -> int:
+    weights = [layer.weight for layer in layers_of(model)]
+    assert all(isinstance(weight, Float8Tensor) for weight in weights)
+    return sum(part.untyped_storage().nbytes() for w in weights for part in (w._data, w._scale))
+
+
+def assert_same(one: nn.Module, other: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Output and gradient of the input, bit by bit."""
+    weight: Tensor = layers_of(one)[0].weight
+    x = seeded(1, 8, weight.shape[1], dtype=dtype, device=weight.device)
+    grad = seeded(2, *x.shape, dtype=dtype, device=weight.device)
+    wanted, got = (forward_backward(model, x, grad) for model in (one, other))
+    assert {*wanted, *got} == {"output", "input"}
+    for name in wanted:
+        assert same_bits(got[name], wanted[name]), name
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@on_devices
+@EACH
+def test_results_are_those_of_casts_on_the_fly(device: str, config) -> None:
+    for dim, dtype in ((32, torch.bfloat16), (33, torch.float32)):
+        made = [torch.manual_seed(0) and FeedForward(dim, 41 if dim % 2 else 48) for _ in range(2)]
+        models = [
+            convert_to_float8_training(
+                model.to(device, dtype).requires_grad_(False),
+                config=with_weights(config, weights),
+                module_filter_fn=all_linears,
+            )
+            for model, weights in zip(made, (ON_THE_FLY, ONLY), strict=True)
+        ]
+        for _ in range(2):
+            assert_same(*models, dtype)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(model_of(tensorwise()), backend=backend, fullgraph=True)
+    assert_same(model_of(tensorwise(), ON_THE_FLY), compiled)
+
+
+def test_a_weight_takes_one_byte_per_element() -> None:
+    for config, scales in ((tensorwise(), 3 * 4), (of_recipe("blockwise"), 3 * 4 * 4)):
+        assert bytes_of(model_of(config)) <= 3 * 32 * 48 + scales
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank adapter of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.base(x) + self.lora_b(self.lora_a(x)))
+
+
+def test_adapters_train_as_on_a_base_cast_on_the_fly() -> None:
+    losses = []
+    for weights in (ON_THE_FLY, ONLY):
+        torch.manual_seed(0)
+        model = nn.Sequential(Adapted(), Adapted())
+        convert_to_float8_training(model, config=with_weights(None, weights))
+        assert [type(each.base) for each in model] == [Float8Linear] * 2
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        attach_to_optimizer(model, optimizer)
+        found = []
+        for _ in range(4):
+            loss = (model(seeded(0, 16, 32)) - seeded(1, 16, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        assert found[-1] < found[0]
+        losses.append(torch.stack(found))
+    assert same_bits(*losses)
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+def test_trainable_weights_and_conv1d_are_skipped_and_told() -> None:
+    model = FeedForward(32, 48)
+    model.w1.weight.requires_grad_(False)
+    convert_to_float8_training(model, config=with_weights(None, ONLY))
+    assert isinstance(model.w1.weight, Float8Tensor)
+    assert type(model.w2) is type(model.w3) is nn.Linear
+    reasons = {layer.skip_reason for layer in conversion_report(model).skipped}
+    assert len(reasons) == 1
+    assert "got a weight with requires_grad=True with float8_weights=ONLY" in reasons.pop()
+    convert_to_float8_training(model, config=tensorwise())
+    with pytest.raises(
+        ValueError, match=r"layer 'w2'.*requires_grad=True with float8_weights=ONLY"
+    ):
+        convert_to_float8_training(model, config=with_weights(None, ONLY))
+
+
+def test_conv1d_is_skipped() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(32, 48).requires_grad_(False)
+    with pytest.warns(UserWarning, match="got a Conv1D with float8_weights=ONLY"):
+        convert_to_float8_training(
+            nn.Sequential(conv1d), config=with_weights(None, ONLY), module_filter_fn=all_linears
+        )
+
+
+def test_configurations_that_ask_for_more_than_row_data_are_rejected() -> None:
+    with pytest.raises(ValueError, match="got ONLY with delayed scaling of the weight"):
+        delayed(float8_weights=ONLY)
+    with pytest.raises(ValueError, match="got ONLY with enable_fsdp_float8_all_gather=True"):
+        tensorwise(float8_weights=ONLY, enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"got Float8Weights\.ONLY with a weight under"):
+        of_recipe("rowwise", float8_weights=ONLY, round_scales_to_power_of_2=False)
+    for weights in (ONLY, Float8Weights.HELD):
+        with pytest.raises(ValueError, match=r"other than cast_config_weight, expected one cast"):
+            of_recipe("rowwise_with_gw_hp", float8_weights=weights)
+
+
+def test_a_write_into_the_weight_is_no_silent_loss() -> None:
+    model = model_of(tensorwise())
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="to_original_precision"):
+        model.w1.weight.add_(1)
+    with pytest.raises(NotImplementedError, match="to_original_precision"):
+        model.w1.reset_parameters()
+
+
+# ---------------------------------------------------------------- moves and conversions
+
+
+@EACH
+def test_another_dtype_keeps_the_bytes(config) -> None:
+    model, before = model_of(config), bytes_of(model_of(config))
+    data = model.w1.weight._data.clone()
+    model.to(torch.bfloat16)
+    assert model.w1.weight.dtype == torch.bfloat16
+    assert same_bits(model.w1.weight._data, data)
+    assert bytes_of(model) == before
+    assert model(seeded(0, 8, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_to_another_recipe_and_back() -> None:
+    model, wanted = model_of(tensorwise()), model_of(tensorwise())
+    convert_to_float8_training(model, config=of_recipe("rowwise"))
+    assert type(model.w1.weight) is nn.Parameter
+    assert not model.w1.weight.requires_grad
+    convert_to_float8_training(model, config=with_weights(None, ONLY))
+    assert_same(wanted, model)
+    assert "weight only in float8" in repr(model.w1)
+    convert_to_high_precision(model)
+    assert type(model.w1) is nn.Linear
+    values = wanted.w1.weight._data.float() * wanted.w1.weight._scale
+    assert same_bits(model.w1.weight.detach(), values)
+
+
+def test_copies() -> None:
+    model = model_of(of_recipe("blockwise"))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(model, other)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
+    return loaded
+
+
+STATES: dict[str, Callable[[Float8LinearConfig], dict[str, Tensor]]] = {
+    "own": lambda config: model_of(config).state_dict(),
+    "high precision": lambda config: high_precision_state_dict(model_of(config)),
+    "plain": lambda config: model_of(config, ON_THE_FLY).state_dict(),
+}
+
+
+@EACH
+def test_each_state_dict_loads_into_each_model(config) -> None:
+    wanted = model_of(config)
+    for what, make in STATES.items():
+        state = saved(make(config))
+        assert (what != "own") == (type(state["w1.weight"]) is Tensor)
+        for assign in (False, True):
+            model = model_of(config, seed=7)
+            model.load_state_dict(state, assign=assign)
+            bytes_of(model)
+            assert_same(wanted, model)
+    plain = FeedForward(32, 48)
+    plain.load_state_dict(high_precision_state_dict(wanted))
+    own = FeedForward(32, 48)
+    own.load_state_dict(saved(wanted.state_dict()), strict=False)  # more than weights, if delayed
+    assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
+
+
+def test_a_checkpoint_in_float32_is_rounded_to_the_dtype_of_the_model_first() -> None:
+    state = {name: 1.1 * value for name, value in FeedForward(32, 48).state_dict().items()}
+    models = [model_of(tensorwise(), weights).bfloat16() for weights in (ON_THE_FLY, ONLY)]
+    for model in models:
+        model.load_state_dict(state)
+    assert_same(*models, torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["to_empty", "assign"])
+@EACH
+def test_from_the_meta_device_and_a_checkpoint_in_parts(config, how: str) -> None:
+    """The model is never whole in high precision: parts of the checkpoint come one by one."""
+    source = model_of(config, ON_THE_FLY)
+    with torch.device("meta"):
+        model = FeedForward(32, 48).requires_grad_(False)
+    config = with_weights(config, ONLY)
+    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    assert model.w1.weight._data.is_meta
+    if how == "to_empty":
+        model.to_empty(device="cpu")
+    for name, value in source.state_dict().items():
+        if "weight" in name:
+            model.load_state_dict({name: value}, strict=False, assign=how == "assign")
+    assert not any(p.is_meta or p.requires_grad for p in model.parameters())
+    bytes_of(model)
+    assert_same(source, model)
