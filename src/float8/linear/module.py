@@ -239,8 +239,8 @@ class Float8Conv1D(Float8Layer):
     """A linear layer in float8 that was the `Conv1D` of transformers, and is one: weight [K, N].
 
     So optimizers, checkpoints and adapters see what they saw before. It is no `nn.Linear`, which
-    would promise a weight [N, K]. FSDP2 gathers the weight in high precision, and `cached_weights`
-    passes it by.
+    would promise a weight [N, K]. FSDP2 gathers the weight in high precision, and it is cast on the
+    fly also with `Float8Weights.HELD`.
     """
 
     transposed = True
