@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLAIN = "plain-rebuild.json"
 PLAIN_COMMIT = "abdb2c8"  # the newest run of the whole stack, compiled and eager
 FINER_COMMIT = "301e755"  # the newest run with scales per row and block
+HELD_COMMIT = "f96af7a"  # the newest run with held weights and fuse=True
 SMALL_COMMIT = "70c1350"  # the newest run with small layers
 
 WIDTH = 96  # of a command, which goes on in the next line
@@ -78,6 +79,11 @@ def plain_stack(folder: Path, commit: str = PLAIN_COMMIT, page: Path = README) -
 def plain_finer(folder: Path) -> str:
     """The same with scales per row and block."""
     return plain_stack(folder, FINER_COMMIT, PERFORMANCE)
+
+
+def plain_held(folder: Path) -> str:
+    """The same with weights held in float8, and with fuse=True."""
+    return plain_stack(folder, HELD_COMMIT, PERFORMANCE)
 
 
 def plain_small(folder: Path) -> str:
@@ -261,6 +267,7 @@ def wrapped(command: str) -> list[str]:
 SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
     (README, "plain models"): plain_stack,
     (PERFORMANCE, "finer scales"): plain_finer,
+    (PERFORMANCE, "held and fused"): plain_held,
     (PERFORMANCE, "small layers"): plain_small,
     (PERFORMANCE, "performance"): tables,
 }
