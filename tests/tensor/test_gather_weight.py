@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from float8 import all_linears, convert_to_float8_training, rms_norm_linear, swiglu_feed_forward
 from float8.quantize.spec import CastSpec
-from float8.tensor import Float8GatherWeight, high_precision, known_scale, remember_scale
+from float8.tensor import Float8GatherWeight, high_precision, remember, remembered
 from support.configs import RECIPES
 from support.devices import E4M3, on_devices
 from support.models import FeedForward, forward_backward, seeded
@@ -24,12 +24,12 @@ SPEC = CastSpec(E4M3)
 def weight(seed: int = 0, scale: float | None = None, **more) -> Float8GatherWeight:
     x = Float8GatherWeight(seeded(seed, 6, 4, **more), SPEC)
     if scale is not None:
-        remember_scale(x, torch.tensor(scale), x.dtype)
+        remember(x, torch.tensor(scale), x.dtype)
     return x
 
 
 def known(x: Tensor) -> float | None:
-    scale = known_scale(x, x.dtype)
+    scale = remembered(x, x.dtype)
     return None if scale is None else scale.item()
 
 
@@ -84,7 +84,7 @@ def test_a_write_through_any_view_forgets_the_scale(how: str, mode: type) -> Non
     x = nn.Parameter(weight())
     with mode():
         view = VIEWS[how](x.detach())
-        remember_scale(x, torch.tensor(0.5), x.dtype)
+        remember(x, torch.tensor(0.5), x.dtype)
         VIEWS[how](x.detach())
         assert known(x) == 0.5  # reading is no writing
         view.mul_(2)
@@ -137,7 +137,7 @@ def test_a_step_of_an_optimizer_forgets_the_scale(
     optimizer: type, option: str, compiled: bool
 ) -> None:
     x = nn.Parameter(weight(scale=0.5))
-    remember_scale(x, torch.tensor(0.5), x.dtype)
+    remember(x, torch.tensor(0.5), x.dtype)
     before = high_precision(x).clone()
     options = {} if option == "for loop" else {option: True}
     stepped(x, optimizer, compiled, **({"foreach": False} | options))
@@ -154,7 +154,7 @@ def test_a_write_through_a_plain_alias_forgets_the_scale(how: str, first: str, m
     for write in (lambda alias: alias.mul_(2), lambda alias: alias.detach()[:1].mul_(2)):
         with mode():
             alias = high_precision(view) if first == "alias" else None
-            remember_scale(x, torch.tensor(0.5), x.dtype)
+            remember(x, torch.tensor(0.5), x.dtype)
             alias = high_precision(view) if alias is None else alias
             assert type(alias) is Tensor
             assert known(x) == 0.5  # reading is no writing
@@ -170,7 +170,7 @@ def test_a_clone_of_a_plain_alias_is_not_watched() -> None:
 
 def test_a_scale_is_for_one_dtype() -> None:
     x = weight(scale=0.5)
-    assert known_scale(x, torch.bfloat16) is None
+    assert remembered(x, torch.bfloat16) is None
 
 
 def test_weights_made_in_inference_mode_have_plain_aliases_too() -> None:
@@ -255,7 +255,7 @@ def test_new_data_is_what_the_weight_then_is(kind: str) -> None:
     assert (x.detach() + 1 == 4).all()
     assert x.stride() == x.high_precision.stride() == (4, 1)
     assert torch.equal(view.high_precision, seeded(0, 6, 4))
-    remember_scale(x, torch.tensor(0.5), x.dtype)
+    remember(x, torch.tensor(0.5), x.dtype)
     if isinstance(new, Float8GatherWeight):
         new.mul_(2)
         assert known(x) is None
