@@ -19,17 +19,19 @@ def once_differentiable(backward: Backward) -> Backward:
             results = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return results
-        return _Refusing.apply(len(grads), *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
+        # Of the gradients, they would be constants where those are.
+        of = torch.zeros((), requires_grad=True)
+        return _Refusing.apply(of, *results)  # type: ignore[no-any-return, no-untyped-call]
 
     return wrapper
 
 
 class _Refusing(torch.autograd.Function):
-    """The last tensors, as functions of the first ones whose derivative is refused."""
+    """Tensors, as functions of something whose derivative is refused."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Any) -> tuple[Any, ...]:
-        return tuple(x.detach() if isinstance(x, Tensor) else x for x in tensors[count:])
+    def forward(ctx: Any, of: Tensor, *tensors: Any) -> tuple[Any, ...]:
+        return tuple(x.detach() if isinstance(x, Tensor) else x for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

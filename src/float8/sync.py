@@ -144,8 +144,8 @@ def update_float8_weights(model: nn.Module) -> None:
     optimizers write, nor writes into `weight.data` or through a raw pointer: after those this must
     be called. `.to()` and a new Parameter end what is held.
 
-    Under FSDP2 each rank holds its shard in float8 instead, cast when it is first sent. Weights
-    that are DTensors of tensor parallel are cast on the fly; a warning says so.
+    Under FSDP2 each rank holds its shard in float8 instead, cast when it is first sent. A warning
+    names the layers whose weights are cast on the fly all the same, and says why.
 
     Args:
         model: the converted model, compiled or not.
@@ -156,32 +156,51 @@ def update_float8_weights(model: nn.Module) -> None:
             `enable_fsdp_float8_all_gather=True`: there is nothing that could be held.
     """
     require_module(model, "model")
+    layers = {
+        layer: name
+        for name, layer in model.named_modules()
+        if isinstance(layer, Float8Layer) and layer.config.float8_weights is Float8Weights.HELD
+    }
+    if not layers:
+        return
     done: dict[Any, HeldWeight] = {}
     others: list[str] = []
     sharded = _under_fsdp(model)
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Float8Layer):
-            continue
-        if layer.config.float8_weights is not Float8Weights.HELD:
-            continue
+    for layer, name in layers.items():
         layer.held = None
-        weight: Any = layer._parameters.get("weight")  # none of its own where it is computed
-        if layer in sharded:
-            _require_gathered_in_float8(layer, name)
-        elif can_hold(weight) and not layer.transposed:
+        weight: Any = layer._parameters.get("weight")
+        gathers = isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
+        if layer in sharded and not layer.config.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                f"layer {name or '(root)'!r}: got float8_weights=HELD for a weight that FSDP "
+                f"gathers in high precision, expected one that fully_shard gathers in float8; "
+                f"convert with enable_fsdp_float8_all_gather=True, or with "
+                f"Float8Weights.ON_THE_FLY"
+            )
+        reason = None
+        if layer.transposed:
+            reason = "of a Conv1D"
+        elif layer in sharded:
+            reason = None if gathers else "gathered in high precision"
+        elif weight is None:
+            reason = "computed at each use"
+        elif not can_hold(weight):
+            reason = None if weight.is_meta else f"a {type(weight).__name__}"
+        else:
             scale = layer._buffers.get(WEIGHT_SCALE)
             # With delayed scaling each layer has a scale of its own.
             key = (weight, layer.plan.weight, layer if layer.plan.weight.delayed else None)
             if key not in done:
                 done[key] = HeldWeight(weight, hold(weight, layer.plan.weight, scale))
             layer.held = done[key]
-        elif not getattr(weight, "is_meta", False):
-            others.append(f"{name or '(root)'} ({type(weight).__name__})")
+        if reason is not None:
+            others.append(f"{name or '(root)'} ({reason})")
     if others:
+        more = ", ..." if len(others) > 3 else ""
         warnings.warn(
-            f"float8: {len(others)} layer(s) cast their weight on the fly, because it is no plain "
-            f"Parameter [N, K]: {', '.join(others[:3])} ...",
-            stacklevel=2,
+            f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
+            f"Parameter [N, K] of one device: {', '.join(others[:3])}{more}",
+            stacklevel=4,
         )
 
 
@@ -190,16 +209,6 @@ def _under_fsdp(model: nn.Module) -> set[nn.Module]:
     methods = ("reshard", "summon_full_params")  # of modules under FSDP2, FSDP1
     wrappers = [x for x in model.modules() if any(hasattr(type(x), name) for name in methods)]
     return {module for wrapper in wrappers for module in wrapper.modules()}
-
-
-def _require_gathered_in_float8(layer: Float8Layer, name: str) -> None:
-    if isinstance(local_tensor(layer.weight), Float8GatherWeight | Float8Tensor):
-        return
-    raise ValueError(
-        f"layer {name or '(root)'!r}: got float8_weights=HELD for a weight that FSDP gathers in "
-        f"high precision, expected one that fully_shard gathers in float8; convert with "
-        f"enable_fsdp_float8_all_gather=True, or with Float8Weights.ON_THE_FLY"
-    )
 
 
 class Attachment:

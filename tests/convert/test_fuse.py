@@ -727,3 +727,19 @@ def test_layers_made_of_a_subclass_are_fused() -> None:
 def test_a_feed_forward_of_the_tests_is_known() -> None:
     """So that tests which fuse it do."""
     assert fate(converted(FeedForward(32, 48))) is None
+
+
+def test_the_report_says_what_would_be_fused_now() -> None:
+    """A reason is found when it is asked for; a call by keyword is fused, too."""
+    model = nn.Sequential(FeedForward(32, 48))
+    convert_to_float8_training(
+        model, fuse=True, module_filter_fn=lambda mod, fqn: not fqn.endswith("w2")
+    )
+    (each,) = conversion_report(model).fused
+    assert "a Linear, not a Float8Linear" in str(each.reason)
+    convert_to_float8_training(model, module_filter_fn=all_linears)
+    (each,) = conversion_report(model).fused
+    assert each.reason == "convert again with fuse=True"
+    convert_to_float8_training(model, fuse=True, module_filter_fn=all_linears)
+    (each,) = conversion_report(model).fused
+    assert each.reason is None

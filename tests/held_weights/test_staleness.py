@@ -307,7 +307,7 @@ class Sharded(torch.Tensor):
 def test_weights_that_are_no_plain_tensors_are_named() -> None:
     model = model_of(with_weights(None))
     model.w1.weight = nn.Parameter(model.w1.weight.detach().as_subclass(Sharded))
-    with pytest.warns(UserWarning, match=r"1 layer\(s\) cast .*: w1 \(Sharded\)"):
+    with pytest.warns(UserWarning, match=r"1 layer\(s\) cast .*: w1 \(a Sharded\)"):
         update_float8_weights(model)
     assert model.w1.held is None
     assert model.w2.held is not None

@@ -14,7 +14,7 @@ from float8.convert.fuse import fuse_modules
 from float8.convert.report import conversion_report, set_skip_reason
 from float8.convert.restore import require_changeable, ungather
 from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
-from float8.parallel.ddp import keep_amaxes_under_ddp
+from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import check_gatherable, enable_float8_all_gather
 
 
@@ -30,12 +30,12 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
-    Parameters stay the same objects, so tied weights, optimizers that exist already and
-    `requires_grad=False` keep working; forward hooks and the training mode stay too. Layers
-    reached by several names stay shared. With `enable_fsdp_float8_all_gather`, weights become
-    Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
-    `conversion_report(module)` says what was converted and what was not, and a warning if nothing
-    was. `convert_to_high_precision(module)` is the way back.
+    Parameters stay the same objects (but those that become `Float8Weights.ONLY`), so tied weights,
+    optimizers that exist already and `requires_grad=False` keep working; forward hooks and the
+    training mode stay too. Layers reached by several names stay shared. With
+    `enable_fsdp_float8_all_gather`, weights become Parameters of a subclass: convert, then
+    `fully_shard`, then make the optimizer. `conversion_report(module)` says what was converted and
+    what was not, and a warning if nothing was. `convert_to_high_precision(module)` is the way back.
 
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the new layer is an
     instance of both. So is the `Conv1D` of transformers (GPT2), whose weight stays [K, N].
@@ -117,7 +117,7 @@ def convert_to_float8_training(
         layer.set_up(config)
     module = replacements.get(module, module)
     enable_float8_all_gather(module)
-    keep_amaxes_under_ddp(module)
+    tell_ddp_what_to_ignore(module)
     if fuse:
         fuse_modules(module)
     leave_fast_path(module)

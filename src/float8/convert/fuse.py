@@ -106,6 +106,12 @@ class Known(NamedTuple):
 
     parts: FeedForward | Norm
 
+    @property
+    def argument(self) -> str:
+        """The name of what it takes besides itself."""
+        name: str = self.forward.__code__.co_varnames[1]
+        return name
+
     def changed(self) -> str | None:
         """Why the class may be another than the one that was recognised."""
         same = self.source.forward is self.forward
@@ -121,8 +127,9 @@ class Fused(nn.Module):
         """What the forward of its own class computes; runs that one where it cannot be fused."""
         known = self._float8_known
         changed = known.changed() or known.parts.changed(self)
-        if len(args) == 1 and not kwargs and changed is None:
-            y = known.parts.compute(self, args[0])
+        one = len(args) + len(kwargs) == 1 and kwargs.keys() <= {known.argument}
+        if one and changed is None:
+            y = known.parts.compute(self, *args, *kwargs.values())
             if y is not None:
                 return y
         return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
@@ -142,26 +149,33 @@ def fuse_modules(model: nn.Module) -> None:
     """Fuse the modules of `model` that can be, in place; note on the others why not."""
     for module in model.modules():
         if isinstance(module, Fused):
-            continue
+            if module._float8_known.changed() is None:
+                continue
+            unfuse(module)
         source = type(module)
-        parts = recognised(module, source.forward)
-        reason = _looks_like_one(module) if parts is None else _why_left_alone(module, parts)
+        parts, reason = _seen(module)
         module.__dict__.pop(_NOT_FUSED, None)
+        refused = ""
         if parts is not None and reason is None:
             try:
                 module.__class__ = fused_class(Known(source, source.forward, parts))
             except TypeError as error:
-                reason = f"{source.__name__} takes no subclass: {error}"
-        if reason is not None:
-            module.__dict__[_NOT_FUSED] = reason
+                refused = f"{source.__name__} takes no subclass: {error}"
+        if reason or refused:
+            module.__dict__[_NOT_FUSED] = refused  # other reasons may change
 
 
 def unfuse_modules(model: nn.Module) -> None:
     """Give fused modules their own classes back, and forget why others are not fused."""
     for module in model.modules():
         module.__dict__.pop(_NOT_FUSED, None)
-        if isinstance(module, Fused) and "_float8_known" in vars(type(module)):
-            module.__class__ = module._float8_known.source
+        unfuse(module)
+
+
+def unfuse(module: nn.Module) -> None:
+    """Give a module its own class back, if it is fused."""
+    if isinstance(module, Fused) and "_float8_known" in vars(type(module)):
+        module.__class__ = module._float8_known.source
 
 
 def fusing(module: nn.Module) -> tuple[bool, str | None]:
@@ -170,8 +184,17 @@ def fusing(module: nn.Module) -> tuple[bool, str | None]:
         known = module._float8_known
         own = "it has a `forward` of its own" if "forward" in module.__dict__ else None
         return True, own or known.changed() or known.parts.why_not(module)
-    reason = module.__dict__.get(_NOT_FUSED)
-    return reason is not None, reason
+    if _NOT_FUSED not in module.__dict__:
+        return False, None
+    parts, reason = _seen(module)
+    could = None if parts is None else "convert again with fuse=True"
+    return True, reason or module.__dict__[_NOT_FUSED] or could
+
+
+def _seen(module: nn.Module) -> tuple[FeedForward | Norm | None, str | None]:
+    """What a module is that is not fused, and why it cannot be, if it looks like one that could."""
+    parts = recognised(module, type(module).forward)
+    return parts, _looks_like_one(module) if parts is None else _why_left_alone(module, parts)
 
 
 def recognised(module: nn.Module, forward: Any) -> FeedForward | Norm | None:

@@ -12,6 +12,7 @@ from float8.arguments import require_module
 from float8.convert.encoder import leave_fast_path
 from float8.convert.fuse import unfuse_modules
 from float8.linear import Float8Layer
+from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 
 
@@ -20,8 +21,9 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
     Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
-    working. Fused modules get their own forward back. The state of delayed scaling is dropped. Does
-    nothing for a model in high precision.
+    working. A weight that was in float8 only becomes a new Parameter, which stays frozen. Fused
+    modules get their own forward back. The state of delayed scaling is dropped. Does nothing for a
+    model in high precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -43,6 +45,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     for layer in layers:
         layer.become_high_precision()
     leave_fast_path(module)
+    tell_ddp_what_to_ignore(module)
     return module
 
 

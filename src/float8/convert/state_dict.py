@@ -13,8 +13,7 @@ from float8.tensor import Float8Tensor, dequantise
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     """`model.state_dict()` without the state of delayed scaling, all weights in high precision.
 
-    It loads with `strict=True` into the model as it was before the conversion. For a model
-    without delayed scaling it is `model.state_dict()`.
+    It loads with `strict=True` into the model as it was before the conversion.
 
     Raises:
         TypeError: `model` is no `nn.Module`.

@@ -12,8 +12,8 @@ class Float8Callback(TrainerCallback):
     """Runs at every optimizer step what the scaling of a converted model needs once per step.
 
     With whatever optimizer the `Trainer` makes: `Trainer(model, ..., callbacks=[Float8Callback()])`
-    for a model that `convert_to_float8_training` converted. Needed for delayed scaling, and for
-    weights that FSDP2 gathers in float8 under dynamic scaling (there for speed); harmless else.
+    for a model that `convert_to_float8_training` converted. Needed for delayed scaling and for
+    `Float8Weights.HELD`, and for the speed of weights that FSDP2 gathers in float8; harmless else.
 
     Args:
         group: of the sync, as in `attach_to_optimizer`.

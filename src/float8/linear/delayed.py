@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, Float8Weights
-from float8.formats import FLOAT8_MAX
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.held import PLAIN, HeldWeight
 from float8.linear.other_state import as_loadable
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
-from float8.tensor import Float8Tensor, high_precision, local_tensor, with_plan_of
+from float8.tensor import Float8Tensor, dequantise, high_precision, local_tensor, with_plan_of
 
 WEIGHT_AMAX = "fp8_amax_weight"
 WEIGHT_SCALE = "fp8_scale_weight"
@@ -222,11 +222,12 @@ class StatefulLayer(nn.Module):
         self.held = None
         in_float8 = self.keeps_no_master and isinstance(weight, Float8Tensor)
         if in_float8:  # another dtype would have it dequantised
+            like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
+            weight = nn.Parameter(moved(weight, like), requires_grad=False)
             self._parameters["weight"] = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if in_float8:
-            like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
-            self._parameters["weight"] = nn.Parameter(moved(weight, like), requires_grad=False)
+            self._parameters["weight"] = weight
         for name, old in before.items():
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits
@@ -260,8 +261,12 @@ class StatefulLayer(nn.Module):
     ) -> None:
         missing: list[str] = []
         key = prefix + "weight"
-        if self.keeps_no_master and type(state_dict.get(key)) in PLAIN:
-            values = state_dict[key]
+        values: Any = state_dict.get(key)
+        if isinstance(values, Float8Tensor) and not self.keeps_no_master:
+            state_dict = {**state_dict, key: dequantise(values)}
+        fits = getattr(values, "shape", None) == self.weight.shape  # else torch says so
+        fits = fits and values.dtype in HIGH_PRECISION_DTYPES
+        if self.keeps_no_master and type(values) in PLAIN and fits:
             if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
                 values = values.to(self.weight.dtype)
             values = values if self.weight.is_meta else values.to(self.weight.device)

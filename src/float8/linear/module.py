@@ -110,10 +110,11 @@ class Float8Layer(StatefulLayer):
         """Turn this very object back into what it was made of."""
         self._take_back_master()
         self._drop_state()
-        cls: Any = type(self)
+        source = self.source_class  # may be the layer's own
+        cls: Any = self.base_class or type(self)  # without what is of the source's
         for name in own_names(cls) & vars(self).keys():
             del self.__dict__[name]
-        self.__class__ = self.source_class  # type: ignore[assignment]
+        self.__class__ = source  # type: ignore[assignment]
 
     # ---------------------------------------------------------------- forward
 
@@ -146,6 +147,11 @@ class Float8Layer(StatefulLayer):
             known = self.knows_scales, self.weight_scale
             sharded: Tensor = linear_of_shards(input, weight, self.bias, *how, *known)
             return sharded
+        if self.keeps_no_master and weight.requires_grad:
+            raise RuntimeError(
+                "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
+                "expected False: it cannot be trained; call convert_to_high_precision(model) first"
+            )
         ready = self.ready_weight(weight) if self.held is not None else None
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
@@ -257,7 +263,7 @@ class Float8Conv1D(Float8Layer):
 def _base(mod: Any, cls: Any = Float8Linear) -> Any:
     """Which of our classes a layer becomes; `cls` is `Float8Linear` or a subclass."""
     transposed = mod.transposed if isinstance(mod, Float8Layer) else is_conv1d(mod)
-    return Float8Conv1D if transposed else cls
+    return Float8Conv1D if transposed else Float8Linear if cls is Float8Conv1D else cls
 
 
 def unsupported(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
-from float8.formats import FLOAT8_MAX
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.across import Reduction
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize
@@ -50,6 +50,12 @@ def in_float8_only(weight: Tensor, spec: CastSpec) -> Float8Tensor:
 
 def moved(weight: Float8Tensor, like: Tensor) -> Float8Tensor:
     """`weight` on the device of `like`, and reporting its dtype; uninitialised if it was meta."""
+    if like.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"Float8Linear: got {like.dtype} for a weight that is in float8 only, expected one of "
+            f"{', '.join(map(str, HIGH_PRECISION_DTYPES))}; call convert_to_high_precision(model) "
+            f"first"
+        )
 
     def move(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=like.device) if x.is_meta else x.to(like.device)

@@ -8,7 +8,10 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of the wrapped module in which DDP looks up the names of what it leaves alone."""
 
 
-def keep_amaxes_under_ddp(module: nn.Module) -> None:
+_OURS = "_float8_names_that_ddp_ignores"
+
+
+def tell_ddp_what_to_ignore(module: nn.Module) -> None:
     """Have DDP leave the amaxes of each rank alone, whichever part of `module` it wraps.
 
     At every forward DDP copies rank 0's buffers to all ranks. Histories and scales, which a sync
@@ -23,7 +26,10 @@ def keep_amaxes_under_ddp(module: nn.Module) -> None:
             if isinstance(layer, Float8Layer)
             for own in (*(site.amax for site in layer.delayed), *["weight"] * layer.keeps_no_master)
         ]
-        if names:
-            ignored = [*getattr(root, _IGNORED, ())]
-            ignored += [name for name in names if name not in ignored]
-            setattr(root, _IGNORED, ignored)
+        before = root.__dict__.pop(_OURS, [])
+        if names or before:
+            theirs = [name for name in getattr(root, _IGNORED, ()) if name not in before]
+            ours = [name for name in names if name not in theirs]
+            root.__dict__[_IGNORED] = [*theirs, *ours]
+            if ours:
+                root.__dict__[_OURS] = ours
