@@ -111,9 +111,10 @@ class Float8Layer(StatefulLayer):
         self._take_back_master()
         self._drop_state()
         cls: Any = type(self)
+        source = self.source_class
         for name in own_names(cls) & vars(self).keys():
             del self.__dict__[name]
-        self.__class__ = self.source_class  # type: ignore[assignment]
+        self.__class__ = source  # type: ignore[assignment]
 
     # ---------------------------------------------------------------- forward
 
