@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
+from float8.convert.replace import replace_modules
 from float8.linear import Float8Linear, move_hooks, unsupported
 from float8.linear.sharded import linear_of_shards
 from float8.linear.source import copied_from
@@ -191,8 +192,4 @@ def swap_tp_linear_with_float8_linear(
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
     dim = sequence_dim if sequence_parallel else None
     new = {mod: _CLASSES[type(mod)].from_parallel(mod, config, dim) for mod in found}
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
-    return new.get(model, model)
+    return replace_modules(model, new)
