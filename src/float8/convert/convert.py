@@ -11,8 +11,8 @@ from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.encoder import leave_fast_path
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.fuse import fuse_modules
-from float8.convert.report import conversion_report, set_skip_reason
 from float8.convert.replace import replace_modules
+from float8.convert.report import conversion_report, set_skip_reason
 from float8.convert.restore import require_changeable, ungather
 from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
 from float8.parallel.ddp import keep_amaxes_under_ddp
