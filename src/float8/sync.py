@@ -57,14 +57,15 @@ def sync_float8_amax_and_scale_history(
         TypeError: an argument has the wrong type.
         ValueError: no `group` is given, and layers (or, if they do not tell, those parameters) are
             on different meshes, or weights are gathered in float8 at the moment and nothing tells
-            their mesh. Or ranks have different layers with delayed scaling; a rank that has none
-            does not take part.
+            their mesh. Or ranks that hold parts of a weight would not share its amaxes. Or ranks
+            have different layers with delayed scaling; a rank that has none does not take part.
     """
     require_module(model, "model")
     layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
     if not layers:
         return
-    if ranks := sync_groups([layer.weight for layer in layers], group, _beside(layers, model)):
+    weights = [layer.weight for layer in layers]
+    if ranks := sync_groups(weights, group, _beside(layers, model), _parted(layers)):
         _require_same_layers(model, layers, ranks)
         _share_amaxes(layers, ranks)
     _join_tied(layers)
@@ -180,6 +181,8 @@ def update_float8_weights(model: nn.Module) -> None:
         reason = None
         if layer.transposed:
             reason = "of a Conv1D"
+        elif layer.holds_part:
+            reason = "a part of one, of model parallel"
         elif layer in sharded:
             reason = None if gathers else "gathered in high precision"
         elif weight is None:
@@ -379,6 +382,11 @@ def _share_amaxes(layers: list[Float8Layer], ranks: tuple[Any, ...]) -> None:
     recorded, unrecorded = both.chunk(2)
     together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, together.unbind())
+
+
+def _parted(layers: Iterable[Any]) -> set[Any]:
+    """The groups of ranks that hold parts of weights, where these are no DTensors."""
+    return {layer.mesh.get_group() for layer in layers if layer.holds_part}
 
 
 def _beside(layers: Sequence[Float8Layer], model: nn.Module) -> Iterator[Tensor]:

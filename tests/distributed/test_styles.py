@@ -28,6 +28,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.linear import functional
+from float8.parallel.amax import sync_groups
 from support.models import FeedForward, seeded
 from support.parallel import (
     DIM,
@@ -366,6 +367,8 @@ def wrong_uses() -> None:
     parallelize_module(block, mesh, plan_of("float8", sequence=True))
     with pytest.raises(ValueError, match=r"group: got ranks \[.\], but parts of a weight are on"):
         sync_float8_amax_and_scale_history(block, group=alone())
+    with pytest.raises(ValueError, match=r"group: got ranks \[.\], but parts of a weight are on"):
+        sync_groups([torch.ones(1)], alone(), parted=[dist.group.WORLD])  # no DTensor
     sync_float8_amax_and_scale_history(block, group=dist.group.WORLD)
     layer = layer_of("tensorwise", bias=False)
     style = Float8RowwiseParallel(input_layouts=Shard(2), output_layouts=Shard(1))

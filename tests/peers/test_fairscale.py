@@ -12,8 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
+    Float8Weights,
+    all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
     convert_to_high_precision,
@@ -119,11 +124,6 @@ def there_and_back() -> None:
 
     _, parallel = built(True)
     plain = copy.deepcopy(parallel)
-    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather=True, expected False"):
-        ours.swap_tp_linear_with_float8_linear(
-            parallel, config=tensorwise(enable_fsdp_float8_all_gather=True)
-        )
-    assert [type(x) for x in parallel.children()] == [type(x) for x in plain.children()]
     ours.swap_tp_linear_with_float8_linear(
         parallel, config=of_recipe("rowwise"), module_filter_fn=lambda mod, fqn: fqn == "first"
     )
@@ -143,3 +143,104 @@ def there_and_back() -> None:
 
 def test_there_and_back(two: Ranks) -> None:
     two.run(there_and_back)
+
+
+REFUSED = [
+    (tensorwise(enable_fsdp_float8_all_gather=True), "gather=True, expected False: FSDP does not"),
+    (tensorwise(float8_weights=Float8Weights.ONLY), "float8_weights=ONLY for a weight of which"),
+]
+
+
+def refused() -> None:
+    """Before anything changes: the hooks, the layer beside them, those converted already."""
+    from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
+
+    _, parallel = built(True)
+    parallel.requires_grad_(False)
+    model = nn.Sequential(nn.Linear(DIM, DIM).requires_grad_(False), parallel)
+    parallel.last.register_forward_hook(lambda *_: None)
+    for config, expected in REFUSED:
+        before = [*model.modules()]
+        with pytest.raises(ValueError, match=f"layer '1.first': got (.)*{expected}"):
+            swap(model, config=config)
+        assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+    assert len(parallel.last._forward_hooks) == 1
+    swap(model)
+    for config, expected in REFUSED:
+        before, old = [*model.modules()], parallel.first.config
+        with pytest.raises(ValueError, match=f"'1.first'(.)*already converted(.)*{expected}"):
+            convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+        assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+        assert parallel.first.config is parallel.last.config is old
+
+
+def test_what_needs_the_whole_weight_is_refused(two: Ranks) -> None:
+    two.run(refused)
+
+
+def held() -> None:
+    from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
+
+    _, parallel = built(True)
+    wanted = swap(copy.deepcopy(parallel))
+    swap(parallel, config=tensorwise(float8_weights=Float8Weights.HELD))
+    with pytest.warns(UserWarning, match=r"2 layer\(s\) cast their weight on the fly(.)*first"):
+        attach_to_optimizer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
+    assert parallel.first.held is parallel.last.held is None
+    assert "held" not in repr(parallel)
+    x = seeded(1, TOKENS, BATCH, DIM)
+    assert torch.equal(parallel(x), wanted(x))
+
+
+def test_held_weights_are_cast_on_the_fly(two: Ranks) -> None:
+    two.run(held)
+
+
+def groups() -> None:
+    from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
+
+    _, parallel = built(True)
+    swap(parallel, config="delayed")
+    assert parallel.first.delayed
+    parallel(seeded(1, TOKENS, BATCH, DIM)).sum().backward()
+    rank = dist.get_rank()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    state = {name: x.clone() for name, x in parallel.named_buffers()}
+    expected = rf"group: got ranks \[{rank}\], but parts of a weight are on ranks \[0, 1\]"
+    with pytest.raises(ValueError, match=expected):
+        sync_float8_amax_and_scale_history(parallel, group=alone)
+    # The weights of other layers tell a mesh, here of this rank alone.
+    beside = convert_to_float8_training(nn.Linear(DIM, DIM), config="delayed", fuse=False)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "own"))["own"]
+    model = nn.Sequential(fully_shard(nn.Sequential(beside), mesh=mesh), parallel)
+    expected = rf"got None and weights on a mesh of ranks \[{rank}\], but parts(.)*\[0, 1\]"
+    with pytest.raises(ValueError, match=expected):
+        sync_float8_amax_and_scale_history(model)
+    assert all(torch.equal(x, state[name]) for name, x in parallel.named_buffers())
+    for how in ({}, {"group": dist.group.WORLD}):
+        sync_float8_amax_and_scale_history(parallel, **how)
+    sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
+    scales = parallel.first.fp8_scale_weight, parallel.last.fp8_scale_weight
+    for scale in scales:
+        both = [torch.empty_like(scale) for _ in range(2)]
+        dist.all_gather(both, scale)
+        assert both[0] == both[1]
+
+
+def test_a_group_has_all_ranks_that_hold_parts(two: Ranks) -> None:
+    two.run(groups)
+
+
+def under_ddp() -> None:
+    """Which copies rank 0's buffers to all; that there are no replicas here makes no difference."""
+    from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
+
+    _, parallel = built(False)
+    ddp = DistributedDataParallel(swap(parallel, config="delayed"))
+    parallel.last.fp8_amax_weight.fill_(7.0 + dist.get_rank())
+    ddp(seeded(1, TOKENS, BATCH, DIM))
+    assert parallel.last.fp8_amax_weight == 7.0 + dist.get_rank()
+
+
+def test_ddp_leaves_amaxes_alone(two: Ranks) -> None:
+    two.run(under_ddp)

@@ -11,6 +11,7 @@ from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.encoder import leave_fast_path
 from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.fuse import fuse_modules
+from float8.convert.replace import replace_modules
 from float8.convert.report import conversion_report, set_skip_reason
 from float8.convert.restore import require_changeable, ungather
 from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
@@ -106,16 +107,12 @@ def convert_to_float8_training(
     # From here on the model changes, and nothing raises.
     for linear, reason in reasons.items():
         set_skip_reason(replacements.get(linear, linear), reason)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child in replacements:
-                parent._modules[name] = replacements[child]
+    module = replace_modules(module, replacements)
     for linear, replacement in replacements.items():
         move_hooks(linear, replacement)
     ungather(again)
     for layer in again:
         layer.set_up(config)
-    module = replacements.get(module, module)
     enable_float8_all_gather(module)
     tell_ddp_what_to_ignore(module)
     if fuse:

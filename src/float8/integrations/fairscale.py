@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.arguments import require_module
-from float8.config import Float8LinearConfig
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.convert.replace import replace_modules
 from float8.linear import Float8Linear, move_hooks, unsupported
 from float8.linear.sharded import linear_of_shards
 from float8.linear.source import copied_from
+from float8.parallel.ddp import tell_ddp_what_to_ignore
 
 
 class Float8ParallelLinear(Float8Linear):
@@ -58,15 +60,6 @@ class Float8ParallelLinear(Float8Linear):
     def place(self, mod: Any, sequence_dim: int | None) -> None:
         """Say how input and output of `mod` lie."""
         raise NotImplementedError
-
-    def set_up(self, config: Float8LinearConfig) -> None:
-        """As `Float8Linear`; a `ValueError` for a float8 all-gather of FSDP."""
-        if config.enable_fsdp_float8_all_gather:
-            raise ValueError(
-                f"{type(self).__name__}: got enable_fsdp_float8_all_gather=True, expected False: "
-                f"FSDP does not know that other ranks hold parts of the weight, too"
-            )
-        super().set_up(config)
 
     def become_high_precision(self) -> None:
         """As `Float8Linear`."""
@@ -141,7 +134,7 @@ _CLASSES: dict[type[nn.Module], type[Float8ParallelLinear]] = {
 def swap_tp_linear_with_float8_linear(
     model: nn.Module,
     *,
-    config: Float8LinearConfig | None = None,
+    config: ConfigOrRecipe | None = None,
     module_filter_fn: Callable[[nn.Module, str], bool] = lambda mod, fqn: True,
     sequence_parallel: bool = False,
     sequence_dim: int = 0,
@@ -159,7 +152,8 @@ def swap_tp_linear_with_float8_linear(
 
     Args:
         model: or a single such layer.
-        config: None means `Float8LinearConfig()`, dynamic tensorwise scaling.
+        config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
+            scaling. With `Float8Weights.HELD` weights are cast on the fly; a warning says so.
         module_filter_fn: called as `module_filter_fn(layer, fqn)`; those for which it returns True
             are converted.
         sequence_parallel: see above.
@@ -170,11 +164,12 @@ def swap_tp_linear_with_float8_linear(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a layer cannot take `config`; nothing is changed then.
+        ValueError: `config` is the name of no recipe, or a layer cannot take it, as none can
+            `enable_fsdp_float8_all_gather` or `Float8Weights.ONLY`; nothing is changed then.
         RuntimeError: fairscale's model parallel is not initialised.
     """
     require_module(model, "model")
-    config = Float8LinearConfig() if config is None else config
+    config = as_config(config)
     if not model_parallel_is_initialized():
         raise RuntimeError(
             "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one; call "
@@ -187,12 +182,10 @@ def swap_tp_linear_with_float8_linear(
     }
     for mod, fqn in found.items():
         as_linear: Any = mod
-        if problem := unsupported(as_linear, config, [type(mod)]):
+        if problem := unsupported(as_linear, config, [type(mod)], _CLASSES[type(mod)]):
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
     dim = sequence_dim if sequence_parallel else None
     new = {mod: _CLASSES[type(mod)].from_parallel(mod, config, dim) for mod in found}
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
-    return new.get(model, model)
+    model = replace_modules(model, new)
+    tell_ddp_what_to_ignore(model)
+    return model

@@ -267,7 +267,10 @@ def _base(mod: Any, cls: Any = Float8Linear) -> Any:
 
 
 def unsupported(
-    mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
+    mod: nn.Module,
+    config: Float8LinearConfig,
+    linear_classes: Collection[type] = (),
+    cls: type[Float8Linear] = Float8Linear,
 ) -> str | None:
     """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
 
@@ -275,8 +278,9 @@ def unsupported(
         mod: an `nn.Linear` of any subclass, a `Conv1D`, or either converted.
         config: the configuration.
         linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
+        cls: what it is to become: `Float8Linear`, or a subclass.
     """
-    found = problem(mod, _base(mod), config, linear_classes)
+    found = problem(mod, _base(mod, cls), config, linear_classes)
     return None if found is None else str(found)
 
 

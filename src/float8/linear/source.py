@@ -64,13 +64,16 @@ def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def problem(
-    mod: Any, base: type, config: Float8LinearConfig, linear_classes: Collection[type]
+    mod: Any,
+    base: type[StatefulLayer],
+    config: Float8LinearConfig,
+    linear_classes: Collection[type],
 ) -> TypeError | ValueError | None:
     """Why `mod` cannot become a layer of class `base`; None: it can.
 
     Args:
         mod: an `nn.Linear` of any subclass, a `Conv1D`, or either converted.
-        base: `Float8Linear` or `Float8Conv1D`.
+        base: `Float8Linear`, a subclass, or `Float8Conv1D`.
         config: its configuration.
         linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
     """
@@ -78,6 +81,8 @@ def problem(
     if reason := computes_something_else(mod, (*linear_classes, StatefulLayer)):
         return TypeError(reason)
     if reason := _name_taken(mod, base, config) or _cannot_be_both(type(mod), base):
+        return ValueError(reason)
+    if reason := _needs_whole_weight(mod, base, config):
         return ValueError(reason)
     if "forward" in mod.__dict__:  # it would win over ours
         return ValueError(
@@ -114,6 +119,25 @@ def problem(
     reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
     if not config.emulate and reason is not None:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
+    return None
+
+
+def _needs_whole_weight(
+    mod: Any, base: type[StatefulLayer], config: Float8LinearConfig
+) -> str | None:
+    """Why a layer whose weight is a part, though no DTensor, cannot take `config`, or None."""
+    if not (base.holds_part or (isinstance(mod, StatefulLayer) and mod.holds_part)):
+        return None
+    if config.enable_fsdp_float8_all_gather:
+        return (
+            "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
+            "ranks hold parts of the weight, too"
+        )
+    if config.float8_weights is Float8Weights.ONLY:
+        return (
+            "got float8_weights=ONLY for a weight of which other ranks hold parts, expected "
+            "ON_THE_FLY: each rank would cast its part under a scale of its own"
+        )
     return None
 
 

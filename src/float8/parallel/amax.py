@@ -65,37 +65,44 @@ def sharding_groups(weight: Any) -> tuple[Group, ...]:
     )
 
 
-def _require_whole_weights(weights: Iterable[Any], group: Group) -> None:
-    """Raise a `ValueError` if ranks outside of `group` hold parts of a weight.
+def _require_whole_weights(parted: Iterable[Group], got: list[int], what: str, do: str) -> None:
+    """Raise a `ValueError` if ranks other than `got` hold parts of a weight.
 
     They would get other scales, and what is gathered from all be read under that of one.
     """
-    got = dist.get_process_group_ranks(group)
-    spread = {each for w in weights if hasattr(w, "device_mesh") for each in sharding_groups(w)}
-    for ranks in map(dist.get_process_group_ranks, spread):
+    for ranks in map(dist.get_process_group_ranks, parted):
         if not set(ranks) <= set(got):
             raise ValueError(
-                f"group: got ranks {got}, but parts of a weight are on ranks {ranks}, expected all "
-                f"of those in the group: they share its scales; leave group= out, or give one of "
-                f"all ranks that train on parts of the same batch"
+                f"group: got {what} {got}, but parts of a weight are on ranks {ranks}, expected "
+                f"all of those in the group: they share its scales; {do} one of all ranks that "
+                f"train on parts of the same batch"
             )
 
 
 def sync_groups(
-    weights: Iterable[Any], group: Group | None, others: Iterable[Any] = ()
+    weights: Iterable[Any],
+    group: Group | None,
+    others: Iterable[Any] = (),
+    parted: Iterable[Group] = (),
 ) -> tuple[Group, ...]:
     """The groups over which the amaxes of layers with these weights are reduced: see the sync.
 
-    `others` tell the mesh where no weight does, as all are gathered; they are read only then.
+    Args:
+        weights: those of the layers.
+        group: the only one, if given.
+        others: tell the mesh where no weight does, as all are gathered; they are read only then.
+        parted: groups of ranks that hold parts of weights which do not tell, being no DTensors.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ()
+    weights = list(weights)
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
-        _require_whole_weights(weights, group)
+        sharded = {x for w in weights if hasattr(w, "device_mesh") for x in sharding_groups(w)}
+        ranks = dist.get_process_group_ranks(group)
+        _require_whole_weights({*parted, *sharded}, ranks, "ranks", "leave group= out, or give")
         return (group,)
-    weights = list(weights)
     meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:
         raise ValueError(
@@ -104,6 +111,9 @@ def sync_groups(
         )
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
+            ranks = mesh.mesh.flatten().tolist()
+            what = "None and weights on a mesh of ranks"
+            _require_whole_weights(parted, ranks, what, "give")
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()

@@ -11,6 +11,7 @@ from float8.convert import (
     swap_linear_with_float8_linear,
 )
 from float8.convert.filters import _auto_filter_for_recipe
+from float8.convert.replace import replace_modules
 from float8.linear import Float8Layer
 from float8.sync import sync_float8_amax_and_scale_history
 
@@ -46,8 +47,4 @@ def swap_linear_layers(
         for fqn, mod in module.named_modules()
         if isinstance(mod, nn.Linear) and (module_filter_fn is None or module_filter_fn(mod, fqn))
     }
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
-    return new.get(module, module)
+    return replace_modules(module, new)
