@@ -19,19 +19,19 @@ def once_differentiable(backward: Backward) -> Backward:
             results = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return results
-        # Of the gradients, they would be constants where those are.
+        # Of something that needs a gradient, too: else they would be constants where `grads` are.
         of = torch.zeros((), requires_grad=True)
-        return _Refusing.apply(of, *results)  # type: ignore[no-any-return, no-untyped-call]
+        return _Refusing.apply(len(grads), of, *grads, *results)  # type: ignore[no-any-return, no-untyped-call]
 
     return wrapper
 
 
 class _Refusing(torch.autograd.Function):
-    """Tensors, as functions of something whose derivative is refused."""
+    """The last tensors, as functions of the first ones whose derivative is refused."""
 
     @staticmethod
-    def forward(ctx: Any, of: Tensor, *tensors: Any) -> tuple[Any, ...]:
-        return tuple(x.detach() if isinstance(x, Tensor) else x for x in tensors)
+    def forward(ctx: Any, count: int, of: Tensor, *tensors: Any) -> tuple[Any, ...]:
+        return tuple(x.detach() if isinstance(x, Tensor) else x for x in tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -616,7 +616,9 @@ def test_norms_are_one_operation_in_eager_mode(dtype, scale: float, device: str)
     wanted, got = forward_backward(plain, x, g), forward_backward(fused, x, g)
     for name in wanted:
         assert got[name].dtype == dtype
-        assert sqnr(exact[name], got[name]) > sqnr(exact[name], wanted[name]) - 0.5, name
+        # In float32 the order of sums decides, of which neither is the better one.
+        least = 130 if dtype == torch.float32 else sqnr(exact[name], wanted[name]) - 0.5
+        assert sqnr(exact[name], got[name]) > least, name
     with OpCounter() as counter:
         fused(x)
     assert counter.ops["aten.pow"] <= 1  # on the CPU that is how torch computes it
