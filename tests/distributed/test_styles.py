@@ -495,6 +495,7 @@ def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
 
 def fused() -> None:
     """Feed-forwards that were fused compute layer by layer, as torch's and our styles have it."""
+    torch._dynamo.reset()  # other tests of these ranks count, too
     for kind in STYLES:
         blocks = block_of("tensorwise"), block_of("tensorwise", fuse=True)
         x = seeded(1, 2, TOKENS, DIM, device=here())
