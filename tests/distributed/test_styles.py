@@ -453,6 +453,7 @@ def one_block(
 ) -> None:
     whole, block = block_of(recipe, bias), block_of(recipe, bias)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence))
+    torch._dynamo.reset()  # other tests of these ranks count, too
     call = torch.compile(block, fullgraph=True, backend=backend) if backend else block
     x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
     own_x, own_g = (part(t, 1) if sequence else t.clone() for t in (x, g))
@@ -495,7 +496,6 @@ def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
 
 def fused() -> None:
     """Feed-forwards that were fused compute layer by layer, as torch's and our styles have it."""
-    torch._dynamo.reset()  # other tests of these ranks count, too
     for kind in STYLES:
         blocks = block_of("tensorwise"), block_of("tensorwise", fuse=True)
         x = seeded(1, 2, TOKENS, DIM, device=here())
