@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.linear.classes import class_of, is_conv1d
 from float8.linear.delayed import WEIGHT_SCALE, StatefulLayer
 from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
@@ -147,7 +147,7 @@ class Float8Layer(StatefulLayer):
             known = self.knows_scales, self.weight_scale
             sharded: Tensor = linear_of_shards(input, weight, self.bias, *how, *known)
             return sharded
-        if self.keeps_no_master and weight.requires_grad:
+        if weight.requires_grad and self.config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
