@@ -657,7 +657,7 @@ class Block(nn.Module):
 
 
 @on_devices
-@pytest.mark.parametrize("kind", [Meta, WithModule])
+@pytest.mark.parametrize("kind", [Meta, pytest.param(WithModule, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_in_one_graph(recipe: str, kind: type[Layers], device: str) -> None:
     torch._dynamo.reset()

@@ -274,7 +274,9 @@ def hooked(backend: str, recipe: str) -> None:
                 close(got, expected)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.exhaustive)]
+)
 def test_a_module_whose_inputs_are_prepared_compiles(two: Ranks, recipe: str) -> None:
     two.run(hooked, "aot_eager", recipe)
 
@@ -488,7 +490,10 @@ def test_inductor_compiles_a_block(either: Ranks, recipe: str) -> None:
     either.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+REST = [pytest.param(recipe, marks=pytest.mark.exhaustive) for recipe in ("delayed", "rowwise")]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *REST])
 @pytest.mark.parametrize("kind", STYLES)
 def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
     two.run(one_block, kind, True, False, "aot_eager", recipe)

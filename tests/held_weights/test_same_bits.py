@@ -141,7 +141,11 @@ def test_tied_frozen_and_checkpointed(config, what: str) -> None:
     assert_held_equals_on_the_fly(BUILD[what](config), (8, 32))
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "config",
+    [delayed(), pytest.param(tensorwise(), marks=pytest.mark.exhaustive)],
+    ids=["delayed", "dynamic"],
+)
 def test_compiled(config) -> None:
     torch._dynamo.reset()
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
