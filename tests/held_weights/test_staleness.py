@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 from float8 import (
     Float8Linear,
@@ -279,7 +280,9 @@ def test_a_recorded_graph_casts_for_itself() -> None:
     model, x = held_model(), seeded(0, *SHAPE)
     with torch.no_grad():
         graph = make_fx(lambda x: model(x))(x)
-    programs = [torch.export.export(model, (x,), strict=strict) for strict in (True, False)]
+    # Dynamo of torch 2.11 cannot tell export from compilation.
+    ways = (True, False) if TorchVersion(torch.__version__) >= "2.13" else (False,)
+    programs = [torch.export.export(model, (x,), strict=strict) for strict in ways]
     for program in programs:
         assert not program.constants
         assert same_bits(program.module()(x), model(x))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from float8.config import ScalingGranularity
 from float8.kernels.runtime.ops import register
@@ -22,6 +23,10 @@ from float8.quantize.spec import CastSpec, Part, Quantized
 
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 """Weights that are data in memory and nothing else: no shards, no wrappers."""
+
+
+_DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
+"""Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
 
 
 class HeldWeight(NamedTuple):
@@ -75,8 +80,9 @@ def can_hold(weight: Any) -> bool:
 def current(held: HeldWeight, spec: CastSpec, scale: Tensor | None) -> HeldWeight | None:
     """`held`, cast again if its weight was written; None if a recording must not keep it."""
     weight, operand = held
-    if torch.compiler.is_exporting():  # or the program would hold the data, too
-        return None
+    exporting = torch.compiler.is_exporting()
+    if exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling()):
+        return None  # or the program would hold the data, too
     if torch.compiler.is_compiling():
         return HeldWeight(weight, _traced(weight, operand, spec, scale))
     if _is_recording(weight):
