@@ -207,17 +207,19 @@ def with_leading_dims(rows: Tensor, like: Tensor, tokens: Tokens | None = None) 
 
 def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of a weight that is float8; no bytes are copied."""
-    return _held("weight", weight, plan.weight, None if plan.share_weight else "grad_input")
+    return _operand_of("weight", weight, plan.weight, None if plan.share_weight else "grad_input")
 
 
 def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of an input that was cast for several layers at once."""
-    held = _held("input", input, plan.input, None if casts_input_once(plan) else "grad_weight")
-    assert held.row is not None
-    return held._replace(row=padded(held.row, plan.input, pad_rows=False))
+    operand = _operand_of(
+        "input", input, plan.input, None if casts_input_once(plan) else "grad_weight"
+    )
+    assert operand.row is not None
+    return operand._replace(row=padded(operand.row, plan.input, pad_rows=False))
 
 
-def _held(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -> Quantized:
+def _operand_of(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -> Quantized:
     """The operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
     got, expected = (
         f"{dtype} under {granularity}"

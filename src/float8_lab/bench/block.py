@@ -1,6 +1,6 @@
 """`float8 bench block`: a stack of Llama blocks, forward and backward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from float8_lab.bench.step import Row, Step, compare
 from float8_lab.bench.variants import Variant
 from float8_lab.models.llama import Block, rope_table
-from float8_lab.models.presets import PRESETS, preset
+from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
 AT_LEAST = 10.0
 """Lower bound of the SQNR in dB of every gradient against bf16's: noise of all blocks adds up."""
@@ -39,10 +39,10 @@ class Stack(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, size: StackSize) -> None:
+    def __init__(self, size: StackSize, block: Callable[[ModelConfig], nn.Module] = Block) -> None:
         super().__init__()
         config = replace(preset(size.model).model, n_layers=size.blocks)
-        self.layers = nn.ModuleList(Block(config) for _ in range(size.blocks))
+        self.layers = nn.ModuleList(block(config) for _ in range(size.blocks))
         cos, sin = rope_table(config.head_dim, size.seq_len, config.rope_theta)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
@@ -54,11 +54,13 @@ class Stack(nn.Module):
         return x
 
 
-def bf16_stack(size: StackSize, device: torch.device) -> Stack:
+def bf16_stack(
+    size: StackSize, device: torch.device, block: Callable[[ModelConfig], nn.Module] = Block
+) -> Stack:
     """The same weights at every call, in bf16; the rotary table stays float32."""
     torch.manual_seed(0)
     with torch.device(device):
-        stack = Stack(size)
+        stack = Stack(size, block)
     stack.layers.to(torch.bfloat16)
     return stack
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from float8.convert.measure import WrongResultError
 from float8.linear import functional
 from float8.parallel import tensor as own_styles
-from float8_lab.bench.block import AT_LEAST, StackSize, stack_data
+from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
 from float8_lab.bench.fsdp import ShardedStep
 from float8_lab.bench.step import WARMUP, Row, Step, check
 from float8_lab.bench.traffic import CountedTraffic
@@ -35,7 +35,7 @@ from float8_lab.bench.variants import (
     many_compilations,
 )
 from float8_lab.errors import ConfigError
-from float8_lab.models.llama import apply_rope, rope_table
+from float8_lab.models.llama import apply_rope
 from float8_lab.models.presets import ModelConfig, preset
 
 PASSES = 3
@@ -174,30 +174,6 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
-class Stack(nn.Module):
-    """Blocks without embedding and head."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, size: StackSize, device: torch.device) -> None:
-        super().__init__()
-        config = preset(size.model).model
-        torch.manual_seed(0)
-        with torch.device(device):
-            self.layers = nn.ModuleList(Block(config) for _ in range(size.blocks))
-            self.to(torch.bfloat16)
-            cos, sin = rope_table(config.head_dim, size.seq_len, config.rope_theta)
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> the same."""
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        return x
-
-
 def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Module:
     """Each rank holds its part of weights and, between layers, of the tokens."""
     if variant.is_reference:
@@ -239,7 +215,7 @@ class ParallelStep(ShardedStep):
             variant, convert=lambda model: parallelized(variant.convert(model), variant, mesh)
         )
         data = [part(x, 1) for x in stack_data(size, device)]
-        Step.__init__(self, sharded, Stack(size, device), *data, sync=True)
+        Step.__init__(self, sharded, bf16_stack(size, device, Block), *data, sync=True)
 
     def __call__(self) -> dict[str, Tensor]:
         """What this rank has of the results."""
@@ -359,7 +335,7 @@ def _checked(
     row |= dict.fromkeys(("left_out", "same_scales", "more_noise_db"))
     if variant.ours or base is None:
         eager = replace(variant, mode=EAGER)
-        alone = Step(eager, Stack(size, device), *stack_data(size, device), sync=True)
+        alone = Step(eager, bf16_stack(size, device, Block), *stack_data(size, device), sync=True)
         whole, expected = results_and_scales(alone)
         references[variant.recipe] = parts(whole)
         del alone, whole

@@ -3,8 +3,9 @@
 `float8 bench numerics`, which times nothing, is in `bench_numerics`.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +37,7 @@ from float8_lab.cli.table import Rows, print_table
 from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import preset
-from float8_lab.ranks import join_ranks, start_ranks
+from float8_lab.ranks import Ranks, join_ranks, start_ranks
 from float8_lab.trainer.environment import describe_environment
 
 app = typer.Typer(
@@ -273,8 +274,18 @@ class RanksVariants(Variants):
     peers: Annotated[Words, "Also measure torchao."] = None
 
 
-def check_ranks(where: Place, peers: list[str]) -> None:
-    """Raise a `ConfigError` for what benchmarks of several ranks do not take."""
+def ranks_option(at_least: int) -> Any:
+    """How many processes; fewer than `at_least` are refused."""
+    text, default = "Processes, each with a GPU.", "all GPUs; 2 on a CPU"
+    return typer.Option(min=at_least, help=text, show_default=default)
+
+
+@contextlib.contextmanager
+def on_ranks(where: Run, peers: list[str], ranks: int | None) -> Iterator[tuple[Run, Ranks]]:
+    """On each of the ranks: `where` with its own device, and all of them.
+
+    A `ConfigError` for what benchmarks of several ranks do not take.
+    """
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(
             f"device: got {where.device!r}, expected cuda or cpu; say --ranks for how many"
@@ -282,6 +293,10 @@ def check_ranks(where: Place, peers: list[str]) -> None:
     for peer in peers:
         if peer != "torchao":
             raise ConfigError(f"peers: got {peer!r}, expected torchao")
+    where.checked()
+    start_ranks(where.device, ranks)
+    with join_ranks(True) as group:
+        yield dataclasses.replace(where, device=str(group.device(where.device))), group
 
 
 @app.command("fsdp")
@@ -290,12 +305,7 @@ def fsdp_command(
     size: StackSize,
     compared: Variants,
     where: Run,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"
-        ),
-    ] = None,
+    ranks: Annotated[int | None, ranks_option(1)] = None,
 ) -> None:
     """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
 
@@ -306,13 +316,9 @@ def fsdp_command(
     between the gathers of a recipe. Each variant has its rounds in two passes over the list.
     """
     chosen = compared.chosen()
-    check_ranks(where, chosen["peers"])
     preset(size.model)
     variants = make_variants(**chosen, sharded=True)
-    where.checked()
-    start_ranks(where.device, ranks)
-    with join_ranks(True) as group:
-        where = dataclasses.replace(where, device=str(group.device(where.device)))
+    with on_ranks(where, chosen["peers"], ranks) as (where, group):
         settings = {**dataclasses.asdict(size), **chosen, "ranks": group.size}
         bench = Bench("fsdp", where, **settings, passes=PASSES, optimizer="fused AdamW")
         groups = bench_fsdp(variants, size, bench.device, where.rounds)

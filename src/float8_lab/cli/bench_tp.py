@@ -3,15 +3,20 @@
 import dataclasses
 from typing import Annotated
 
-import typer
-
 from float8_lab.bench.block import StackSize
 from float8_lab.bench.fsdp import communication_settings
 from float8_lab.bench.tp import PASSES, bench_tp, require_shares
 from float8_lab.bench.variants import make_variants
-from float8_lab.cli.bench import Bench, RanksRun, RanksVariants, Run, Variants, check_ranks
+from float8_lab.cli.bench import (
+    Bench,
+    RanksRun,
+    RanksVariants,
+    Run,
+    Variants,
+    on_ranks,
+    ranks_option,
+)
 from float8_lab.cli.options import takes
-from float8_lab.ranks import join_ranks, start_ranks
 
 
 @takes({"model": "llama3-70b", "blocks": 1}, size=StackSize, compared=RanksVariants, where=RanksRun)
@@ -19,12 +24,7 @@ def tp_command(
     size: StackSize,
     compared: Variants,
     where: Run,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"
-        ),
-    ] = None,
+    ranks: Annotated[int | None, ranks_option(2)] = None,
 ) -> None:
     """Llama blocks under tensor and sequence parallel: forward and backward.
 
@@ -34,13 +34,9 @@ def tp_command(
     included. Each variant has its rounds in several passes over the list.
     """
     chosen = compared.chosen()
-    check_ranks(where, chosen["peers"])
     variants = make_variants(**chosen)
-    where.checked()
-    start_ranks(where.device, ranks)
-    with join_ranks(True) as group:
+    with on_ranks(where, chosen["peers"], ranks) as (where, group):
         require_shares(size, group.size)
-        where = dataclasses.replace(where, device=str(group.device(where.device)))
         settings = {**dataclasses.asdict(size), **chosen, "ranks": group.size}
         bench = Bench("tp", where, **settings, passes=PASSES)
         rows = bench.collect(
