@@ -162,6 +162,7 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable(file=sys.__stderr__)  # a rank that crashes says where
     rank, size, device_type, store, timeout = place
     gpu = torch.device("cuda", rank) if device_type == "cuda" else None
     if gpu is not None:
