@@ -12,14 +12,25 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES, ceil16
-from float8.kernels.amax import amax_reference, float32_bits, magnitude_bits, measure
+from float8.kernels.amax import amax_reference, measure
 from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
-from float8.kernels.numeric import scale_of_amax, to_float8_bits, to_float8_words, to_float32
+from float8.kernels.numeric import scale_of_amax, to_float32
+from float8.kernels.quads import (
+    inside_of,
+    load_rows,
+    quads_of,
+    record_amax,
+    rows_of,
+    scaled,
+    store_across,
+    store_along,
+    to_float32s,
+)
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
+from float8.kernels.tiles import TileLaunch, fitting, load, tile_at, tile_of_program
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
@@ -472,35 +483,21 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
     tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
-    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
-    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
-    in_c = c < C
-    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
-    x_ptr += c * stride_c
-    x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
-    x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
-    x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
-    x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
-    v0, v1, v2, v3 = (
-        to_float32(x0, HARDWARE),
-        to_float32(x1, HARDWARE),
-        to_float32(x2, HARDWARE),
-        to_float32(x3, HARDWARE),
-    )
+    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    inside = inside_of(quad, c, R, C)
+    x = load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN)
+    v = to_float32s(x, HARDWARE)
     if PRODUCER == 1:
-        y_ptr += c * stride_c
-        v0 = swiglu(v0, to_float32(load(y_ptr + r0 * stride_r, in0, EVEN), HARDWARE))
-        v1 = swiglu(v1, to_float32(load(y_ptr + r1 * stride_r, in1, EVEN), HARDWARE))
-        v2 = swiglu(v2, to_float32(load(y_ptr + r2 * stride_r, in2, EVEN), HARDWARE))
-        v3 = swiglu(v3, to_float32(load(y_ptr + r3 * stride_r, in3, EVEN), HARDWARE))
+        y = to_float32s(load_rows(y_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE)
+        v = swiglu(v[0], y[0]), swiglu(v[1], y[1]), swiglu(v[2], y[2]), swiglu(v[3], y[3])
     elif PRODUCER == 2:
-        weight = to_float32(load(weight_ptr + c, in_c, EVEN), HARDWARE)
-        v0 = v0 * load(rstd_ptr + r0, r0 < R, EVEN) * weight
-        v1 = v1 * load(rstd_ptr + r1, r1 < R, EVEN) * weight
-        v2 = v2 * load(rstd_ptr + r2, r2 < R, EVEN) * weight
-        v3 = v3 * load(rstd_ptr + r3, r3 < R, EVEN) * weight
+        weight = to_float32(load(weight_ptr + c, c < C, EVEN), HARDWARE)
+        r0, r1, r2, r3 = rows_of(quad)
+        v0 = v[0] * load(rstd_ptr + r0, r0 < R, EVEN) * weight
+        v1 = v[1] * load(rstd_ptr + r1, r1 < R, EVEN) * weight
+        v2 = v[2] * load(rstd_ptr + r2, r2 < R, EVEN) * weight
+        v3 = v[3] * load(rstd_ptr + r3, r3 < R, EVEN) * weight
+        v = v0, v1, v2, v3
 
     scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2)
     if SOURCE != 0:
@@ -508,21 +505,17 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
             tl.store(scale_out_ptr, scale)
     if RECORD:
         if PRODUCER == 0:  # in 16 bits, not in 32
-            record_amax(amax_ptr, x0, x1, x2, x3)
+            record_amax(amax_ptr, x)
         else:
-            record_amax(amax_ptr, v0, v1, v2, v3)
+            record_amax(amax_ptr, v)
 
-    inverse = tl.div_rn(1.0, scale)
-    v0 = scaled(v0, in0, inverse, EVEN)
-    v1 = scaled(v1, in1, inverse, EVEN)
-    v2 = scaled(v2, in2, inverse, EVEN)
-    v3 = scaled(v3, in3, inverse, EVEN)
+    v = scaled(v, inside, tl.div_rn(1.0, scale), EVEN)
     if ALONG != 0:
         rows = R if ALONG == 1 else Rp
-        store_along(along_ptr, v0, v1, v2, v3, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
+        store_along(along_ptr, v, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
     if ACROSS != 0:
         rows = C if ACROSS == 1 else Cp
-        store_across(across_ptr, v0, v1, v2, v3, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
+        store_across(across_ptr, v, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
 
 
 @jit
@@ -560,59 +553,6 @@ def _measured_scale(  # type: ignore[no-untyped-def]
     parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     bits = tl.max(tl.load(parts_ptr + at, mask=at < parts, other=0))
     return scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
-
-
-@jit
-def record_amax(amax_ptr, x0, x1, x2, x3):  # type: ignore[no-untyped-def]
-    """Raise the float32 at ``amax_ptr`` to the largest magnitude of four tiles."""
-    bits = tl.maximum(
-        tl.maximum(magnitude_bits(x0), magnitude_bits(x1)),
-        tl.maximum(magnitude_bits(x2), magnitude_bits(x3)),
-    )
-    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    bits = float32_bits(tl.max(tl.max(bits, axis=1), axis=0), x0.dtype)
-    # Thousands of programs would queue up for one address, and few of them have news.
-    if bits > tl.load(amax_ptr, volatile=True):
-        tl.atomic_max(amax_ptr, bits, sem="relaxed")
-
-
-@jit
-def scaled(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``v`` times ``inverse``, float32; zero where not ``inside``."""
-    # An Inf in v must become NaN, though a product that overflows saturates. Inf * 0 is NaN, and
-    # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
-    zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
-    v = v * inverse + v * zero
-    if not EVEN:
-        v = tl.where(inside, v, 0.0)  # also where the scale is zero: 0 * Inf
-    return v
-
-
-@jit
-def store_along(  # type: ignore[no-untyped-def]
-    ptr, v0, v1, v2, v3, quad, c, rows, Cp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """Store float32 values of every fourth row as float8 rows [rows, Cp]."""
-    in_cp = c < Cp
-    ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
-    store(ptr + r0 * Cp, to_float8_bits(v0, MANTISSA, HARDWARE), (r0 < rows) & in_cp, EVEN)
-    store(ptr + r1 * Cp, to_float8_bits(v1, MANTISSA, HARDWARE), (r1 < rows) & in_cp, EVEN)
-    store(ptr + r2 * Cp, to_float8_bits(v2, MANTISSA, HARDWARE), (r2 < rows) & in_cp, EVEN)
-    store(ptr + r3 * Cp, to_float8_bits(v3, MANTISSA, HARDWARE), (r3 < rows) & in_cp, EVEN)
-
-
-@jit
-def store_across(  # type: ignore[no-untyped-def]
-    ptr, v0, v1, v2, v3, quad, c, rows, Rp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """Store float32 values of every fourth row transposed, as float8 [rows, Rp]."""
-    c, quad = tl.trans(c), tl.trans(quad)
-    ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + quad
-    words = tl.trans(to_float8_words(v0, v1, v2, v3, MANTISSA, HARDWARE))
-    store(ptr + c * (Rp // 4), words, (c < rows) & (quad < Rp // 4), EVEN)
 
 
 def cast_dynamic_fake(x: Tensor, *wanted: Any) -> list[Tensor]:

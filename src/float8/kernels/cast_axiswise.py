@@ -18,16 +18,33 @@ from float8.kernels.cast import (
     launch_config,
     mantissa,
     reads_along_rows,
-    store_across,
-    store_along,
     to_float8,
 )
 from float8.kernels.numeric import scale_of_amax, to_float8_bits, to_float32
+from float8.kernels.quads import (
+    inside_of,
+    load_rows,
+    quads_of,
+    rows_of,
+    store_across,
+    store_along,
+    times_inverse,
+    times_inverses,
+    to_float32s,
+)
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import TileLaunch, fitting, load, store, tile_at, tile_of_program
+from float8.kernels.tiles import (
+    TileLaunch,
+    fitting,
+    load,
+    or_zero,
+    store,
+    tile_at,
+    tile_of_program,
+)
 from float8.kernels.transpose import transpose_bytes
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec, Part
@@ -343,19 +360,10 @@ def _cast_rows_kernel(  # type: ignore[no-untyped-def]
     amax = float32_bits(tl.max(magnitude_bits(x), axis=1, keep_dims=True), x.dtype)
     scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
     tl.store(scale_ptr + r, scale, mask=r < rows)
-    v = times_inverse(to_float32(x, HARDWARE), inside, tl.div_rn(1.0, scale), EVEN)
+    # An Inf becomes NaN by itself: its scale is Inf or NaN.
+    v = or_zero(to_float32(x, HARDWARE) * tl.div_rn(1.0, scale), inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
     store(data_ptr, to_float8_bits(v, MANTISSA, HARDWARE), (r < rows) & (c < Cp), EVEN)
-
-
-@jit
-def times_inverse(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``v`` times the reciprocal of the scale of an amax that covers it; zero if not ``inside``."""
-    # Unlike in `scaled`, an Inf in v becomes NaN by itself: its scale is Inf or NaN.
-    v = v * inverse
-    if not EVEN:
-        v = tl.where(inside, v, 0.0)
-    return v
 
 
 @jit
@@ -423,39 +431,19 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
     Cp = tl.cdiv(C, 16) * 16
     # Forwards: measuring went backwards, and so left the beginning in the L2 cache.
     tile_r, tile_c = tile_at(tl.program_id(0), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
-    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
-    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
-    in_c = c < C
-    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
-    x_ptr += c * stride_c
-    x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
-    x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
-    x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
-    x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
-    v0, v1, v2, v3 = (
-        to_float32(x0, HARDWARE),
-        to_float32(x1, HARDWARE),
-        to_float32(x2, HARDWARE),
-        to_float32(x3, HARDWARE),
-    )
+    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    inside = inside_of(quad, c, R, C)
+    v = to_float32s(load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE)
     if ACROSS != 0:
         rows = C if ACROSS == 1 else Cp
-        scale = scale_of_amax(load(amax_ptr + R + c, in_c, EVEN), FLOAT8_MAX, POWER_OF_2)
+        scale = scale_of_amax(load(amax_ptr + R + c, c < C, EVEN), FLOAT8_MAX, POWER_OF_2)
         if tile_r == 0:
             store(across_scale_ptr + c, scale, c < rows, EVEN)
-        inverse = tl.div_rn(1.0, scale)
-        store_across(
-            across_ptr,
-            times_inverse(v0, in0, inverse, EVEN),
-            times_inverse(v1, in1, inverse, EVEN),
-            times_inverse(v2, in2, inverse, EVEN),
-            times_inverse(v3, in3, inverse, EVEN),
-            quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN,
-        )  # fmt: skip
+        w = times_inverse(v, inside, tl.div_rn(1.0, scale), EVEN)
+        store_across(across_ptr, w, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
     if ALONG != 0:
         rows = R if ALONG == 1 else Rp
+        r0, r1, r2, r3 = rows_of(quad)
         s0 = scale_of_amax(load(amax_ptr + r0, r0 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
         s1 = scale_of_amax(load(amax_ptr + r1, r1 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
         s2 = scale_of_amax(load(amax_ptr + r2, r2 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
@@ -465,14 +453,14 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
             store(along_scale_ptr + r1, s1, r1 < rows, EVEN)
             store(along_scale_ptr + r2, s2, r2 < rows, EVEN)
             store(along_scale_ptr + r3, s3, r3 < rows, EVEN)
-        store_along(
-            along_ptr,
-            times_inverse(v0, in0, tl.div_rn(1.0, s0), EVEN),
-            times_inverse(v1, in1, tl.div_rn(1.0, s1), EVEN),
-            times_inverse(v2, in2, tl.div_rn(1.0, s2), EVEN),
-            times_inverse(v3, in3, tl.div_rn(1.0, s3), EVEN),
-            quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN,
-        )  # fmt: skip
+        i0, i1, i2, i3 = (
+            tl.div_rn(1.0, s0),
+            tl.div_rn(1.0, s1),
+            tl.div_rn(1.0, s2),
+            tl.div_rn(1.0, s3),
+        )
+        w = times_inverses(v, inside, (i0, i1, i2, i3), EVEN)
+        store_along(along_ptr, w, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
 
 
 def _cast_axiswise_fake(

@@ -11,22 +11,28 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, ceil16
-from float8.kernels.amax import float32_bits, magnitude_bits
-from float8.kernels.cast import (
-    check_cast,
-    mantissa,
-    reads_along_rows,
+from float8.kernels.amax import float32_bits
+from float8.kernels.cast import check_cast, mantissa, reads_along_rows, to_float8
+from float8.kernels.cast_axiswise import amax_along, empty_part, pad_to
+from float8.kernels.numeric import scale_of_amax
+from float8.kernels.quads import (
+    inside_of,
+    largest_of,
+    load_rows,
+    magnitudes,
+    quads_of,
+    rows_of,
     store_across,
     store_along,
-    to_float8,
+    times_inverse,
+    times_inverses,
+    to_float32s,
 )
-from float8.kernels.cast_axiswise import amax_along, empty_part, pad_to, times_inverse
-from float8.kernels.numeric import scale_of_amax, to_float32
 from float8.kernels.runtime.device import has_float8_conversion
 from float8.kernels.runtime.launch import Launch, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import TileLaunch, load, tile_at, tile_launch, tile_of_program
+from float8.kernels.tiles import TileLaunch, tile_at, tile_launch, tile_of_program
 from float8.kernels.transpose import transpose_bytes
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec, Part, blocks, ceil4
@@ -294,71 +300,39 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     Rp, Cp = tl.cdiv(R, PAD) * PAD, tl.cdiv(C, PAD) * PAD
     tiles_r, tiles_c = tl.cdiv(R, 128), tl.cdiv(C, 128)
     tile_r, tile_c = tile_at(tile_of_program(), R, C, 128, 128, GROUP)
-    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
-    quad = (tile_r * 32 + tl.arange(0, 32)).to(tl.int64)[:, None]
-    c = (tile_c * 128 + tl.arange(0, 128)).to(tl.int64)[None, :]
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
-    in_c = c < C
-    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
-    x_ptr += c * stride_c
-    x0 = load(x_ptr + r0 * stride_r, in0, EVEN)
-    x1 = load(x_ptr + r1 * stride_r, in1, EVEN)
-    x2 = load(x_ptr + r2 * stride_r, in2, EVEN)
-    x3 = load(x_ptr + r3 * stride_r, in3, EVEN)
-    v0, v1, v2, v3 = (
-        to_float32(x0, HARDWARE),
-        to_float32(x1, HARDWARE),
-        to_float32(x2, HARDWARE),
-        to_float32(x3, HARDWARE),
-    )
-    m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
-    largest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
+    quad, c = quads_of(tile_r, tile_c, 128, 128)
+    inside = inside_of(quad, c, R, C)
+    x = load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN)
+    v = to_float32s(x, HARDWARE)
+    m = magnitudes(x)
+    largest = largest_of(m)
+    element: tl.constexpr = x[0].dtype
     if SQUARE:
-        amax = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), x0.dtype)
+        amax = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), element)
         scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
-        inverse = tl.div_rn(1.0, scale)
-        v0 = times_inverse(v0, in0, inverse, EVEN)
-        v1 = times_inverse(v1, in1, inverse, EVEN)
-        v2 = times_inverse(v2, in2, inverse, EVEN)
-        v3 = times_inverse(v3, in3, inverse, EVEN)
+        w = times_inverse(v, inside, tl.div_rn(1.0, scale), EVEN)
         if ALONG:
             store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
-            store_along(
-                along_ptr, v0, v1, v2, v3, quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN
-            )
+            store_along(along_ptr, w, quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN)
         if ACROSS:
             store_square(across_scale_ptr, scale, tile_c, tile_r, tiles_r)
-            store_across(
-                across_ptr, v0, v1, v2, v3, quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN
-            )
+            store_across(across_ptr, w, quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN)
     else:
         if ALONG:
             along_scale_ptr += tile_c.to(tl.int64) * Rp
-            i0 = inverse_of_run(along_scale_ptr, m0, r0, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
-            i1 = inverse_of_run(along_scale_ptr, m1, r1, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
-            i2 = inverse_of_run(along_scale_ptr, m2, r2, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
-            i3 = inverse_of_run(along_scale_ptr, m3, r3, Rp, x0.dtype, FLOAT8_MAX, POWER_OF_2)
-            store_along(
-                along_ptr,
-                times_inverse(v0, in0, i0, EVEN),
-                times_inverse(v1, in1, i1, EVEN),
-                times_inverse(v2, in2, i2, EVEN),
-                times_inverse(v3, in3, i3, EVEN),
-                quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN,
-            )  # fmt: skip
+            r0, r1, r2, r3 = rows_of(quad)
+            i0 = inverse_of_run(along_scale_ptr, m[0], r0, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i1 = inverse_of_run(along_scale_ptr, m[1], r1, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i2 = inverse_of_run(along_scale_ptr, m[2], r2, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i3 = inverse_of_run(along_scale_ptr, m[3], r3, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            w = times_inverses(v, inside, (i0, i1, i2, i3), EVEN)
+            store_along(along_ptr, w, quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN)
         if ACROSS:
-            amax = float32_bits(tl.max(largest, axis=0, keep_dims=True), x0.dtype)
+            amax = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
             scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
             tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
-            inverse = tl.div_rn(1.0, scale)
-            store_across(
-                across_ptr,
-                times_inverse(v0, in0, inverse, EVEN),
-                times_inverse(v1, in1, inverse, EVEN),
-                times_inverse(v2, in2, inverse, EVEN),
-                times_inverse(v3, in3, inverse, EVEN),
-                quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN,
-            )  # fmt: skip
+            w = times_inverse(v, inside, tl.div_rn(1.0, scale), EVEN)
+            store_across(across_ptr, w, quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN)
 
 
 @jit

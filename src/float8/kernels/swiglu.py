@@ -19,15 +19,20 @@ from float8.kernels.cast import (
     launch_cast,
     mantissa,
     power_of_2_above,
-    record_amax,
     rows_reference,
-    scaled,
-    store_across,
-    store_along,
     swiglu,
 )
 from float8.kernels.checks import check_same, check_scalar, check_state
 from float8.kernels.numeric import to_float32
+from float8.kernels.quads import (
+    inside_of,
+    quads_of,
+    record_amax,
+    rows_of,
+    scaled,
+    store_across,
+    store_along,
+)
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
@@ -360,16 +365,14 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
     tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    # The tile as four tiles of every fourth row: see `tiles`. 64-bit, so that offsets are.
-    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
-    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
-    in_c = c < C
-    in0, in1, in2, in3 = (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
-    g0, u0, p0 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r0 * C + c, in0, HARDWARE, EVEN)
-    g1, u1, p1 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r1 * C + c, in1, HARDWARE, EVEN)
-    g2, u2, p2 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r2 * C + c, in2, HARDWARE, EVEN)
-    g3, u3, p3 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r3 * C + c, in3, HARDWARE, EVEN)
+    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    inside = inside_of(quad, c, R, C)
+    r0, r1, r2, r3 = rows_of(quad)
+    g0, u0, p0 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r0 * C + c, inside[0], HARDWARE, EVEN)
+    g1, u1, p1 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r1 * C + c, inside[1], HARDWARE, EVEN)
+    g2, u2, p2 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r2 * C + c, inside[2], HARDWARE, EVEN)
+    g3, u3, p3 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r3 * C + c, inside[3], HARDWARE, EVEN)
+    grad_gate, grad_up, product = (g0, g1, g2, g3), (u0, u1, u2, u3), (p0, p1, p2, p3)
 
     gate_scale = choose_scale(
         gate_scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
@@ -382,23 +385,15 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             tl.store(gate_scale_out_ptr, gate_scale)
             tl.store(up_scale_out_ptr, up_scale)
     if RECORD:
-        record_amax(gate_amax_ptr, g0, g1, g2, g3)
-        record_amax(up_amax_ptr, u0, u1, u2, u3)
+        record_amax(gate_amax_ptr, grad_gate)
+        record_amax(up_amax_ptr, grad_up)
 
-    inverse = tl.div_rn(1.0, tl.load(product_scale_ptr))
-    p0, p1 = scaled(p0, in0, inverse, EVEN), scaled(p1, in1, inverse, EVEN)
-    p2, p3 = scaled(p2, in2, inverse, EVEN), scaled(p3, in3, inverse, EVEN)
-    store_across(product_ptr, p0, p1, p2, p3, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
-
-    inverse = tl.div_rn(1.0, gate_scale)
-    g0, g1 = scaled(g0, in0, inverse, EVEN), scaled(g1, in1, inverse, EVEN)
-    g2, g3 = scaled(g2, in2, inverse, EVEN), scaled(g3, in3, inverse, EVEN)
-    store_along(gate_row_ptr, g0, g1, g2, g3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
-
-    inverse = tl.div_rn(1.0, up_scale)
-    u0, u1 = scaled(u0, in0, inverse, EVEN), scaled(u1, in1, inverse, EVEN)
-    u2, u3 = scaled(u2, in2, inverse, EVEN), scaled(u3, in3, inverse, EVEN)
-    store_along(up_row_ptr, u0, u1, u2, u3, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+    product = scaled(product, inside, tl.div_rn(1.0, tl.load(product_scale_ptr)), EVEN)
+    store_across(product_ptr, product, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
+    grad_gate = scaled(grad_gate, inside, tl.div_rn(1.0, gate_scale), EVEN)
+    store_along(gate_row_ptr, grad_gate, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+    grad_up = scaled(grad_up, inside, tl.div_rn(1.0, up_scale), EVEN)
+    store_along(up_row_ptr, grad_up, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
 
 
 @jit

@@ -1,9 +1,4 @@
-"""Tiles of a matrix that is stored transposed: their order, and how bytes travel as words.
-
-Kernels that write a transposed 1-byte copy read each tile as four tiles of every fourth row and
-pack the bytes that come to lie next to each other in the copy into 32-bit words. The transposition
-through shared memory then moves words, four times fewer items than bytes.
-"""
+"""Tiles of a matrix: how many a kernel takes, in which order, and where they are loaded."""
 
 import dataclasses
 
@@ -91,6 +86,14 @@ def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         values = tl.load(ptrs, mask=inside, other=0)
     return values
+
+
+@jit
+def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``v`` where ``inside``, zero elsewhere; all of it if ``EVEN``."""
+    if not EVEN:
+        v = tl.where(inside, v, 0.0)  # also where it is NaN
+    return v
 
 
 @jit

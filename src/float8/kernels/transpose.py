@@ -7,6 +7,7 @@ from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.checks import describe
+from float8.kernels.quads import inside_of, load_rows, quads_of
 from float8.kernels.runtime.device import sm_count
 from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
 from float8.kernels.runtime.ops import register
@@ -14,7 +15,6 @@ from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import (
     TileLaunch,
     fitting,
-    load,
     pack_words,
     store,
     tile_at,
@@ -108,15 +108,9 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
 ):
     tile_r, tile_c = tile_at(tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
-    # 64-bit, so that offsets are. The tile as four tiles of every fourth row: see `tiles`.
-    c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-    quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
-    r0, r1, r2, r3 = quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
+    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
-    b0 = load(in_ptr + r0 * stride_r, (r0 < R) & (c < C), EVEN)
-    b1 = load(in_ptr + r1 * stride_r, (r1 < R) & (c < C), EVEN)
-    b2 = load(in_ptr + r2 * stride_r, (r2 < R) & (c < C), EVEN)
-    b3 = load(in_ptr + r3 * stride_r, (r3 < R) & (c < C), EVEN)
+    b0, b1, b2, b3 = load_rows(in_ptr, quad, stride_r, inside_of(quad, c, R, C), EVEN)
     c, quad = tl.trans(c), tl.trans(quad)
     words, Cp = tl.cdiv(R, 16) * 4, tl.cdiv(C, 16) * 16
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * words + quad
