@@ -1,0 +1,119 @@
+"""Every kernel compiles for Hopper and keeps its values in registers: told without a GPU.
+
+Ops run on tensors without memory, and each launch compiles its kernel instead.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.kernels.runtime import ops
+from float8.kernels.runtime.launch import Launch
+
+triton = pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the GPU tests compile the kernels for the GPU there is"
+)
+
+BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+POINTERS = {BF16: "*bf16", FP32: "*fp32", E4M3: "*fp8e4nv", E5M2: "*fp8e5", torch.int32: "*i32"}
+
+
+def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def source(launch: Launch, tensors: tuple[Tensor | None, ...]) -> Any:
+    """What Triton compiles for this launch."""
+    signature, constants, attributes = {}, {}, {}
+    values = (*tensors, *launch.integers, *launch.constants)
+    for at, (parameter, value) in enumerate(zip(launch.kernel.params, values, strict=True)):
+        aligned = isinstance(value, Tensor) and not parameter.do_not_specialize_on_alignment
+        if isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+        elif at < len(values) - len(launch.constants) and value not in (None, 1):
+            signature[parameter.name] = "i32"
+            aligned = value % 16 == 0
+        else:
+            signature[parameter.name] = "constexpr"
+            constants[(at,)] = value
+        if aligned:
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    return triton.compiler.ASTSource(launch.kernel, signature, constants, attributes)
+
+
+@pytest.fixture
+def binaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
+    """What has been compiled in place of launches since the test began."""
+    compiled = []
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def compile_it(self: Launch, *tensors: Tensor | None) -> None:
+        options = {"num_warps": self.num_warps}
+        kernel = triton.compile(source(self, tensors), target=target, options=options)
+        compiled.append(kernel.asm["cubin"])
+
+    monkeypatch.setattr(Launch, "__call__", compile_it)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith("float8.kernels.")]:
+        for asked, answer in (("sm_count", 132), ("has_float8_conversion", True)):
+            if hasattr(sys.modules[name], asked):
+                monkeypatch.setattr(sys.modules[name], asked, lambda device, answer=answer: answer)
+    return compiled
+
+
+def resources(binary: bytes, folder: Path) -> dict[str, int]:
+    """Registers of a thread (REG) and bytes of memory of its own (STACK, LOCAL)."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", done.stdout)}
+
+
+def norm(x: Tensor) -> None:
+    weight, rstd = empty(x.shape[1], dtype=BF16), empty(x.shape[0])
+    ops.cuda.rms_norm_cast(x, weight, 1e-5, E4M3, empty(), empty(), False, True)
+    ops.cuda.rms_norm_recast(x, weight, rstd, empty(), E4M3)
+    ops.cuda.rms_norm_backward([x, x, x], x, weight, rstd, x)
+
+
+CASES: dict[str, Callable[[Tensor], Any]] = {
+    "amax": ops.cuda.amax,
+    "cast": lambda x: ops.cuda.cast(x, empty(), E4M3, True, True),
+    "cast_dynamic": lambda x: ops.cuda.cast_dynamic(x, E5M2, True, True, True, True),
+    "cast_delayed": lambda x: ops.cuda.cast_delayed(
+        x, empty(), empty(), E4M3, True, True, False, False, True
+    ),
+    "rows": lambda x: ops.cuda.cast_axiswise(x, E4M3, True, False, False, True),
+    "rows and columns": lambda x: ops.cuda.cast_axiswise(x, E4M3, True, True, False, True),
+    "1x128": lambda x: ops.cuda.cast_blockwise(x, E4M3, False, True, True, False),
+    "128x128": lambda x: ops.cuda.cast_blockwise(x, E4M3, True, True, True, False),
+    "swiglu": lambda x: ops.cuda.swiglu_cast(x, x, E4M3, empty(), empty(), False, True),
+    "swiglu backward": lambda x: ops.cuda.swiglu_backward_cast(
+        x, x, x, empty(), E4M3, E5M2, *(empty(),) * 4, False, True
+    ),
+    "norm": norm,
+    "transpose": lambda x: ops.cuda.transpose(empty(*x.shape, dtype=E4M3)),
+}
+
+
+@pytest.mark.parametrize("shape", [(4096, 2048), (100, 72)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_it_compiles_and_spills_nothing(
+    case: str, shape: tuple[int, int], binaries: list[bytes], tmp_path: Path
+) -> None:
+    CASES[case](empty(*shape, dtype=BF16))
+    assert binaries
+    for binary in binaries:
+        used = resources(binary, tmp_path)
+        assert 0 < used["REG"] < 255
+        assert used["STACK"] == used["LOCAL"] == 0
