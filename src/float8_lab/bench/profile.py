@@ -8,7 +8,7 @@ import torch
 from torch.profiler import profile
 
 from float8_lab.bench.block import StackSize, stack_step
-from float8_lab.bench.step import WARMUP, Row
+from float8_lab.bench.step import Row
 from float8_lab.bench.variants import Variant, many_compilations
 
 GEMM, CAST, ATTENTION, OTHER = "GEMM", "cast/amax", "attention", "other"
@@ -39,8 +39,7 @@ def profile_block(
     rows = []
     with many_compilations():
         step = stack_step(variant, size, device)
-        for _ in range(WARMUP):
-            step()
+        step.warm_up()
         for which in ("forward", "backward"):
             with profile() as profiled:
                 if which == "forward":

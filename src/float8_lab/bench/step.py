@@ -85,7 +85,7 @@ class Step:
         for part in self.parts:
             variant.compile(part)
         variant.hold_weights(self.model)
-        self._variant, self._x, self._grad = variant, x, grad
+        self.variant, self._x, self._grad = variant, x, grad
         self._microbatches, self._sync = microbatches, sync and variant.ours
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class Step:
         object in eager mode share one cast of it, which a second call would find done.
         """
         x = self._x.detach().requires_grad_()
-        with self._variant.around():
+        with self.variant.around():
             output: Tensor = self.model(x)
         return output, x
 
@@ -107,12 +107,17 @@ class Step:
         """Output and gradients by name, taken from the model; and what follows a step."""
         if self._sync:
             sync_float8_amax_and_scale_history(self.model)
-            self._variant.hold_weights(self.model)
+            self.variant.hold_weights(self.model)
         results = {"output": output.detach()}
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             assert tensor.grad is not None
             results[f"gradient of {name}"], tensor.grad = tensor.grad, None
         return results
+
+    def warm_up(self) -> None:
+        """Compile, and fill the histories of delayed scaling."""
+        for _ in range(WARMUP):
+            self()
 
     def __call__(self) -> dict[str, Tensor]:
         """One step; the sums of all weights' gradients, the last output and gradient of input."""
@@ -148,8 +153,7 @@ def compare(
     reference: dict[str, Tensor] = {}
     with many_compilations():
         for variant, step in steps:
-            for _ in range(WARMUP):
-                step()
+            step.warm_up()
             if variant.ours:
                 sync_float8_amax_and_scale_history(step.model)  # from here on delayed, if it is
             results = step()

@@ -6,10 +6,9 @@ and gradients by what their SQNR against bf16 loses. Then all variants are timed
 
 import importlib
 import math
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,73 +24,18 @@ from float8.convert.measure import WrongResultError
 from float8.linear import functional
 from float8.parallel import tensor as own_styles
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
-from float8_lab.bench.fsdp import ShardedStep
-from float8_lab.bench.step import WARMUP, Row, Step, check
-from float8_lab.bench.traffic import CountedTraffic
-from float8_lab.bench.variants import (
-    EAGER,
-    HIGH_PRECISION,
-    Variant,
-    many_compilations,
-)
+from float8_lab.bench.fsdp import RanksStep, Results
+from float8_lab.bench.step import Row, Step, check
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import apply_rope
 from float8_lab.models.presets import ModelConfig, preset
-
-PASSES = 3
-"""How often all variants are timed, one after the other."""
 
 MORE_NOISE = 1.0
 """Upper bound in dB of what SQNRs against bf16 may lose by running on several devices. Results are
 not equal: sums have another order, bfloat16 rounds otherwise then, and so do casts."""
 
-Results = dict[str, Tensor]
 Scales = list[tuple[Tensor, Tensor]]
-
-
-def bench_tp(
-    variants: list[Variant], size: StackSize, device: torch.device, rounds: int
-) -> Iterator[list[Row]]:
-    """Time every variant on the ranks that there are; an empty list after each check, then rows.
-
-    Rows of peers that failed say why in `left_out`, and nothing else.
-
-    Args:
-        variants: Without a gather of weights.
-        size: Of all ranks together.
-        device: Of this rank.
-        rounds: Steps that are timed, in each of the passes.
-    """
-    rows: dict[str, Row] = {}
-    steps: dict[str, ParallelStep] = {}
-    left_out: list[Row] = []
-    references: dict[str, Results] = {}
-    with many_compilations():
-        for variant in variants:
-            try:
-                steps[variant.name], rows[variant.name] = _checked(
-                    variant, size, device, references
-                )
-            except Exception as error:
-                if variant.ours or variant.is_reference:
-                    raise
-                why = f"{type(error).__name__}: {error}"[:500]
-                left_out.append({"recipe": variant.recipe, "mode": variant.mode, "left_out": why})
-            yield []
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(PASSES):
-            for name, step in steps.items():
-                milliseconds, rows[name]["peak_gib"] = step.times(rounds)
-                times[name] += milliseconds
-        for name, step in steps.items():
-            rows[name]["exposed_ms"] = step.exposed_ms()
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    base = {v.mode: medians[v.name] for v in variants if v.is_reference}
-    tokens = size.batch * size.seq_len
-    for name, ms in medians.items():
-        speedup = base[rows[name]["mode"]] / ms
-        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": speedup}
-    yield [*rows.values(), *left_out]
 
 
 def require_shares(size: StackSize, ranks: int) -> None:
@@ -107,21 +51,6 @@ def require_shares(size: StackSize, ranks: int) -> None:
 
 
 # ---------------------------------------------------------------- the model, as users write it
-
-
-class Norm(nn.Module):
-    """RMSNorm of ops that every version of DTensor knows."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> the same."""
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -165,7 +94,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = Norm(config), Norm(config)
+        norms = (nn.RMSNorm(config.dim, config.norm_eps) for _ in range(2))
+        self.attention_norm, self.ffn_norm = norms
         self.attention, self.ffn = Attention(config), FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -205,19 +135,20 @@ def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Mod
 # ---------------------------------------------------------------- steps
 
 
-class ParallelStep(ShardedStep):
+class ParallelStep(RanksStep):
     """Forward and backward of a stack, whose tokens all ranks share, with the sync of scaling."""
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
-        self._device, self._gpu = device, device.type == "cuda"
+        require_shares(size, dist.get_world_size())
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        sharded = replace(
+        shared = replace(
             variant, convert=lambda model: parallelized(variant.convert(model), variant, mesh)
         )
-        data = [part(x, 1) for x in stack_data(size, device)]
-        Step.__init__(self, sharded, bf16_stack(size, device, Block), *data, sync=True)
+        data = part(stack_data(size, device), 2)  # along the sequence
+        super().__init__(shared, size, device, data, block=Block, sync=True)
+        self._eager = replace(variant, mode=EAGER)  # on one device
 
-    def __call__(self) -> dict[str, Tensor]:
+    def __call__(self) -> Results:
         """What this rank has of the results."""
         return {name: _local(x) for name, x in super().__call__().items()}
 
@@ -225,12 +156,25 @@ class ParallelStep(ShardedStep):
         """One step."""
         super().__call__()
 
-    def times(self, rounds: int) -> tuple[list[float], float | None]:
-        """As the base class; other variants hold memory, too, which is not counted."""
-        if self._gpu:
-            own = sum(_local(p).nbytes for p in self.model.parameters())
-            self._before = torch.cuda.memory_allocated(self._device) - own
-        return super().times(rounds)
+    def check(self, references: dict[str, Results]) -> Row:
+        """Hold results and scales of weights against those of the same recipe on one device."""
+        what, size, device = f"tp {self.variant.name}:", self.size, self.device
+        self.warm_up()
+        results = self()
+        row: Row = {"same_scales": None, "more_noise_db": None}
+        if self.variant.ours or not references:
+            data = stack_data(size, device)
+            alone = Step(self._eager, bf16_stack(size, device, Block), *data, sync=True)
+            whole, expected = results_and_scales(alone)
+            one = parts(whole)
+            references.setdefault(HIGH_PRECISION, one)
+        base = references[HIGH_PRECISION]
+        if self.variant.ours:
+            got, scales = results_and_scales(ParallelStep(self._eager, size, device))
+            row["same_scales"] = check_scales(what, expected, scales, 7 * size.blocks)
+            check_noise(what, base, one, got)
+            row["more_noise_db"] = check_noise(what, base, one, results)
+        return {"sqnr_db": check(what, base, results, AT_LEAST), **row}
 
 
 def part(x: Tensor, dim: int) -> Tensor:
@@ -249,7 +193,7 @@ def _local(x: Any) -> Tensor:
 _BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
 
 
-def parts(results: dict[str, Tensor]) -> dict[str, Tensor]:
+def parts(results: Results) -> Results:
     """Of the results of one device, what this rank has under tensor parallel."""
     found = {}
     for name, x in results.items():
@@ -277,10 +221,9 @@ def seen_scales() -> Iterator[Scales]:
         module.matmul = original
 
 
-def results_and_scales(step: Step) -> tuple[dict[str, Tensor], Scales]:
+def results_and_scales(step: Step) -> tuple[Results, Scales]:
     """Of a step in a steady state."""
-    for _ in range(WARMUP):
-        step()
+    step.warm_up()
     with seen_scales() as scales:
         results = step()
     return results, scales
@@ -321,42 +264,3 @@ def check_noise(what: str, base: Results, one: Results, got: Results) -> float:
             f"{MORE_NOISE} dB; nothing was timed"
         )
     return lost[name]
-
-
-def _checked(
-    variant: Variant,
-    size: StackSize,
-    device: torch.device,
-    references: dict[str, Results],
-) -> tuple[ParallelStep, Row]:
-    """A step whose results and scales are as those of one device, and what it sends."""
-    what, base = f"tp {variant.name}:", references.get(HIGH_PRECISION)
-    row: Row = {"recipe": variant.recipe, "mode": variant.mode}
-    row |= dict.fromkeys(("left_out", "same_scales", "more_noise_db"))
-    if variant.ours or base is None:
-        eager = replace(variant, mode=EAGER)
-        alone = Step(eager, bf16_stack(size, device, Block), *stack_data(size, device), sync=True)
-        whole, expected = results_and_scales(alone)
-        references[variant.recipe] = parts(whole)
-        del alone, whole
-        if variant.ours:
-            got, scales = results_and_scales(ParallelStep(eager, size, device))
-            row["same_scales"] = check_scales(what, expected, scales, 7 * size.blocks)
-            check_noise(what, references[HIGH_PRECISION], references[variant.recipe], got)
-    step = ParallelStep(variant, size, device)
-    for _ in range(WARMUP):
-        step()
-    results = step()
-    row["sqnr_db"] = check(what, references[HIGH_PRECISION], results, AT_LEAST)
-    if variant.ours:
-        one = references.pop(variant.recipe)
-        row["more_noise_db"] = check_noise(what, references[HIGH_PRECISION], one, results)
-    with CountedTraffic() as counted:
-        step.train()
-    sent = counted.traffic
-    return step, row | {
-        "gathered_mb": sent.gathered / 1e6,
-        "reduce_scattered_mb": sent.reduce_scattered / 1e6,
-        "all_reduces": sent.all_reduces,
-        "traffic": asdict(sent),
-    }
