@@ -28,7 +28,7 @@ from float8_lab.bench.fsdp import RanksStep, Results
 from float8_lab.bench.step import Row, Step, check
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.errors import ConfigError
-from float8_lab.models.llama import apply_rope
+from float8_lab.models import llama
 from float8_lab.models.presets import ModelConfig, preset
 
 MORE_NOISE = 1.0
@@ -52,56 +52,38 @@ def require_shares(size: StackSize, ranks: int) -> None:
 
 # ---------------------------------------------------------------- the model, as users write it
 
-
-class Attention(nn.Module):
-    """Causal self-attention of normalised tokens."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[batch, seq, dim] -> the same; heads are as many as the layers return."""
-        layers = (self.wq, self.wk, self.wv)
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+_BY_ROWS, _BY_COLUMNS = ("query", "key", "value", "gate", "up"), ("out", "down")
+"""How ranks share the weights of these layers."""
 
 
-class FeedForward(nn.Module):
-    """SwiGLU of normalised tokens."""
+class Attention(llama.Attention):
+    """Of normalised tokens."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
         """[batch, seq, dim] -> the same."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        mixed = self.mix(self.query(x), self.key(x), self.value(x), cos, sin)
+        return self.out(mixed)  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    """Both, each with its norm, added to the residual stream."""
+class FeedForward(llama.FeedForward):
+    """Of normalised tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """[batch, seq, dim] -> the same."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Block(llama.Block):
+    """Norms are called by themselves: what follows them gathers their results."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        norms = (nn.RMSNorm(config.dim, config.norm_eps) for _ in range(2))
-        self.attention_norm, self.ffn_norm = norms
-        self.attention, self.ffn = Attention(config), FeedForward(config)
+        super().__init__(config)
+        self.attention, self.feed_forward = Attention(config), FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[batch, seq, dim] -> the same."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
 
 def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Module:
@@ -119,14 +101,14 @@ def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Mod
     tokens, whole = Shard(1), Replicate()
     plan: dict[str, Any] = {
         "attention_norm": SequenceParallel(),
-        "ffn_norm": SequenceParallel(),
+        "feed_forward_norm": SequenceParallel(),
         "attention": prepare(
             input_layouts=(tokens, None, None), desired_input_layouts=(whole, None, None)
         ),
-        "ffn": prepare(input_layouts=(tokens,), desired_input_layouts=(whole,)),
+        "feed_forward": prepare(input_layouts=(tokens,), desired_input_layouts=(whole,)),
     }
-    plan |= {name: colwise() for name in ("attention.w[qkv]", "ffn.w[13]")}
-    plan |= {name: rowwise(output_layouts=tokens) for name in ("attention.wo", "ffn.w2")}
+    plan |= {f"*.{name}": colwise() for name in _BY_ROWS}
+    plan |= {f"*.{name}": rowwise(output_layouts=tokens) for name in _BY_COLUMNS}
     for block in stack.get_submodule("layers").children():
         parallelize_module(block, mesh, plan, src_data_rank=None)  # all have the same weights
     return stack
@@ -188,9 +170,6 @@ def _local(x: Any) -> Tensor:
         summed = any(placement.is_partial() for placement in x.placements)  # of a norm
         local = x.full_tensor() if summed else x.to_local()
     return local.detach()
-
-
-_BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
 
 
 def parts(results: Results) -> Results:

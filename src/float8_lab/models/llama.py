@@ -68,17 +68,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
         """X plus what attention makes of norm(x [batch, seq, dim])."""
-        batch, seq, _ = x.shape
-        heads = (batch, seq, -1, self.head_dim)
         layers = (self.query, self.key, self.value)
         query, key, value, x = rms_norm_linear(x, norm, layers, residual=True)
+        return x + linear_keeping_input(self.mix(query, key, value, cos, sin), self.out)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention of as many heads as there are in these [batch, seq, heads * head_dim]."""
+        heads = (*query.shape[:2], -1, self.head_dim)
         # Transposed as views only: attention reads and writes these strides as they are.
         query = apply_rope(query.view(heads), cos, sin).transpose(1, 2)
         key = apply_rope(key.view(heads), cos, sin).transpose(1, 2)
         value = value.view(heads).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        mixed = mixed.transpose(1, 2).reshape(batch, seq, -1)
-        return x + linear_keeping_input(mixed, self.out)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):
