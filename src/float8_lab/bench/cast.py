@@ -31,13 +31,10 @@ class Case(NamedTuple):
     """One kind of call."""
 
     name: str
-    bytes_per_element: int
-    """What it has to read and write once."""
+    bytes_per_element: int  # what it has to read and write once
     call: Call
-    twin: Call
-    """The same in plain torch."""
-    prepare: Callable[[Tensor], Tensor] = lambda x: x
-    """Makes the input from a bf16 tensor."""
+    twin: Call  # the same in plain torch
+    prepare: Callable[[Tensor], Tensor] = lambda x: x  # makes the input from a bf16 tensor
 
 
 def bench_cast(

@@ -28,12 +28,9 @@ from float8_lab.measure import Clock
 from float8_lab.models.llama import Block
 from float8_lab.models.presets import ModelConfig
 
-PASSES = 2
-"""How often the list of variants is run."""
+Results = dict[str, Tensor]  # what a rank has of output and gradients, by name
 
-Results = dict[str, Tensor]
-"""What a rank has of output and gradients, by name."""
-
+PASSES = 2  # how often the list of variants is run
 _WARMUP = 2
 # Too small to change what bf16 weights are like within a benchmark; the work is that of training.
 _LEARNING_RATE = 1e-5

@@ -13,6 +13,9 @@ from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
 from float8_lab.errors import for_all
 
+Row = dict[str, Any]
+
+WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
 
 
@@ -54,12 +57,6 @@ def _powers(reference: Tensor, x: Tensor) -> Tensor:
         a, b = a.to(x.device).double(), b.double()
         total += torch.stack([a.square().sum(), (a - b).square().sum()])
     return total
-
-
-Row = dict[str, Any]
-
-WARMUP = 3
-"""Steps that compile, and fill the histories of delayed scaling."""
 
 
 class Step:

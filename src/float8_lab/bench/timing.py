@@ -8,8 +8,7 @@ import torch
 
 from float8.convert.measure import Call, issued_at_once, milliseconds
 
-Sampler = Callable[[], float]
-"""Takes one sample: milliseconds per call."""
+Sampler = Callable[[], float]  # takes one sample: milliseconds per call
 
 _WARMUP = 3
 _CACHE_MULTIPLE = 4

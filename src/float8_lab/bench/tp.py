@@ -52,8 +52,8 @@ def require_shares(size: StackSize, ranks: int) -> None:
 
 # ---------------------------------------------------------------- the model, as users write it
 
+# How ranks share the weights of these layers.
 _BY_ROWS, _BY_COLUMNS = ("query", "key", "value", "gate", "up"), ("out", "down")
-"""How ranks share the weights of these layers."""
 
 
 class Attention(llama.Attention):

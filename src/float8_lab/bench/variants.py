@@ -20,12 +20,10 @@ from float8.sync import attach_to_optimizer, update_float8_weights
 HIGH_PRECISION = "bf16"
 EAGER, COMPILED = "eager", "compiled"
 MODES = {"eager": (EAGER,), "compiled": (COMPILED,), "both": (EAGER, COMPILED)}
-BF16, FLOAT8 = "bf16", "float8"
-"""In what the weights of a sharded model are gathered."""
+BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
 
+# Other libraries, measured where they are installed: name and module.
 PEERS = {"torchao": "torchao", "te": "transformer_engine"}
-"""Other libraries, measured where they are installed: name and module."""
-
 _TE_RECIPES = {"tensorwise": "Float8CurrentScaling", "delayed": "DelayedScaling"}
 _FAST_ACCUM, _HELD = "fast_accum", "held"
 

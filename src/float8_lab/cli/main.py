@@ -19,9 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from float8.convert.measure import WrongResultError
 from float8_lab.errors import LabError, RankFailedError, is_for_all
 
+# Seconds by which the rank with the cause ends before others: torchrun shows the first one.
 _LAST_WORDS = 2.0
-"""Seconds by which the rank with the cause ends before others: torchrun shows the first one."""
-
 _EXTRAS = ("typer", "rich", "matplotlib", "numpy")
 
 _cli: ModuleType | None

@@ -14,19 +14,10 @@ from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forw
 from float8_lab.models.presets import ModelConfig
 
 
-class RMSNorm(nn.Module):
-    """Divide by the root mean square of the last dim, then multiply by a learned weight.
-
-    Computed in float32 and returned in the input's dtype, so the residual stream keeps its dtype
-    under autocast.
-    """
+class RMSNorm(nn.RMSNorm):
+    """Computed in float32 and returned in the input's dtype, which it keeps under autocast, too."""
 
     is_rms_norm = True  # may be fused with the layers that read it
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., dim]; same shape and dtype out."""

@@ -14,19 +14,15 @@ from float8_lab.device import check_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
-HIGH_PRECISION = "high_precision"
-"""The recipe name that trains without any float8."""
-
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-"""Names of those that train with it."""
+HIGH_PRECISION = "high_precision"  # the recipe name that trains without any float8
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]  # names of those that train with it
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# Groups of settings.
 MODEL, OPTIMIZER, DEVICE, OUTPUT = "Model and data", "Optimizer", "Speed and memory", "Output"
-"""Groups of settings."""
 
 BY_MODEL = "by model"
-
 _BOUNDS = {
     "at least 1": lambda value: value >= 1,
     "at least 2": lambda value: value >= 2,

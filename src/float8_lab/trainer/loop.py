@@ -1,6 +1,7 @@
 """One training run, from settings to its result: steps, validation, checkpoints, observers."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from float8 import attach_to_optimizer
 from float8_lab.errors import (
@@ -141,7 +143,9 @@ class Trainer:
             part = self.loss(batch) / config.accumulate
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
-        norm = build.clip_gradients(self.model, config.grad_clip)
+        limit = config.grad_clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before, of all ranks
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.mark()
