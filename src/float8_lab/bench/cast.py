@@ -45,8 +45,8 @@ def bench_cast(
     GB/s counts what a call has to read and write once; `of_copy` is that over the bandwidth of a
     copy of the same tensor. Each result is compared with its plain-torch twin's first, bit by bit.
     """
-    cases = _cases(device)
     for R, C in tensors:
+        cases = _cases(device)
         count = max(3, input_sets(2 * R * C, device))
         xs = [torch.randn(R, C, dtype=torch.bfloat16, device=device) for _ in range(count)]
         samplers = {}

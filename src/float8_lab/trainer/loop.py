@@ -304,7 +304,14 @@ def train(
             return train(
                 config, observers=observers, resume=resume, corpus=corpus, stop=stop, ranks=met
             )
-    text = ranks.together(lambda: _usable_corpus(config, corpus, ranks))
+
+    def usable() -> data.Corpus:
+        ranks.check_fits(config.batch_size, config.hsdp)
+        found = corpus if corpus is not None else data.load_corpus(config.data)
+        data.check_length(found, config.seq_len, config.batch_size)
+        return found
+
+    text = ranks.together(usable)
     fingerprints = ranks.gather(text.fingerprint)
     for rank, other in enumerate(fingerprints):
         if other != fingerprints[0]:  # each takes its part of one order
@@ -333,13 +340,6 @@ def train(
         status = trainer.run(stop or Event())
     summary = ranks.once(lambda: metrics.summarize(metrics.read_metrics(folder.metrics)))
     return TrainResult(status, summary, folder, trainer.last_checkpoint)
-
-
-def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None, ranks: Ranks) -> data.Corpus:
-    ranks.check_fits(config.batch_size, config.hsdp)
-    corpus = corpus if corpus is not None else data.load_corpus(config.data)
-    data.check_length(corpus, config.seq_len, config.batch_size)
-    return corpus
 
 
 @contextlib.contextmanager
