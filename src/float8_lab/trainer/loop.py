@@ -70,7 +70,7 @@ class Trainer:
         self.model, self.conversion = build.build_model(config, self.device, ranks)
         self.optimizer = build.build_optimizer(self.model, config)
         self._first_step = 0
-        self._saved_step = self._validated_step = -1
+        self._saved_step = -1
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
 
     def restore(self, checkpoint: Path) -> None:
@@ -103,11 +103,18 @@ class Trainer:
                 self._tell("on_step", self.step)
                 if self._due(config.log_interval):
                     self._report(check=True)
-                if self._due(config.eval_interval):
-                    self._validate()
+                if self._due(config.eval_interval) or self.step == config.steps:
+                    self._report(check=True)
+                    self._tell("on_validation", ValidationRecord(self.step, self.validate()))
                 if self._due(config.checkpoint_interval):
                     self._save()
-            status = self._finish(self.ranks.any(stop.is_set()))
+            self._report(check=True)
+            status = metrics.FINISHED
+            if self.step < config.steps:
+                stopping = self.ranks.any(stop.is_set())
+                status = metrics.INTERRUPTED if stopping else metrics.STOPPED
+            if config.final_checkpoint or status != metrics.FINISHED:
+                self._save()
         except BaseException:
             # Whatever happened, the steps that were done go on record: of several ranks, which
             # may not be there any more, those that were reduced.
@@ -154,23 +161,6 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
-
-    def _finish(self, stopping: bool) -> str:
-        """Report, validate and save what the last step still lacks; returns the status."""
-        self._report(check=True)
-        finished = self.step >= self.config.steps
-        if finished and self._validated_step != self.step:
-            self._validate()
-        if self.config.final_checkpoint or not finished:
-            self._save()
-        if finished:
-            return metrics.FINISHED
-        return metrics.INTERRUPTED if stopping else metrics.STOPPED
-
-    def _validate(self) -> None:
-        self._report(check=True)
-        self._validated_step = self.step
-        self._tell("on_validation", ValidationRecord(self.step, self.validate()))
 
     def loss(self, batch: Tensor) -> Tensor:
         """Mean loss of this rank's batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
