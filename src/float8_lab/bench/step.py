@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.convert.measure import WrongResultError
-from float8.sync import sync_float8_amax_and_scale_history
+from float8.sync import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
+from float8_lab.bench.variants import COMPILED, HIGH_PRECISION, Variant, many_compilations
 from float8_lab.errors import for_all
 
 Row = dict[str, Any]
@@ -79,9 +79,12 @@ class Step:
     ) -> None:
         self.model = variant.convert(model)
         self.parts: list[nn.Module] = list(getattr(self.model, "layers", [self.model]))
-        for part in self.parts:
-            variant.compile(part)
-        variant.hold_weights(self.model)
+        if variant.mode == COMPILED:
+            for part in self.parts:  # by their own method, which keeps their types and names
+                # Without graph breaks where the code is ours: they would go unnoticed in a time.
+                part.compile(fullgraph=variant.ours or variant.is_reference, dynamic=False)
+        if variant.ours:
+            update_float8_weights(self.model)  # those that are held, as an optimizer's step would
         self.variant, self._x, self._grad = variant, x, grad
         self._microbatches, self._sync = microbatches, sync and variant.ours
 
@@ -104,7 +107,7 @@ class Step:
         """Output and gradients by name, taken from the model; and what follows a step."""
         if self._sync:
             sync_float8_amax_and_scale_history(self.model)
-            self.variant.hold_weights(self.model)
+            update_float8_weights(self.model)
         results = {"output": output.detach()}
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             assert tensor.grad is not None

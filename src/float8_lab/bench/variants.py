@@ -15,7 +15,7 @@ from torch import nn
 
 from float8.config import Float8GemmConfig, Float8LinearConfig, Float8Weights
 from float8.convert import all_linears, convert_to_float8_training
-from float8.sync import attach_to_optimizer, update_float8_weights
+from float8.sync import attach_to_optimizer
 
 HIGH_PRECISION = "bf16"
 EAGER, COMPILED = "eager", "compiled"
@@ -57,20 +57,6 @@ class Variant:
     def is_reference(self) -> bool:
         """Whether it is high precision, which the others are checked and held against."""
         return self.recipe == HIGH_PRECISION
-
-    def hold_weights(self, model: nn.Module) -> None:
-        """Cast the weights that are held, as an optimizer's step would."""
-        if self.ours:
-            update_float8_weights(model)
-
-    def compile(self, module: nn.Module) -> None:
-        """Compile `module` in place, if this variant is compiled.
-
-        Without graph breaks where the code is ours: they would go unnoticed in a time.
-        """
-        if self.mode == COMPILED:
-            # Compiled by its own method, which keeps the module's type and names.
-            module.compile(fullgraph=self.ours or self.is_reference, dynamic=False)
 
 
 def make_variants(

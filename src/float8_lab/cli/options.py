@@ -100,15 +100,17 @@ def settings(*, but: tuple[str, ...] = (), shown: Mapping[str, str] | None = Non
     for name, setting in SETTINGS.items():
         if name in but:
             continue
-        default, flag = str(setting.default), "--" + name.replace("_", "-")
+        default, flag = setting.default, "--" + name.replace("_", "-")
         if types[name] is bool:
-            default = "yes" if setting.default else "no"
             flag = setting.flag or f"{flag}/--no-{flag.removeprefix('--')}"
+        if isinstance(default, bool):
+            default = "yes" if default else "no"
+        in_words = setting.shown or ("by model" if default is None else str(default))
         option = typer.Option(
             flag,
             help=setting.text,
             rich_help_panel=setting.group,
-            show_default=(shown or {}).get(name) or setting.shown or default,
+            show_default=(shown or {}).get(name, in_words),
         )
         fields.append((name, Annotated[types[name] | None, option], None))
     return dataclasses.make_dataclass("Settings", fields)
