@@ -6,10 +6,9 @@ and gradients by what their SQNR against bf16 loses. Then all variants are timed
 
 import importlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,10 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from float8.convert.measure import WrongResultError
+from float8.gemm import matmul
 from float8.linear import functional
 from float8.parallel import tensor as own_styles
+from float8.quantize.spec import Part
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
 from float8_lab.bench.fsdp import RanksStep, Results
 from float8_lab.bench.step import Row, Step, check
@@ -182,30 +183,17 @@ def parts(results: Results) -> Results:
     return found
 
 
-@contextmanager
-def seen_scales() -> Iterator[Scales]:
-    """Those of the operands of all of this library's GEMMs, in eager mode."""
-    seen: Scales = []
-    module: Any = functional
-    original = module.matmul
-
-    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
-        seen.append((a.scale.clone().squeeze(), b.scale.clone().squeeze()))
-        return original(a, b, **more)  # type: ignore[no-any-return]
-
-    module.matmul = matmul
-    try:
-        yield seen
-    finally:
-        module.matmul = original
-
-
 def results_and_scales(step: Step) -> tuple[Results, Scales]:
-    """Of a step in a steady state."""
+    """Of a step in a steady state, in eager mode; scales are those of this library's GEMMs."""
+    scales: Scales = []
+
+    def seen(a: Part, b: Part, **more: Any) -> Tensor:
+        scales.append((a.scale.clone().squeeze(), b.scale.clone().squeeze()))
+        return matmul(a, b, **more)
+
     step.warm_up()
-    with seen_scales() as scales:
-        results = step()
-    return results, scales
+    with mock.patch.object(functional, "matmul", seen):
+        return step(), scales
 
 
 def check_scales(what: str, expected: Scales, got: Scales, weights: int) -> float | None:

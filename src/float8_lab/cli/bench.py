@@ -273,6 +273,12 @@ class RanksRun(Run):
 
     device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
     rounds: Annotated[int, "Timed steps in each of two passes."] = 10
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"
+        ),
+    ] = None
 
 
 @dataclass
@@ -283,20 +289,13 @@ class RanksVariants(Variants):
     peers: Annotated[Words, "Also measure torchao."] = None
 
 
-def _ranks(at_least: int) -> Any:
-    """How many processes; fewer than `at_least` are refused."""
-    text, default = "Processes, each with a GPU.", "all GPUs; 2 on a CPU"
-    return typer.Option(min=at_least, help=text, show_default=default)
-
-
 def _bench_on_ranks(
     name: str,
     step: type[RanksStep],
     title: str,
     size: StackSize,
     compared: Variants,
-    where: Run,
-    ranks: int | None,
+    where: RanksRun,
     **settings: Any,
 ) -> None:
     """Start the ranks, and on each of them time that step of all variants; the first one tells."""
@@ -311,7 +310,7 @@ def _bench_on_ranks(
     preset(size.model)
     variants = make_variants(**chosen, sharded=step is ShardedStep)
     where.checked()
-    start_ranks(where.device, ranks)
+    start_ranks(where.device, where.ranks)
     with join_ranks(True) as group:
         where = dataclasses.replace(where, device=str(group.device(where.device)))
         about = {**dataclasses.asdict(size), **chosen, "ranks": group.size, "passes": PASSES}
@@ -325,12 +324,7 @@ def _bench_on_ranks(
 
 @app.command("fsdp")
 @takes({"blocks": 8}, size=StackSize, compared=RanksVariants, where=RanksRun)
-def fsdp_command(
-    size: StackSize,
-    compared: Variants,
-    where: Run,
-    ranks: Annotated[int | None, _ranks(1)] = None,
-) -> None:
+def fsdp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
     """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
 
     A step is forward, backward and fused AdamW, with the scaling attached to it; parameters are
@@ -341,17 +335,12 @@ def fsdp_command(
     """
     title = "{size} each, under FSDP2 on {ranks} rank(s), forward + backward + optimizer"
     how = {"optimizer": "fused AdamW"}
-    _bench_on_ranks("fsdp", ShardedStep, title, size, compared, where, ranks, **how)
+    _bench_on_ranks("fsdp", ShardedStep, title, size, compared, where, **how)
 
 
 @app.command("tp")
 @takes({"model": "llama3-70b", "blocks": 1}, size=StackSize, compared=RanksVariants, where=RanksRun)
-def tp_command(
-    size: StackSize,
-    compared: Variants,
-    where: Run,
-    ranks: Annotated[int | None, _ranks(2)] = None,
-) -> None:
+def tp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
     """Llama blocks under tensor and sequence parallel: forward and backward.
 
     It starts its own ranks by torchrun (NCCL; Gloo on a CPU). Before anything is timed each recipe
@@ -360,4 +349,4 @@ def tp_command(
     included. Each variant has its rounds in two passes over the list.
     """
     title = "{size}, tensor and sequence parallel on {ranks} ranks, forward + backward"
-    _bench_on_ranks("tp", ParallelStep, title, size, compared, where, ranks)
+    _bench_on_ranks("tp", ParallelStep, title, size, compared, where)

@@ -58,9 +58,11 @@ def with_gaps(row: RunRow, base: RunRow) -> RunRow:
 def write_report(folder: Path, rows: list[RunRow], about: dict[str, Any]) -> None:
     """Write `report.json` and `report.md`; each is replaced in one go."""
     content = {"runs": [asdict(row) for row in rows], **about}
-    report = _markdown(rows, about["environment"], about["corpus"])
-    files = {"report.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
-    for name, text in {**files, "report.md": report}.items():
+    files = {
+        "report.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
+        "report.md": _markdown(rows, about["environment"], about["corpus"]),
+    }
+    for name, text in files.items():
         temporary = folder / f".{name}.unfinished"
         temporary.write_text(text)
         temporary.replace(folder / name)
