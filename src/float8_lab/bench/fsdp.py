@@ -70,9 +70,9 @@ class RanksStep(Step, abc.ABC):
         Returns what the comparison tells, as columns.
         """
 
-    @abc.abstractmethod
     def train(self) -> None:
         """One training step."""
+        self()
 
     def sent(self) -> Row:
         """What this rank sends in one step, in a steady state."""

@@ -6,6 +6,7 @@ and gradients by what their SQNR against bf16 loses. Then all variants are timed
 
 import importlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -122,78 +123,56 @@ class ParallelStep(RanksStep):
     """Forward and backward of a stack, whose tokens all ranks share, with the sync of scaling."""
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
-        require_shares(size, dist.get_world_size())
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        ranks = dist.get_world_size()
+        require_shares(size, ranks)
+        self._mesh = mesh = init_device_mesh(device.type, (ranks,))
         shared = replace(
             variant, convert=lambda model: parallelized(variant.convert(model), variant, mesh)
         )
-        data = part(stack_data(size, device), 2)  # along the sequence
-        super().__init__(shared, size, device, data, block=Block, sync=True)
+        tokens = stack_data(size, device).chunk(ranks, 2)[dist.get_rank()].contiguous()
+        super().__init__(shared, size, device, tokens, block=Block, sync=True)
         self._eager = replace(variant, mode=EAGER)  # on one device
 
-    def __call__(self) -> Results:
-        """What this rank has of the results."""
-        return {name: _local(x) for name, x in super().__call__().items()}
-
-    def train(self) -> None:
-        """One step."""
-        super().__call__()
+    def results(self) -> Results:
+        """Of one step, those of all ranks together."""
+        found: dict[str, Any] = dict(self())
+        for name in ("output", "gradient of input"):
+            found[name] = DTensor.from_local(found[name], self._mesh, [Shard(1)])
+        return {name: x.full_tensor() for name, x in found.items()}
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold results and scales of weights against those of the same recipe on one device."""
         what, size, device = f"tp {self.variant.name}:", self.size, self.device
         self.warm_up()
-        results = self()
+        results = self.results()
         row: Row = {"same_scales": None, "more_noise_db": None}
         if self.variant.ours or not references:
             data = stack_data(size, device)
             alone = Step(self._eager, bf16_stack(size, device, Block), *data, sync=True)
-            whole, expected = results_and_scales(alone)
-            one = parts(whole)
+            alone.warm_up()
+            one, expected = with_scales(alone)
             references.setdefault(HIGH_PRECISION, one)
         base = references[HIGH_PRECISION]
         if self.variant.ours:
-            got, scales = results_and_scales(ParallelStep(self._eager, size, device))
+            eager = ParallelStep(self._eager, size, device)
+            eager.warm_up()
+            got, scales = with_scales(eager.results)
             row["same_scales"] = check_scales(what, expected, scales, 7 * size.blocks)
             check_noise(what, base, one, got)
             row["more_noise_db"] = check_noise(what, base, one, results)
         return {"sqnr_db": check(what, base, results, AT_LEAST), **row}
 
 
-def part(x: Tensor, dim: int) -> Tensor:
-    """What this rank holds of `x`, sharded along `dim`."""
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
-
-
-def _local(x: Any) -> Tensor:
-    local: Tensor = x
-    if isinstance(x, DTensor):
-        summed = any(placement.is_partial() for placement in x.placements)  # of a norm
-        local = x.full_tensor() if summed else x.to_local()
-    return local.detach()
-
-
-def parts(results: Results) -> Results:
-    """Of the results of one device, what this rank has under tensor parallel."""
-    found = {}
-    for name, x in results.items():
-        layer = name.removesuffix(".weight").rpartition(".")[2]
-        sharded = layer in (*_BY_ROWS, *_BY_COLUMNS, "output", "gradient of input")
-        found[name] = part(x, 0 if layer in _BY_ROWS else 1) if sharded else x
-    return found
-
-
-def results_and_scales(step: Step) -> tuple[Results, Scales]:
-    """Of a step in a steady state, in eager mode; scales are those of this library's GEMMs."""
+def with_scales(run: Callable[[], Results]) -> tuple[Results, Scales]:
+    """Results, and the scales of the operands of this library's GEMMs in eager mode."""
     scales: Scales = []
 
     def seen(a: Part, b: Part, **more: Any) -> Tensor:
         scales.append((a.scale.clone().squeeze(), b.scale.clone().squeeze()))
         return matmul(a, b, **more)
 
-    step.warm_up()
     with mock.patch.object(functional, "matmul", seen):
-        return step(), scales
+        return run(), scales
 
 
 def check_scales(what: str, expected: Scales, got: Scales, weights: int) -> float | None:
