@@ -39,13 +39,7 @@ _LEARNING_RATE = 1e-5
 class RanksStep(Step, abc.ABC):
     """A step of a stack on all ranks; all of them must call each method.
 
-    Args:
-        variant: How the stack runs, and how ranks share it.
-        size: Of the stack.
-        device: Of this rank.
-        data: Input of this rank and gradient of its output, [2, batch, seq, dim] bf16.
-        block: Makes a block.
-        sync: As for `Step`.
+    `data` are the input of this rank and the gradient of its output, [2, batch, seq, dim] bf16.
     """
 
     def __init__(
@@ -140,14 +134,8 @@ def bench_on_ranks(
 ) -> Iterator[list[Row]]:
     """Time every variant on the ranks that there are; an empty list after each, then all rows.
 
-    Rows of peers that failed say why in `left_out`, and nothing else.
-
-    Args:
-        make: Builds the step of a variant.
-        variants: In each mode bf16 first.
-        size: As `make` takes it.
-        device: Of this rank.
-        rounds: Steps that are timed, in each of the passes.
+    `make` builds the step of a variant; in each mode the first one is bf16. In each of the passes
+    `rounds` steps are timed. Rows of peers that failed say why in `left_out`, and nothing else.
     """
     rows: dict[str, Row] = {}
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}

@@ -29,10 +29,7 @@ def profile_block(
     """Run one forward and one backward under the profiler, after a few that are not.
 
     `forward.json` and `backward.json` go to `folder`: traces for chrome://tracing and
-    ui.perfetto.dev.
-
-    Returns:
-        For each pass and kind of kernel its µs and its share of all kernels' time.
+    ui.perfetto.dev. Rows have the µs of each pass and kind of kernel, and its share of all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = device.type == "cuda"

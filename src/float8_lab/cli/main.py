@@ -35,14 +35,7 @@ except ModuleNotFoundError as missing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after `float8`; None for those of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run the words after `float8`, by default those of this process; returns the exit code."""
     if _cli is None:
         return _fail(
             f"the command line needs {_missing}, which is not installed: "
@@ -74,9 +67,7 @@ def _run(words: list[str]) -> tuple[int, bool]:
     """Parse and run; what is the user's to know becomes a line.
 
     An error that all ranks raise is told by the first one, any other by the rank that meets it.
-
-    Returns:
-        The exit code, and whether another rank has the cause.
+    Returns the exit code, and whether another rank has the cause.
     """
     assert _cli is not None
     rank = os.environ.get("RANK")

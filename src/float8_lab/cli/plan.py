@@ -31,15 +31,9 @@ def plan_conversion(
 ) -> list[dict[str, Any]]:
     """Judge every `nn.Linear` of a model, on the meta device, too, without changing it.
 
-    Args:
-        model: Any model.
-        tokens: Per forward; a column of the rows.
-        judge: `judge(in_features, out_features)` gives what was measured, or what says that float8
-            is slower, or None if nothing does. Called once for each row.
-        head: Name of the output head, which is left in high precision.
-
-    Returns:
-        A row per shape, in the order of the model: how many, which, their times, their fate.
+    `judge(in_features, out_features)` gives what was measured, or what says that float8 is slower,
+    or None if nothing does. The layer named `head` is left in high precision. Returns a row per
+    shape, in the order of the model: how many, which, their times, their fate.
     """
     groups: dict[tuple[int, int, bool], list[str]] = {}
     for name, linear in model.named_modules():

@@ -110,11 +110,8 @@ class Llama(nn.Module):
     Parameters are float32 and uninitialised until `init_weights`. Make it on the meta device, then
     call `to_empty` and `init_weights`: so nothing is initialised twice.
 
-    Args:
-        config: Shape of the model.
-        max_seq_len: Longest sequence that `forward` takes.
-        activation_checkpointing: Keep only each block's input for backward and run the block
-            again there: about a third more compute for a fraction of the activation memory.
+    With `activation_checkpointing` only each block's input is kept for backward, where the block
+    runs again: about a third more compute for a fraction of the activation memory.
     """
 
     cos: Tensor
