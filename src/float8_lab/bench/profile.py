@@ -1,7 +1,6 @@
 """`float8 bench profile`: where the time of a stack of blocks goes, by kind of kernel."""
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -58,22 +57,21 @@ def kind_of(name: str) -> str:
 
 
 def _rows(which: str, profiled: profile, device: torch.device) -> list[Row]:
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
     gpu = device.type == "cuda"
+    found: dict[str, Row] = {}
     for event in profiled.key_averages():
         # The time of an annotation is that of the kernels in it, counted themselves.
         on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
         if not event.is_user_annotation and (on_gpu or not gpu):
             kind = kind_of(event.key)
-            times[kind] += event.self_device_time_total if gpu else event.self_cpu_time_total
-            calls[kind] += event.count
-    total = times.total()
+            row = found.setdefault(kind, {"pass": which, "kind": kind, "calls": 0, "us": 0.0})
+            row["calls"] += event.count
+            row["us"] += event.self_device_time_total if gpu else event.self_cpu_time_total
+    total = sum(row["us"] for row in found.values())
     if not total:
         raise ValueError(
             f"profile: the profiler saw no kernels on {device.type}; on a GPU it needs CUPTI and "
             "the right to use performance counters"
         )
-    kinds = [kind for kind in (GEMM, CAST, ATTENTION, OTHER) if calls[kind]]
-    shares = {kind: {"us": times[kind], "share": times[kind] / total} for kind in kinds}
-    return [{"pass": which, "kind": k, "calls": calls[k], **shares[k]} for k in kinds]
+    rows = (found[kind] for kind in (GEMM, CAST, ATTENTION, OTHER) if kind in found)
+    return [{**row, "share": row["us"] / total} for row in rows]
