@@ -54,9 +54,6 @@ def require_shares(size: StackSize, ranks: int) -> None:
 
 # ---------------------------------------------------------------- the model, as users write it
 
-# How ranks share the weights of these layers.
-_BY_ROWS, _BY_COLUMNS = ("query", "key", "value", "gate", "up"), ("out", "down")
-
 
 class Attention(llama.Attention):
     """Of normalised tokens."""
@@ -109,8 +106,10 @@ def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Mod
         ),
         "feed_forward": prepare(input_layouts=(tokens,), desired_input_layouts=(whole,)),
     }
-    plan |= {f"*.{name}": colwise() for name in _BY_ROWS}
-    plan |= {f"*.{name}": rowwise(output_layouts=tokens) for name in _BY_COLUMNS}
+    inner = ("attention.query", "attention.key", "attention.value")
+    plan |= {name: colwise() for name in (*inner, "feed_forward.gate", "feed_forward.up")}
+    last = ("attention.out", "feed_forward.down")
+    plan |= {name: rowwise(output_layouts=tokens) for name in last}
     for block in stack.get_submodule("layers").children():
         parallelize_module(block, mesh, plan, src_data_rank=None)  # all have the same weights
     return stack
