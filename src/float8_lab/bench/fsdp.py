@@ -37,25 +37,26 @@ _LEARNING_RATE = 1e-5
 
 
 class RanksStep(Step, abc.ABC):
-    """A step of a stack on all ranks; all of them must call each method.
-
-    `data` are the input of this rank and the gradient of its output, [2, batch, seq, dim] bf16.
-    """
+    """A step of a stack on all ranks; all of them must call each method."""
 
     def __init__(
         self,
         variant: Variant,
         size: StackSize,
         device: torch.device,
-        data: Tensor,
         *,
         block: Callable[[ModelConfig], nn.Module] = Block,
         sync: bool = False,
     ) -> None:
         self.size, self.device, self._gpu = size, device, device.type == "cuda"
         self._before = torch.cuda.memory_allocated(device) if self._gpu else 0
+        data = self.data()
         super().__init__(variant, bf16_stack(size, device, block), *data, sync=sync)
         self.tokens = dist.get_world_size() * data[0, ..., 0].numel()  # of all ranks
+
+    @abc.abstractmethod
+    def data(self) -> Tensor:
+        """Input of this rank and gradient of its output, [2, batch, seq, dim] bf16."""
 
     @abc.abstractmethod
     def check(self, references: dict[str, Results]) -> Row:
@@ -199,12 +200,16 @@ class ShardedStep(RanksStep):
     """
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
-        super().__init__(variant, size, device, stack_data(size, device, 1 + dist.get_rank()))
+        super().__init__(variant, size, device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for part in [*self.parts, self.model]:
             fully_shard(part, mesh=mesh)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
         self._handle = variant.attach(self.model, self._optimizer)
+
+    def data(self) -> Tensor:
+        """Of this rank alone."""
+        return stack_data(self.size, self.device, 1 + dist.get_rank())
 
     def train(self) -> None:
         """Forward, backward and optimizer."""

@@ -122,15 +122,18 @@ class ParallelStep(RanksStep):
     """Forward and backward of a stack, whose tokens all ranks share, with the sync of scaling."""
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
-        ranks = dist.get_world_size()
-        require_shares(size, ranks)
-        self._mesh = mesh = init_device_mesh(device.type, (ranks,))
+        require_shares(size, dist.get_world_size())
+        self._mesh = mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         shared = replace(
             variant, convert=lambda model: parallelized(variant.convert(model), variant, mesh)
         )
-        tokens = stack_data(size, device).chunk(ranks, 2)[dist.get_rank()].contiguous()
-        super().__init__(shared, size, device, tokens, block=Block, sync=True)
+        super().__init__(shared, size, device, block=Block, sync=True)
         self._eager = replace(variant, mode=EAGER)  # on one device
+
+    def data(self) -> Tensor:
+        """Of each sequence the tokens of this rank."""
+        whole = stack_data(self.size, self.device)
+        return whole.chunk(self._mesh.size(), 2)[dist.get_rank()].contiguous()
 
     def results(self) -> Results:
         """Of one step, those of all ranks together."""
