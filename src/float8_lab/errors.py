@@ -6,13 +6,9 @@ E = TypeVar("E", bound=BaseException)
 
 
 class LabError(Exception):
-    """Base of everything this package raises on purpose; its text is written for the user.
+    """Base of everything this package raises on purpose; its text is written for the user."""
 
-    Attributes:
-        exit_code: Of the `float8` command: 2 if something about the call is wrong, 1 if it failed.
-    """
-
-    exit_code = 2
+    exit_code = 2  # of the `float8` command: 2 if something about the call is wrong, 1 if it failed
 
 
 class ConfigError(LabError, ValueError):

@@ -224,11 +224,8 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 class NumericsReport:
     """What casts do to the tensors of a model in one step. `str()` gives a table of 80 columns."""
 
-    casts: tuple[LayerCast, ...]
-    """Worst first: tensors that are not finite, then by `even_db`."""
-
-    left_out: tuple[str, ...]
-    """Linear layers without a cast: those in high precision, and those that did not run."""
+    casts: tuple[LayerCast, ...]  # worst first: tensors that are not finite, then by `even_db`
+    left_out: tuple[str, ...]  # linear layers in high precision, and those that did not run
 
     def __str__(self) -> str:
         layers = {cast.layer for cast in self.casts}

@@ -21,8 +21,8 @@ from float8_lab.errors import ConfigError, LabError, RankFailedError, for_all
 
 T = TypeVar("T")
 
+# How a run on several ranks is started.
 LAUNCH = "torchrun --nproc-per-node {ranks} --no-python float8 train --fsdp"
-"""How a run on several ranks is started."""
 
 # torch has no exception of its own for these: what Gloo and NCCL say when another rank is gone.
 _SIGNS_OF_A_LOST_RANK = (
@@ -127,8 +127,7 @@ class Ranks:
         return self.gather(self.together(lambda: work() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
 
-ALONE = Ranks()
-"""One process, nothing sharded."""
+ALONE = Ranks()  # one process, nothing sharded
 
 
 def start_ranks(device: str, wanted: int | None) -> None:

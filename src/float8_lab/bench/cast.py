@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +31,10 @@ class Case(NamedTuple):
     """One kind of call."""
 
     name: str
-    bytes_per_element: int
-    """What it has to read and write once."""
+    bytes_per_element: int  # what it has to read and write once
     call: Call
-    twin: Call
-    """The same in plain torch."""
-    prepare: Callable[[Tensor], Tensor] = lambda x: x
-    """Makes the input from a bf16 tensor."""
+    twin: Call  # the same in plain torch
+    prepare: Callable[[Tensor], Tensor] = lambda x: x  # makes the input from a bf16 tensor
 
 
 def bench_cast(
@@ -49,7 +46,24 @@ def bench_cast(
     copy of the same tensor. Each result is compared with its plain-torch twin's first, bit by bit.
     """
     for R, C in tensors:
-        yield _rows(R, C, device, rounds)
+        cases = _cases(device)
+        count = max(3, input_sets(2 * R * C, device))
+        xs = [torch.randn(R, C, dtype=torch.bfloat16, device=device) for _ in range(count)]
+        samplers = {}
+        for case in cases:
+            for x in (xs[0], _awkward(xs[0]), _awkward(xs[0], torch.inf, -torch.inf, torch.nan)):
+                given = case.prepare(x)
+                _agree(f"{case.name} of {R} x {C}", case.call(given), case.twin(given))
+            calls = [functools.partial(case.call, case.prepare(x)) for x in xs]
+            samplers[case.name] = kernel_sampler(calls, device)
+        times = take_turns(samplers, rounds)
+        rows: list[Row] = []
+        for case in cases:
+            ms = times[case.name]
+            row = {"R": R, "C": C, "case": case.name, "us": ms * 1e3}
+            row["gb_per_s"] = case.bytes_per_element * R * C / ms / 1e6
+            rows.append({**row, "of_copy": row["gb_per_s"] / (rows or [row])[0]["gb_per_s"]})
+        yield rows
 
 
 def distinct_tensors(shapes: Mapping[str, Sequence[Shape]]) -> list[tuple[int, int]]:
@@ -58,50 +72,28 @@ def distinct_tensors(shapes: Mapping[str, Sequence[Shape]]) -> list[tuple[int, i
     return sorted({tensor for M, K, N in members for tensor in ((M, K), (N, K), (M, N))})
 
 
-def _rows(R: int, C: int, device: torch.device, rounds: int) -> list[Row]:
-    count = max(3, input_sets(2 * R * C, device))
-    xs = [torch.randn(R, C, dtype=torch.bfloat16, device=device) for _ in range(count)]
-    cases, samplers = _cases(device), {}
-    for case in cases:
-        inputs = [case.prepare(x) for x in xs]
-        for x in (xs[0], _awkward(xs[0]), _awkward(xs[0], torch.inf, -torch.inf, torch.nan)):
-            given = case.prepare(x)
-            _agree(f"{case.name} of {R} x {C}", case.call(given), case.twin(given))
-        calls = [functools.partial(case.call, x) for x in inputs]
-        samplers[case.name] = kernel_sampler(calls, device)
-    times = take_turns(samplers, rounds)
-    rows = []
-    for case in cases:
-        rate = case.bytes_per_element * R * C / times[case.name]  # bytes per ms
-        copy = cases[0].bytes_per_element * R * C / times[_COPY]
-        row = {"R": R, "C": C, "case": case.name, "us": times[case.name] * 1e3}
-        rows.append({**row, "gb_per_s": rate / 1e6, "of_copy": rate / copy})
-    return rows
-
-
 def _cases(device: torch.device) -> list[Case]:
     """The kernels as the library calls them, the copy first."""
     scale, amax = (torch.tensor(value, device=device) for value in (0.01, 0.0))
     spec, state = CastSpec(E4M3), DelayedScale(scale, amax)
 
+    def pair(op: Any, twin: Any, *more: Any, row: bool, col: bool) -> tuple[Call, Call]:
+        """An op and its twin, with the same arguments behind the tensor."""
+        return (
+            lambda x: op(x, *more, row=row, col=col),
+            lambda x: twin(x, *more, row=row, col=col),
+        )
+
     def cast(row: bool, col: bool) -> tuple[Call, Call]:
-        return (
-            lambda x: kernels.cast(x, scale, E4M3, row=row, col=col),
-            lambda x: cast_reference(x, scale, E4M3, row, col),
-        )
+        return pair(kernels.cast, cast_reference, scale, E4M3, row=row, col=col)
 
-    def finer(granularity: ScalingGranularity, row: bool, col: bool) -> tuple[Call, Call]:
-        spec = CastSpec(E4M3, granularity)
-        called, twin = kernels.cast_blockwise, kernels.cast_blockwise_traced
-        if granularity is ScalingGranularity.AXISWISE:
-            called, twin = kernels.cast_axiswise, kernels.cast_axiswise_traced
-        return (
-            lambda x: called(x, spec, row=row, col=col),
-            lambda x: twin(x, spec, row=row, col=col),
-        )
+    def axiswise(row: bool, col: bool) -> tuple[Call, Call]:
+        ops = kernels.cast_axiswise, kernels.cast_axiswise_traced
+        return pair(*ops, CastSpec(E4M3, ScalingGranularity.AXISWISE), row=row, col=col)
 
-    def one_after_the_other(first: Call, second: Call) -> Call:
-        return lambda x: (first(x), second(x))
+    def blockwise(granularity: ScalingGranularity, row: bool, col: bool) -> tuple[Call, Call]:
+        ops = kernels.cast_blockwise, kernels.cast_blockwise_traced
+        return pair(*ops, CastSpec(E4M3, granularity), row=row, col=col)
 
     def delayed(x: Tensor) -> object:
         return amax, kernels.cast_delayed(x, spec, state, row=True, col=True)
@@ -113,25 +105,29 @@ def _cases(device: torch.device) -> list[Case]:
         return x.abs().max()
 
     dynamic = functools.partial(kernels.cast_dynamic, spec=spec, row=True, col=True)
-    amaxes, both = (kernels.amax, amax_reference), cast(True, True)
-    apart = [one_after_the_other(*pair) for pair in zip(amaxes, both, strict=True)]
+    op, twin = cast(True, True)
     return [
         Case(_COPY, 4, torch.clone, torch.clone),
-        Case("amax", 2, *amaxes),
-        Case("amax of x.t()", 2, *amaxes, Tensor.t),
-        Case("cast row+col", 4, *both),
-        Case("cast row+col of x.t()", 4, *both, Tensor.t),
+        Case("amax", 2, kernels.amax, amax_reference),
+        Case("amax of x.t()", 2, kernels.amax, amax_reference, Tensor.t),
+        Case("cast row+col", 4, op, twin),
+        Case("cast row+col of x.t()", 4, op, twin, Tensor.t),
         Case("cast row", 3, *cast(True, False)),
         Case("cast col", 3, *cast(False, True)),
-        Case("amax, cast row+col", 6, apart[0], apart[1]),
+        Case(
+            "amax, cast row+col",
+            6,
+            lambda x: (kernels.amax(x), op(x)),
+            lambda x: (amax_reference(x), twin(x)),
+        ),
         Case("cast_dynamic row+col", 6, dynamic, dynamic_twin),
-        Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), scale, both[1](x))),
-        Case("rowwise row", 3, *finer(ScalingGranularity.AXISWISE, True, False)),
-        Case("rowwise col", 5, *finer(ScalingGranularity.AXISWISE, False, True)),
-        Case("rowwise row+col", 6, *finer(ScalingGranularity.AXISWISE, True, True)),
-        Case("1x128 row+col", 4, *finer(ScalingGranularity.BLOCK_1x128, True, True)),
-        Case("128x128 row", 3, *finer(ScalingGranularity.BLOCK_128x128, True, False)),
-        Case("128x128 col", 3, *finer(ScalingGranularity.BLOCK_128x128, False, True)),
+        Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), scale, twin(x))),
+        Case("rowwise row", 3, *axiswise(True, False)),
+        Case("rowwise col", 5, *axiswise(False, True)),
+        Case("rowwise row+col", 6, *axiswise(True, True)),
+        Case("1x128 row+col", 4, *blockwise(ScalingGranularity.BLOCK_1x128, True, True)),
+        Case("128x128 row", 3, *blockwise(ScalingGranularity.BLOCK_128x128, True, False)),
+        Case("128x128 col", 3, *blockwise(ScalingGranularity.BLOCK_128x128, False, True)),
         Case("transpose", 2, kernels.transpose_bytes, transpose_reference, lambda x: x.to(E4M3)),
         Case("x.abs().max() in torch", 2, in_torch, in_torch),
     ]

@@ -1,20 +1,21 @@
-"""`float8 bench fsdp`: training steps of Llama blocks that FSDP2 shards over all GPUs of a host.
+"""Training steps of stacks that all ranks of a host hold together; and `float8 bench fsdp`.
 
 Every variant is built, checked, timed and torn down before the next one, since a host may not hold
 two of them. Clocks that drop while GPUs heat up would favour the first ones: so the whole list
 runs twice, and medians are over the steps of both times.
 """
 
+import abc
 import gc
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile
@@ -24,65 +25,152 @@ from float8_lab.bench.step import Row, Step, check
 from float8_lab.bench.traffic import CountedTraffic, exposed_ms
 from float8_lab.bench.variants import FLOAT8, Variant, many_compilations
 from float8_lab.measure import Clock
+from float8_lab.models.llama import Block
+from float8_lab.models.presets import ModelConfig
 
-PASSES = 2
-"""How often the list of variants is run."""
+Results = dict[str, Tensor]  # what a rank has of output and gradients, by name
 
-Gradients = dict[str, Tensor]
-"""This rank's shards, by the names of the weights."""
-
+PASSES = 2  # how often the list of variants is run
 _WARMUP = 2
 # Too small to change what bf16 weights are like within a benchmark; the work is that of training.
 _LEARNING_RATE = 1e-5
 
 
-def bench_fsdp(
-    variants: list[Variant], size: StackSize, device: torch.device, rounds: int
-) -> Iterator[list[Row]]:
-    """Time every variant on the ranks that there are; an empty list after each, then all rows.
+class RanksStep(Step, abc.ABC):
+    """A step of a stack on all ranks; all of them must call each method."""
 
-    Args:
-        variants: As `make_variants` gives them for sharded models.
-        size: Of each rank.
-        device: Of this rank.
-        rounds: Steps that are timed, in each of the passes.
-    """
-    rows: dict[str, Row] = {variant.name: {} for variant in variants}
-    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    # In host memory: bf16's, and those of the recipe under way with its 16-bit gather.
-    references: dict[str, Gradients] = {}
-    with many_compilations():
-        for variant in variants * PASSES:
-            row = rows[variant.name]
-            times[variant.name] += _measure(variant, size, device, rounds, row, references)
-            free_memory(device)
-            yield []
-    tokens = dist.get_world_size() * size.batch * size.seq_len
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    base = [medians[v.name] for v in variants if v.is_reference][-1]  # compiled, if it is there
-    for name, ms in medians.items():
-        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": base / ms}
-    yield list(rows.values())
+    def __init__(
+        self,
+        variant: Variant,
+        size: StackSize,
+        device: torch.device,
+        *,
+        block: Callable[[ModelConfig], nn.Module] = Block,
+        sync: bool = False,
+    ) -> None:
+        self.size, self.device, self._gpu = size, device, device.type == "cuda"
+        self._before = torch.cuda.memory_allocated(device) if self._gpu else 0
+        data = self.data()
+        super().__init__(variant, bf16_stack(size, device, block), *data, sync=sync)
+        self.tokens = dist.get_world_size() * data[0, ..., 0].numel()  # of all ranks
+
+    @abc.abstractmethod
+    def data(self) -> Tensor:
+        """Input of this rank and gradient of its output, [2, batch, seq, dim] bf16."""
+
+    @abc.abstractmethod
+    def check(self, references: dict[str, Results]) -> Row:
+        """Compare the first results with those of other variants, which it finds and leaves there.
+
+        Returns what the comparison tells, as columns.
+        """
+
+    def train(self) -> None:
+        """One training step."""
+        self()
+
+    def sent(self) -> Row:
+        """What this rank sends in one step, in a steady state."""
+        self.train()
+        with CountedTraffic() as counted:
+            self.train()
+        sent = counted.traffic
+        return {
+            "gathered_mb": sent.gathered / 1e6,
+            "reduce_scattered_mb": sent.reduce_scattered / 1e6,
+            "all_reduced_kb": sent.all_reduced / 1e3,
+            "all_reduces": sent.all_reduces,
+            "traffic": asdict(sent),  # in bytes
+        }
+
+    def times(self, rounds: int) -> tuple[list[float], float | None]:
+        """Milliseconds of each of `rounds` steps, and peak GiB on a GPU; those of the worst rank.
+
+        Steps follow each other as in training, after some that do not count: from the end of one
+        to the end of the next.
+        """
+        for _ in range(_WARMUP):
+            self.train()
+        if self._gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        dist.barrier()
+        self.train()  # so that the first one which counts finds the GPU at work
+        clock = Clock(self.device)
+        clock.mark()
+        for _ in range(rounds):
+            self.train()
+            clock.mark()
+        found = [1e3 * seconds for seconds in clock.collect()]
+        peak = torch.cuda.max_memory_allocated(self.device) - self._before if self._gpu else 0
+        worst = torch.tensor([*found, peak], dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        *milliseconds, most = worst.tolist()
+        return milliseconds, most / 2**30 if self._gpu else None
+
+    def exposed_ms(self) -> float | None:
+        """Time of one step in which rank 0 does nothing but communicate; None without a GPU.
+
+        Of a step that starts with an idle GPU, so the gather of the first block is among it.
+        """
+        if not self._gpu:
+            return None
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        if dist.get_rank() != 0:
+            self.train()
+            return None
+        with profile() as profiled:
+            self.train()
+            torch.cuda.synchronize(self.device)
+        return exposed_ms(profiled)
 
 
-def _measure(
-    variant: Variant,
+def bench_on_ranks(
+    make: Callable[[Variant, StackSize, torch.device], RanksStep],
+    variants: list[Variant],
     size: StackSize,
     device: torch.device,
     rounds: int,
-    row: Row,
-    references: dict[str, Gradients],
-) -> list[float]:
-    """Milliseconds of steps. The first time for a variant, its `row` is filled with the rest."""
-    step = ShardedStep(variant, size, device)
-    if row:
-        return step.times(rounds)[0]
-    row |= _checked(variant, step.first_gradients(), references)
-    step.optimize()
-    row |= _sent(step)
-    milliseconds, row["peak_gib"] = step.times(rounds)
-    row["exposed_ms"] = step.exposed_ms()
-    return milliseconds
+) -> Iterator[list[Row]]:
+    """Time every variant on the ranks that there are; an empty list after each, then all rows.
+
+    `make` builds the step of a variant; in each mode the first one is bf16. In each of the passes
+    `rounds` steps are timed. Rows of peers that failed say why in `left_out`, and nothing else.
+    """
+    rows: dict[str, Row] = {}
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    references: dict[str, Results] = {}
+    with many_compilations():
+        for variant in variants * PASSES:
+            name = variant.name
+            try:
+                if name not in rows:
+                    step = make(variant, size, device)
+                    rows[name] = _names(variant) | step.check(references) | step.sent()
+                    times[name], peak = step.times(rounds)
+                    rows[name] |= {"peak_gib": peak, "exposed_ms": step.exposed_ms()}
+                    tokens = step.tokens
+                    del step
+                elif not rows[name]["left_out"]:
+                    times[name] += make(variant, size, device).times(rounds)[0]
+            except Exception as error:
+                if variant.ours or variant.is_reference:
+                    raise
+                rows[name] = _names(variant, f"{type(error).__name__}: {error}"[:500])
+            free_memory(device)
+            yield []
+    medians = {name: statistics.median(found) for name, found in times.items() if found}
+    base = {v.mode: medians[v.name] for v in variants if v.is_reference}
+    for name, ms in medians.items():
+        speedup = base[rows[name]["mode"]] / ms
+        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": speedup}
+    yield list(rows.values())
+
+
+def _names(variant: Variant, left_out: str | None = None) -> Row:
+    names = {"recipe": variant.recipe, "mode": variant.mode, "gather": variant.gather or None}
+    return {**names, "left_out": left_out}
 
 
 def free_memory(device: torch.device) -> None:
@@ -103,7 +191,7 @@ def communication_settings() -> dict[str, Any]:
     return found
 
 
-class ShardedStep(Step):
+class ShardedStep(RanksStep):
     """Forward, backward and optimizer step of a stack under FSDP2, on fixed random data.
 
     Weights and the state of a fused AdamW are bf16; no mixed precision policy. Each rank has data
@@ -112,18 +200,19 @@ class ShardedStep(Step):
     """
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
-        self._device, self._gpu = device, device.type == "cuda"
-        self._before = torch.cuda.memory_allocated(device) if self._gpu else 0
-        rank, world = dist.get_rank(), dist.get_world_size()
-        super().__init__(variant, bf16_stack(size, device), *stack_data(size, device, 1 + rank))
-        mesh = init_device_mesh(device.type, (world,))
+        super().__init__(variant, size, device)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for part in [*self.parts, self.model]:
             fully_shard(part, mesh=mesh)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
         self._handle = variant.attach(self.model, self._optimizer)
 
+    def data(self) -> Tensor:
+        """Of this rank alone."""
+        return stack_data(self.size, self.device, 1 + dist.get_rank())
+
     def train(self) -> None:
-        """One training step."""
+        """Forward, backward and optimizer."""
         self.backward(self.forward()[0])
         self.optimize()
 
@@ -132,86 +221,32 @@ class ShardedStep(Step):
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def first_gradients(self) -> Gradients:
+    def first_gradients(self) -> Results:
         """This rank's gradients of a step that has yet to be finished with `optimize`."""
         self.backward(self.forward()[0])
         gradients: dict[str, Any] = {n: p.grad for n, p in self.model.named_parameters()}
         return {f"gradient of {name}": grad.to_local() for name, grad in gradients.items()}
 
-    def times(self, rounds: int) -> tuple[list[float], float | None]:
-        """Milliseconds of each of `rounds` steps, and peak GiB on a GPU; those of the worst rank.
+    def check(self, references: dict[str, Results]) -> Row:
+        """Hold gradients against bf16's, and against those of the same recipe gathered in 16 bits.
 
-        Steps follow each other as in training, after some that do not count: from the end of one
-        to the end of the next.
+        References are in host memory.
         """
-        for _ in range(_WARMUP):
-            self.train()
-        if self._gpu:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-        dist.barrier()
-        self.train()  # so that the first one which counts finds the GPU at work
-        clock = Clock(self._device)
-        clock.mark()
-        for _ in range(rounds):
-            self.train()
-            clock.mark()
-        found = [1e3 * seconds for seconds in clock.collect()]
-        peak = torch.cuda.max_memory_allocated(self._device) - self._before if self._gpu else 0
-        worst = torch.tensor([*found, peak], dtype=torch.float64, device=self._device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        *milliseconds, most = worst.tolist()
-        return milliseconds, most / 2**30 if self._gpu else None
-
-    def exposed_ms(self) -> float | None:
-        """Time of one step in which rank 0 does nothing but communicate; None without a GPU.
-
-        Of a step that starts with an idle GPU, so the gather of the first block is among it. All
-        ranks must call it.
-        """
-        if not self._gpu:
-            return None
-        torch.cuda.synchronize(self._device)
-        dist.barrier()
-        if dist.get_rank() != 0:
-            self.train()
-            return None
-        with profile() as profiled:
-            self.train()
-            torch.cuda.synchronize(self._device)
-        return exposed_ms(profiled)
+        variant, gradients = self.variant, self.first_gradients()
+        if variant.gather != FLOAT8:
+            kept = {name: gradient.cpu() for name, gradient in gradients.items()}
+            references["bf16" if variant.is_reference else "16-bit gather"] = kept
+        quality = check(f"fsdp {variant.name}:", references["bf16"], gradients, AT_LEAST)
+        twin = variant.ours and variant.gather == FLOAT8
+        same = same_bits(references.pop("16-bit gather"), gradients) if twin else None
+        self.optimize()
+        return {"sqnr_db": quality, "same_bits": same}
 
 
-def same_bits(reference: Gradients, gradients: Gradients) -> float:
+def same_bits(reference: Results, gradients: Results) -> float:
     """The share of whole gradients that are equal bit by bit; all ranks must call it."""
     pairs = [(kept.view(torch.int16), gradients[name]) for name, kept in reference.items()]
     equal = [torch.equal(kept, gradient.cpu().view(torch.int16)) for kept, gradient in pairs]
     flags = torch.tensor(equal, dtype=torch.int32, device=pairs[0][1].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MIN)
     return float(flags.double().mean())
-
-
-def _checked(variant: Variant, gradients: Gradients, references: dict[str, Gradients]) -> Row:
-    """Hold gradients against bf16's, and against those of the same recipe gathered in 16 bits."""
-    row = {"recipe": variant.recipe, "mode": variant.mode, "gather": variant.gather}
-    if variant.gather != FLOAT8:
-        kept = {name: gradient.cpu() for name, gradient in gradients.items()}
-        references["bf16" if variant.is_reference else "16-bit gather"] = kept
-    quality = check(f"fsdp {variant.name}:", references["bf16"], gradients, AT_LEAST)
-    twin = variant.ours and variant.gather == FLOAT8
-    same = same_bits(references.pop("16-bit gather"), gradients) if twin else None
-    return {**row, "sqnr_db": quality, "same_bits": same}
-
-
-def _sent(step: ShardedStep) -> Row:
-    """What one step sends, in a steady state."""
-    step.train()
-    with CountedTraffic() as counted:
-        step.train()
-    sent = counted.traffic
-    return {
-        "gathered_mb": sent.gathered / 1e6,
-        "reduce_scattered_mb": sent.reduce_scattered / 1e6,
-        "all_reduced_kb": sent.all_reduced / 1e3,
-        "traffic": asdict(sent),  # in bytes
-    }

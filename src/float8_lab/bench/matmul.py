@@ -62,7 +62,12 @@ def _rows(gemm: str, shape: Shape, device: torch.device, rounds: int) -> list[Ro
         sets = plain if variant == BF16 else scaled
         # Rows spread over the whole product, against float64 on the same operands.
         picked = torch.arange(0, M, max(1, M // _CHECKED_ROWS), device=device)
-        a, b = map(_values, sets[0])
+        a, b = (
+            dequantised(x, ScalingGranularity.TENSORWISE, torch.float64)
+            if isinstance(x, Part)
+            else x.double()
+            for x in sets[0]
+        )
         expected, found = a[picked] @ b.t(), _product(variant, *sets[0])[picked]
         what = f"matmul {gemm} {shape}"
         quality[variant] = check(what, {variant: expected}, {variant: found}, bound)
@@ -89,9 +94,3 @@ def _product(variant: str, a: Any, b: Any) -> Tensor:
         product: Tensor = a @ b.t()
         return product
     return matmul(a, b, gemm=Gemm(variant == FAST), out_dtype=torch.bfloat16)
-
-
-def _values(operand: Tensor | Part) -> Tensor:
-    if isinstance(operand, Part):
-        return dequantised(operand, ScalingGranularity.TENSORWISE, torch.float64)
-    return operand.double()

@@ -1,14 +1,13 @@
 """`float8 bench profile`: where the time of a stack of blocks goes, by kind of kernel."""
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import torch
 from torch.profiler import profile
 
 from float8_lab.bench.block import StackSize, stack_step
-from float8_lab.bench.step import WARMUP, Row
+from float8_lab.bench.step import Row
 from float8_lab.bench.variants import Variant, many_compilations
 
 GEMM, CAST, ATTENTION, OTHER = "GEMM", "cast/amax", "attention", "other"
@@ -29,18 +28,14 @@ def profile_block(
     """Run one forward and one backward under the profiler, after a few that are not.
 
     `forward.json` and `backward.json` go to `folder`: traces for chrome://tracing and
-    ui.perfetto.dev.
-
-    Returns:
-        For each pass and kind of kernel its µs and its share of all kernels' time.
+    ui.perfetto.dev. Rows have the µs of each pass and kind of kernel, and its share of all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpu = device.type == "cuda"
     rows = []
     with many_compilations():
         step = stack_step(variant, size, device)
-        for _ in range(WARMUP):
-            step()
+        step.warm_up()
         for which in ("forward", "backward"):
             with profile() as profiled:
                 if which == "forward":
@@ -62,22 +57,21 @@ def kind_of(name: str) -> str:
 
 
 def _rows(which: str, profiled: profile, device: torch.device) -> list[Row]:
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
     gpu = device.type == "cuda"
+    found: dict[str, Row] = {}
     for event in profiled.key_averages():
         # The time of an annotation is that of the kernels in it, counted themselves.
         on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
         if not event.is_user_annotation and (on_gpu or not gpu):
             kind = kind_of(event.key)
-            times[kind] += event.self_device_time_total if gpu else event.self_cpu_time_total
-            calls[kind] += event.count
-    total = times.total()
+            row = found.setdefault(kind, {"pass": which, "kind": kind, "calls": 0, "us": 0.0})
+            row["calls"] += event.count
+            row["us"] += event.self_device_time_total if gpu else event.self_cpu_time_total
+    total = sum(row["us"] for row in found.values())
     if not total:
         raise ValueError(
             f"profile: the profiler saw no kernels on {device.type}; on a GPU it needs CUPTI and "
             "the right to use performance counters"
         )
-    kinds = [kind for kind in (GEMM, CAST, ATTENTION, OTHER) if calls[kind]]
-    shares = {kind: {"us": times[kind], "share": times[kind] / total} for kind in kinds}
-    return [{"pass": which, "kind": k, "calls": calls[k], **shares[k]} for k in kinds]
+    rows = (found[kind] for kind in (GEMM, CAST, ATTENTION, OTHER) if kind in found)
+    return [{**row, "share": row["us"] / total} for row in rows]

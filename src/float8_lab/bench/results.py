@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,12 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     Rows are dicts. `environment` says where they were measured, `settings` what was asked for, and
     `extra` is what does not belong to one row.
     """
-    plain = _plain({"schema": SCHEMA, **results})
+    # JSON has no infinities: the SQNR of equal results becomes null.
+    plain = json.loads(
+        json.dumps({"schema": SCHEMA, **results}),
+        parse_constant=lambda name: None,
+        parse_float=lambda digits: float(f"{float(digits):.6g}"),
+    )
     if path.suffix == ".json":
         path.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
         return
@@ -43,17 +47,6 @@ def check_output(path: Path) -> None:
         raise ValueError(f"output: got {path.name!r}, expected a name ending in .json or .csv")
     if not path.parent.is_dir():
         raise ValueError(f"output: there is no folder {path.parent}")
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinities: the SQNR of equal results becomes null."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
 
 
 def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:

@@ -41,8 +41,7 @@ SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
     "square": tuple(Shape(n, n, n) for n in (512, 1024, 2048, 4096, 8192, 16384)),
 }
 
-GIVEN = "given"
-"""Name of the set of shapes that were given one by one."""
+GIVEN = "given"  # name of the set of shapes that were given one by one
 
 
 def parse_shape(text: str) -> Shape:

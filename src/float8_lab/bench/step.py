@@ -8,11 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.convert.measure import WrongResultError
-from float8.sync import sync_float8_amax_and_scale_history
+from float8.sync import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
+from float8_lab.bench.variants import COMPILED, HIGH_PRECISION, Variant, many_compilations
 from float8_lab.errors import for_all
 
+Row = dict[str, Any]
+
+WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
 
 
@@ -56,12 +59,6 @@ def _powers(reference: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-Row = dict[str, Any]
-
-WARMUP = 3
-"""Steps that compile, and fill the histories of delayed scaling."""
-
-
 class Step:
     """Forward and backward of a bf16 model, which the variant converts, on fixed random data.
 
@@ -82,10 +79,13 @@ class Step:
     ) -> None:
         self.model = variant.convert(model)
         self.parts: list[nn.Module] = list(getattr(self.model, "layers", [self.model]))
-        for part in self.parts:
-            variant.compile(part)
-        variant.hold_weights(self.model)
-        self._variant, self._x, self._grad = variant, x, grad
+        if variant.mode == COMPILED:
+            for part in self.parts:  # by their own method, which keeps their types and names
+                # Without graph breaks where the code is ours: they would go unnoticed in a time.
+                part.compile(fullgraph=variant.ours or variant.is_reference, dynamic=False)
+        if variant.ours:
+            update_float8_weights(self.model)  # those that are held, as an optimizer's step would
+        self.variant, self._x, self._grad = variant, x, grad
         self._microbatches, self._sync = microbatches, sync and variant.ours
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class Step:
         object in eager mode share one cast of it, which a second call would find done.
         """
         x = self._x.detach().requires_grad_()
-        with self._variant.around():
+        with self.variant.around():
             output: Tensor = self.model(x)
         return output, x
 
@@ -107,12 +107,17 @@ class Step:
         """Output and gradients by name, taken from the model; and what follows a step."""
         if self._sync:
             sync_float8_amax_and_scale_history(self.model)
-            self._variant.hold_weights(self.model)
+            update_float8_weights(self.model)
         results = {"output": output.detach()}
         for name, tensor in [("input", x), *self.model.named_parameters()]:
             assert tensor.grad is not None
             results[f"gradient of {name}"], tensor.grad = tensor.grad, None
         return results
+
+    def warm_up(self) -> None:
+        """Compile, and fill the histories of delayed scaling."""
+        for _ in range(WARMUP):
+            self()
 
     def __call__(self) -> dict[str, Tensor]:
         """One step; the sums of all weights' gradients, the last output and gradient of input."""
@@ -148,8 +153,7 @@ def compare(
     reference: dict[str, Tensor] = {}
     with many_compilations():
         for variant, step in steps:
-            for _ in range(WARMUP):
-                step()
+            step.warm_up()
             if variant.ours:
                 sync_float8_amax_and_scale_history(step.model)  # from here on delayed, if it is
             results = step()

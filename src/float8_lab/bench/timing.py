@@ -1,15 +1,14 @@
 """Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from float8.convert.measure import Call, issued_at_once, milliseconds
 
-Sampler = Callable[[], float]
-"""Takes one sample: milliseconds per call."""
+Sampler = Callable[[], float]  # takes one sample: milliseconds per call
 
 _WARMUP = 3
 _CACHE_MULTIPLE = 4
@@ -83,15 +82,9 @@ def issue_microseconds(
 
     The GPU's time must be the shorter one: give it a tensor too small to matter.
     """
-    times = []
-    for _ in range(_WARMUP + samples):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / calls)
-    return statistics.median(times[_WARMUP:])
+    wait = torch.cuda.synchronize if device.type == "cuda" else "pass"
+    times = timeit.repeat(call, wait, number=calls, repeat=_WARMUP + samples)
+    return statistics.median(times[_WARMUP:]) * 1e6 / calls
 
 
 def input_sets(set_bytes: int, device: torch.device) -> int:

@@ -6,11 +6,10 @@ and gradients by what their SQNR against bf16 loses. Then all variants are timed
 
 import importlib
 import math
-import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,76 +21,23 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from float8.convert.measure import WrongResultError
+from float8.gemm import matmul
 from float8.linear import functional
 from float8.parallel import tensor as own_styles
+from float8.quantize.spec import Part
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
-from float8_lab.bench.fsdp import ShardedStep
-from float8_lab.bench.step import WARMUP, Row, Step, check
-from float8_lab.bench.traffic import CountedTraffic
-from float8_lab.bench.variants import (
-    EAGER,
-    HIGH_PRECISION,
-    Variant,
-    many_compilations,
-)
+from float8_lab.bench.fsdp import RanksStep, Results
+from float8_lab.bench.step import Row, Step, check
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
 from float8_lab.errors import ConfigError
-from float8_lab.models.llama import apply_rope
+from float8_lab.models import llama
 from float8_lab.models.presets import ModelConfig, preset
-
-PASSES = 3
-"""How often all variants are timed, one after the other."""
 
 MORE_NOISE = 1.0
 """Upper bound in dB of what SQNRs against bf16 may lose by running on several devices. Results are
 not equal: sums have another order, bfloat16 rounds otherwise then, and so do casts."""
 
-Results = dict[str, Tensor]
 Scales = list[tuple[Tensor, Tensor]]
-
-
-def bench_tp(
-    variants: list[Variant], size: StackSize, device: torch.device, rounds: int
-) -> Iterator[list[Row]]:
-    """Time every variant on the ranks that there are; an empty list after each check, then rows.
-
-    Rows of peers that failed say why in `left_out`, and nothing else.
-
-    Args:
-        variants: Without a gather of weights.
-        size: Of all ranks together.
-        device: Of this rank.
-        rounds: Steps that are timed, in each of the passes.
-    """
-    rows: dict[str, Row] = {}
-    steps: dict[str, ParallelStep] = {}
-    left_out: list[Row] = []
-    references: dict[str, Results] = {}
-    with many_compilations():
-        for variant in variants:
-            try:
-                steps[variant.name], rows[variant.name] = _checked(
-                    variant, size, device, references
-                )
-            except Exception as error:
-                if variant.ours or variant.is_reference:
-                    raise
-                why = f"{type(error).__name__}: {error}"[:500]
-                left_out.append({"recipe": variant.recipe, "mode": variant.mode, "left_out": why})
-            yield []
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(PASSES):
-            for name, step in steps.items():
-                milliseconds, rows[name]["peak_gib"] = step.times(rounds)
-                times[name] += milliseconds
-        for name, step in steps.items():
-            rows[name]["exposed_ms"] = step.exposed_ms()
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    base = {v.mode: medians[v.name] for v in variants if v.is_reference}
-    tokens = size.batch * size.seq_len
-    for name, ms in medians.items():
-        speedup = base[rows[name]["mode"]] / ms
-        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": speedup}
-    yield [*rows.values(), *left_out]
 
 
 def require_shares(size: StackSize, ranks: int) -> None:
@@ -109,69 +55,34 @@ def require_shares(size: StackSize, ranks: int) -> None:
 # ---------------------------------------------------------------- the model, as users write it
 
 
-class Norm(nn.Module):
-    """RMSNorm of ops that every version of DTensor knows."""
+class Attention(llama.Attention):
+    """Of normalised tokens."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.dim))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
         """[batch, seq, dim] -> the same."""
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
+        mixed = self.mix(self.query(x), self.key(x), self.value(x), cos, sin)
+        return self.out(mixed)  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
-    """Causal self-attention of normalised tokens."""
+class FeedForward(llama.FeedForward):
+    """Of normalised tokens."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[batch, seq, dim] -> the same; heads are as many as the layers return."""
-        layers = (self.wq, self.wk, self.wv)
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class FeedForward(nn.Module):
-    """SwiGLU of normalised tokens."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """[batch, seq, dim] -> the same."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    """Both, each with its norm, added to the residual stream."""
+class Block(llama.Block):
+    """Norms are called by themselves: what follows them gathers their results."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = Norm(config), Norm(config)
-        self.attention, self.ffn = Attention(config), FeedForward(config)
+        super().__init__(config)
+        self.attention, self.feed_forward = Attention(config), FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[batch, seq, dim] -> the same."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
 
 def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Module:
@@ -189,14 +100,16 @@ def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Mod
     tokens, whole = Shard(1), Replicate()
     plan: dict[str, Any] = {
         "attention_norm": SequenceParallel(),
-        "ffn_norm": SequenceParallel(),
+        "feed_forward_norm": SequenceParallel(),
         "attention": prepare(
             input_layouts=(tokens, None, None), desired_input_layouts=(whole, None, None)
         ),
-        "ffn": prepare(input_layouts=(tokens,), desired_input_layouts=(whole,)),
+        "feed_forward": prepare(input_layouts=(tokens,), desired_input_layouts=(whole,)),
     }
-    plan |= {name: colwise() for name in ("attention.w[qkv]", "ffn.w[13]")}
-    plan |= {name: rowwise(output_layouts=tokens) for name in ("attention.wo", "ffn.w2")}
+    inner = ("attention.query", "attention.key", "attention.value")
+    plan |= {name: colwise() for name in (*inner, "feed_forward.gate", "feed_forward.up")}
+    last = ("attention.out", "feed_forward.down")
+    plan |= {name: rowwise(output_layouts=tokens) for name in last}
     for block in stack.get_submodule("layers").children():
         parallelize_module(block, mesh, plan, src_data_rank=None)  # all have the same weights
     return stack
@@ -205,85 +118,63 @@ def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Mod
 # ---------------------------------------------------------------- steps
 
 
-class ParallelStep(ShardedStep):
+class ParallelStep(RanksStep):
     """Forward and backward of a stack, whose tokens all ranks share, with the sync of scaling."""
 
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
-        self._device, self._gpu = device, device.type == "cuda"
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        sharded = replace(
+        require_shares(size, dist.get_world_size())
+        self._mesh = mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        shared = replace(
             variant, convert=lambda model: parallelized(variant.convert(model), variant, mesh)
         )
-        data = [part(x, 1) for x in stack_data(size, device)]
-        Step.__init__(self, sharded, bf16_stack(size, device, Block), *data, sync=True)
+        super().__init__(shared, size, device, block=Block, sync=True)
+        self._eager = replace(variant, mode=EAGER)  # on one device
 
-    def __call__(self) -> dict[str, Tensor]:
-        """What this rank has of the results."""
-        return {name: _local(x) for name, x in super().__call__().items()}
+    def data(self) -> Tensor:
+        """Of each sequence the tokens of this rank."""
+        whole = stack_data(self.size, self.device)
+        return whole.chunk(self._mesh.size(), 2)[dist.get_rank()].contiguous()
 
-    def train(self) -> None:
-        """One step."""
-        super().__call__()
+    def results(self) -> Results:
+        """Of one step, those of all ranks together."""
+        found: dict[str, Any] = dict(self())
+        for name in ("output", "gradient of input"):
+            found[name] = DTensor.from_local(found[name], self._mesh, [Shard(1)])
+        return {name: x.full_tensor() for name, x in found.items()}
 
-    def times(self, rounds: int) -> tuple[list[float], float | None]:
-        """As the base class; other variants hold memory, too, which is not counted."""
-        if self._gpu:
-            own = sum(_local(p).nbytes for p in self.model.parameters())
-            self._before = torch.cuda.memory_allocated(self._device) - own
-        return super().times(rounds)
-
-
-def part(x: Tensor, dim: int) -> Tensor:
-    """What this rank holds of `x`, sharded along `dim`."""
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
-
-
-def _local(x: Any) -> Tensor:
-    local: Tensor = x
-    if isinstance(x, DTensor):
-        summed = any(placement.is_partial() for placement in x.placements)  # of a norm
-        local = x.full_tensor() if summed else x.to_local()
-    return local.detach()
-
-
-_BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
-
-
-def parts(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the results of one device, what this rank has under tensor parallel."""
-    found = {}
-    for name, x in results.items():
-        layer = name.removesuffix(".weight").rpartition(".")[2]
-        sharded = layer in (*_BY_ROWS, *_BY_COLUMNS, "output", "gradient of input")
-        found[name] = part(x, 0 if layer in _BY_ROWS else 1) if sharded else x
-    return found
+    def check(self, references: dict[str, Results]) -> Row:
+        """Hold results and scales of weights against those of the same recipe on one device."""
+        what, size, device = f"tp {self.variant.name}:", self.size, self.device
+        self.warm_up()
+        results = self.results()
+        row: Row = {"same_scales": None, "more_noise_db": None}
+        if self.variant.ours or not references:
+            data = stack_data(size, device)
+            alone = Step(self._eager, bf16_stack(size, device, Block), *data, sync=True)
+            alone.warm_up()
+            one, expected = with_scales(alone)
+            references.setdefault(HIGH_PRECISION, one)
+        base = references[HIGH_PRECISION]
+        if self.variant.ours:
+            eager = ParallelStep(self._eager, size, device)
+            eager.warm_up()
+            got, scales = with_scales(eager.results)
+            row["same_scales"] = check_scales(what, expected, scales, 7 * size.blocks)
+            check_noise(what, base, one, got)
+            row["more_noise_db"] = check_noise(what, base, one, results)
+        return {"sqnr_db": check(what, base, results, AT_LEAST), **row}
 
 
-@contextmanager
-def seen_scales() -> Iterator[Scales]:
-    """Those of the operands of all of this library's GEMMs, in eager mode."""
-    seen: Scales = []
-    module: Any = functional
-    original = module.matmul
+def with_scales(run: Callable[[], Results]) -> tuple[Results, Scales]:
+    """Results, and the scales of the operands of this library's GEMMs in eager mode."""
+    scales: Scales = []
 
-    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
-        seen.append((a.scale.clone().squeeze(), b.scale.clone().squeeze()))
-        return original(a, b, **more)  # type: ignore[no-any-return]
+    def seen(a: Part, b: Part, **more: Any) -> Tensor:
+        scales.append((a.scale.clone().squeeze(), b.scale.clone().squeeze()))
+        return matmul(a, b, **more)
 
-    module.matmul = matmul
-    try:
-        yield seen
-    finally:
-        module.matmul = original
-
-
-def results_and_scales(step: Step) -> tuple[dict[str, Tensor], Scales]:
-    """Of a step in a steady state."""
-    for _ in range(WARMUP):
-        step()
-    with seen_scales() as scales:
-        results = step()
-    return results, scales
+    with mock.patch.object(functional, "matmul", seen):
+        return run(), scales
 
 
 def check_scales(what: str, expected: Scales, got: Scales, weights: int) -> float | None:
@@ -321,42 +212,3 @@ def check_noise(what: str, base: Results, one: Results, got: Results) -> float:
             f"{MORE_NOISE} dB; nothing was timed"
         )
     return lost[name]
-
-
-def _checked(
-    variant: Variant,
-    size: StackSize,
-    device: torch.device,
-    references: dict[str, Results],
-) -> tuple[ParallelStep, Row]:
-    """A step whose results and scales are as those of one device, and what it sends."""
-    what, base = f"tp {variant.name}:", references.get(HIGH_PRECISION)
-    row: Row = {"recipe": variant.recipe, "mode": variant.mode}
-    row |= dict.fromkeys(("left_out", "same_scales", "more_noise_db"))
-    if variant.ours or base is None:
-        eager = replace(variant, mode=EAGER)
-        alone = Step(eager, bf16_stack(size, device, Block), *stack_data(size, device), sync=True)
-        whole, expected = results_and_scales(alone)
-        references[variant.recipe] = parts(whole)
-        del alone, whole
-        if variant.ours:
-            got, scales = results_and_scales(ParallelStep(eager, size, device))
-            row["same_scales"] = check_scales(what, expected, scales, 7 * size.blocks)
-            check_noise(what, references[HIGH_PRECISION], references[variant.recipe], got)
-    step = ParallelStep(variant, size, device)
-    for _ in range(WARMUP):
-        step()
-    results = step()
-    row["sqnr_db"] = check(what, references[HIGH_PRECISION], results, AT_LEAST)
-    if variant.ours:
-        one = references.pop(variant.recipe)
-        row["more_noise_db"] = check_noise(what, references[HIGH_PRECISION], one, results)
-    with CountedTraffic() as counted:
-        step.train()
-    sent = counted.traffic
-    return step, row | {
-        "gathered_mb": sent.gathered / 1e6,
-        "reduce_scattered_mb": sent.reduce_scattered / 1e6,
-        "all_reduces": sent.all_reduces,
-        "traffic": asdict(sent),
-    }

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Interval = tuple[float, float]
-"""Start and end of something, in one unit of time."""
+Interval = tuple[float, float]  # start and end of something, in one unit of time
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _NO_DATA = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd")

@@ -15,17 +15,15 @@ from torch import nn
 
 from float8.config import Float8GemmConfig, Float8LinearConfig, Float8Weights
 from float8.convert import all_linears, convert_to_float8_training
-from float8.sync import attach_to_optimizer, update_float8_weights
+from float8.sync import attach_to_optimizer
 
 HIGH_PRECISION = "bf16"
 EAGER, COMPILED = "eager", "compiled"
 MODES = {"eager": (EAGER,), "compiled": (COMPILED,), "both": (EAGER, COMPILED)}
-BF16, FLOAT8 = "bf16", "float8"
-"""In what the weights of a sharded model are gathered."""
+BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
 
+# Other libraries, measured where they are installed: name and module.
 PEERS = {"torchao": "torchao", "te": "transformer_engine"}
-"""Other libraries, measured where they are installed: name and module."""
-
 _TE_RECIPES = {"tensorwise": "Float8CurrentScaling", "delayed": "DelayedScaling"}
 _FAST_ACCUM, _HELD = "fast_accum", "held"
 
@@ -59,20 +57,6 @@ class Variant:
     def is_reference(self) -> bool:
         """Whether it is high precision, which the others are checked and held against."""
         return self.recipe == HIGH_PRECISION
-
-    def hold_weights(self, model: nn.Module) -> None:
-        """Cast the weights that are held, as an optimizer's step would."""
-        if self.ours:
-            update_float8_weights(model)
-
-    def compile(self, module: nn.Module) -> None:
-        """Compile `module` in place, if this variant is compiled.
-
-        Without graph breaks where the code is ours: they would go unnoticed in a time.
-        """
-        if self.mode == COMPILED:
-            # Compiled by its own method, which keeps the module's type and names.
-            module.compile(fullgraph=self.ours or self.is_reference, dynamic=False)
 
 
 def make_variants(

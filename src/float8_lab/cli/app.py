@@ -7,7 +7,6 @@ import typer
 import float8
 from float8_lab.cli.bench import app as bench_app
 from float8_lab.cli.bench_numerics import numerics_command
-from float8_lab.cli.bench_tp import tp_command
 from float8_lab.cli.compare import compare_command
 from float8_lab.cli.plan import plan_command
 from float8_lab.cli.train import train_command
@@ -23,7 +22,6 @@ app.command("train")(train_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)
 bench_app.command("numerics")(numerics_command)
-bench_app.command("tp")(tp_command)
 app.add_typer(bench_app, name="bench")
 
 

@@ -3,9 +3,8 @@
 `float8 bench numerics`, which times nothing, is in `bench_numerics`.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,12 +16,19 @@ from rich.progress import track
 from float8_lab.bench.block import StackSize, bench_block
 from float8_lab.bench.cast import bench_cast, distinct_tensors
 from float8_lab.bench.cast import host_microseconds as cast_host_microseconds
-from float8_lab.bench.fsdp import PASSES, bench_fsdp, communication_settings
+from float8_lab.bench.fsdp import (
+    PASSES,
+    RanksStep,
+    ShardedStep,
+    bench_on_ranks,
+    communication_settings,
+)
 from float8_lab.bench.linear import bench_linear, host_microseconds
 from float8_lab.bench.matmul import bench_matmul
 from float8_lab.bench.profile import profile_block
 from float8_lab.bench.results import check_output, plot_speedups, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
+from float8_lab.bench.tp import ParallelStep
 from float8_lab.bench.variants import (
     COMPILED,
     EAGER,
@@ -37,7 +43,7 @@ from float8_lab.cli.table import Rows, print_table
 from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import preset
-from float8_lab.ranks import Ranks, join_ranks, start_ranks
+from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.environment import describe_environment
 
 app = typer.Typer(
@@ -111,6 +117,9 @@ class Bench:
         """Print the table, write the files; `extra` is what belongs to no row."""
         if self.device.type == "cpu" and any({"ms", "us", "bf16_ms"} & row.keys() for row in rows):
             title += " (host times)"
+        for row in rows:
+            if row.get("left_out"):
+                self.console.print("{recipe}, {mode} is left out: {left_out}".format(**row))
         print_table(self.console, title, rows)
         if self._output is not None:
             results = {"benchmark": self._name, "rows": rows, **self._about, "extra": extra}
@@ -264,6 +273,12 @@ class RanksRun(Run):
 
     device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
     rounds: Annotated[int, "Timed steps in each of two passes."] = 10
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"
+        ),
+    ] = None
 
 
 @dataclass
@@ -274,55 +289,64 @@ class RanksVariants(Variants):
     peers: Annotated[Words, "Also measure torchao."] = None
 
 
-def ranks_option(at_least: int) -> Any:
-    """How many processes; fewer than `at_least` are refused."""
-    text, default = "Processes, each with a GPU.", "all GPUs; 2 on a CPU"
-    return typer.Option(min=at_least, help=text, show_default=default)
-
-
-@contextlib.contextmanager
-def on_ranks(where: Run, peers: list[str], ranks: int | None) -> Iterator[tuple[Run, Ranks]]:
-    """On each of the ranks: `where` with its own device, and all of them.
-
-    A `ConfigError` for what benchmarks of several ranks do not take.
-    """
+def _bench_on_ranks(
+    name: str,
+    step: type[RanksStep],
+    title: str,
+    size: StackSize,
+    compared: Variants,
+    where: RanksRun,
+    **settings: Any,
+) -> None:
+    """Start the ranks, and on each of them time that step of all variants; the first one tells."""
+    chosen = compared.chosen()
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(
             f"device: got {where.device!r}, expected cuda or cpu; say --ranks for how many"
         )
-    for peer in peers:
+    for peer in chosen["peers"]:
         if peer != "torchao":
             raise ConfigError(f"peers: got {peer!r}, expected torchao")
+    preset(size.model)
+    variants = make_variants(**chosen, sharded=step is ShardedStep)
     where.checked()
-    start_ranks(where.device, ranks)
+    start_ranks(where.device, where.ranks)
     with join_ranks(True) as group:
-        yield dataclasses.replace(where, device=str(group.device(where.device))), group
+        where = dataclasses.replace(where, device=str(group.device(where.device)))
+        about = {**dataclasses.asdict(size), **chosen, "ranks": group.size, "passes": PASSES}
+        bench = Bench(name, where, **about, **settings)
+        groups = bench_on_ranks(step, variants, size, bench.device, where.rounds)
+        rows = bench.collect(groups, PASSES * len(variants) + 1)
+        if group.rank == 0:
+            title = title.format(size=size, ranks=group.size)
+            bench.finish(title, rows, communication=communication_settings())
 
 
 @app.command("fsdp")
 @takes({"blocks": 8}, size=StackSize, compared=RanksVariants, where=RanksRun)
-def fsdp_command(
-    size: StackSize,
-    compared: Variants,
-    where: Run,
-    ranks: Annotated[int | None, ranks_option(1)] = None,
-) -> None:
+def fsdp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
     """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
 
     A step is forward, backward and fused AdamW, with the scaling attached to it; parameters are
-    bf16. It starts its own ranks by torchrun (NCCL; Gloo on a CPU). Speedups are over
-    bf16, compiled if that is measured. Bytes are counted, per step and rank, own shards included.
-    Every gradient of every variant is checked against bf16's first, and compared bit by bit
-    between the gathers of a recipe. Each variant has its rounds in two passes over the list.
+    bf16. It starts its own ranks by torchrun (NCCL; Gloo on a CPU). Bytes are counted, per step and
+    rank, own shards included. Every gradient of every variant is checked against bf16's first, and
+    compared bit by bit between the gathers of a recipe. Each variant has its rounds in two passes
+    over the list.
     """
-    chosen = compared.chosen()
-    preset(size.model)
-    variants = make_variants(**chosen, sharded=True)
-    with on_ranks(where, chosen["peers"], ranks) as (where, group):
-        settings = {**dataclasses.asdict(size), **chosen, "ranks": group.size}
-        bench = Bench("fsdp", where, **settings, passes=PASSES, optimizer="fused AdamW")
-        groups = bench_fsdp(variants, size, bench.device, where.rounds)
-        rows = bench.collect(groups, PASSES * len(variants) + 1)
-        title = f"{size} each, under FSDP2 on {group.size} rank(s), forward + backward + optimizer"
-        if group.rank == 0:
-            bench.finish(title, rows, communication=communication_settings())
+    title = "{size} each, under FSDP2 on {ranks} rank(s), forward + backward + optimizer"
+    how = {"optimizer": "fused AdamW"}
+    _bench_on_ranks("fsdp", ShardedStep, title, size, compared, where, **how)
+
+
+@app.command("tp")
+@takes({"model": "llama3-70b", "blocks": 1}, size=StackSize, compared=RanksVariants, where=RanksRun)
+def tp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
+    """Llama blocks under tensor and sequence parallel: forward and backward.
+
+    It starts its own ranks by torchrun (NCCL; Gloo on a CPU). Before anything is timed each recipe
+    is compared with the same recipe on one device: scales of weights bit by bit, output and
+    gradients by what their SQNR against bf16 loses. Bytes are counted, per step and rank, own parts
+    included. Each variant has its rounds in two passes over the list.
+    """
+    title = "{size}, tensor and sequence parallel on {ranks} ranks, forward + backward"
+    _bench_on_ranks("tp", ParallelStep, title, size, compared, where)

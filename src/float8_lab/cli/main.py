@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -19,9 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from float8.convert.measure import WrongResultError
 from float8_lab.errors import LabError, RankFailedError, is_for_all
 
+# Seconds by which the rank with the cause ends before others: torchrun shows the first one.
 _LAST_WORDS = 2.0
-"""Seconds by which the rank with the cause ends before others: torchrun shows the first one."""
-
 _EXTRAS = ("typer", "rich", "matplotlib", "numpy")
 
 _cli: ModuleType | None
@@ -36,23 +35,25 @@ except ModuleNotFoundError as missing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after `float8`; None for those of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run the words after `float8`, by default those of this process; returns the exit code."""
     if _cli is None:
         return _fail(
             f"the command line needs {_missing}, which is not installed: "
             "run pip install 'float8[cli]'"
         )
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "RANK" not in os.environ:
-        return _run(words, _call)
-    code = _run_as_rank(words, first=os.environ["RANK"] == "0")
+    rank = os.environ.get("RANK")
+    if rank is None:
+        return _run(words)[0]
+    # One of the processes that `torchrun` started; only the first one writes to stdout.
+    get_error_handler().initialize()
+    with contextlib.ExitStack() as stack:
+        if rank != "0":
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        code, elsewhere = _run(words)
+    if elsewhere:
+        time.sleep(_LAST_WORDS)
     # After an error an orderly end would wait for other ranks; and without one, threads of Gloo may
     # abort a process that ends soon after its group.
     if arguments is None or (code and dist.is_available() and dist.is_initialized()):
@@ -62,70 +63,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _call(words: list[str], *, tells: bool = True) -> None:
-    """Parse and run; ends in `SystemExit` or an error. With `tells` wrong words are explained."""
+def _run(words: list[str]) -> tuple[int, bool]:
+    """Parse and run; what is the user's to know becomes a line.
+
+    An error that all ranks raise is told by the first one, any other by the rank that meets it.
+    Returns the exit code, and whether another rank has the cause.
+    """
     assert _cli is not None
+    rank = os.environ.get("RANK")
+    first = rank in (None, "0")
     try:
-        code = _cli.command(args=words, prog_name="float8", standalone_mode=tells)
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("typer", "click"):
-            raise
-        raise SystemExit(getattr(error, "exit_code", 1)) from None  # what the parser says
-    raise SystemExit(code)
-
-
-def _run(words: list[str], call: Callable[[list[str]], None]) -> int:
-    """Run the command; what is the user's to know becomes a line and an exit code."""
-    try:
-        call(words)
+        code = _cli.command(args=words, prog_name="float8", standalone_mode=first) or 0
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except (LabError, WrongResultError, ValueError, OSError) as error:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in ("typer", "click"):
+            return getattr(error, "exit_code", 1), not first  # wrong words, which the first told
+        elsewhere = isinstance(error, RankFailedError) or (is_for_all(error) and not first)
+        if rank is not None and not elsewhere:
+            get_error_handler().record_exception(error)  # for torchrun to show
+        if not isinstance(error, (LabError, WrongResultError, ValueError, OSError)):
+            if rank is None:
+                raise
+            sys.stderr.write(f"rank {rank}: {traceback.format_exc()}")
+            return 1, elsewhere
         if "--debug" in words:
             traceback.print_exc()
         ours = isinstance(error, (LabError, WrongResultError))
-        code = getattr(error, "exit_code", 1 if ours else 2)
-        if is_for_all(error) and os.environ.get("RANK", "0") != "0":
-            return code  # the first rank tells it
-        return _fail(f"{error}{'' if ours else ' (--debug shows where)'}", code)
-    return 0
-
-
-def _run_as_rank(words: list[str], first: bool) -> int:
-    """Run one of the processes that `torchrun` started; only the first one writes to stdout.
-
-    An error that all ranks raise is told by the first one, any other by the rank that meets it. Who
-    has the cause ends before the others.
-    """
-    handler = get_error_handler()  # torchrun shows what is recorded with it
-    handler.initialize()
-    elsewhere = False  # whether another rank tells the cause
-
-    def call(words: list[str]) -> None:
-        nonlocal elsewhere
-        try:
-            _call(words, tells=first)
-        except SystemExit as end:
-            elsewhere = bool(end.code) and not first
-            raise
-        except Exception as error:
-            elsewhere = isinstance(error, RankFailedError) or (is_for_all(error) and not first)
-            if not elsewhere:
-                handler.record_exception(error)
-            raise
-
-    try:
-        with contextlib.ExitStack() as stack:
-            if not first:
-                nowhere = stack.enter_context(Path(os.devnull).open("w"))
-                stack.enter_context(contextlib.redirect_stdout(nowhere))
-            code = _run(words, call)
-    except BaseException:
-        sys.stderr.write(f"rank {os.environ['RANK']}: {traceback.format_exc()}")
-        code = 1
-    if elsewhere:
-        time.sleep(_LAST_WORDS)
-    return code
+        if first or not is_for_all(error):
+            _fail(f"{error}{'' if ours else ' (--debug shows where)'}")
+        return getattr(error, "exit_code", 1 if ours else 2), elsewhere
+    return code, bool(code) and not first
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -32,11 +32,8 @@ def takes(
     """Give a command the options of whole dataclasses: their fields that are annotated.
 
     Annotated as Typer wants it, or with a text alone, which is the help; the number is at least 1
-    then, and the switch has no opposite. So are the command's own parameters.
-
-    Args:
-        defaults: Those of options that differ from their dataclass.
-        **groups: Parameters of the command, and the dataclass that each of them is.
+    then, and the switch has no opposite. So are the command's own parameters. `groups` are those
+    that stand for a dataclass; `defaults` are those of options that differ from it.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -89,26 +86,26 @@ def _option(name: str, annotation: Any) -> Any:
 
 
 def settings(*, but: tuple[str, ...] = (), shown: Mapping[str, str] | None = None) -> Any:
-    """A dataclass for `takes` of an option for each setting of the trainer.
+    """A dataclass for `takes` of an option for each setting of the trainer, `but` some.
 
-    Args:
-        but: Settings that a command has no option for, or one of its own.
-        shown: Defaults in words that differ from those of `TrainConfig`.
+    `shown` are defaults in words that differ from those of `TrainConfig`.
     """
     types = typing.get_type_hints(TrainConfig)
     fields = []
     for name, setting in SETTINGS.items():
         if name in but:
             continue
-        default, flag = str(setting.default), "--" + name.replace("_", "-")
+        default, flag = setting.default, "--" + name.replace("_", "-")
         if types[name] is bool:
-            default = "yes" if setting.default else "no"
             flag = setting.flag or f"{flag}/--no-{flag.removeprefix('--')}"
+        if isinstance(default, bool):
+            default = "yes" if default else "no"
+        in_words = setting.shown or ("by model" if default is None else str(default))
         option = typer.Option(
             flag,
             help=setting.text,
             rich_help_panel=setting.group,
-            show_default=(shown or {}).get(name) or setting.shown or default,
+            show_default=(shown or {}).get(name, in_words),
         )
         fields.append((name, Annotated[types[name] | None, option], None))
     return dataclasses.make_dataclass("Settings", fields)

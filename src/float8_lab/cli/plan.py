@@ -19,6 +19,8 @@ from float8_lab.trainer.config import RECIPES
 from float8_lab.trainer.environment import device_name
 
 CONVERT = "convert"
+_DEFAULT_GPU = "H100"
+_LIMITS_OF = "tensorwise"  # the recipe for which the stored limits were measured
 
 
 def plan_conversion(
@@ -29,15 +31,9 @@ def plan_conversion(
 ) -> list[dict[str, Any]]:
     """Judge every `nn.Linear` of a model, on the meta device, too, without changing it.
 
-    Args:
-        model: Any model.
-        tokens: Per forward; a column of the rows.
-        judge: `judge(in_features, out_features)` gives what was measured, or what says that float8
-            is slower, or None if nothing does. Called once for each row.
-        head: Name of the output head, which is left in high precision.
-
-    Returns:
-        A row per shape, in the order of the model: how many, which, their times, their fate.
+    `judge(in_features, out_features)` gives what was measured, or what says that float8 is slower,
+    or None if nothing does. The layer named `head` is left in high precision. Returns a row per
+    shape, in the order of the model: how many, which, their times, their fate.
     """
     groups: dict[tuple[int, int, bool], list[str]] = {}
     for name, linear in model.named_modules():
@@ -56,19 +52,6 @@ def plan_conversion(
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
     return rows
-
-
-def planned_speedup(rows: list[dict[str, Any]]) -> float:
-    """Of all linear layers together, as planned; of measured rows."""
-    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
-    planned = sum(
-        row["count"] * row["float8_ms" if row["fate"] == CONVERT else "bf16_ms"] for row in rows
-    )
-    return float(bf16 / planned)
-
-
-_DEFAULT_GPU = "H100"
-_LIMITS_OF = "tensorwise"  # the recipe for which the stored limits were measured
 
 
 @takes()
@@ -126,7 +109,9 @@ def plan_command(
     rows = plan_conversion(llama, tokens, judge, head="output")
     title = f"{model}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
     if measuring:
-        gain = planned_speedup(rows)
+        bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+        taken = {True: "float8_ms", False: "bf16_ms"}
+        gain = bf16 / sum(row["count"] * row[taken[row["fate"] == CONVERT]] for row in rows)
         bench.finish(f"{title}; ms of forward + backward", rows, linear_speedup=gain)
         bench.console.print(f"all linear layers: {gain:.2f}x of bf16")
     else:

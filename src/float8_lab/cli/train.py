@@ -7,7 +7,7 @@ import typer
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
-from float8_lab.ranks import LAUNCH, Ranks, join_ranks
+from float8_lab.ranks import LAUNCH, join_ranks
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
 from float8_lab.trainer.loop import train
@@ -49,7 +49,12 @@ def train_command(
         console.print(f"validation loss {summary.val_loss:.4f} nats per byte")
     console.print(f"everything is in {folder}")
     if result.status != FINISHED:
-        console.print(f"go on with: {_command(config, ranks)} --resume {folder}")
+        go_on = LAUNCH.format(ranks=ranks.size) if ranks.sharded else "float8 train"
+        if config.fsdp_float8_all_gather:
+            go_on += " --fsdp-float8-all-gather"
+        if config.hsdp > 1:
+            go_on += f" --hsdp {config.hsdp}"
+        console.print(f"go on with: {go_on} --resume {folder}")
     if result.status == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_EXIT)
 
@@ -60,15 +65,3 @@ def _settings(given: dict[str, Any], resume: str | None) -> tuple[TrainConfig, P
         return TrainConfig.create(**given), None
     checkpoint = find_checkpoint(Path(resume))
     return saved_config(checkpoint).replace(**given), checkpoint
-
-
-def _command(config: TrainConfig, ranks: Ranks) -> str:
-    """What starts a run on as many ranks, in the same way."""
-    if not ranks.sharded:
-        return "float8 train"
-    words = [LAUNCH.format(ranks=ranks.size)]
-    if config.fsdp_float8_all_gather:
-        words.append("--fsdp-float8-all-gather")
-    if config.hsdp > 1:
-        words.append(f"--hsdp {config.hsdp}")
-    return " ".join(words)

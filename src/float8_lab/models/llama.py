@@ -14,19 +14,10 @@ from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forw
 from float8_lab.models.presets import ModelConfig
 
 
-class RMSNorm(nn.Module):
-    """Divide by the root mean square of the last dim, then multiply by a learned weight.
-
-    Computed in float32 and returned in the input's dtype, so the residual stream keeps its dtype
-    under autocast.
-    """
+class RMSNorm(nn.RMSNorm):
+    """Computed in float32 and returned in the input's dtype, which it keeps under autocast, too."""
 
     is_rms_norm = True  # may be fused with the layers that read it
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., dim]; same shape and dtype out."""
@@ -68,17 +59,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
         """X plus what attention makes of norm(x [batch, seq, dim])."""
-        batch, seq, _ = x.shape
-        heads = (batch, seq, -1, self.head_dim)
         layers = (self.query, self.key, self.value)
         query, key, value, x = rms_norm_linear(x, norm, layers, residual=True)
+        return x + linear_keeping_input(self.mix(query, key, value, cos, sin), self.out)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention of as many heads as there are in these [batch, seq, heads * head_dim]."""
+        heads = (*query.shape[:2], -1, self.head_dim)
         # Transposed as views only: attention reads and writes these strides as they are.
         query = apply_rope(query.view(heads), cos, sin).transpose(1, 2)
         key = apply_rope(key.view(heads), cos, sin).transpose(1, 2)
         value = value.view(heads).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        mixed = mixed.transpose(1, 2).reshape(batch, seq, -1)
-        return x + linear_keeping_input(mixed, self.out)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -117,11 +110,8 @@ class Llama(nn.Module):
     Parameters are float32 and uninitialised until `init_weights`. Make it on the meta device, then
     call `to_empty` and `init_weights`: so nothing is initialised twice.
 
-    Args:
-        config: Shape of the model.
-        max_seq_len: Longest sequence that `forward` takes.
-        activation_checkpointing: Keep only each block's input for backward and run the block
-            again there: about a third more compute for a fraction of the activation memory.
+    With `activation_checkpointing` only each block's input is kept for backward, where the block
+    runs again: about a third more compute for a fraction of the activation memory.
     """
 
     cos: Tensor

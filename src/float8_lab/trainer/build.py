@@ -4,10 +4,9 @@ import dataclasses
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from float8 import Float8Weights, conversion_report, convert_to_float8_training
 from float8.config import CastSite
@@ -93,15 +92,6 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
     )
-
-
-def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scale all gradients down to a global norm of `limit`, 0 for no limit; collective if sharded.
-
-    The norm before, 0-dim float32, is that of the whole model on each rank. Nothing waits for it.
-    """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

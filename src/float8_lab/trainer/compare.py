@@ -58,9 +58,11 @@ def with_gaps(row: RunRow, base: RunRow) -> RunRow:
 def write_report(folder: Path, rows: list[RunRow], about: dict[str, Any]) -> None:
     """Write `report.json` and `report.md`; each is replaced in one go."""
     content = {"runs": [asdict(row) for row in rows], **about}
-    report = _markdown(rows, about["environment"], about["corpus"])
-    files = {"report.json": json.dumps(content, indent=1, allow_nan=False) + "\n"}
-    for name, text in {**files, "report.md": report}.items():
+    files = {
+        "report.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
+        "report.md": _markdown(rows, about["environment"], about["corpus"]),
+    }
+    for name, text in files.items():
         temporary = folder / f".{name}.unfinished"
         temporary.write_text(text)
         temporary.replace(folder / name)
@@ -215,7 +217,10 @@ def _prepare(
 
 
 def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], stop: Event) -> RunRow:
-    """Train one recipe, or take what an earlier attempt left of it."""
+    """Train one recipe, or take what an earlier attempt left of it.
+
+    The traceback of an error that nobody expected goes to the run's folder.
+    """
     folder = RunFolder(Path(config.output))
     status, error = FINISHED, None
     if folder.status != FINISHED:
@@ -225,8 +230,15 @@ def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], sto
         try:
             done = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
             status = done.status
+        except LabError as problem:
+            status, error = FAILED, str(problem)
         except Exception as problem:
-            status, error = FAILED, _explain(problem, folder)
+            details = folder.path / "error.txt"
+            folder.path.mkdir(parents=True, exist_ok=True)
+            details.write_text(traceback.format_exc())
+            first_line = (str(problem).splitlines() or [""])[0]
+            status = FAILED
+            error = f"{type(problem).__name__}: {first_line} (traceback in {details})"
     return RunRow(
         **vars(summarize(read_metrics(folder.metrics))),
         recipe=config.recipe,
@@ -235,14 +247,3 @@ def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], sto
         metrics=f"{folder.path.name}/{folder.metrics.name}",
         error=error,
     )
-
-
-def _explain(problem: Exception, folder: RunFolder) -> str:
-    """One line on a failure; the traceback of an unexpected one goes to the run's folder."""
-    if isinstance(problem, LabError):
-        return str(problem)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    details = folder.path / "error.txt"
-    details.write_text("".join(traceback.format_exception(problem)))
-    first_line = (str(problem).splitlines() or [""])[0]
-    return f"{type(problem).__name__}: {first_line} (traceback in {details})"

@@ -14,18 +14,13 @@ from float8_lab.device import check_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
-HIGH_PRECISION = "high_precision"
-"""The recipe name that trains without any float8."""
-
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-"""Names of those that train with it."""
+HIGH_PRECISION = "high_precision"  # the recipe name that trains without any float8
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]  # names of those that train with it
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# Groups of settings.
 MODEL, OPTIMIZER, DEVICE, OUTPUT = "Model and data", "Optimizer", "Speed and memory", "Output"
-"""Groups of settings."""
-
-BY_MODEL = "by model"
 
 _BOUNDS = {
     "at least 1": lambda value: value >= 1,
@@ -44,7 +39,7 @@ class Setting:
     group: str  # where help pages list it
     text: str  # what it means
     default: Any = None  # where neither the user nor the model's preset says something else
-    shown: str = ""  # the default in words, where it depends on others
+    shown: str = ""  # the default in words, where it depends on more than the model
     bound: str = ""  # what its value must be, one of `_BOUNDS`
     flag: str = ""  # its option, where that is not its name
     free: bool = False  # leaves the numbers as they are, as all of `OUTPUT`: may change on resume
@@ -79,24 +74,18 @@ class TrainConfig:
         shown="the Python standard library",
         free=True,
     )
-    seq_len: int = _model("Tokens per sequence.", shown=BY_MODEL, bound="at least 2")
-    vocab_size: int = _model("Rows of embedding and head; the data needs 256.", shown=BY_MODEL)
+    seq_len: int = _model("Tokens per sequence.", bound="at least 2")
+    vocab_size: int = _model("Rows of embedding and head; the data needs 256.")
     tied_head: bool = _model(
-        "Share the head's weight with the embedding.",
-        shown=BY_MODEL,
-        flag="--tied-head/--untied-head",
+        "Share the head's weight with the embedding.", flag="--tied-head/--untied-head"
     )
     seed: int = _model("Decides initial weights and order of the data.", 0, bound="0 or more")
     steps: int = _optimizer(
-        "Optimizer steps of the whole run; the schedule ends there.",
-        shown=BY_MODEL,
-        bound="at least 1",
+        "Optimizer steps of the whole run; the schedule ends there.", bound="at least 1"
     )
-    batch_size: int = _optimizer(
-        "Sequences per forward pass, of all ranks.", shown=BY_MODEL, bound="at least 1"
-    )
+    batch_size: int = _optimizer("Sequences per forward pass, of all ranks.", bound="at least 1")
     accumulate: int = _optimizer("Forward passes per optimizer step.", 1, bound="at least 1")
-    learning_rate: float = _optimizer("Peak of the schedule.", shown=BY_MODEL, bound="more than 0")
+    learning_rate: float = _optimizer("Peak of the schedule.", bound="more than 0")
     min_lr_ratio: float = _optimizer(
         "The cosine ends at this part of the peak.", 0.1, bound="between 0 and 1"
     )

@@ -14,10 +14,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 def stop_on_signals(notice: str = "") -> Iterator[Event]:
     """Turn the first SIGINT or SIGTERM into an event that is set; the second one acts as usual.
 
-    Works in the main thread only, as signals do.
-
-    Args:
-        notice: Written to standard error when the first signal comes.
+    Works in the main thread only, as signals do. The notice goes to standard error when the first
+    signal comes.
     """
     stop = Event()
     previous = [signal.getsignal(number) for number in NUMBERS]

@@ -1,6 +1,7 @@
 """One training run, from settings to its result: steps, validation, checkpoints, observers."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from float8 import attach_to_optimizer
 from float8_lab.errors import (
@@ -68,7 +70,7 @@ class Trainer:
         self.model, self.conversion = build.build_model(config, self.device, ranks)
         self.optimizer = build.build_optimizer(self.model, config)
         self._first_step = 0
-        self._saved_step = self._validated_step = -1
+        self._saved_step = -1
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
 
     def restore(self, checkpoint: Path) -> None:
@@ -101,11 +103,18 @@ class Trainer:
                 self._tell("on_step", self.step)
                 if self._due(config.log_interval):
                     self._report(check=True)
-                if self._due(config.eval_interval):
-                    self._validate()
+                if self._due(config.eval_interval) or self.step == config.steps:
+                    self._report(check=True)
+                    self._tell("on_validation", ValidationRecord(self.step, self.validate()))
                 if self._due(config.checkpoint_interval):
                     self._save()
-            status = self._finish(self.ranks.any(stop.is_set()))
+            self._report(check=True)
+            status = metrics.FINISHED
+            if self.step < config.steps:
+                stopping = self.ranks.any(stop.is_set())
+                status = metrics.INTERRUPTED if stopping else metrics.STOPPED
+            if config.final_checkpoint or status != metrics.FINISHED:
+                self._save()
         except BaseException:
             # Whatever happened, the steps that were done go on record: of several ranks, which
             # may not be there any more, those that were reduced.
@@ -141,7 +150,9 @@ class Trainer:
             part = self.loss(batch) / config.accumulate
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
-        norm = build.clip_gradients(self.model, config.grad_clip)
+        limit = config.grad_clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before, of all ranks
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.mark()
@@ -150,23 +161,6 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
-
-    def _finish(self, stopping: bool) -> str:
-        """Report, validate and save what the last step still lacks; returns the status."""
-        self._report(check=True)
-        finished = self.step >= self.config.steps
-        if finished and self._validated_step != self.step:
-            self._validate()
-        if self.config.final_checkpoint or not finished:
-            self._save()
-        if finished:
-            return metrics.FINISHED
-        return metrics.INTERRUPTED if stopping else metrics.STOPPED
-
-    def _validate(self) -> None:
-        self._report(check=True)
-        self._validated_step = self.step
-        self._tell("on_validation", ValidationRecord(self.step, self.validate()))
 
     def loss(self, batch: Tensor) -> Tensor:
         """Mean loss of this rank's batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
@@ -300,7 +294,14 @@ def train(
             return train(
                 config, observers=observers, resume=resume, corpus=corpus, stop=stop, ranks=met
             )
-    text = ranks.together(lambda: _usable_corpus(config, corpus, ranks))
+
+    def usable() -> data.Corpus:
+        ranks.check_fits(config.batch_size, config.hsdp)
+        found = corpus if corpus is not None else data.load_corpus(config.data)
+        data.check_length(found, config.seq_len, config.batch_size)
+        return found
+
+    text = ranks.together(usable)
     fingerprints = ranks.gather(text.fingerprint)
     for rank, other in enumerate(fingerprints):
         if other != fingerprints[0]:  # each takes its part of one order
@@ -329,13 +330,6 @@ def train(
         status = trainer.run(stop or Event())
     summary = ranks.once(lambda: metrics.summarize(metrics.read_metrics(folder.metrics)))
     return TrainResult(status, summary, folder, trainer.last_checkpoint)
-
-
-def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None, ranks: Ranks) -> data.Corpus:
-    ranks.check_fits(config.batch_size, config.hsdp)
-    corpus = corpus if corpus is not None else data.load_corpus(config.data)
-    data.check_length(corpus, config.seq_len, config.batch_size)
-    return corpus
 
 
 @contextlib.contextmanager

@@ -213,20 +213,17 @@ def summarize(metrics: Metrics) -> Summary:
     """Boil a run's record down to a `Summary`."""
     train = metrics.train
     last = [record.loss for record in train[-min(max(len(train) // 10, 1), 100) :]]
+    train_loss = statistics.fmean(last) if last else math.nan
+    val_loss = metrics.validation[-1].loss if metrics.validation else math.nan
     seconds = [record.seconds for record in train if record.timed and record.seconds > 0]
     middle = statistics.median_high(seconds) if seconds else None
     peaks = [record.memory_bytes for record in train if record.memory_bytes is not None]
     return Summary(
         steps=train[-1].step if train else 0,
-        train_loss=_finite(sum(last) / len(last) if last else None),
-        val_loss=_finite(metrics.validation[-1].loss if metrics.validation else None),
+        train_loss=train_loss if math.isfinite(train_loss) else None,  # JSON has no NaN
+        val_loss=val_loss if math.isfinite(val_loss) else None,
         tokens_per_s=train[-1].tokens / middle if middle else None,
         step_ms=1e3 * middle if middle else None,
         peak_memory_bytes=max(peaks, default=None),
         memory_note=metrics.memory_note,
     )
-
-
-def _finite(loss: float | None) -> float | None:
-    """JSON has no NaN, and a diverged run has no loss to compare."""
-    return loss if loss is not None and math.isfinite(loss) else None

@@ -18,12 +18,8 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     """Draw the loss of every run above its difference to the first one.
 
     Curves that coincide are all seen: the reference is a wide line below the others, whose dashes
-    take turns; its dots are larger than theirs.
-
-    Args:
-        runs: Recipe -> record; the first one is the reference, high precision.
-        title: What was trained.
-        path: Image to write; the format is that of its suffix.
+    take turns; its dots are larger than theirs. The first of `runs`, by their recipes, is the
+    reference, high precision; the format is that of the suffix of `path`.
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

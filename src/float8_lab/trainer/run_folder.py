@@ -87,21 +87,17 @@ def open_run_folder(
         )
     try:
         if failed:
-            _set_aside(folder)
+            targets = (folder.path / f"failed-{number}" for number in itertools.count(1))
+            aside = next(path for path in targets if not path.exists())
+            aside.mkdir()
+            for path in vars(folder).values():
+                if path != folder.path and path.exists():
+                    path.rename(aside / path.name)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(json.dumps(describe_run(config, corpus), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
-
-
-def _set_aside(folder: RunFolder) -> None:
-    targets = (folder.path / f"failed-{number}" for number in itertools.count(1))
-    target = next(path for path in targets if not path.exists())
-    target.mkdir()
-    for path in vars(folder).values():
-        if path != folder.path and path.exists():
-            path.rename(target / path.name)
 
 
 def read_config_file(folder: RunFolder) -> dict[str, Any]:
