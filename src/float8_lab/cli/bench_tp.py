@@ -13,12 +13,14 @@ from float8_lab.cli.bench import (
     RanksVariants,
     Run,
     Variants,
+    app,
     on_ranks,
     ranks_option,
 )
 from float8_lab.cli.options import takes
 
 
+@app.command("tp")
 @takes({"model": "llama3-70b", "blocks": 1}, size=StackSize, compared=RanksVariants, where=RanksRun)
 def tp_command(
     size: StackSize,

@@ -25,6 +25,10 @@ _NOT_OURS = (
 _option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 @takes(chosen=settings(but=_NOT_OURS, shown={"eval_interval": "a fifth of the steps"}))
 def compare_command(
     recipes: Annotated[

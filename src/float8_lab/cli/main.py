@@ -10,29 +10,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-from float8.convert.measure import WrongResultError
 from float8_lab.errors import LabError, RankFailedError, is_for_all
 
 _LAST_WORDS = 2.0
 """Seconds by which the rank with the cause ends before others: torchrun shows the first one."""
 
 _EXTRAS = ("typer", "rich", "matplotlib", "numpy")
-
-_cli: ModuleType | None
-try:
-    from float8_lab.cli import app as _cli
-except ModuleNotFoundError as missing:
-    # Without the extras, say so when the command is run, not with a traceback at import.
-    if (missing.name or "").partition(".")[0] not in _EXTRAS:
-        raise
-    _cli = None
-    _missing = missing.name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,17 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    if _cli is None:
-        return _fail(
-            f"the command line needs {_missing}, which is not installed: "
-            "run pip install 'float8[cli]'"
-        )
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "RANK" not in os.environ:
         return _run(words, _call)
     code = _run_as_rank(words, first=os.environ["RANK"] == "0")
     # After an error an orderly end would wait for other ranks; and without one, threads of Gloo may
     # abort a process that ends soon after its group.
+    dist = import_module("torch.distributed")
     if arguments is None or (code and dist.is_available() and dist.is_initialized()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -64,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _call(words: list[str], *, tells: bool = True) -> None:
     """Parse and run; ends in `SystemExit` or an error. With `tells` wrong words are explained."""
-    assert _cli is not None
+    app = import_module("float8_lab.cli.app")  # not at import, to tell of what is not installed
     try:
-        code = _cli.command(args=words, prog_name="float8", standalone_mode=tells)
+        code = app.command(args=words, prog_name="float8", standalone_mode=tells)
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("typer", "click"):
             raise
@@ -80,11 +62,18 @@ def _run(words: list[str], call: Callable[[list[str]], None]) -> int:
         call(words)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except (LabError, WrongResultError, ValueError, OSError) as error:
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRAS:
+            raise
+        return _fail(
+            f"the command line needs {error.name}, which is not installed: "
+            "run pip install 'float8[cli]'"
+        )
+    except (LabError, ValueError, OSError) as error:
         if "--debug" in words:
             traceback.print_exc()
-        ours = isinstance(error, (LabError, WrongResultError))
-        code = getattr(error, "exit_code", 1 if ours else 2)
+        ours = isinstance(error, LabError)
+        code = getattr(error, "exit_code", 2)
         if is_for_all(error) and os.environ.get("RANK", "0") != "0":
             return code  # the first rank tells it
         return _fail(f"{error}{'' if ours else ' (--debug shows where)'}", code)
@@ -97,7 +86,8 @@ def _run_as_rank(words: list[str], first: bool) -> int:
     An error that all ranks raise is told by the first one, any other by the rank that meets it. Who
     has the cause ends before the others.
     """
-    handler = get_error_handler()  # torchrun shows what is recorded with it
+    # torchrun shows what is recorded with it
+    handler = import_module("torch.distributed.elastic.multiprocessing.errors").get_error_handler()
     handler.initialize()
     elsewhere = False  # whether another rank tells the cause
 

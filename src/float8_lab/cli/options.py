@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from float8.convert.measure import WrongResultError
+from float8_lab.errors import FailedError, for_all, is_for_all
 from float8_lab.trainer.config import SETTINGS, TrainConfig
 
 INTERRUPTED_EXIT = 130
@@ -60,7 +62,10 @@ def takes(
                 group: groups[group](**{name: values.pop(name) for name in names})
                 for group, names in fields.items()
             }
-            command(**made, **values)
+            try:
+                command(**made, **values)
+            except WrongResultError as error:
+                raise for_all(FailedError(str(error)), is_for_all(error)) from error
 
         changed = defaults or {}
         parameters = [

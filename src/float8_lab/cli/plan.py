@@ -71,6 +71,10 @@ _DEFAULT_GPU = "H100"
 _LIMITS_OF = "tensorwise"  # the recipe for which the stored limits were measured
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 @takes()
 def plan_command(
     model: Annotated[str, f"One of {', '.join(PRESETS)}."] = "llama3-8b",
