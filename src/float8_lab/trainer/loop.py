@@ -21,7 +21,7 @@ from float8_lab.errors import (
     for_all,
     is_for_all,
 )
-from float8_lab.measure import Clock, PeakMemory
+from float8_lab.measure import Clock, PeakMemory, total_memory
 from float8_lab.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
@@ -335,7 +335,24 @@ def _usable_corpus(config: TrainConfig, corpus: data.Corpus | None, ranks: Ranks
     ranks.check_fits(config.batch_size, config.hsdp)
     corpus = corpus if corpus is not None else data.load_corpus(config.data)
     data.check_length(corpus, config.seq_len, config.batch_size)
+    _check_memory(config, ranks)
     return corpus
+
+
+def _check_memory(config: TrainConfig, ranks: Ranks) -> None:
+    """Refuse what cannot fit before it is tried: systems kill who asks for too much, unheard."""
+    shape, tokens = config.model_config(), config.batch_size * config.seq_len // ranks.size
+    # Of a token at least: logits and their gradient in float32; in each block its input and, unless
+    # it runs again, what is multiplied by SwiGLU, a byte each.
+    block = shape.dim + (0 if config.activation_checkpointing else 2 * shape.ffn_dim)
+    needed = tokens * (8 * shape.vocab_size + shape.n_layers * block)
+    there = total_memory(torch.device(config.device))
+    if needed > there:
+        raise OutOfMemoryError(
+            f"a batch of {config.batch_size} x {config.seq_len} tokens needs more than "
+            f"{needed / 2**30:,.0f} GiB, but {config.device} has {there / 2**30:,.0f}: "
+            "lower --batch-size (and raise --accumulate by as much)"
+        )
 
 
 @contextlib.contextmanager
