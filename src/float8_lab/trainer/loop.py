@@ -21,7 +21,7 @@ from float8_lab.errors import (
     for_all,
     is_for_all,
 )
-from float8_lab.measure import Clock, PeakMemory, total_memory
+from float8_lab.measure import Clock, PeakMemory, is_out_of_memory, total_memory
 from float8_lab.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
@@ -34,12 +34,6 @@ from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
 from float8_lab.trainer.run_folder import RunFolder, describe_run, find_checkpoint, open_run_folder
 
-# torch has no exception of its own for these.
-_SIGNS_OF_TOO_MUCH = (
-    "DefaultCPUAllocator: ",
-    "Storage size calculation overflowed",
-    "integer multiplication overflow",
-)
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
 
@@ -360,8 +354,7 @@ def _explain_out_of_memory(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not (known or any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH)):
+        if not is_out_of_memory(error):
             raise
         message = (
             f"{config.device} ran out of memory with batches of {config.batch_size} x "
