@@ -33,7 +33,11 @@ FlexAttention.forward = attention  # its backward needs a GPU
 
 
 def built(
-    ranks: int = 1, tp: int = 1, backend: str = "partial_dtensor", **converter: object
+    ranks: int = 1,
+    tp: int = 1,
+    backend: str = "partial_dtensor",
+    compiled: bool = False,
+    **converter: object,
 ) -> tuple[nn.Module, Any]:
     """The model, and its optimizers; as the `Trainer` makes them, on the CPU.
 
@@ -47,6 +51,8 @@ def built(
     config.parallelism.spmd_backend = backend
     config.parallelism.tensor_parallel_degree = tp
     config.training.mixed_precision_param = "float32"
+    config.compile.enable, config.compile.backend = compiled, "aot_eager"
+    config.compile.components = ["model"]
     spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = spec.model.build()
@@ -103,9 +109,9 @@ def fill(model: nn.Module) -> None:
             parameter.copy_(value)
 
 
-def on_ranks(tp: int, steps: int, backend: str, **converter: object) -> dict[str, Tensor]:
+def on_ranks(tp: int, steps: int, backend: str, **how: object) -> dict[str, Tensor]:
     """What the last of `steps` gave, and the buffers, the same on all ranks."""
-    model, optimizers = built(dist.get_world_size(), tp, backend, **converter)
+    model, optimizers = built(dist.get_world_size(), tp, backend, **how)
     fill(model)
     for seed in range(steps):
         result = step(model, optimizers, seed)
