@@ -208,7 +208,8 @@ class StatefulLayer(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """`nn.Module`'s, which assigning a Parameter calls, too."""
-        if type(param).__module__.startswith("torchao."):
+        compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
+        if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
                 f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "
                 f"high precision; call convert_to_high_precision(model), then quantise"
