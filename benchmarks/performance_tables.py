@@ -24,6 +24,7 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 PLAIN = "plain-rebuild.json"
+HUGGING_FACE = "hugging-face.json"
 PLAIN_COMMIT = "abdb2c8"  # the newest run of the whole stack, compiled and eager
 FINER_COMMIT = "301e755"  # the newest run with scales per row and block
 HELD_COMMIT = "f96af7a"  # the newest run with held weights and fuse=True
@@ -96,6 +97,26 @@ def plain_small(folder: Path) -> str:
             rows.append([what, label(row["recipe"], run), *times])
     heads = ["compiled, forward + backward", "recipe", "ms", "speedup", "peak GiB"]
     return "\n".join([*table(heads, rows), "", *source(run, folder / PLAIN, PERFORMANCE)])
+
+
+def hugging_face(folder: Path) -> str:
+    """Steps of the `Trainer` of transformers: a row per recipe, compiled and eager."""
+    results: Results = json.loads((folder / HUGGING_FACE).read_text())
+    heads = ["recipe"]
+    for mode in ("compiled", "eager"):
+        heads += [f"{mode} tokens/s", "speedup", "GiB"]
+    rows = []
+    for recipe, modes in by_recipe(results["rows"]).items():
+        cells = [recipe.replace("@fused", ", fused")]
+        for mode in ("compiled", "eager"):
+            row = modes.get(mode, {})
+            tokens = f"{row['tokens_per_s']:,.0f}" if row else ""
+            cells += [tokens, number(row, "speedup", 2), number(row, "peak_gib", 2)]
+        rows.append(cells)
+    shown = source(results, folder / HUGGING_FACE, PERFORMANCE)
+    version = results["environment"]["transformers"]
+    shown[0] = shown[0].replace(", commit", f", transformers {version}, commit")
+    return "\n".join([*table(heads, rows), "", *shown])
 
 
 def plain_run(folder: Path, commit: str) -> Results:
@@ -268,6 +289,7 @@ SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
     (README, "plain models"): plain_stack,
     (PERFORMANCE, "finer scales"): plain_finer,
     (PERFORMANCE, "held and fused"): plain_held,
+    (PERFORMANCE, "Hugging Face"): hugging_face,
     (PERFORMANCE, "small layers"): plain_small,
     (PERFORMANCE, "performance"): tables,
 }

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,27 @@ class Clock:
             marks[-1].synchronize()
         pairs = itertools.pairwise(marks)
         return [a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in pairs]
+
+
+# torch has no exception of its own for these.
+_SIGNS_OF_TOO_MUCH = (
+    "DefaultCPUAllocator: ",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether it says that a device has too little memory, or that nothing could have so much."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that `device` has, of this machine for the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class PeakMemory:

@@ -115,6 +115,14 @@ def test_a_wrong_result_is_one_line_and_no_file(
     assert not Path("x.json").exists()
 
 
+def test_what_does_not_fit_the_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "tiny", "--batch", "100000000000", "--device", "cpu"]
+    assert main(["bench", "block", *words]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: too large for the memory: ")
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_numbers_of_a_table_are_whole_however_narrow_the_terminal(width: int) -> None:
     results = json.loads((RESULTS / "h200-fsdp-llama3-8b.json").read_text())

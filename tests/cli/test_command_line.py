@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import float8
+from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.main import main
 
 QUICK = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
@@ -224,6 +225,32 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--grad-clip" in out
     assert main(["frobnicate"]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_help_imports_no_torch() -> None:
+    """It takes seconds of CPU time."""
+    program = (
+        "import sys; from float8_lab.cli.main import main; main(['--help']); "
+        "print(sorted({'torch', 'numpy', 'matplotlib', 'float8'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    *shown, imported = done.stdout.splitlines()
+    assert imported == "[]"
+    assert max(map(len, shown)) <= 80
+    for name, text in COMMANDS.items():
+        assert re.search(rf"{name} +{text[:30]}", done.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_of_a_command_what_its_own_help_does(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Usage: float8 {name} [OPTIONS]" in shown
+    assert f" {COMMANDS[name]} " in shown
 
 
 def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 import io
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from float8_lab.cli.compare import _table
+from float8_lab.cli.compare import print_rows
 from float8_lab.cli.progress import ConsoleProgress
 from float8_lab.ranks import ALONE
-from float8_lab.trainer.compare import Comparison, RunRow, cells
+from float8_lab.trainer.compare import RunRow, cells
 from float8_lab.trainer.metrics import StepRecord
 
 
@@ -35,15 +34,18 @@ def row(recipe: str, status: str = "finished") -> RunRow:
     )
 
 
-def test_the_table_of_a_comparison_fits_80_columns_with_all_its_numbers() -> None:
+@pytest.mark.parametrize(("width", "tables"), [(120, 1), (80, 1), (50, 3)])
+def test_the_table_of_a_comparison_fits_with_all_its_numbers(width: int, tables: int) -> None:
     rows = [row("high_precision", "interrupted"), row("tensorwise"), row("rowwise_with_gw_hp")]
     file = io.StringIO()
-    Console(file=file, width=80).print(_table(Comparison(rows, Path("report.json"), None, False)))
-    lines = file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    shown = [line.split()[1:] for line in lines if "1.2345" in line]
-    assert shown == [list(cells(one).values())[1:] for one in rows]
-    assert "…" not in file.getvalue()
+    print_rows(Console(file=file, width=width), rows)
+    shown = file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown
+    assert shown.count("losses in nats per byte") == tables
+    for one in rows:
+        for text in list(cells(one).values())[1:]:
+            assert shown.split().count(text) == len(rows)
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])

@@ -1,5 +1,6 @@
 """Saving and loading: plain and converted checkpoints, strict, weights only."""
 
+import contextlib
 import dataclasses
 import io
 
@@ -222,6 +223,24 @@ def test_encode_scales_of_other_libraries_are_converted(mix, synced: bool, assig
     for seed in (3, 4):
         results, others = step(model, seed), step(other, seed)
         assert all(torch.equal(results[name], others[name]) for name in results)
+
+
+@pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+def test_first_names_of_float8_experimental(config) -> None:
+    """It called the sites x, w and dL_dY until July 2024."""
+    model = convert_to_float8_training(plain(), config=delayed(round_scales_to_power_of_2=True))
+    step(model, 0)
+    state = foreign(model)
+    for first, name in (("x", "input"), ("w", "weight"), ("dL_dY", "grad_output")):
+        for key in [key for key in state if "fp8_" in key and key.endswith(f"_{name}")]:
+            state[key.removesuffix(name) + first] = state.pop(key)
+    assert "0.fp8_amax_history_dL_dY" in state
+    other = convert_to_float8_training(plain(), config=config)
+    told = pytest.warns(UserWarning, match="dropped the state of grad_output")
+    with told if config == tensorwise() else contextlib.nullcontext():
+        other.load_state_dict(through_file(state))
+    for name, value in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -66,6 +66,24 @@ def test_transforms_of_torch_func_raise(how: str, config) -> None:
         TRANSFORMS[how](made(config), seeded(0, 8, 32))
 
 
+@pytest.mark.skipif(functorch_levels is None, reason="torch alone says so then")
+@CONFIGS
+def test_batches_of_gradients_raise(config) -> None:
+    model, x = made(config), seeded(0, 8, 32).requires_grad_()
+    y, message = (
+        model(x),
+        r"Float8Linear: got a backward within torch\.func .*one gradient at a time",
+    )
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match=message):
+        torch.vmap(lambda grad: torch.autograd.grad(y, x, grad))(torch.ones(3, *y.shape))
+    jacobian = torch.autograd.functional.jacobian
+    with pytest.raises(RuntimeError, match=message):
+        jacobian(model, x, vectorize=True)
+    assert jacobian(model, x).shape == (8, 1, 8, 32)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_torch_script_raises(inside: bool) -> None:
     model = made(delayed())

@@ -48,6 +48,15 @@ def test_errors_are_those_of_torchao(outliers: bool, device: str) -> None:
         assert sqnr(reference, a.double()) == pytest.approx(sqnr(reference, b.double()), abs=0.05)
 
 
+def test_a_converted_model_is_not_quantised() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
+    message = r"got a weight of class Int8Tensor, expected .*; call convert_to_high_precision"
+    with pytest.raises(TypeError, match=message):
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    model(torch.randn(4, 64)).sum().backward()
+
+
 def test_a_model_on_its_way_back_is_quantised() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model, plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.Sequential(nn.Linear(64, 64))

@@ -1,4 +1,4 @@
-"""Our converter in torchtitan: its debug model, built, initialised and trained on the CPU.
+"""Our converter in torchtitan: its debug model, built, sharded, initialised and trained on the CPU.
 
 Its `Trainer` needs a GPU, and its attention one for backward: here it is PyTorch's own.
 """
@@ -21,6 +21,7 @@ from sqnr import same_bits, sqnr
 from support.configs import RECIPES
 from support.fresh import in_fresh_process
 from support.models import fp8_state
+from support.ranks import RankError, Ranks
 
 pytest.importorskip("torchtitan")
 titan = importlib.import_module("float8.integrations.torchtitan")
@@ -68,6 +69,40 @@ def test_layers_are_left_out_by_name_and_weights_gathered_in_float8() -> None:
     assert not any("attention" in name for name in layers)
     assert all(type(x.weight.data) is not Tensor for x in layers.values())
     assert all(x.config.enable_fsdp_float8_all_gather for x in layers.values())
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_it_trains_under_fsdp2_and_tensor_parallel(
+    two: Ranks, tp: int, recipe: str, compiled: bool
+) -> None:
+    """By torchtitan's own `parallelize_fn`, weights gathered in float8, against one device."""
+    steps = 2 if tp == 1 else 1  # other sums move weights to the neighbouring float8 value
+    model, optimizers = built(recipe_name=recipe)
+    titan_run.fill(model)
+    for seed in range(steps):
+        wanted = step(model, optimizers, seed)
+    wanted |= fp8_state(model)
+    how = {"recipe_name": recipe, "enable_fsdp_float8_all_gather": True, "compiled": compiled}
+    for got in two.run(on_ranks, tp, steps, "partial_dtensor", how, timeout=300):
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            same = torch.equal(got[name], value)
+            other_sums = compiled or tp > 1
+            assert same or (other_sums and sqnr(value, got[name]) > tolerances.COMPILED), name
+
+
+@pytest.mark.xdist_group("ranks")
+def test_parts_of_weights_that_are_plain_tensors_are_refused(two: Ranks) -> None:
+    with pytest.raises(RankError, match=r"got tensor parallel with spmd_backend='spmd_types'"):
+        two.run(on_ranks, 2, 1, "spmd_types", {"recipe_name": "tensorwise"})
+
+
+def on_ranks(tp: int, steps: int, backend: str, how: dict) -> dict[str, Tensor]:
+    torch._dynamo.reset()  # these processes have seen other models
+    return titan_run.on_ranks(tp, steps, backend, **how)
 
 
 @pytest.mark.parametrize("by", ["converter", "hand"])

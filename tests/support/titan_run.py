@@ -1,46 +1,82 @@
 """torchtitan's debug model on the CPU, with our converter; needs torchtitan."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torchtitan.components.checkpointer.base import ModelWrapper
+from torchtitan.distributed import parallel_dims
 from torchtitan.models import llama3
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3 import config_registry
 
 from float8.integrations import torchtitan as titan
-from support.models import gradients
+from support.models import fp8_state, gradients, seeded
 
 
-class Attention(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **_: object) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=enable_gqa
-        ).transpose(1, 2)
+def attention(
+    self: nn.Module, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, enable_gqa: bool, **_: Any
+) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa).transpose(
+        1, 2
+    )
 
 
-def built(**converter: object) -> tuple[nn.Module, Any]:
-    """The model, and its optimizers; as the `Trainer` makes them."""
+FlexAttention.forward = attention  # its backward needs a GPU
+
+
+def built(
+    ranks: int = 1,
+    tp: int = 1,
+    backend: str = "partial_dtensor",
+    compiled: bool = False,
+    **converter: object,
+) -> tuple[nn.Module, Any]:
+    """The model, and its optimizers; as the `Trainer` makes them, on the CPU.
+
+    Under FSDP2, and tensor parallel on `tp` of them, if there are several ranks.
+    """
     converters = [titan.Float8Converter.Config(**converter)] if converter else None
     spec = llama3.model_registry("debugmodel", converters=converters)
     config = config_registry.llama3_debugmodel()
     config.model_spec = spec
     config.optimizer.implementation = "foreach"
+    config.parallelism.spmd_backend = backend
+    config.parallelism.tensor_parallel_degree = tp
+    config.training.mixed_precision_param = "float32"
+    config.compile.enable, config.compile.backend = compiled, "aot_eager"
+    config.compile.components = ["model"]
     spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = spec.model.build()
     model.verify_module_protocol()
+    if ranks > 1:
+        parallel_dims.device_type = "cpu"
+        dims = parallel_dims.ParallelDims.from_config(config.parallelism, ranks)
+        dims.build_mesh()
+        spec.parallelize_fn(
+            model,
+            parallel_dims=dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=None,
+            dump_folder="",
+        )
+        for part in model.modules():
+            if isinstance(part, FSDPModule):  # with 1.0 it sums by an op that Gloo has not
+                part.set_gradient_divide_factor(float(ranks // tp))
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_states()
-    for layer in model.layers.values():
-        layer.attention.inner_attention = Attention()
     optimizers = config.optimizer.build(model_parts=[model])
     spec.post_optimizer_build_fn = titan.attach_to_optimizers
     spec.post_optimizer_build_fn(optimizers, [model], None)
@@ -50,12 +86,36 @@ def built(**converter: object) -> tuple[nn.Module, Any]:
 def step(model: nn.Module, optimizers: Any, seed: int) -> dict[str, Tensor]:
     tokens = torch.randint(2048, (1, 64), generator=torch.Generator().manual_seed(seed))
     optimizers.zero_grad()
-    logits = model(tokens)
+    logits = whole(model(tokens))
     loss = F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:])
     loss.backward()
-    grads = copy.deepcopy(gradients(model))
+    grads = {name: whole(grad).clone() for name, grad in gradients(model).items()}
     optimizers.step()
     return {"loss": loss.detach(), **grads}
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """The same weights on one rank and on several, whose random numbers differ."""
+    for seed, parameter in enumerate(model.parameters()):
+        if parameter.dim() > 1:
+            value = 0.02 * seeded(seed, *parameter.shape)
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.copy_(value)
+
+
+def on_ranks(tp: int, steps: int, backend: str, **how: object) -> dict[str, Tensor]:
+    """What the last of `steps` gave, and the buffers, the same on all ranks."""
+    model, optimizers = built(dist.get_world_size(), tp, backend, **how)
+    fill(model)
+    for seed in range(steps):
+        result = step(model, optimizers, seed)
+    return {**result, **fp8_state(model)}
 
 
 def run(folder: Path, steps: range) -> dict[str, Tensor]:

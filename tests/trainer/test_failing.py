@@ -65,6 +65,21 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was(
     assert find_checkpoint(folder).name == "step_00000002"
 
 
+def test_a_batch_that_cannot_fit_is_refused_before_it_is_tried(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(batch_size=2, seq_len=16, steps=1)
+    shape = config.model_config()
+    least = 32 * (8 * shape.vocab_size + shape.n_layers * (shape.dim + 2 * shape.ffn_dim))
+    monkeypatch.setattr(loop, "total_memory", lambda device: least - 1)
+    message = r"batch of 2 x 16 tokens needs more than .* GiB, but cpu has .*: lower --batch-size"
+    with pytest.raises(OutOfMemoryError, match=message):
+        train(config)
+    assert not Path(config.output).exists()
+    monkeypatch.setattr(loop, "total_memory", lambda device: least)
+    train(config)
+
+
 def test_any_failure_keeps_the_steps_that_were_done(make_config: MakeConfig) -> None:
     def fail(step: int) -> None:
         if step == 3:

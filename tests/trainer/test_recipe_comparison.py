@@ -105,6 +105,19 @@ def test_curves_that_coincide_are_all_seen(tmp_path: Path) -> None:
         assert (np.abs(curve - color).sum(-1) < 30).sum() > 100
 
 
+def test_differences_that_coincide_are_all_seen(tmp_path: Path) -> None:
+    base, other = (
+        Metrics([StepRecord(n, x * n, 1.0, 1e-3, 0.1, 64, True, None) for n in range(1, 101)], [])
+        for x in (0.01, 0.02)
+    )
+    runs = {"high_precision": base, "tensorwise": other, "delayed": other, "third": other}
+    plot_comparison(runs, "three alike", tmp_path / "loss.png")
+    image = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
+    lower = image[int(image.shape[0] * 0.6) :]
+    for color in ([0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00], [0x00, 0x9E, 0x73]):
+        assert (np.abs(lower - color).sum(-1) < 60).sum() > 300
+
+
 def test_smoothing_is_a_running_mean() -> None:
     assert smooth(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [1.0, 2.0, 4.0, 6.0]
     assert smooth(np.array([1.0, 3.0]), 1).tolist() == [1.0, 3.0]

@@ -190,7 +190,7 @@ def test_what_not_all_ranks_meet_is_told_by_each_that_does(
         raise error
 
     monkeypatch.setattr(main_module, "_LAST_WORDS", 0.0)
-    monkeypatch.setattr(main_module._cli, "command", fail)
+    monkeypatch.setattr("float8_lab.cli.app.command", fail)
     monkeypatch.setenv("RANK", "1")
     assert main(["train"]) == code
     out, err = capfd.readouterr()

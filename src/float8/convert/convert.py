@@ -73,10 +73,10 @@ def convert_to_float8_training(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a layer is to be gathered in float8, although it is sharded already or its
-            weight has gradient hooks; or a layer already converted cannot take the new config;
-            nothing is changed then. Or `tokens_per_step` is less than 1, or `auto_filter` comes
-            with a `module_filter_fn` or without a GPU.
+        ValueError: a layer is sharded by `fully_shard` already; or it is to be gathered in float8,
+            although its weight is a DTensor or has gradient hooks; or a layer already converted
+            cannot take the new config; nothing is changed then. Or `tokens_per_step` is less than
+            1, or `auto_filter` comes with a `module_filter_fn` or without a GPU.
     """
     require_module(module, "module")
     config = as_config(config)
@@ -87,6 +87,8 @@ def convert_to_float8_training(
     )
     reasons: dict[Any, str | None] = {}
     again: list[Float8Layer] = []
+    under_fsdp = [part for part in module.modules() if hasattr(type(part), "reshard")]
+    sharded = {layer for part in under_fsdp for layer in part.modules()}
     for fqn, linear in module.named_modules():
         if isinstance(linear, Float8Layer):
             if linear.config == config:
@@ -97,6 +99,7 @@ def convert_to_float8_training(
         elif isinstance(linear, nn.Linear) or is_conv1d(linear):
             reasons[linear] = skip_reason(linear, fqn)
             if reasons[linear] is None:
+                _require_not_sharded(linear, fqn, sharded)
                 _require_gatherable(linear, fqn, config)
 
     replacements = {
@@ -135,6 +138,15 @@ def _require_convertible_again(layer: Float8Layer, fqn: str, config: Float8Linea
             f"config: {problem}; leave it out with module_filter_fn"
         )
     _require_gatherable(layer, fqn, config)
+
+
+def _require_not_sharded(layer: nn.Module, fqn: str, sharded: set[nn.Module]) -> None:
+    if layer in sharded and hasattr(layer.weight, "device_mesh"):
+        raise ValueError(
+            f"layer {fqn!r}: got a DTensor as weight, of which fully_shard has shards, expected a "
+            f"plain tensor: it would gather into the layer that it knows, not its replacement; "
+            f"convert the model first, then call fully_shard"
+        )
 
 
 def _require_gatherable(layer: nn.Module, fqn: str, config: Float8LinearConfig) -> None:

@@ -35,12 +35,26 @@ class ConvertedLinear(Float8Linear, Linear):
         self.begin(config.float8)
         enable_float8_all_gather(self)
 
+    def parallelize(self, parallel_dims: Any) -> None:
+        """torchtitan's, of Parameters alone: all ranks have the same buffers, as plain tensors."""
+        if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
+            raise ValueError(
+                "Float8Converter: got tensor parallel with spmd_backend='spmd_types', expected "
+                "'partial_dtensor': parts of weights that are plain tensors would be cast under "
+                "scales of their own; set parallelism.spmd_backend"
+            )
+        buffers, self._buffers = self._buffers, {}
+        try:
+            super().parallelize(parallel_dims)
+        finally:
+            self._buffers = buffers
+
 
 class Float8Converter(ModelConfigConverter):
     """Makes the linear layers of a model `Float8Linear`, by a recipe of this library.
 
     Those with a config of their own, and so perhaps with a forward of their own, stay. Tensor
-    parallel is not supported.
+    parallel needs `parallelism.spmd_backend="partial_dtensor"`.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -208,6 +208,12 @@ class StatefulLayer(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """`nn.Module`'s, which assigning a Parameter calls, too."""
+        compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
+        if not compiling and type(param).__module__.startswith("torchao."):
+            raise TypeError(
+                f"Float8Linear: got a {name} of class {type(param).__name__}, expected a tensor in "
+                f"high precision; call convert_to_high_precision(model), then quantise"
+            )
         super().register_parameter(name, param)
         self.held = self._seen = None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from float8.config import ConfigOrRecipe, ScalingGranularity, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.gemm import Gemm, matmul
-from float8.kernels.runtime.private import functorch_levels
+from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
 from float8.linear.plan import (
     LinearPlan,
@@ -47,6 +47,12 @@ class DelayedScales(NamedTuple):
 
 NO_SCALES = DelayedScales()
 
+_NO_TRANSFORM = (
+    " (grad, vmap, jvp, ...), expected one by itself: casts to float8 cannot be transformed; use "
+    "backward() or torch.autograd.grad for one gradient at a time, or call "
+    "convert_to_high_precision(model)"
+)
+
 
 def linear(
     input: Tensor,
@@ -68,8 +74,8 @@ def linear(
         [..., N], dtype of the (autocast) input.
 
     Raises:
-        TypeError: the dtype of `input` is not that of the weight, or no supported one; or `config`
-            is neither a configuration nor a name.
+        TypeError: the dtype of `input` is not that of the weight, or no supported one; or one of
+            them is a DTensor; or `config` is neither a configuration nor a name.
         ValueError: the last dim of `input` is not K, or needs padding that `pad_inner_dim=False`
             forbids; weight or bias has another shape; or `config` has delayed scaling.
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
@@ -117,11 +123,7 @@ def apply_linear(
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
-        raise RuntimeError(
-            "Float8Linear: got a call within torch.func (grad, vmap, jvp, ...), expected one by "
-            "itself: casts to float8 cannot be transformed; use backward() or torch.autograd.grad, "
-            "or call convert_to_high_precision(model)"
-        )
+        raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
     grad = torch.is_grad_enabled()
     source, input = input, check_input(input, weight)
     # A copy made for this layer alone is nobody else's.
@@ -158,6 +160,13 @@ def apply_linear(
 
 def check_input(input: Tensor, weight: Tensor) -> Tensor:
     """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
+    if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
+        which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
+        raise TypeError(
+            f"Float8Linear: got a DTensor as {which}, expected plain tensors, or a Float8Linear "
+            f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
+            f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
+        )
     device = input.device.type
     if isinstance(input, Float8Tensor):  # cast from the compute dtype
         pass
@@ -384,6 +393,11 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """`grad_input` [M, K], dtype of grad_output; `grad_weight` [N, K], dtype of weight."""
+        if not torch.compiler.is_compiling() and (
+            (functorch_levels is not None and functorch_levels() is not None)
+            or (is_batch_of_gradients is not None and is_batch_of_gradients(grad_output))
+        ):
+            raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         plan: LinearPlan = ctx.plan
         scales: DelayedScales = ctx.scales
         record: bool = ctx.record

@@ -13,6 +13,9 @@ from float8.config import CastSite
 
 _KINDS = ("amax", "amax_history", "scale")
 
+_FIRST_NAMES = {"x": "input", "w": "weight", "dL_dY": "grad_output"}
+"""What float8_experimental called the sites until July 2024."""
+
 
 # In what follows `layer` is a `StatefulLayer`, which stands above this module.
 
@@ -21,6 +24,10 @@ def as_loadable(
     layer: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> dict[str, Any]:
     """`state_dict` with the state that `layer` has, if it has any of that; not changed itself."""
+    for first, name in _FIRST_NAMES.items():
+        if f"{prefix}fp8_scale_{first}" in state_dict:
+            new = dict(zip(_keys(prefix, first), _keys(prefix, name), strict=True))
+            state_dict = {new.get(key, key): x for key, x in state_dict.items()}
     there = {
         site.value
         for site in CastSite

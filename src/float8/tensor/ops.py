@@ -173,6 +173,15 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
+@implements(aten.new_zeros.default)
+def _new_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"Float8Tensor: got {func}, as fully_shard calls it, expected one of the ops that have a "
+        f"float8 meaning: a weight that is in float8 only cannot be sharded; leave it out with "
+        f"fully_shard(..., ignored_params={{weight}})"
+    )
+
+
 @implements(aten.index_put_.default)
 def _index_put_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Bytes are written under the scale that they have in `target` already."""

@@ -9,7 +9,10 @@ __all__ = ["FP8_TYPES", "compute_error", "e4m3_dtype", "e5m2_dtype"]
 
 FP8_TYPES = {e4m3_dtype, e5m2_dtype}
 
-_OTHER_SCALES = ("amax_to_scale", "tensor_to_amax", "tensor_to_scale", "to_fp8_saturated")
+_OTHER_SCALES = (
+    *("amax_history_to_scale", "amax_history_to_scale_stack", "amax_to_scale", "tensor_to_amax"),
+    *("tensor_to_scale", "to_fp8_saturated"),
+)
 
 
 @torch.no_grad()

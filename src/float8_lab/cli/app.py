@@ -1,33 +1,50 @@
-"""The subcommands of `float8`, put together."""
+"""The subcommands of `float8`, put together. Each is imported when it is called."""
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-import float8
-from float8_lab.cli.bench import app as bench_app
-from float8_lab.cli.bench_numerics import numerics_command
-from float8_lab.cli.compare import compare_command
-from float8_lab.cli.plan import plan_command
-from float8_lab.cli.train import train_command
+COMMANDS = {
+    "train": "Train a Llama on bytes of text, in high precision or with a float8 recipe.",
+    "compare": "Train high precision and each RECIPE from the same seed on the same data, and "
+    "compare.",
+    "plan": "Show for each linear layer of a model whether float8 makes it faster.",
+    "bench": "Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
+}
+"""What `float8 --help` says of each: the first line of its own help."""
+
+_MODULES = {"bench": ("bench", "bench_numerics")}
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """What stands for it in the list."""
+        return TyperCommand(name, help=COMMANDS[name]) if name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None
+        modules = [import_module(f"float8_lab.cli.{x}") for x in _MODULES.get(name, (name,))]
+        return name, typer.main.get_command(modules[0].app), rest
+
 
 app = typer.Typer(
     name="float8",
+    cls=_Commands,
     help="Train PyTorch models with 8-bit floating point matrix multiplies.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
 )
-app.command("train")(train_command)
-app.command("compare")(compare_command)
-app.command("plan")(plan_command)
-bench_app.command("numerics")(numerics_command)
-app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"float8 {float8.__version__}")
+        typer.echo(f"float8 {import_module('float8').__version__}")
         raise typer.Exit
 
 

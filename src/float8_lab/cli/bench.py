@@ -49,6 +49,7 @@ from float8_lab.trainer.environment import describe_environment
 app = typer.Typer(
     help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 Words = list[str] | None

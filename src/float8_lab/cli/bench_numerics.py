@@ -18,7 +18,7 @@ from float8_lab.bench.numerics import (
     random_samples,
 )
 from float8_lab.bench.variants import EAGER, make_variants
-from float8_lab.cli.bench import Bench, Place, Shapes, Words, words
+from float8_lab.cli.bench import Bench, Place, Shapes, Words, app, words
 from float8_lab.cli.options import takes
 from float8_lab.errors import ConfigError
 from float8_lab.trainer.checkpoint import check_checkpoint
@@ -31,6 +31,7 @@ _MODEL, _STEPS = "tiny", 20  # what is trained if nothing is said
 _TOKENS = 4096  # of a captured batch, about
 
 
+@app.command("numerics")
 @takes({"mkn": ["2048,1024,3072"]}, layers=Shapes, where=Place)
 def numerics_command(
     layers: Shapes,

@@ -3,16 +3,18 @@
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
 from float8_lab.errors import ConfigError, for_all
-from float8_lab.trainer.compare import Comparison, cells, compare
+from float8_lab.trainer.compare import RunRow, cells, compare
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
 
@@ -21,10 +23,16 @@ _NOT_OURS = (
     *("output", "keep_checkpoints", "final_checkpoint", "stop_after"),
 )
 
+_NAME = 15  # Columns to which names of recipes may be folded.
+
 
 _option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 @takes(chosen=settings(but=_NOT_OURS, shown={"eval_interval": "a fifth of the steps"}))
 def compare_command(
     recipes: Annotated[
@@ -59,7 +67,7 @@ def compare_command(
     with stop_on_signals(STOP_NOTICE) as stop:
         shown = [ConsoleProgress(console)]
         comparison = compare(config, recipes, shown, resume=resume, overwrite=overwrite, stop=stop)
-    console.print(_table(comparison))
+    print_rows(console, comparison.rows)
     console.print(f"report: {comparison.report}")
     if comparison.plot:
         console.print(f"loss curves: {comparison.plot}")
@@ -72,15 +80,27 @@ def compare_command(
         raise typer.Exit(1)
 
 
-def _table(comparison: Comparison) -> Table:
-    """At most 80 columns wide."""
+def print_rows(console: Console, rows: Sequence[RunRow]) -> None:
+    """One table within 80 columns; on less as many as it takes to print numbers whole."""
+    first, *left = cells(rows[0])
+    while left:
+        for count in range(len(left), 0, -1):
+            keys = [first, *left[:count]]
+            narrow = _table(rows, keys, max_width=_NAME)
+            if narrow.__rich_measure__(console, console.options).minimum <= console.width:
+                break
+        console.print(_table(rows, keys))
+        left = left[count:]
+
+
+def _table(rows: Sequence[RunRow], keys: Sequence[str], max_width: int | None = None) -> Table:
+    """Of these columns, the first one not wider than `max_width`."""
     title = "losses in nats per byte"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, pad_edge=False)
-    rows = [cells(row) for row in comparison.rows]
-    first, *others = rows[0]
-    table.add_column(first, overflow="fold")
+    first, *others = keys
+    table.add_column(first, overflow="fold", max_width=max_width)
     for heading in others:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
+    for row in map(cells, rows):
+        table.add_row(*(row[key] for key in keys))
     return table

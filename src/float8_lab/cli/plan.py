@@ -54,6 +54,10 @@ def plan_conversion(
     return rows
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 @takes()
 def plan_command(
     model: Annotated[str, f"One of {', '.join(PRESETS)}."] = "llama3-8b",

@@ -14,7 +14,10 @@ from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 @takes(chosen=settings())
 def train_command(
     chosen: Any,

@@ -23,7 +23,7 @@ from float8_lab.errors import (
     for_all,
     is_for_all,
 )
-from float8_lab.measure import Clock, PeakMemory
+from float8_lab.measure import Clock, PeakMemory, is_out_of_memory, total_memory
 from float8_lab.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
@@ -36,12 +36,6 @@ from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
 from float8_lab.trainer.run_folder import RunFolder, describe_run, find_checkpoint, open_run_folder
 
-# torch has no exception of its own for these.
-_SIGNS_OF_TOO_MUCH = (
-    "DefaultCPUAllocator: ",
-    "Storage size calculation overflowed",
-    "integer multiplication overflow",
-)
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
 
@@ -299,6 +293,7 @@ def train(
         ranks.check_fits(config.batch_size, config.hsdp)
         found = corpus if corpus is not None else data.load_corpus(config.data)
         data.check_length(found, config.seq_len, config.batch_size)
+        _check_memory(config, ranks)
         return found
 
     text = ranks.together(usable)
@@ -332,13 +327,28 @@ def train(
     return TrainResult(status, summary, folder, trainer.last_checkpoint)
 
 
+def _check_memory(config: TrainConfig, ranks: Ranks) -> None:
+    """Refuse what cannot fit before it is tried: systems kill who asks for too much, unheard."""
+    shape, tokens = config.model_config(), config.batch_size * config.seq_len // ranks.size
+    # Of a token at least: logits and their gradient in float32; in each block its input and, unless
+    # it runs again, what is multiplied by SwiGLU, a byte each.
+    block = shape.dim + (0 if config.activation_checkpointing else 2 * shape.ffn_dim)
+    needed = tokens * (8 * shape.vocab_size + shape.n_layers * block)
+    there = total_memory(torch.device(config.device))
+    if needed > there:
+        raise OutOfMemoryError(
+            f"a batch of {config.batch_size} x {config.seq_len} tokens needs more than "
+            f"{needed / 2**30:,.0f} GiB, but {config.device} has {there / 2**30:,.0f}: "
+            "lower --batch-size (and raise --accumulate by as much)"
+        )
+
+
 @contextlib.contextmanager
 def _explain_out_of_memory(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not (known or any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH)):
+        if not is_out_of_memory(error):
             raise
         message = (
             f"{config.device} ran out of memory with batches of {config.batch_size} x "

@@ -18,8 +18,9 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     """Draw the loss of every run above its difference to the first one.
 
     Curves that coincide are all seen: the reference is a wide line below the others, whose dashes
-    take turns; its dots are larger than theirs. The first of `runs`, by their recipes, is the
-    reference, high precision; the format is that of the suffix of `path`.
+    take turns; its dots are larger than theirs. Differences are whole lines, each thinner than the
+    one before. The first of `runs`, by their recipes, is the reference, high precision; the format
+    is that of the suffix of `path`.
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -31,9 +32,9 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     for index, run in enumerate(others):
         dash = "-" if len(others) == 1 else (6.0 * index, (6.0, 6.0 * (len(others) - 1)))
         style = {"color": _COLORS[1 + index % (len(_COLORS) - 1)], "linewidth": 1.6}
-        for axes, minus in ((above, None), (below, reference)):
-            dots = 6.5 - 3.0 * index / len(others)
-            _draw(axes, run, minus, window, {**style, "linestyle": dash}, size=dots)
+        dots, thin = (x * (1 - index / (len(others) + 1)) for x in (6.5, 3.6))
+        _draw(above, run, None, window, {**style, "linestyle": dash}, size=dots)
+        _draw(below, run, reference, window, {**style, "linewidth": thin}, size=dots)
         styles.append(style)
     legend = [Line2D([], [], label=name, **how) for name, how in zip(runs, styles, strict=True)]
     line = "training" if window == 1 else f"training, mean of {window} steps"

@@ -43,6 +43,9 @@ functorch_levels = find("_C._functorch.peek_interpreter_stack")
 """The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
 within a transform raises torch's own error."""
 
+is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
+"""Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
+
 _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 

@@ -1,0 +1,147 @@
+"""Models of transformers of many kinds: converted, trained, saved, loaded, and back."""
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tolerances
+from float8 import (
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    high_precision_state_dict,
+)
+from float8 import sync_float8_amax_and_scale_history as sync
+from sqnr import sqnr
+from support.configs import RECIPES
+from support.models import seeded
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4}
+TEXT = {**SIZES, "vocab_size": 256}
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+IMAGE = {**SIZES, **STILL, "image_size": 32, "patch_size": 8, "num_labels": 16}
+
+
+class Kind(NamedTuple):
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    converted: int
+    skipped: list[str]
+    others: int = 0  # weights of experts and routers
+    batch: str = "text"
+
+
+HEAD = ["lm_head"]
+KINDS = {
+    "bert": Kind("BertForMaskedLM", "BertConfig", {**TEXT, **STILL}, 14, []),
+    "gpt_neox": Kind("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, 8, HEAD),
+    "phi3": Kind("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}, 8, HEAD),
+    "gemma2": Kind("Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "head_dim": 16}, 14, HEAD),
+    "mixtral": Kind(
+        "MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}, 8, HEAD, 6
+    ),
+    "qwen2_moe": Kind(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            **GROUPED,
+            "num_experts": 4,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        16,
+        HEAD,
+        6,
+    ),
+    "t5": Kind(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "d_model": 64,
+            "d_ff": 128,
+            "d_kv": 16,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 256,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
+        32,
+        HEAD,
+    ),
+    "vit": Kind("ViTForImageClassification", "ViTConfig", IMAGE, 13, [], batch="image"),
+    "dinov2": Kind("Dinov2ForImageClassification", "Dinov2Config", IMAGE, 13, [], batch="image"),
+    "whisper": Kind(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "d_model": 64,
+            **{f"{each}_layers": 2 for each in ("encoder", "decoder")},
+            **{f"{each}_attention_heads": 4 for each in ("encoder", "decoder")},
+            **{f"{each}_ffn_dim": 128 for each in ("encoder", "decoder")},
+            "vocab_size": 256,
+            "num_mel_bins": 16,
+            "max_source_positions": 32,
+            "max_target_positions": 32,
+            "dropout": 0.0,
+            **{f"{each}_token_id": 0 for each in ("pad", "bos", "eos", "decoder_start")},
+        },
+        33,  # its head has another name
+        [],
+        batch="sound",
+    ),
+}
+
+
+def built(kind: Kind) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, kind.config)(**kind.sizes)
+    model: nn.Module = getattr(transformers, kind.model)(config)
+    return model
+
+
+def batch(kind: Kind, seed: int) -> dict[str, Tensor]:
+    tokens = torch.randint(1, 256, (2, 16), generator=torch.Generator().manual_seed(seed))
+    if kind.batch == "image":
+        return {"pixel_values": seeded(seed, 2, 3, 32, 32), "labels": tokens[:, 0] % 16}
+    if kind.batch == "sound":
+        return {"input_features": seeded(seed, 2, 16, 64), "labels": tokens}
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
+def test_models_of_transformers(name: str, recipe: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    plain = built(kind)
+    model = convert_to_float8_training(copy.deepcopy(plain), config=recipe)
+    report = conversion_report(model)
+    assert len(report.converted) == kind.converted
+    assert [layer.fqn for layer in report.skipped] == kind.skipped
+    assert len(report.others) == kind.others
+    for seed in range(2):
+        gradients = []
+        for each in (plain, model):
+            each.train().zero_grad()
+            each(**batch(kind, seed)).loss.backward()
+            sync(each)
+            found = [p.grad.flatten() for p in each.parameters() if p.grad is not None]
+            gradients.append(torch.cat(found))
+        assert sqnr(*gradients) > tolerances.MODEL  # one by one those of some biases are noise
+    model.save_pretrained(tmp_path, state_dict=high_precision_state_dict(model))
+    loaded, told = type(plain).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values()), told
+    convert_to_high_precision(model)
+    wanted = plain.eval()(**batch(kind, 2)).loss
+    for each in (model, loaded):
+        assert [type(x) for x in each.modules()] == [type(x) for x in plain.modules()]
+        assert torch.equal(each.eval()(**batch(kind, 2)).loss, wanted)
