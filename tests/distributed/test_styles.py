@@ -1,10 +1,7 @@
 """Tensor parallel by float8's styles and by torch's own, against the same layers on one device."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +24,6 @@ from float8 import (
     conversion_report,
     sync_float8_amax_and_scale_history,
 )
-from float8.linear import functional
 from float8.parallel.amax import sync_groups
 from support.models import FeedForward, seeded
 from support.parallel import (
@@ -36,28 +32,17 @@ from support.parallel import (
     STYLES,
     TOKENS,
     Attention,
+    alone,
     block_of,
+    close,
     mesh_of,
     off,
     part,
     plan_of,
+    scales,
 )
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here, whole
-
-
-@contextmanager
-def scales() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Those of the operands of all GEMMs."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
-        seen.append((a.scale.clone(), b.scale.clone()))
-        return original(a, b, **more)
-
-    original = functional.matmul
-    with mock.patch.object(functional, "matmul", matmul):
-        yield seen
 
 
 def layer_of(recipe: str, bias: bool) -> nn.Module:
@@ -65,14 +50,6 @@ def layer_of(recipe: str, bias: bool) -> nn.Module:
     layer = convert(nn.Sequential(nn.Linear(DIM, HIDDEN, bias=bias)), recipe, all_gather=False)
     layer[0].weight.data[-1, -1] = 3.0  # the amax is in the last part along both dims
     return layer.to(here())
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    """Up to the order of sums; tensor cores keep few bits of them, and casts follow."""
-    if a.is_cuda:
-        assert off(a, b) < 2e-2
-    else:
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int = 1) -> None:
@@ -117,10 +94,6 @@ def test_one_layer_equals_that_of_a_single_device(either: Ranks, kind: str) -> N
             for bias in (True, False):
                 either.run(one_layer, kind, by_columns, sequence, bias)
         either.run(one_layer, kind, by_columns, True, False, 0)
-
-
-def alone() -> dist.ProcessGroup:
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def trained(

@@ -1,6 +1,9 @@
 """A Llama block under tensor parallel: by float8's styles and by torch's own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from float8 import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from float8.linear import functional
 from support.models import FeedForward
 from support.sharded import convert, here
 
@@ -39,6 +43,32 @@ def off(a: Tensor, b: Tensor) -> float:
     return float(((a - b).norm() / b.norm()).detach())
 
 
+def close(a: Tensor, b: Tensor) -> None:
+    """Up to the order of sums; tensor cores keep few bits of them, and casts follow."""
+    if a.is_cuda:
+        assert off(a, b) < 2e-2
+    else:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def scales() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Those of the operands of all GEMMs."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
+        seen.append((a.scale.clone(), b.scale.clone()))
+        return original(a, b, **more)
+
+    original = functional.matmul
+    with mock.patch.object(functional, "matmul", matmul):
+        yield seen
+
+
+def alone() -> dist.ProcessGroup:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention, without positions: 6 heads, 2 of them for keys and values."""
 
@@ -50,11 +80,15 @@ class Attention(nn.Module):
         self.wq, self.wk = nn.Linear(DIM, heads, bias), nn.Linear(DIM, kv, bias)
         self.wv, self.wo = nn.Linear(DIM, kv, bias), nn.Linear(heads, DIM, bias)
 
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return self.wq, self.wk, self.wv
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.HEAD)).transpose(1, 2)
-            for layer in (self.wq, self.wk, self.wv)
-        )
+        return self.mixed(*(layer(x) for layer in self.layers))
+
+    def mixed(self, *projected: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, self.HEAD)).transpose(1, 2) for t in projected)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(-2))

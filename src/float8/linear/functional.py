@@ -254,14 +254,19 @@ def gathered(
     """
     made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
     assert made is not None
-    data = tokens.gather(made.data[:, : x.shape[1]].view(torch.uint8)).view(spec.dtype)
-    one = spec.granularity is ScalingGranularity.TENSORWISE
-    bytes_ = Part(data, made.scale if one else tokens.gather(made.scale))
+    bytes_ = gathered_rows(made, spec, tokens, x.shape[1])
     return Quantized(
         padded(bytes_, spec, pad_rows=False) if row else None,
         columns(bytes_, spec) if col else None,
         spec,
     )
+
+
+def gathered_rows(mine: Part, spec: CastSpec, tokens: Tokens, width: int) -> Part:
+    """Row data of all tokens of those of this rank, which may be padded to more than `width`."""
+    data = tokens.gather(mine.data[:, :width].view(torch.uint8)).view(spec.dtype)
+    one = spec.granularity is ScalingGranularity.TENSORWISE
+    return Part(data, mine.scale if one else tokens.gather(mine.scale))
 
 
 # ---------------------------------------------------------------- the three GEMMs

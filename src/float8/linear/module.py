@@ -16,7 +16,7 @@ from float8.linear.plan import (
     casts_input_once,
     plan_linear,
 )
-from float8.linear.sharded import dtensor_in_float8, linear_of_shards
+from float8.linear.sharded import ParallelStyle, dtensor_in_float8, linear_of_shards
 from float8.linear.source import copied_from, own_names, problem
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
@@ -41,6 +41,8 @@ class Float8Layer(StatefulLayer):
     over ranks. None: the sum is left to others."""
     gathered: str | None = None
     """`input` or `grad_output`: of which ranks gather the tokens, as `repr` says."""
+    parallel_style: ParallelStyle | None = None
+    """What a style of this library has hooks do, for those who call them elsewhere."""
     weight_scale: Tensor | None = None
     """That of the whole weight, while a module runs that found it for all of its layers."""
 

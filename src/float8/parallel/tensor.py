@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
 from float8.linear.plan import casts_weight_dynamically
-from float8.linear.sharded import require_parts, weight_scales
+from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
 from float8.tensor import Float8Tensor, local_tensor
 
 Placements = tuple[Placement, ...]
@@ -57,7 +57,11 @@ class Float8ColwiseParallel(ColwiseParallel):
         layer = _require_layer(self, module, 0, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
             layer.gathered = "input"
-        return super()._apply(module, device_mesh)
+        before = _hooks(layer)
+        super()._apply(layer, device_mesh)
+        (input,), (output,) = self.input_layouts, self.output_layouts
+        layer.parallel_style = ParallelStyle(input, output, _hooks(layer) - before)
+        return layer
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -73,7 +77,10 @@ class Float8RowwiseParallel(RowwiseParallel):
         layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
         if isinstance(to, Shard):
             layer.tokens_dim, layer.gathered = to.dim, "grad_output"
-        return super()._apply(module, device_mesh)
+        before = _hooks(layer)
+        super()._apply(layer, device_mesh)
+        layer.parallel_style = ParallelStyle(*self.input_layouts, to, _hooks(layer) - before)
+        return layer
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
@@ -154,6 +161,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 for layer in layers:
                     layer.weight_scale = None
 
+        prepared: Any = forward
+        prepared.runs_class_forward = inner is None or getattr(inner, "runs_class_forward", False)
         return forward
 
     def _find_weight_scales(self, module: nn.Module) -> list[Float8Linear]:
@@ -226,6 +235,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"{spec.dtype}, to which the layers cast their input; leave it out"
             )
         return list(layers)
+
+
+def _hooks(module: nn.Module) -> frozenset[int]:
+    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
 
 
 def _named(module: nn.Module) -> str:

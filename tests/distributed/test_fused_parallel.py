@@ -1,0 +1,144 @@
+"""Fused functions under tensor parallel: against one device, and against layer by layer."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from float8 import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    conversion_report,
+    kernels,
+    rms_norm_linear,
+    swiglu_feed_forward,
+    why_not_fused,
+)
+from support.models import FeedForward, seeded
+from support.parallel import (
+    DIM,
+    HIDDEN,
+    TOKENS,
+    Attention,
+    block_of,
+    close,
+    mesh_of,
+    off,
+    part,
+    plan_of,
+    scales,
+)
+from support.ranks import Ranks
+from support.sharded import FunctionalTraffic, convert, here, whole
+
+PRODUCERS = ("swiglu_cast", "swiglu_backward_cast", "rms_norm_cast")
+
+
+class FusedBlock(nn.Module):
+    """A Llama block that calls the fused functions, as the reference model does."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in "ab")
+        self.attention, self.ffn = Attention(), FeedForward(DIM, HIDDEN)
+        self.apart = apart
+        for norm in self.norms:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention, ffn = self.attention, self.ffn
+        if self.apart:
+            normed = self.norms[0](x)
+            x = x + attention.mixed(*(each(normed) for each in attention.layers))
+            return x + ffn(self.norms[1](x))
+        q, k, v, x = rms_norm_linear(x, self.norms[0], attention.layers, residual=True)
+        x = x + attention.mixed(q, k, v)
+        layers = ffn.w1, ffn.w3, ffn.w2
+        return swiglu_feed_forward(x, *layers, norm=self.norms[1], residual=True)
+
+
+def fused_block(recipe: str, apart: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return convert(FusedBlock(apart), recipe, all_gather=False).to(here())
+
+
+def fused_plan(sequence: bool) -> dict[str, Any]:
+    """For `FusedBlock`, whose layers take what its norms make."""
+    tokens = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {}
+    for part_, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
+        plan |= {f"{part_}.{n}": Float8ColwiseParallel(input_layouts=tokens) for n in first}
+        plan[f"{part_}.{last}"] = Float8RowwiseParallel(output_layouts=tokens)
+    return plan
+
+
+def used() -> Any:
+    """Watches the producers of fused casts."""
+    return mock.patch.multiple(
+        kernels, **{name: mock.Mock(wraps=getattr(kernels, name)) for name in PRODUCERS}
+    )
+
+
+def eighths(seed: int, *shape: int) -> Tensor:
+    """Few bits, which float8 keeps and whose products sum up exactly; 7/8 is the amax."""
+    x = seeded(seed, *shape, device=here()).mul(2).round().clamp(-7, 7)
+    x[(0,) * x.dim()] = 7  # on the first rank only
+    return x / 8
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def feed_forward(recipe: str, sequence: bool, prepared: bool) -> None:
+    """All operands have the scales of one device, bit by bit."""
+    torch.manual_seed(0)
+    single = FeedForward(DIM, HIDDEN).to(here())
+    for seed, weight in enumerate(single.parameters()):
+        weight.data.copy_(eighths(10 + seed, *weight.shape))
+    model = nn.ModuleDict({"ffn": convert(single, recipe, all_gather=False, fuse=True)})
+    single = copy.deepcopy(model)
+    plan = plan_of("float8", sequence) if prepared else fused_plan(sequence)
+    parallelize_module(model, mesh_of(), {n: s for n, s in plan.items() if "ffn" in n})
+    assert [each.reason for each in conversion_report(model).fused] == [None]
+    x, g = (eighths(seed, 2, TOKENS, DIM) for seed in (1, 2))
+    x[-1, -1, -1] = 4 / 8
+    own_x, own_g = (part(t, 1) if sequence else t.clone() for t in (x, g))
+    x.requires_grad_()
+    own_x.requires_grad_()
+    with scales() as expected:
+        y = single["ffn"](x)
+        y.backward(g)
+    with scales() as got, used():
+        own_y = model["ffn"](own_x)
+        own_y.backward(own_g)
+        assert kernels.swiglu_cast.called
+        assert kernels.swiglu_backward_cast.called
+    assert len(got) == len(expected) == 9
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+    close(own_y, part(y, 1) if sequence else y)
+    close(own_x.grad, part(x.grad, 1) if sequence else x.grad)
+    for (name, mine), theirs in zip(grads_of(model).items(), single.parameters(), strict=True):
+        assert off(mine, theirs.grad) < 1e-5, name
+    buffers = dict(model.named_buffers())
+    for name, expected_buffer in single.named_buffers():
+        if "input" not in name or not sequence:
+            continue
+        amax = buffers[name].clone()
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        assert torch.equal(amax, expected_buffer), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_fused_feed_forward_has_the_scales_of_one_device(either: Ranks, recipe: str) -> None:
+    for sequence in (True, False):
+        for prepared in (True, False):
+            either.run(feed_forward, recipe, sequence, prepared)
