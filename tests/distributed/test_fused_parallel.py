@@ -142,3 +142,78 @@ def test_a_fused_feed_forward_has_the_scales_of_one_device(either: Ranks, recipe
     for sequence in (True, False):
         for prepared in (True, False):
             either.run(feed_forward, recipe, sequence, prepared)
+
+
+def forward_backward(model: nn.Module, call: Any, sequence: bool) -> dict[str, Tensor]:
+    """Output and gradients of one step, whole; of `sequence` this rank has some tokens."""
+    x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))
+    x, g = (part(t, 1) if sequence else t for t in (x, g))
+    x.requires_grad_()
+    y = call(x)
+    y.backward(g)
+    made = {"output": y.detach(), "input": x.grad}
+    if sequence:
+        made = {name: DTensor.from_local(t, mesh_of(), [Shard(1)]) for name, t in made.items()}
+    for name, p in model.named_parameters():
+        made[name] = p.grad.clone()
+        if sequence and not isinstance(p, DTensor):  # a norm's, of the tokens of this rank
+            dist.all_reduce(made[name])
+    return {name: whole(t) for name, t in made.items()}
+
+
+def blocks(recipe: str, sequence: bool, backend: str | None, fuse: bool) -> None:
+    """One whose modules were found, or one that calls the functions, in each way to compute it."""
+    ways: dict[str, dict[str, Tensor]] = {}
+    for way in ("one device", "fused", "apart"):
+        if fuse:
+            block = block_of(recipe, fuse=way != "apart")
+            plan = plan_of("float8", sequence)
+        else:
+            block, plan = fused_block(recipe, way == "apart"), fused_plan(sequence)
+        if way != "one device":
+            parallelize_module(block, mesh_of(), plan)
+        torch._dynamo.reset()
+        compiled = backend and way == "fused"
+        call = torch.compile(block, fullgraph=True, backend=backend) if compiled else block
+        shared = sequence and way != "one device"
+        if compiled:  # Dynamo does not follow a mock
+            assert why_not_fused(block.ffn.w1, block.ffn.w3, block.ffn.w2) is None
+            ways[way] = forward_backward(block, call, shared)
+            continue
+        with used():
+            ways[way] = forward_backward(block, call, shared)
+            assert kernels.swiglu_cast.called == (way != "apart")
+            assert kernels.rms_norm_cast.called == (way != "apart" and not fuse)
+    for name, got in ways["fused"].items():
+        # Where sums differ in their last bits, few casts round otherwise.
+        for other in ("one device", "apart"):
+            assert off(got, ways[other][name]) < 1e-2, (name, other)
+    alike = ("output", "attention.wo.weight") if fuse else ("output",)
+    for name in alike:
+        close(ways["fused"][name], ways["one device"][name])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_fused_block_equals_that_of_one_device_and_the_one_computed_apart(
+    either: Ranks, recipe: str
+) -> None:
+    for sequence in (True, False):
+        for fuse in (True, False):
+            either.run(blocks, recipe, sequence, None, fuse)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
+)
+def test_a_fused_block_is_one_graph(two: Ranks, recipe: str) -> None:
+    for sequence in (True, False):
+        for fuse in (True, False):
+            two.run(blocks, recipe, sequence, "aot_eager", fuse)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_inductor_compiles_a_fused_block(either: Ranks, recipe: str) -> None:
+    for sequence in (True, False):
+        either.run(blocks, recipe, sequence, "inductor", False, timeout=400)
+    either.run(blocks, recipe, True, "inductor", True, timeout=400)
