@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    Float8SequenceParallel,
     conversion_report,
     kernels,
     rms_norm_linear,
@@ -33,6 +34,7 @@ from support.parallel import (
     part,
     plan_of,
     scales,
+    train_both,
 )
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here, whole
@@ -68,10 +70,10 @@ def fused_block(recipe: str, apart: bool = False) -> nn.Module:
     return convert(FusedBlock(apart), recipe, all_gather=False).to(here())
 
 
-def fused_plan(sequence: bool) -> dict[str, Any]:
+def fused_plan(sequence: bool, norms: bool = False) -> dict[str, Any]:
     """For `FusedBlock`, whose layers take what its norms make."""
     tokens = Shard(1) if sequence else Replicate()
-    plan: dict[str, Any] = {}
+    plan: dict[str, Any] = {"norms.*": Float8SequenceParallel()} if norms and sequence else {}
     for part_, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
         plan |= {f"{part_}.{n}": Float8ColwiseParallel(input_layouts=tokens) for n in first}
         plan[f"{part_}.{last}"] = Float8RowwiseParallel(output_layouts=tokens)
@@ -217,3 +219,50 @@ def test_inductor_compiles_a_fused_block(either: Ranks, recipe: str) -> None:
     for sequence in (True, False):
         either.run(blocks, recipe, sequence, "inductor", False, timeout=400)
     either.run(blocks, recipe, True, "inductor", True, timeout=400)
+
+
+def trained(
+    recipe: str, sequence: bool, microbatches: int, checkpointed: bool, fuse: bool
+) -> None:
+    for_both = []
+    for _ in range(2):
+        for_both.append(block_of(recipe, fuse=True) if fuse else fused_block(recipe))
+    single, block = for_both
+    plan = plan_of("float8", sequence, norms=True) if fuse else fused_plan(sequence, norms=True)
+    parallelize_module(block, mesh_of(), plan)
+    with used():
+        train_both(single, block, sequence, microbatches, checkpointed, recipe == "delayed")
+        steps = 5 * microbatches * (2 if checkpointed else 1)
+        # Twice where all ranks are asked: always under dynamic scaling, else in the first step.
+        asked = steps if recipe == "tensorwise" else steps // 5
+        assert kernels.swiglu_cast.call_count == 2 * steps + asked
+        norms = 0 if fuse else 2 * (2 * steps + (asked if sequence else 0))
+        assert kernels.rms_norm_cast.call_count == norms
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_five_fused_steps_equal_those_of_a_single_device(two: Ranks, recipe: str) -> None:
+    two.run(trained, recipe, True, 1, False, True)
+    two.run(trained, recipe, True, 2, True, False)
+    two.run(trained, recipe, False, 2, True, True)
+    two.run(trained, recipe, False, 1, False, False)
+
+
+def sent() -> None:
+    """In forward and backward each part of the block gathers its tokens once, in float8."""
+    for fuse in (True, False):
+        block = block_of("tensorwise", fuse=True) if fuse else fused_block("tensorwise")
+        block = block.to(torch.bfloat16)
+        plan = plan_of("float8", True) if fuse else fused_plan(True, norms=True)
+        parallelize_module(block, mesh_of(), plan)
+        x = seeded(1, 2, TOKENS // 2, DIM, dtype=torch.bfloat16, device=here()).requires_grad_()
+        with FunctionalTraffic() as seen, used():
+            block(x).sum().backward()
+            assert kernels.swiglu_backward_cast.call_count == 2
+        assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
+        assert seen.bytes_of("reduce_scatter") == {x.dtype: 4 * 2 * 2 * x.numel()}  # of all tokens
+        assert seen.bytes_of("all_to_all") == {}
+
+
+def test_fused_functions_gather_bytes_once(either: Ranks) -> None:
+    either.run(sent)

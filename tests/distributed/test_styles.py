@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     Float8Tensor,
     PrepareFloat8ModuleInput,
-    attach_to_optimizer,
     conversion_report,
     sync_float8_amax_and_scale_history,
 )
@@ -40,6 +38,7 @@ from support.parallel import (
     part,
     plan_of,
     scales,
+    train_both,
 )
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here, whole
@@ -99,37 +98,9 @@ def test_one_layer_equals_that_of_a_single_device(either: Ranks, kind: str) -> N
 def trained(
     kind: str, sequence: bool, microbatches: int, checkpointed: bool, recipe: str = "tensorwise"
 ) -> None:
-    """Five steps on both; where sums differ in their last bits, few casts round otherwise."""
     whole, block = block_of(recipe, bias=True), block_of(recipe, bias=True)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence, norms=True))
-    losses = []
-    for model, sharded in ((whole, False), (block, sequence)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-        if recipe == "delayed":
-            attach_to_optimizer(model, optimizer, group=None if model is block else alone())
-        for step in range(5):
-            optimizer.zero_grad()
-            for microbatch in range(microbatches):
-                x = seeded(10 * step + microbatch, 2, TOKENS, DIM, device=here())
-                x, to = (part(t, 1) if sharded else t for t in (x, x.roll(1, -1)))
-                y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-                loss = (y - to).square().sum() / (2 * TOKENS * DIM)
-                loss.backward()
-            optimizer.step()
-        if sharded:
-            dist.all_reduce(loss)
-        losses.append(loss.detach())
-    assert off(losses[1], losses[0]) < 1e-3
-    buffers = dict(block.named_buffers())
-    for name, expected in whole.named_buffers():  # of delayed scaling
-        assert expected.amax() > 0 or "history" not in name
-        torch.testing.assert_close(buffers[name], expected, rtol=1e-2, atol=0.0, msg=name)
-    offs = {}
-    for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
-        for what, a, b in (("value", mine, theirs), ("grad", mine.grad, theirs.grad)):
-            offs[name, what] = off(a.full_tensor() if isinstance(a, DTensor) else a, b)
-    del offs["attention.wk.bias", "grad"]  # 0 but for rounding: softmax sees differences only
-    assert max(offs.values()) < 1e-2, offs
+    train_both(whole, block, sequence, microbatches, checkpointed, recipe == "delayed")
 
 
 @pytest.mark.parametrize("kind", STYLES)

@@ -62,8 +62,11 @@ def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Float8Linear) -> A
         return None if hasattr(x, "device_mesh") else weight
     if weight.device_mesh != mesh or not weight.placements[0].is_replicate():
         return None
-    of_parts = None if placement.is_replicate() else (torch.distributed.tensor.Partial(),)
-    return weight.to_local(grad_placements=of_parts)
+    if placement.is_replicate():
+        return weight.to_local()
+    # What the ranks' tokens say of it is summed in backward.
+    of_parts = (torch.distributed.tensor.Partial(),)
+    return weight.redistribute(placements=weight.placements).to_local(grad_placements=of_parts)
 
 
 class Kept(NamedTuple):

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
 )
 from torch.distributed.tensor.placement_types import Placement
 
@@ -81,6 +82,25 @@ class Float8RowwiseParallel(RowwiseParallel):
         super()._apply(layer, device_mesh)
         layer.parallel_style = ParallelStyle(*self.input_layouts, to, _hooks(layer) - before)
         return layer
+
+
+class Float8SequenceParallel(SequenceParallel):
+    """`SequenceParallel` for a norm that `rms_norm_linear` or `swiglu_feed_forward` is given.
+
+    They then fuse it, which they cannot do with hooks that they do not know; elsewhere it is the
+    same as torch's. The gradients of the norm's parameters are those of all tokens.
+
+    Args:
+        sequence_dim: as for `SequenceParallel`.
+        use_local_output: likewise; without effect where the norm is fused.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        before, noted = _hooks(module), vars(module)
+        super()._apply(module, device_mesh)
+        (tokens,) = self.sequence_sharding
+        noted["parallel_style"] = ParallelStyle(tokens, tokens, _hooks(module) - before)
+        return module
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
