@@ -1,6 +1,7 @@
 """Fused functions under tensor parallel: against one device, and against layer by layer."""
 
 import copy
+import re
 from typing import Any
 from unittest import mock
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from float8 import (
     Float8ColwiseParallel,
@@ -266,3 +269,105 @@ def sent() -> None:
 
 def test_fused_functions_gather_bytes_once(either: Ranks) -> None:
     either.run(sent)
+
+
+def hooked(model: nn.Module) -> None:
+    model.ffn.w3.register_forward_hook(lambda *_: None)
+
+
+def undone(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.ffn.w1.weight = nn.Parameter(model.ffn.w1.weight.full_tensor())
+
+
+def falls_back(
+    recipe: str, kind: str, change: str | None, styles: dict[str, Any], reason: str
+) -> None:
+    """The report says why, and the results are those of layer by layer."""
+    results = []
+    for fuse in (True, False):
+        block = block_of(recipe, fuse=fuse)
+        parallelize_module(block, mesh_of(), plan_of(kind, True) | styles)
+        if change is not None:
+            globals()[change](block)
+        if fuse:
+            (report,) = conversion_report(block).fused
+            assert re.search(reason, report.reason), report.reason
+            assert why_not_fused(block.ffn.w1, block.ffn.w3, block.ffn.w2) == report.reason
+        if change == "undone":
+            return
+        with used():
+            results.append(forward_backward(block, block, True))
+            assert not kernels.swiglu_cast.called
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name]), name
+
+
+def test_what_is_not_fused_says_why(two: Ranks) -> None:
+    two.run(falls_back, "tensorwise", "torch", None, {}, "has hooks, other than those of Float8C")
+    two.run(falls_back, "tensorwise", "float8", "hooked", {}, "has hooks, other than")
+    two.run(falls_back, "tensorwise", "float8", "undone", {}, "a DTensor, or was one, and another")
+    two.run(falls_back, "rowwise", "float8", None, {}, "finer than one per tensor")
+    whole = {
+        "ffn.w1": Float8ColwiseParallel(output_layouts=Replicate()),
+        "ffn.w3": Float8ColwiseParallel(output_layouts=Replicate()),
+        "ffn.w2": Float8RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    }
+    two.run(falls_back, "tensorwise", "float8", None, whole, r"another layout than Shard\(-1\)")
+    other = {"ffn.w3": Float8ColwiseParallel(input_layouts=Shard(1))}
+    two.run(falls_back, "tensorwise", "float8", None, other, "expect their input in different")
+
+
+def other_norms() -> None:
+    """A norm with torch's style, or a sum still to be made before it, is called by itself."""
+    results = []
+    for style in (SequenceParallel, Float8SequenceParallel):
+        block = fused_block("tensorwise")
+        plan = fused_plan(True, norms=True) | {"norms.*": style()}
+        parallelize_module(block, mesh_of(), plan)
+        ours = style is Float8SequenceParallel
+        layers = block.attention.layers
+        assert (why_not_fused(*layers, norm=block.norms[0]) is None) == ours
+        assert why_not_fused(*layers) is None
+        with used():
+            results.append(forward_backward(block, block, True))
+            assert kernels.rms_norm_cast.called == ours
+            assert kernels.swiglu_cast.called
+    for name in results[0]:
+        assert off(results[0][name], results[1][name]) < 1e-2, name
+
+
+def test_a_norm_with_a_style_of_torch_is_called_by_itself(two: Ranks) -> None:
+    two.run(other_norms)
+
+
+def two_dims(all_gather: bool) -> list[Tensor]:
+    """FSDP2 over one dim of the mesh, tensor parallel over the other, against one device."""
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(FusedBlock()), "tensorwise", all_gather=all_gather).to(here())
+    torch.manual_seed(0)
+    alone = convert(nn.Sequential(FusedBlock()), "tensorwise", all_gather=False).to(here())
+    parallelize_module(model[0], mesh["tensor"], fused_plan(True, norms=True))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh["data"])
+    ffn = model[0].ffn
+    assert "FSDP2" in why_not_fused(ffn.w1, ffn.w3, ffn.w2)
+    batch = [seeded(rank, 2, TOKENS, DIM, device=here()) for rank in range(2)]
+    for x in batch:
+        (alone(x).square().sum() / 2).backward()
+    x = batch[mesh.get_local_rank("data")].chunk(2, 1)[mesh.get_local_rank("tensor")]
+    with FunctionalTraffic() as seen, used():
+        model(x).square().sum().backward()
+        assert kernels.swiglu_backward_cast.called
+        assert kernels.rms_norm_cast.called
+    assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
+    grads = list(grads_of(model).values())
+    for mine, (name, theirs) in zip(grads, alone.named_parameters(), strict=True):
+        assert off(mine, theirs.grad) < 1e-2, name
+    return grads
+
+
+def test_fused_functions_under_fsdp_and_tensor_parallel(four: Ranks) -> None:
+    runs = [four.run(two_dims, all_gather)[0] for all_gather in (False, True)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

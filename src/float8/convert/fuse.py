@@ -89,8 +89,9 @@ class Norm:
         return F.rms_norm(x, weight.shape, weight, getattr(module, self.eps))
 
     def why_not(self, module: Any) -> str | None:
-        """Nothing but the input decides."""
-        return None
+        """Why it is not fused as it is now, whatever the input."""
+        kind = type(module.weight)
+        return None if kind in PLAIN else f"its weight is a {kind.__name__}"
 
     def changed(self, module: Any) -> str | None:
         """Nothing that a module could change without its class."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.kernels.runtime.private import has_global_module_hooks
 from float8.linear import Float8Linear, functional
@@ -58,10 +59,17 @@ def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:
     )
 
 
-def why_not_fused(*layers: nn.Module) -> str | None:
-    """Say why fused functions compute with these layers one by one, or return None."""
+def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | None:
+    """Say why fused functions compute with these layers one by one, or return None.
+
+    Args:
+        layers: as `rms_norm_linear` or `swiglu_feed_forward` takes them, in their order.
+        norm: the norm before them, if there is one.
+    """
     if not layers:
         return "there are no layers"
+    if norm is not None and (reason := why_norm_not_fused(norm)):
+        return reason
     first: Any = layers[0]
     weights: list[Tensor] = []
     for layer in layers:
@@ -75,7 +83,8 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         if bias is not None:
             return "one layer has a bias"
         if has_hooks(layer):
-            return "one layer has hooks"
+            parallel = ", other than those of Float8ColwiseParallel and Float8RowwiseParallel"
+            return f"one layer has hooks{parallel if is_parallel(layer) else ''}"
         weight = local_tensor(layer.weight)
         if type(weight) not in _WEIGHTS and not isinstance(weight, Float8GatherWeight):
             return f"one weight is a {type(weight).__name__}"
@@ -97,6 +106,31 @@ def why_not_fused(*layers: nn.Module) -> str | None:
     return None if plan.pad else "pad_inner_dim is False"
 
 
+def why_norm_not_fused(norm: Any) -> str | None:
+    """Say why a norm before layers is called by itself, or return None.
+
+    Fused are `nn.RMSNorm`, and modules that say with an attribute `is_rms_norm = True` that they
+    compute `x * rsqrt(mean(x ** 2) + eps) * weight` in float32: others that have a weight and an
+    eps may compute something else.
+    """
+    if has_hooks(norm):
+        return "the norm has hooks; of the styles, Float8SequenceParallel's do not count"
+    if "forward" in norm.__dict__:
+        return "the norm has a `forward` of its own"
+    if type(norm) is not nn.RMSNorm and not getattr(norm, "is_rms_norm", False):
+        return f"the norm is a {type(norm).__name__}, not an nn.RMSNorm"
+    weight: Any = norm.weight
+    if hasattr(weight, "device_mesh"):
+        if len(weight.placements) != 1 or not weight.placements[0].is_replicate():
+            return "the norm's weight is a DTensor of FSDP2, not gathered, or is sharded otherwise"
+        weight = local_tensor(weight)
+    if type(weight) not in PLAIN:
+        return f"the norm's weight is a {type(weight).__name__}"
+    if weight.dim() != 1 or weight.shape[0] > kernels.WIDEST_NORM:
+        return f"the norm's weight has shape {tuple(weight.shape)}"
+    return None
+
+
 def is_parallel(layer: Any) -> bool:
     """Whether a layer has a weight, or hooks, of tensor parallel."""
     return hasattr(layer.weight, "device_mesh") or layer.parallel_style is not None
@@ -110,7 +144,7 @@ def _why_not_parallel(*layers: Any) -> str | None:
         if not hasattr(weight, "device_mesh"):
             return "one weight is a DTensor, or was one, and another is not"
         if len(weight.placements) != 1 or layer.parallel_style is None:
-            return "one weight is a DTensor of FSDP2, not gathered, or of a style not of float8"
+            return "one weight is a DTensor of FSDP2, not gathered, or placed by hand"
         if weight.device_mesh != first.weight.device_mesh:
             return "the weights are on different meshes"
         by_rows = weight.placements[0].is_shard(0)

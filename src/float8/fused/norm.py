@@ -5,18 +5,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from float8 import kernels
-from float8.fused.layers import Call, FusedLayer, has_hooks, scale_of_all
+from float8.fused.layers import Call, FusedLayer, scale_of_all, why_norm_not_fused
 from float8.linear import Float8Linear
 from float8.linear.across import Tokens
 from float8.linear.functional import gathered_rows, input_in_float8
-from float8.linear.held import PLAIN
 from float8.linear.weight import record_amax
 from float8.quantize.quantize import padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import Columns
 
 
@@ -25,48 +24,45 @@ def fused_norm(
 ) -> tuple[Tensor | None, float]:
     """The weight [K] and the eps of a norm before `layer`; None where it is called by itself.
 
-    Fused are `nn.RMSNorm`, and modules that say with an attribute `is_rms_norm = True` that they
-    compute `x * rsqrt(mean(x ** 2) + eps) * weight` in float32: others that have a weight and an
-    eps may compute something else. Under tensor parallel each rank must have whole rows of x, as
-    many as others; `on_mesh` is x as it is `placed` then, else x.
+    Under tensor parallel each rank must have whole rows of x, as many as others; `on_mesh` is x as
+    it is `placed` then, else x.
     """
-    if module is None or has_hooks(module) or "forward" in module.__dict__:
-        return None, 0.0
-    if type(module) is not nn.RMSNorm and not getattr(module, "is_rms_norm", False):
+    if module is None or why_norm_not_fused(module) is not None:
         return None, 0.0
     weight: Any = module.weight
     if hasattr(on_mesh, "device_mesh"):
         weight = _weight_on_mesh(weight, x, on_mesh, layer)
-    if type(weight) not in PLAIN or weight.dim() != 1 or weight.shape[0] > kernels.WIDEST_NORM:
+    elif hasattr(weight, "device_mesh"):
         return None, 0.0
     device, dtype = x.device.type, layer.weight.dtype
     if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
         dtype = torch.get_autocast_dtype(device)
-    if x.dtype != dtype or isinstance(x, Float8Tensor):  # the norm takes x as it is
-        return None, 0.0
+    if weight is None or x.dtype != dtype or isinstance(x, Float8Tensor):
+        return None, 0.0  # the norm takes x as it is, the layer casts it
     eps: Any = module.eps  # None means float32's, in which torch computes
     return weight, torch.finfo(torch.float32).eps if eps is None else eps
 
 
-def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Float8Linear) -> Any:
+def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Float8Linear) -> Tensor | None:
     """The weight of a norm as a plain tensor, or None where it is not fused."""
-    (placement,), mesh, last = on_mesh.placements, on_mesh.device_mesh, on_mesh.dim() - 1
-    if mesh != layer.weight.device_mesh or isinstance(local_tensor(on_mesh), Float8Tensor):
+    (placement,), mesh = on_mesh.placements, on_mesh.device_mesh
+    if mesh != layer.weight.device_mesh:
         return None
     if not placement.is_replicate():
-        shared = placement.is_shard() and placement.dim % on_mesh.dim() != last
-        if not shared or layer.gathered != "input" or on_mesh.shape[placement.dim] % mesh.size():
+        tokens = placement.is_shard() and placement.dim % on_mesh.dim() != on_mesh.dim() - 1
+        if not tokens or layer.gathered != "input" or on_mesh.shape[placement.dim] % mesh.size():
             return None
     if not hasattr(weight, "device_mesh"):
-        # Without DTensors a rank learns from its tokens alone; torch says what it thinks of both.
+        # Of DTensors and others torch says what it thinks.
         return None if hasattr(x, "device_mesh") else weight
-    if weight.device_mesh != mesh or not weight.placements[0].is_replicate():
+    if weight.device_mesh != mesh:
         return None
     if placement.is_replicate():
-        return weight.to_local()
+        return weight.to_local()  # type: ignore[no-any-return]
     # What the ranks' tokens say of it is summed in backward.
     of_parts = (torch.distributed.tensor.Partial(),)
-    return weight.redistribute(placements=weight.placements).to_local(grad_placements=of_parts)
+    weight = weight.redistribute(placements=weight.placements)
+    return weight.to_local(grad_placements=of_parts)  # type: ignore[no-any-return]
 
 
 class Kept(NamedTuple):
