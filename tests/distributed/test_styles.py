@@ -19,7 +19,6 @@ from float8 import (
     Float8RowwiseParallel,
     Float8Tensor,
     PrepareFloat8ModuleInput,
-    conversion_report,
     sync_float8_amax_and_scale_history,
 )
 from float8.parallel.amax import sync_groups
@@ -441,27 +440,6 @@ REST = [pytest.param(recipe, marks=pytest.mark.exhaustive) for recipe in ("delay
 @pytest.mark.parametrize("kind", STYLES)
 def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
     two.run(one_block, kind, True, False, "aot_eager", recipe)
-
-
-def fused() -> None:
-    """Feed-forwards that were fused compute layer by layer, as torch's and our styles have it."""
-    for kind in STYLES:
-        blocks = block_of("tensorwise"), block_of("tensorwise", fuse=True)
-        x = seeded(1, 2, TOKENS, DIM, device=here())
-        outputs = []
-        for block in blocks:
-            parallelize_module(block, mesh_of(), plan_of(kind, sequence=False))
-            outputs.append(block(x))
-            outputs[-1].square().sum().backward()
-        assert torch.equal(*outputs)
-        for mine, theirs in zip(*(block.parameters() for block in blocks), strict=True):
-            assert torch.equal(whole(mine.grad), whole(theirs.grad))
-        (report,) = conversion_report(blocks[1]).fused
-        assert report.reason is not None
-
-
-def test_fused_feed_forwards_stay_parallel(two: Ranks) -> None:
-    two.run(fused)
 
 
 def finer(recipe: str) -> None:

@@ -21,12 +21,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from float8.config import ScalingGranularity
 from float8.linear import Float8Linear
 from float8.linear.plan import casts_weight_dynamically
 from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
 from float8.tensor import Float8Tensor, local_tensor
 
 Placements = tuple[Placement, ...]
+BY_ROWS = ScalingGranularity.AXISWISE
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -271,10 +273,14 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
             f"model first"
         )
-    if module.keeps_no_master:
+    granularity = module.plan.weight.granularity
+    whole = granularity is ScalingGranularity.TENSORWISE
+    if module.keeps_no_master and not whole and (granularity, dim) != (BY_ROWS, 0):
         raise ValueError(
-            f"{type(style).__name__}: got a layer with float8_weights=ONLY, expected one with a "
-            f"high-precision weight, which can be sharded; convert it with another config"
+            f"{type(style).__name__}: got a layer with float8_weights=ONLY whose weight has "
+            f"{granularity} scales, expected one scale, or those of rows for a colwise style: "
+            f"parts of a weight that is in float8 only do not have all of the scales; convert the "
+            f"layer with another config"
         )
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size())
