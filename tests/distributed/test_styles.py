@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    Float8SequenceParallel,
     Float8Tensor,
     PrepareFloat8ModuleInput,
     sync_float8_amax_and_scale_history,
@@ -325,6 +327,63 @@ def wrong_uses() -> None:
     whole = DTensor.from_local(torch.ones(1, 4, DIM, device=here()), mesh, [Replicate()])
     with pytest.raises(ValueError, match=r"input placed(.)*Replicate(.)*expected(.)*redistribute"):
         layer[0].forward(whole)
+
+
+def refused(recipe: str) -> None:
+    """What is wrong is said before ranks talk to each other."""
+    mesh, x = mesh_of(), torch.ones(2, TOKENS // 2, DIM, device=here())
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+
+    def model(plan: Any, **more: Any) -> nn.Module:
+        layer = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False, **more)
+        return parallelize_module(layer.to(here()), mesh, plan)
+
+    other = init_device_mesh(here().type, (2,), mesh_dim_names=("other",))
+    elsewhere = DTensor.from_local(x, other, [Shard(1)], run_check=False)
+    gathering = {"0": Float8ColwiseParallel(input_layouts=Shard(1))}
+    with FunctionalTraffic() as seen:
+        with pytest.raises(ValueError, match=r"input on (.)*other=2(.)* weight on (.)*one mesh"):
+            model(gathering)(elsewhere)
+        for plan in (gathering, PrepareFloat8ModuleInput(**layouts)):
+            with pytest.raises(TypeError, match=r"input of dtype torch.bfloat16 and weight of"):
+                model(plan if plan is gathering else {"": plan, "0": Float8ColwiseParallel()})(
+                    x.bfloat16()
+                )
+        with pytest.raises(ValueError, match=rf"input of shape(.)*, 31\), expected (.)*{DIM}"):
+            model(gathering)(x[..., :31])
+        far = {"0": Float8RowwiseParallel(output_layouts=Shard(3))}
+        with pytest.raises(ValueError, match=r"input of 3 dims and an output to be sharded along"):
+            model(far)(x[..., : DIM // 2])
+        shared = model(gathering)
+        sharded = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False)
+        fully_shard(sharded.to(here()), mesh=mesh)
+        for each in (shared, sharded):
+            with pytest.raises(ValueError, match=r"weight is a DTensor already(.)*fully_shard"):
+                parallelize_module(each, mesh, {"0": Float8RowwiseParallel()})
+        with pytest.raises(ValueError, match=r"dim 0 by 2 ranks, expected a multiple of (16|128)"):
+            model({"0": Float8ColwiseParallel()}, pad_inner_dim=False)
+        wide = init_device_mesh(here().type, (1, 2), mesh_dim_names=("data", "tensor"))
+        with pytest.raises(ValueError, match=r"Float8SequenceParallel: got a mesh of 2 dims"):
+            Float8SequenceParallel()._apply(nn.RMSNorm(DIM), wide)
+    assert seen.seen == []
+
+
+def test_errors_come_before_collectives(either: Ranks) -> None:
+    either.run(refused, "tensorwise")
+
+
+def parts_of_rows(recipe: str) -> None:
+    """What has one scale for each row is gathered in high precision where ranks have parts."""
+    single = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False).to(here())
+    layer = copy.deepcopy(single)
+    parallelize_module(layer, mesh_of(), {"0": Float8ColwiseParallel(input_layouts=Shard(-1))})
+    x = seeded(1, 2, TOKENS, DIM, device=here())
+    close(layer(part(x, 2)), part(single(x), 2))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_ranks_may_have_parts_of_the_features(two: Ranks, recipe: str) -> None:
+    two.run(parts_of_rows, recipe)
 
 
 def shown() -> None:

@@ -31,7 +31,7 @@ from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part, Quantized
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, local_tensor
 
 
 class DelayedScales(NamedTuple):
@@ -158,13 +158,23 @@ def apply_linear(
 
 def check_input(input: Tensor, weight: Tensor) -> Tensor:
     """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
+    require_input(input, weight)
     device = input.device.type
-    if isinstance(input, Float8Tensor):  # cast from the compute dtype
-        pass
-    elif device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
-        if input.dtype in HIGH_PRECISION_DTYPES:
-            input = input.to(torch.get_autocast_dtype(device))
-    elif input.dtype != weight.dtype:
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
+        if not isinstance(input, Float8Tensor):
+            return input.to(torch.get_autocast_dtype(device))
+    return input
+
+
+def require_input(input: Tensor, weight: Tensor) -> None:
+    """Raise what `linear` does for the dtypes, and the features, of both; they may be DTensors."""
+    device = input.device.type
+    chosen = device != "meta" and torch.is_autocast_enabled(device)
+    # A `Float8Tensor` was cast from the compute dtype.
+    if input.dtype != weight.dtype and not (
+        (chosen and input.dtype in HIGH_PRECISION_DTYPES)
+        or isinstance(local_tensor(input), Float8Tensor)
+    ):
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; cast one of them or use torch.autocast"
@@ -180,7 +190,6 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
             f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
             f"[..., {weight.shape[1]}]"
         )
-    return input
 
 
 def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:

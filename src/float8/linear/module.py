@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.linear.classes import class_of, is_conv1d
 from float8.linear.delayed import WEIGHT_SCALE, StatefulLayer
-from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
+from float8.linear.functional import (
+    NO_SCALES,
+    DelayedScales,
+    apply_linear,
+    require_input,
+    weight_in_float8,
+)
 from float8.linear.held import current
 from float8.linear.plan import (
     casts_grad_output_once,
@@ -158,7 +164,12 @@ class Float8Layer(StatefulLayer):
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
     def in_float8(self, input: Any) -> Any:
-        """A DTensor on a mesh of one dim, in float8 as this layer casts it; see `sharded`."""
+        """A DTensor on a mesh of one dim, in float8 as this layer casts it; see `sharded`.
+
+        Raises:
+            TypeError, ValueError: as `forward`, of its dtype and shape.
+        """
+        require_input(input, self.weight.t() if self.transposed else self.weight)
         return dtensor_in_float8(input, self.plan, self.delayed_scales(), self.knows_scales)
 
     @property

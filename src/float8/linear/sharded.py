@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from float8 import kernels
+from float8.config import ScalingGranularity
 from float8.linear.across import Across, Tokens, reduction
-from float8.linear.functional import DelayedScales, apply_linear
+from float8.linear.functional import DelayedScales, apply_linear, require_aligned, require_input
 from float8.linear.plan import LinearPlan, casts_input_once
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
@@ -114,7 +115,13 @@ def local_input(
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
     placement, by_rows = torch.distributed.tensor, shared_by_rows(weight)
-    require_parts(weight.shape, 0 if by_rows else 1, weight.device_mesh.size())
+    if input.device_mesh != weight.device_mesh:
+        raise ValueError(
+            f"Float8Linear: got an input on {input.device_mesh} for a weight on "
+            f"{weight.device_mesh}, expected one mesh; parallelize both over the same"
+        )
+    require_input(input, weight)
+    require_parts(weight.shape, 0 if by_rows else 1, weight.device_mesh.size(), plan)
     if by_rows and gather and not input.placements[0].is_replicate():
         input = dtensor_in_float8(input, plan, scales, scales_known)
         input = input.redistribute(placements=[placement.Replicate()])
@@ -149,6 +156,11 @@ def across_of(
     if shared_by_rows(weight):
         return Across(None, reduce, reduce, None, weight_scale)
     tokens = None
+    if tokens_dim is not None and not -len(shape) <= tokens_dim < len(shape):
+        raise ValueError(
+            f"Float8Linear: got an input of {len(shape)} dims and an output to be sharded along "
+            f"dim {tokens_dim}, expected one of them; give the style another output_layouts"
+        )
     if tokens_dim is not None and tokens_dim % len(shape) != len(shape) - 1:
         tokens = tokens_along(tokens_dim % len(shape), shape, group, ranks)
         if shape[tokens.dim] % ranks:
@@ -181,18 +193,21 @@ def of_all_ranks(y: torch.Tensor, weight: Any, across: Across) -> Any:
 def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_known: bool) -> Any:
     """The DTensor `x` in float8 as the plan casts it, if bytes and one scale are all it takes.
 
-    On a mesh of one dim; else `x` itself, as also where it is a sum still to be made.
+    On a mesh of one dim; else `x` itself, as also where it is a sum still to be made, or where
+    ranks hold parts of rows that have a scale each.
     """
-    local = x.to_local()
+    local, (placement,) = x.to_local(), x.placements
+    by_rows = plan.input.granularity is not ScalingGranularity.TENSORWISE
     if (
-        x.placements[0].is_partial()
+        placement.is_partial()
+        or (by_rows and placement.is_shard() and placement.dim % x.dim() == x.dim() - 1)
         or not casts_input_once(plan)
         or isinstance(local, Float8Tensor)
     ):
         return x
     if torch.is_autocast_enabled(local.device.type):
         local = local.to(torch.get_autocast_dtype(local.device.type))
-    whole_here = scales_known or x.placements[0].is_replicate()
+    whole_here = scales_known or placement.is_replicate()
     reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
     local = to_float8(local, plan.input, state=scales.input, reduce=reduce)
     like = {"run_check": False, "shape": x.shape, "stride": x.stride()}
@@ -212,10 +227,11 @@ def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor,
     return tuple(amax_to_scale(amax, spec.dtype, spec.power_of_2) for amax in each)
 
 
-def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
+def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> None:
     """Raise a `ValueError` for a weight that ranks cannot share along `dim`.
 
-    Rows may be shared unevenly, as torch does; none of the ranks may be left without one.
+    Rows may be shared unevenly, as torch does; none of the ranks may be left without one. Without
+    padding what each has must be as the plan wants it.
     """
     size = shape[dim]
     fits = size > (ranks - 1) * -(-size // ranks) if dim == 0 else size % ranks == 0
@@ -225,3 +241,6 @@ def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
             f"over {ranks} ranks, expected {expected} {ranks}"
         )
+    if not plan.pad and size % (ranks * plan.alignment):
+        what = f"a weight of shape {tuple(shape)} shared along dim {dim} by {ranks} ranks"
+        require_aligned(what, (size / ranks,), plan.alignment)

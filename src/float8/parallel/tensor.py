@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import ScalingGranularity
-from float8.linear import Float8Linear
+from float8.linear import Float8Layer, Float8Linear
 from float8.linear.plan import casts_weight_dynamically
 from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
 from float8.tensor import Float8Tensor, local_tensor
@@ -78,7 +78,7 @@ class Float8RowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
-        if isinstance(to, Shard):
+        if isinstance(to, Shard) and to.dim != -1:
             layer.tokens_dim, layer.gathered = to.dim, "grad_output"
         before = _hooks(layer)
         super()._apply(layer, device_mesh)
@@ -98,6 +98,7 @@ class Float8SequenceParallel(SequenceParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require_one_dim(self, device_mesh)
         before, noted = _hooks(module), vars(module)
         super()._apply(module, device_mesh)
         (tokens,) = self.sequence_sharding
@@ -269,9 +270,16 @@ def _named(module: nn.Module) -> str:
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
     if not isinstance(module, Float8Linear):
+        do = "convert the model first"
+        if isinstance(module, Float8Layer):  # made of a Conv1D
+            do = "torch's styles know no weights [K, N]"
         raise TypeError(
-            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
-            f"model first"
+            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; {do}"
+        )
+    if hasattr(module.weight, "device_mesh"):
+        raise ValueError(
+            f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
+            f"that nobody has shared; parallelize each layer once, and before fully_shard"
         )
     granularity = module.plan.weight.granularity
     whole = granularity is ScalingGranularity.TENSORWISE
@@ -283,7 +291,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"layer with another config"
         )
     _require_one_dim(style, mesh)
-    require_parts(module.weight.shape, dim, mesh.size())
+    require_parts(module.weight.shape, dim, mesh.size(), module.plan)
     return module
 
 
