@@ -113,7 +113,9 @@ def distributed() -> None:
     placed = distribute_tensor(by_rows(rank, 6, 16), mesh, [Shard(0)])
     assert same(placed.to_local(), by_rows(0, 6, 16).split(3)[rank])
     assert same(placed.full_tensor(), by_rows(0, 6, 16))
-    assert same(distribute_tensor(by_rows(rank, 6, 16), mesh, [Replicate()]).to_local(), by_rows(0, 6, 16))
+    assert same(
+        distribute_tensor(by_rows(rank, 6, 16), mesh, [Replicate()]).to_local(), by_rows(0, 6, 16)
+    )
 
 
 def test_distributing_sends_bytes_and_scales_of_one_rank(either: Ranks) -> None:
@@ -226,7 +228,7 @@ def only(kind: str) -> None:
     assert off(own.grad, x.grad) < 1e-5
     rows = convert(copy.deepcopy(plain), "rowwise", False, **more)
     if kind == "float8":
-        with pytest.raises(ValueError, match="ONLY whose weight has (.)*AXISWISE scales, expected"):
+        with pytest.raises(ValueError, match=r"ONLY whose weight has (.)*AXISWISE scales"):
             parallelize_module(rows, mesh_of(), {"1": rowwise()})
 
 

@@ -77,7 +77,10 @@ def fused_plan(sequence: bool, norms: bool = False) -> dict[str, Any]:
     """For `FusedBlock`, whose layers take what its norms make."""
     tokens = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {"norms.*": Float8SequenceParallel()} if norms and sequence else {}
-    for part_, first, last in (("attention", ("wq", "wk", "wv"), "wo"), ("ffn", ("w1", "w3"), "w2")):
+    for part_, first, last in (
+        ("attention", ("wq", "wk", "wv"), "wo"),
+        ("ffn", ("w1", "w3"), "w2"),
+    ):
         plan |= {f"{part_}.{n}": Float8ColwiseParallel(input_layouts=tokens) for n in first}
         plan[f"{part_}.{last}"] = Float8RowwiseParallel(output_layouts=tokens)
     return plan
@@ -224,9 +227,7 @@ def test_inductor_compiles_a_fused_block(either: Ranks, recipe: str) -> None:
     either.run(blocks, recipe, True, "inductor", True, timeout=400)
 
 
-def trained(
-    recipe: str, sequence: bool, microbatches: int, checkpointed: bool, fuse: bool
-) -> None:
+def trained(recipe: str, sequence: bool, microbatches: int, checkpointed: bool, fuse: bool) -> None:
     for_both = []
     for _ in range(2):
         for_both.append(block_of(recipe, fuse=True) if fuse else fused_block(recipe))

@@ -110,7 +110,9 @@ def train_both(
     for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
         for what, a, b in (("value", mine, theirs), ("grad", mine.grad, theirs.grad)):
             offs[name, what] = off(a.full_tensor() if isinstance(a, DTensor) else a, b)
-    offs.pop(("attention.wk.bias", "grad"), None)  # 0 but for rounding: softmax sees differences only
+    offs.pop(
+        ("attention.wk.bias", "grad"), None
+    )  # 0 but for rounding: softmax sees differences only
     assert max(offs.values()) < 1e-2, offs
 
 

@@ -140,12 +140,14 @@ class _FeedForward(torch.autograd.Function):
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
 
         spec, state, tokens = plan.grad_output, down.scales.grad_output, down.across.output
-        cast = {"row": True, "state": state, "record": record, "reduce": down.across.grad_output}
         if tokens is None:
             # The residual connection around it keeps grad_output alive: column data can wait.
-            g_row = quantize(grad_output, spec, **cast).row
+            g_row = quantize(grad_output, spec, row=True, state=state, record=record).row
         else:
-            g_row = gathered(grad_output, spec, tokens, col=False, **cast).row
+            g_row = gathered(
+                grad_output, spec, tokens, row=True, col=False, state=state, record=record,
+                reduce=down.across.grad_output,
+            ).row  # fmt: skip
         assert g_row is not None
         grad_product = fused.grad_input(g_row, w_down, down_scale, down, dtype)
         tensors = grad_product, gate_out, up_out, product_scale, plan.input.dtype, spec

@@ -43,7 +43,7 @@ def fused_norm(
     return weight, torch.finfo(torch.float32).eps if eps is None else eps
 
 
-def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Float8Linear) -> Tensor | None:
+def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | None:
     """The weight of a norm as a plain tensor, or None where it is not fused."""
     (placement,), mesh = on_mesh.placements, on_mesh.device_mesh
     if mesh != layer.weight.device_mesh:

@@ -160,21 +160,19 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
     """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
     require_input(input, weight)
     device = input.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
-        if not isinstance(input, Float8Tensor):
-            return input.to(torch.get_autocast_dtype(device))
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
+    if autocast and not isinstance(input, Float8Tensor):
+        return input.to(torch.get_autocast_dtype(device))
     return input
 
 
 def require_input(input: Tensor, weight: Tensor) -> None:
     """Raise what `linear` does for the dtypes, and the features, of both; they may be DTensors."""
     device = input.device.type
-    chosen = device != "meta" and torch.is_autocast_enabled(device)
-    # A `Float8Tensor` was cast from the compute dtype.
-    if input.dtype != weight.dtype and not (
-        (chosen and input.dtype in HIGH_PRECISION_DTYPES)
-        or isinstance(local_tensor(input), Float8Tensor)
-    ):
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    # What is float8 was cast from the compute dtype.
+    same = autocast or input.dtype == weight.dtype
+    if not same and not isinstance(local_tensor(input), Float8Tensor):
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; cast one of them or use torch.autocast"

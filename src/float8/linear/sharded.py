@@ -241,6 +241,6 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
             f"over {ranks} ranks, expected {expected} {ranks}"
         )
-    if not plan.pad and size % (ranks * plan.alignment):
+    if not plan.pad:
         what = f"a weight of shape {tuple(shape)} shared along dim {dim} by {ranks} ranks"
-        require_aligned(what, (size / ranks,), plan.alignment)
+        require_aligned(what, (-(-size // ranks),), plan.alignment)

@@ -254,7 +254,7 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     Field by field: bytes, scales, and amaxes where there are some. All ranks must give alike ones.
     """
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors: list[Any] = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     first = next(x for x in tensors if isinstance(x, Float8Tensor))
     names = first.__tensor_flatten__()[0]
     for x in tensors:
