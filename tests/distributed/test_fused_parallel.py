@@ -372,3 +372,78 @@ def two_dims(all_gather: bool) -> list[Tensor]:
 def test_fused_functions_under_fsdp_and_tensor_parallel(four: Ranks) -> None:
     runs = [four.run(two_dims, all_gather)[0] for all_gather in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+class Uses(nn.Module):
+    """Both functions in a row, or what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in "ab")
+        self.q, self.k = nn.Linear(DIM, 49, bias=False), nn.Linear(DIM, 17, bias=False)
+        self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=False) for _ in "ab")
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+        self.apart = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.apart:
+            normed = self.norms[0](x)
+            q, k, normed = self.q(normed), self.k(normed), self.norms[1](x)
+            y = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+            return q, k, x + y
+        q, k, x = rms_norm_linear(x, self.norms[0], (self.q, self.k), residual=True)
+        layers = self.gate, self.up, self.down
+        return q, k, swiglu_feed_forward(x, *layers, norm=self.norms[1], residual=True)
+
+
+def uses(sequence: bool, how: str, frozen: tuple[str, ...] = ()) -> None:
+    """Uneven heads, DTensors between layers, frozen weights, autocast, evaluation."""
+    on_mesh, autocast, training = how == "on a mesh", how == "autocast", how != "evaluation"
+    results: list[list[Tensor]] = []
+    tokens = Shard(1) if sequence else Replicate()
+    for apart in (True, False):
+        torch.manual_seed(0)
+        model = convert(Uses(), "tensorwise", all_gather=False).to(here())
+        model.apart = apart
+        for name in frozen:
+            getattr(model, name).weight.requires_grad_(False)
+        heads = Replicate() if how == "whole heads" else Shard(-1)
+        plan: dict[str, Any] = {
+            name: Float8ColwiseParallel(input_layouts=tokens, output_layouts=heads) for name in "qk"
+        }
+        plan |= {n: Float8ColwiseParallel(input_layouts=tokens) for n in ("gate", "up")}
+        plan["down"] = Float8RowwiseParallel(output_layouts=tokens, use_local_output=not on_mesh)
+        if sequence:
+            plan["norms.*"] = Float8SequenceParallel()
+        parallelize_module(model, mesh_of(), plan)
+        x = seeded(1, 2, TOKENS, DIM, device=here())
+        own = (part(x, 1) if sequence else x).requires_grad_()
+        given = DTensor.from_local(own, mesh_of(), [tokens]) if on_mesh else own
+        with (
+            used(),
+            torch.autocast(here().type, torch.bfloat16, enabled=autocast),
+            torch.set_grad_enabled(training),
+        ):
+            made = [
+                y.to_local() if isinstance(y, DTensor) else y for y in model.train(training)(given)
+            ]
+            assert kernels.swiglu_cast.called != apart
+            assert kernels.rms_norm_cast.called == (not apart and not autocast)
+        if training:
+            sum((y * y.detach().cos()).sum() for y in made).backward()
+            grads = (p.grad for p in model.parameters())
+            made += [own.grad, *(whole(grad) for grad in grads if grad is not None)]
+        results.append(made)
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        # Layer by layer, bfloat16 rounds what is cast.
+        assert off(mine.float(), theirs.float()) < (0.1 if autocast else 1e-4)
+
+
+def test_uses_of_fused_functions(either: Ranks) -> None:
+    for sequence in (True, False):
+        for how in ("", "whole heads", "autocast", "evaluation"):
+            either.run(uses, sequence, how)
+        either.run(uses, sequence, "", ("q", "gate", "down"))
+        either.run(uses, sequence, "", ("q", "k", "gate", "up", "down"))
+    either.run(uses, True, "on a mesh")

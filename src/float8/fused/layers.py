@@ -122,7 +122,7 @@ def why_norm_not_fused(norm: Any) -> str | None:
     weight: Any = norm.weight
     if hasattr(weight, "device_mesh"):
         if len(weight.placements) != 1 or not weight.placements[0].is_replicate():
-            return "the norm's weight is a DTensor of FSDP2, not gathered, or is sharded otherwise"
+            return "the norm's weight is a DTensor: FSDP2's until it is gathered, or sharded"
         weight = local_tensor(weight)
     if type(weight) not in PLAIN:
         return f"the norm's weight is a {type(weight).__name__}"
@@ -144,7 +144,7 @@ def _why_not_parallel(*layers: Any) -> str | None:
         if not hasattr(weight, "device_mesh"):
             return "one weight is a DTensor, or was one, and another is not"
         if len(weight.placements) != 1 or layer.parallel_style is None:
-            return "one weight is a DTensor of FSDP2, not gathered, or placed by hand"
+            return "one weight is a DTensor: FSDP2's until it is gathered, or placed by hand"
         if weight.device_mesh != first.weight.device_mesh:
             return "the weights are on different meshes"
         by_rows = weight.placements[0].is_shard(0)
@@ -288,6 +288,16 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
     for hook in hooks.values():
         output = hook(layer, (), output)
     return output
+
+
+def like_input(rows: Tensor, x: Tensor, on_mesh: Any) -> Tensor:
+    """[M, K] as x lies, which is a DTensor where x is one, `placed` as `on_mesh`."""
+    if not hasattr(x, "device_mesh"):
+        return rows.view(x.shape)
+    local = rows.view(on_mesh.to_local().shape)
+    how = {"run_check": False, "shape": on_mesh.shape, "stride": on_mesh.stride()}
+    made: Tensor = type(on_mesh).from_local(local, on_mesh.device_mesh, on_mesh.placements, **how)
+    return made
 
 
 def shared_columns(x: Tensor, rows: Tensor | None) -> Columns | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.fused import layers as fused
-from float8.fused.layers import Call, fusable, placed, returned, take_apart
+from float8.fused.layers import Call, fusable, like_input, placed, returned, take_apart
 from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.linear.weight import kept_weight
 from float8.once import once_differentiable
@@ -52,7 +52,7 @@ def rms_norm_linear(
         returned(y, on_mesh, layer, taken.across)
         for y, layer, taken in zip(outputs, linears, call.layers, strict=False)
     )
-    return (*products, outputs[-1].view(x.shape)) if residual else products
+    return (*products, like_input(outputs[-1], x, on_mesh)) if residual else products
 
 
 class _NormLinear(torch.autograd.Function):
