@@ -135,7 +135,7 @@ def feed_forward(recipe: str, sequence: bool, prepared: bool) -> None:
     close(own_y, part(y, 1) if sequence else y)
     close(own_x.grad, part(x.grad, 1) if sequence else x.grad)
     for (name, mine), theirs in zip(grads_of(model).items(), single.parameters(), strict=True):
-        assert off(mine, theirs.grad) < 1e-5, name
+        assert off(mine, theirs.grad) < (2e-2 if mine.is_cuda else 1e-5), name
     buffers = dict(model.named_buffers())
     for name, expected_buffer in single.named_buffers():
         if "input" not in name or not sequence:
@@ -169,7 +169,9 @@ def forward_backward(model: nn.Module, call: Any, sequence: bool) -> dict[str, T
     return {name: whole(t) for name, t in made.items()}
 
 
-def blocks(recipe: str, sequence: bool, backend: str | None, fuse: bool) -> None:
+def blocks(
+    recipe: str, sequence: bool, backend: str | None, fuse: bool, norms: bool = True
+) -> None:
     """One whose modules were found, or one that calls the functions, in each way to compute it."""
     ways: dict[str, dict[str, Tensor]] = {}
     for way in ("one device", "fused", "apart"):
@@ -177,7 +179,7 @@ def blocks(recipe: str, sequence: bool, backend: str | None, fuse: bool) -> None
             block = block_of(recipe, fuse=way != "apart")
             plan = plan_of("float8", sequence)
         else:
-            block, plan = fused_block(recipe, way == "apart"), fused_plan(sequence)
+            block, plan = fused_block(recipe, way == "apart"), fused_plan(sequence, norms)
         if way != "one device":
             parallelize_module(block, mesh_of(), plan)
         torch._dynamo.reset()
@@ -195,7 +197,7 @@ def blocks(recipe: str, sequence: bool, backend: str | None, fuse: bool) -> None
     for name, got in ways["fused"].items():
         # Where sums differ in their last bits, few casts round otherwise.
         for other in ("one device", "apart"):
-            assert off(got, ways[other][name]) < 1e-2, (name, other)
+            assert off(got, ways[other][name]) < (2e-2 if got.is_cuda else 1e-2), (name, other)
     alike = ("output", "attention.wo.weight") if fuse else ("output",)
     for name in alike:
         close(ways["fused"][name], ways["one device"][name])
@@ -208,6 +210,7 @@ def test_a_fused_block_equals_that_of_one_device_and_the_one_computed_apart(
     for sequence in (True, False):
         for fuse in (True, False):
             either.run(blocks, recipe, sequence, None, fuse)
+    either.run(blocks, recipe, True, None, False, False)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +275,28 @@ def test_fused_functions_gather_bytes_once(either: Ranks) -> None:
     either.run(sent)
 
 
+class Uses(nn.Module):
+    """Both functions in a row, or what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in "ab")
+        self.q, self.k = nn.Linear(DIM, 49, bias=False), nn.Linear(DIM, 17, bias=False)
+        self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=False) for _ in "ab")
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+        self.apart = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.apart:
+            normed = self.norms[0](x)
+            q, k, normed = self.q(normed), self.k(normed), self.norms[1](x)
+            y = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+            return q, k, x + y
+        q, k, x = rms_norm_linear(x, self.norms[0], (self.q, self.k), residual=True)
+        layers = self.gate, self.up, self.down
+        return q, k, swiglu_feed_forward(x, *layers, norm=self.norms[1], residual=True)
+
+
 def hooked(model: nn.Module) -> None:
     model.ffn.w3.register_forward_hook(lambda *_: None)
 
@@ -302,6 +327,25 @@ def falls_back(
             assert not kernels.swiglu_cast.called
     for name in results[0]:
         assert torch.equal(results[0][name], results[1][name]), name
+
+
+def other_roles() -> None:
+    """Layers that are not shared as gate, up and down or q/k/v are; they say what is wrong."""
+    model = convert(Uses(), "tensorwise", all_gather=False).to(here())
+    plan: dict[str, Any] = {n: Float8ColwiseParallel() for n in ("gate", "up", "down", "q")}
+    parallelize_module(model, mesh_of(), plan)
+    x = seeded(1, 2, TOKENS, DIM, device=here())
+    with pytest.raises(
+        ValueError, match=rf"input of shape(.)*{HIDDEN // 2}\), expected(.)*{HIDDEN}"
+    ):
+        swiglu_feed_forward(x, model.gate, model.up, model.down)
+    parallelize_module(model, mesh_of(), {"k": Float8RowwiseParallel(input_layouts=Replicate())})
+    (k,) = rms_norm_linear(x, model.norms[0], (model.k,))
+    assert torch.equal(k, model.k(model.norms[0](x)))
+
+
+def test_layers_in_other_roles_are_not_fused(two: Ranks) -> None:
+    two.run(other_roles)
 
 
 def test_what_is_not_fused_says_why(two: Ranks) -> None:
@@ -374,28 +418,6 @@ def test_fused_functions_under_fsdp_and_tensor_parallel(four: Ranks) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-class Uses(nn.Module):
-    """Both functions in a row, or what they compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in "ab")
-        self.q, self.k = nn.Linear(DIM, 49, bias=False), nn.Linear(DIM, 17, bias=False)
-        self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=False) for _ in "ab")
-        self.down = nn.Linear(HIDDEN, DIM, bias=False)
-        self.apart = False
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.apart:
-            normed = self.norms[0](x)
-            q, k, normed = self.q(normed), self.k(normed), self.norms[1](x)
-            y = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
-            return q, k, x + y
-        q, k, x = rms_norm_linear(x, self.norms[0], (self.q, self.k), residual=True)
-        layers = self.gate, self.up, self.down
-        return q, k, swiglu_feed_forward(x, *layers, norm=self.norms[1], residual=True)
-
-
 def uses(sequence: bool, how: str, frozen: tuple[str, ...] = ()) -> None:
     """Uneven heads, DTensors between layers, frozen weights, autocast, evaluation."""
     on_mesh, autocast, training = how == "on a mesh", how == "autocast", how != "evaluation"
@@ -437,7 +459,8 @@ def uses(sequence: bool, how: str, frozen: tuple[str, ...] = ()) -> None:
     for mine, theirs in zip(*results, strict=True):
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
         # Layer by layer, bfloat16 rounds what is cast.
-        assert off(mine.float(), theirs.float()) < (0.1 if autocast else 1e-4)
+        bound = 0.1 if autocast else 2e-2 if mine.is_cuda else 1e-4
+        assert off(mine.float(), theirs.float()) < bound
 
 
 def test_uses_of_fused_functions(either: Ranks) -> None:

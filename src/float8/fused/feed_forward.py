@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.fused import layers as fused
-from float8.fused.layers import Call, fusable, placed, returned, take_apart
+from float8.fused.layers import Call, fusable, is_parallel, placed, returned, take_apart
 from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.linear import Float8Linear
 from float8.linear.functional import gathered
@@ -86,6 +86,7 @@ def _fit(x: Tensor, layers: tuple[Float8Linear, ...], residual: bool) -> bool:
         and gate.in_features == up.in_features == x.shape[-1]
         and gate.out_features == up.out_features == down.in_features
         and (down.out_features == x.shape[-1] or not residual)
+        and down.sums_over_ranks == is_parallel(down)
     )
 
 
@@ -153,8 +154,9 @@ class _FeedForward(torch.autograd.Function):
         tensors = grad_product, gate_out, up_out, product_scale, plan.input.dtype, spec
         states = gate.scales.grad_output, up.scales.grad_output
         product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states, record=record)
-        if gate.across.grad_output is not None:
-            mine, reduce = torch.stack([gate8.scale, up8.scale]), gate.across.grad_output
+        reduce = gate.across.grad_output or up.across.grad_output
+        if reduce is not None:
+            mine = torch.stack([gate8.scale, up8.scale])
             del product8, gate8, up8
             both, unread = fused.scale_of_all(mine, reduce)
             states = DelayedScale(both[0], unread[0]), DelayedScale(both[1], unread[1])

@@ -39,7 +39,10 @@ def rms_norm_linear(
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
     linears, norm_weight, eps = fusable(x, layers), None, 0.0
-    if linears is not None and all(layer.in_features == x.shape[-1] for layer in linears):
+    fit = linears is not None and all(
+        layer.in_features == x.shape[-1] and not layer.sums_over_ranks for layer in linears
+    )
+    if linears is not None and fit:
         on_mesh = placed(x, norm, linears[0])
         norm_weight, eps = fused_norm(norm, x, on_mesh, linears[0])
     if linears is None or norm_weight is None:
