@@ -269,6 +269,12 @@ def sent() -> None:
         assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
         assert seen.bytes_of("reduce_scatter") == {x.dtype: 4 * 2 * 2 * x.numel()}  # of all tokens
         assert seen.bytes_of("all_to_all") == {}
+        # Of weights that one module reads together, and of gate's gradient and up's.
+        reduced = [each[1:] for each in seen.seen if each[0] == "all_reduce"]
+        amaxes = sorted(size // 4 for dtype, size in reduced if dtype is torch.int32)
+        assert amaxes == ([1] * 9 + [2, 3, 4] if fuse else [1] * 10 + [2, 3, 3])
+        norms = [] if fuse else [(x.dtype, 2 * DIM)] * 2  # gradients, of all tokens
+        assert [each for each in reduced if each[0] is not torch.int32] == norms
 
 
 def test_fused_functions_gather_bytes_once(either: Ranks) -> None:

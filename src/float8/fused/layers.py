@@ -18,13 +18,14 @@ from float8.linear import Float8Linear, functional
 from float8.linear.across import HERE, Across, Copies, Reduction, Tokens, reduction
 from float8.linear.functional import DelayedScales, with_leading_dims
 from float8.linear.held import PLAIN
-from float8.linear.plan import LinearPlan
+from float8.linear.plan import LinearPlan, casts_weight_dynamically
 from float8.linear.sharded import (
     ParallelStyle,
     across_of,
     local_input,
     of_all_ranks,
     tokens_along,
+    weight_scales,
 )
 from float8.linear.weight import weight_columns, weight_rows
 from float8.quantize.history import DelayedScale
@@ -266,6 +267,11 @@ def _on_this_rank(
         for weight, layer in zip(weights, layers, strict=True)
     )
     first = layers[0]
+    ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
+    if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
+        scales = weight_scales(weights, first.plan.weight)  # asked for at once
+        pairs = zip(acrosses, scales, strict=True)
+        acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)
     if not before_norm:
         how = first.plan, first.delayed_scales(), first.gathered == "input", first.knows_scales
         return local_input(x, weights[0], *how), None, acrosses
