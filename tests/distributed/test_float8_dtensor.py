@@ -110,12 +110,13 @@ def distributed() -> None:
             assert torch.equal(placed.to_local()._scale, expected._scale)
             whole = placed.full_tensor()
             assert torch.equal(whole.to_original_precision(), expected.to_original_precision())
-    placed = distribute_tensor(by_rows(rank, 6, 16), mesh, [Shard(0)])
-    assert same(placed.to_local(), by_rows(0, 6, 16).split(3)[rank])
-    assert same(placed.full_tensor(), by_rows(0, 6, 16))
-    assert same(
-        distribute_tensor(by_rows(rank, 6, 16), mesh, [Replicate()]).to_local(), by_rows(0, 6, 16)
-    )
+    for rows in (6, 5):
+        expected, mine = by_rows(0, rows, 16), by_rows(rank, rows, 16)
+        placed = distribute_tensor(mine, mesh, [Shard(0)])
+        assert same(placed.to_local(), expected.split(3)[rank])
+        assert same(placed.full_tensor(), expected)
+        assert same(placed.redistribute(placements=[Replicate()]).to_local(), expected)
+        assert same(distribute_tensor(mine, mesh, [Replicate()]).to_local(), expected)
 
 
 def test_distributing_sends_bytes_and_scales_of_one_rank(either: Ranks) -> None:

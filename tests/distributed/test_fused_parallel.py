@@ -152,6 +152,11 @@ def test_a_fused_feed_forward_has_the_scales_of_one_device(either: Ranks, recipe
             either.run(feed_forward, recipe, sequence, prepared)
 
 
+def test_four_ranks_with_parts_that_are_padded(four: Ranks) -> None:
+    four.run(feed_forward, "tensorwise", True, True)
+    four.run(feed_forward, "delayed", False, False)
+
+
 def forward_backward(model: nn.Module, call: Any, sequence: bool) -> dict[str, Tensor]:
     """Output and gradients of one step, whole; of `sequence` this rank has some tokens."""
     x, g = (seeded(seed, 2, TOKENS, DIM, device=here()) for seed in (1, 2))

@@ -90,8 +90,10 @@ class Norm:
 
     def why_not(self, module: Any) -> str | None:
         """Why it is not fused as it is now, whatever the input."""
-        kind = type(module.weight)
-        return None if kind in PLAIN else f"its weight is a {kind.__name__}"
+        weight = module.weight
+        if hasattr(weight, "device_mesh"):
+            return "its weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
+        return None if type(weight) in PLAIN else f"its weight is a {type(weight).__name__}"
 
     def changed(self, module: Any) -> str | None:
         """Nothing that a module could change without its class."""

@@ -57,7 +57,11 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         whole = isinstance(result, Tensor) and _same_rows(x._data, result)
         made = None
         if x._granularity is ScalingGranularity.AXISWISE:
-            if whole and func in _SHAPES:
+            if func is aten.slice.Tensor and _keeps_rows(x, *rest):
+                made = x._like(result, lambda scale: func(scale, *rest, **kwargs))
+            elif func is aten.constant_pad_nd.default and not any(rest[0][:2]):
+                made = x._like(result, lambda scale: func(scale, rest[0], 1.0))
+            elif whole and func in _SHAPES:
                 made = x._like(result, lambda scale: scale.reshape(*result.shape[:-1], 1))
             elif func in _PIECES and x.dim() > 1 and (*rest[1:], *kwargs.values()) in ((), (0,)):
                 scales = func(x._scale, *rest, **kwargs)
@@ -74,6 +78,11 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 _SHAPES = (aten.view.default, aten._unsafe_view.default)
 _PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+
+
+def _keeps_rows(x: Tensor, dim: int = 0, *_: Any) -> bool:
+    """Whether what is cut along `dim` are not the rows of `x` themselves."""
+    return x.dim() > 1 and dim % x.dim() != x.dim() - 1
 
 
 def _same_rows(x: Tensor, view: Tensor) -> bool:
