@@ -218,13 +218,14 @@ def test_a_fused_block_equals_that_of_one_device_and_the_one_computed_apart(
     either.run(blocks, recipe, True, None, False, False)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
-)
-def test_a_fused_block_is_one_graph(two: Ranks, recipe: str) -> None:
-    for sequence in (True, False):
-        for fuse in (True, False):
-            two.run(blocks, recipe, sequence, "aot_eager", fuse)
+MORE = [("tensorwise", False), ("delayed", True), ("delayed", False)]
+REST = [pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE]
+
+
+@pytest.mark.parametrize(("recipe", "sequence"), [("tensorwise", True), *REST])
+def test_a_fused_block_is_one_graph(two: Ranks, recipe: str, sequence: bool) -> None:
+    for fuse in (True, False):
+        two.run(blocks, recipe, sequence, "aot_eager", fuse)
 
 
 @pytest.mark.exhaustive

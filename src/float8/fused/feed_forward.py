@@ -35,9 +35,10 @@ def swiglu_feed_forward(
 ) -> Tensor:
     """`down(silu(gate(x)) * up(x))`, or with `norm` the same of `norm(x)`.
 
-    Fused where the three layers are `Float8Linear` of one configuration, without bias or hooks;
-    else computed layer by layer, so a model can call it whether it is converted or not.
-    `why_not_fused(gate, up, down)` tells which. Fused, `silu(gate) * up` is not rounded to x's
+    Fused where the three layers are `Float8Linear` of one configuration, without bias or hooks
+    other than those of this library's styles of tensor parallel; else computed layer by layer, so
+    a model can call it whether it is converted or not. `why_not_fused(gate, up, down)` tells
+    which. Fused, `silu(gate) * up` is not rounded to x's
     dtype before it is cast.
 
     Args:

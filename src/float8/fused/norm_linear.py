@@ -19,9 +19,9 @@ def rms_norm_linear(
 ) -> tuple[Tensor, ...]:
     """`[layer(norm(x)) for layer in layers]`, the normalised tensor in float8 only.
 
-    Fused where the layers are `Float8Linear` of one configuration, without bias or hooks:
-    `why_not_fused(*layers)`. Else computed one by one, so a model can call it whether it is
-    converted or not.
+    Fused where the layers are `Float8Linear` of one configuration, without bias or hooks other than
+    those of this library's styles of tensor parallel: `why_not_fused(*layers)`. Else computed one
+    by one, so a model can call it whether it is converted or not.
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
