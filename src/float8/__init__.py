@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from float8.parallel.tensor import (
         Float8ColwiseParallel,
         Float8RowwiseParallel,
+        Float8SequenceParallel,
         PrepareFloat8ModuleInput,
     )
 
@@ -67,6 +68,7 @@ __all__ = [
     "Float8LinearConfig",
     "Float8LinearRecipeName",
     "Float8RowwiseParallel",
+    "Float8SequenceParallel",
     "Float8Tensor",
     "Float8Weights",
     "PrepareFloat8ModuleInput",

@@ -1,11 +1,20 @@
 """A `Float8Tensor` inside a DTensor: what styles of one's own are made of."""
 
-import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+import copy
 
-from float8 import Float8Tensor
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from float8 import Float8Tensor, Float8Weights
+from float8.config import ScalingGranularity
+from float8.quantize.spec import CastSpec
+from float8.tensor.float8_tensor import to_float8
 from support.models import seeded
-from support.parallel import mesh_of, off
+from support.parallel import STYLES, mesh_of, off, part
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here
 
@@ -74,3 +83,188 @@ def own_style() -> None:
 
 def test_a_layer_takes_bytes_that_others_cast(two: Ranks) -> None:
     two.run(own_style)
+
+
+def same(a: Float8Tensor, b: Float8Tensor) -> bool:
+    alike = torch.equal(a._data.view(torch.uint8), b._data.view(torch.uint8))
+    return alike and torch.equal(a._scale, b._scale) and a._amax == b._amax
+
+
+def by_rows(seed: int, *shape: int) -> Float8Tensor:
+    spec = CastSpec(torch.float8_e4m3fn, ScalingGranularity.AXISWISE)
+    return to_float8(seeded(seed, *shape, device=here()), spec)
+
+
+def one_scale(seed: int, *shape: int) -> Float8Tensor:
+    return Float8Tensor.from_high_precision(seeded(seed, *shape, device=here()))
+
+
+def distributed() -> None:
+    """Values and scales are those of the first rank, as of other tensors."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    for rows in (6, 5):
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            expected, mine = one_scale(0, rows, 16), one_scale(rank, rows, 16)
+            assert rank == 0 or not same(mine, expected)
+            placed = distribute_tensor(mine, mesh, [placement])
+            assert torch.equal(placed.to_local()._scale, expected._scale)
+            whole = placed.full_tensor()
+            assert torch.equal(whole.to_original_precision(), expected.to_original_precision())
+    for rows in (6, 5):
+        expected, mine = by_rows(0, rows, 16), by_rows(rank, rows, 16)
+        placed = distribute_tensor(mine, mesh, [Shard(0)])
+        assert same(placed.to_local(), expected.split(3)[rank])
+        assert same(placed.full_tensor(), expected)
+        assert same(placed.redistribute(placements=[Replicate()]).to_local(), expected)
+        assert same(distribute_tensor(mine, mesh, [Replicate()]).to_local(), expected)
+
+
+def test_distributing_sends_bytes_and_scales_of_one_rank(either: Ranks) -> None:
+    either.run(distributed)
+
+
+def moved() -> None:
+    """Whole tensors, each with its own scale and amax to record."""
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+
+    def of(seed: int) -> Float8Tensor:
+        return one_scale(seed, 4, 16)
+
+    def amaxed(seed: int) -> Float8Tensor:
+        x = one_scale(seed, 4, 16)
+        amax = torch.tensor(float(seed), device=here())
+        return Float8Tensor(x._data, x._scale, x.dtype, x._granularity, amax)
+
+    for make in (of, amaxed):
+        x = make(rank)
+        dist.broadcast(x, src=1)
+        assert same(x, make(1))
+        both = [make(7), make(8)]
+        dist.all_gather(both, make(rank))
+        assert all(same(got, make(n)) for n, got in enumerate(both))
+        mine = make(7)
+        dist.scatter(mine, [make(2), make(3)] if rank == 0 else None, src=0)
+        assert same(mine, make(2 + rank))
+        gathered = [make(7), make(8)] if rank == 0 else None
+        dist.gather(make(rank), gathered, dst=0)
+        assert gathered is None or all(same(got, make(n)) for n, got in enumerate(gathered))
+        if rank == 0:
+            dist.send(make(4), dst=1)
+        else:
+            x = make(7)
+            dist.recv(x, src=0)
+            assert same(x, make(4))
+        if here().type == "cuda":  # Gloo has none of lists in every version
+            received = [make(7), make(8)]
+            dist.all_to_all(received, [make(10 * rank), make(10 * rank + 1)])
+            assert all(same(got, make(10 * n + rank)) for n, got in enumerate(received))
+    finished = one_scale(rank, 4, 16)
+    dist.broadcast(finished, src=0, async_op=True).wait()
+    assert same(finished, one_scale(0, 4, 16))
+    rows = [by_rows(8, 4, 16), by_rows(9, 4, 16)]
+    dist.all_gather(rows, by_rows(rank, 4, 16))
+    assert same(rows[other], by_rows(other, 4, 16))
+
+
+def test_collectives_move_whole_tensors(either: Ranks) -> None:
+    either.run(moved)
+
+
+def refused() -> None:
+    """Before any collective; so do all ranks, and none waits."""
+    mesh, x = mesh_of(), one_scale(0, 8, 16)
+    plain = x.to_original_precision()
+    with pytest.raises(ValueError, match=r"split(.)*AXISWISE, expected TENSORWISE: a part of"):
+        distribute_tensor(by_rows(0, 8, 16), mesh, [Shard(1)])
+    scale = torch.ones(2, 4, device=here())
+    blocks = Float8Tensor(
+        torch.zeros(256, 256, dtype=torch.float8_e4m3fn, device=here()),
+        scale,
+        torch.float32,
+        ScalingGranularity.BLOCK_128x128,
+    )
+    for dim in (0, 1):
+        with pytest.raises(ValueError, match=r"split(.)*BLOCK_128x128, expected TENSORWISE"):
+            distribute_tensor(blocks, mesh, [Shard(dim)])
+    assert same(distribute_tensor(blocks, mesh, [Replicate()]).to_local(), blocks)
+    placed = DTensor.from_local(by_rows(0, 8, 16), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match="AXISWISE, expected TENSORWISE"):
+        placed.redistribute(placements=[Shard(1)])
+    for call in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.reduce_scatter_tensor(one_scale(0, 4, 16), x),
+        lambda: dist.all_gather_into_tensor(one_scale(0, 16, 16), x),
+        lambda: DTensor.from_local(x, mesh, [Partial()]).full_tensor(),
+    ):
+        with pytest.raises(NotImplementedError, match=r"Float8Tensor: got (.)*to_original_prec"):
+            call()
+    with pytest.raises(ValueError, match="got a Float8Tensor and a high-precision tensor"):
+        dist.all_gather([plain.clone(), plain.clone()], x)
+    for parts in (list(one_scale(0, 8, 16).split(4)), [x[:4], one_scale(0, 4, 16)]):
+        with pytest.raises(ValueError, match=r"parts of a Float8Tensor(.)*clone\(\) them first"):
+            dist.all_gather(parts, one_scale(0, 4, 16))
+
+
+def test_what_scales_forbid_raises(two: Ranks) -> None:
+    two.run(refused)
+
+
+def only(kind: str) -> None:
+    """Weights that are in float8 only go to the ranks as bytes."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)).requires_grad_(False).to(here())
+    more = {"float8_weights": Float8Weights.ONLY}
+    single, model = (convert(copy.deepcopy(plain), "tensorwise", False, **more) for _ in "ab")
+    colwise, rowwise, _ = STYLES[kind]
+    parallelize_module(model, mesh_of(), {"0": colwise(), "1": rowwise()})
+    for dim, layer in enumerate(model):
+        assert isinstance(layer.weight.to_local(), Float8Tensor)
+        assert same(layer.weight.to_local(), part(single[dim].weight, dim))
+    x, own = (seeded(1, 8, 32, device=here()).requires_grad_() for _ in "ab")
+    y, own_y = single(x), model(own)
+    assert off(own_y, y) < 1e-5
+    y.sum().backward()
+    own_y.sum().backward()
+    assert off(own.grad, x.grad) < 1e-5
+    rows = convert(copy.deepcopy(plain), "rowwise", False, **more)
+    if kind == "float8":
+        with pytest.raises(ValueError, match=r"ONLY whose weight has (.)*AXISWISE scales"):
+            parallelize_module(rows, mesh_of(), {"1": rowwise()})
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_weights_in_float8_only_are_shared(either: Ranks, kind: str) -> None:
+    either.run(only, kind)
+
+
+def strategies() -> None:
+    """Products that DTensor shards by itself: with bias, of three dims, with high precision."""
+    mesh, x, w = mesh_of(), one_scale(1, 16, 32), one_scale(2, 48, 32)
+    bias = seeded(3, 48, device=here())
+    wide = w.to_original_precision()
+
+    def on(t: torch.Tensor, placement: object) -> DTensor:
+        return distribute_tensor(t, mesh, [placement])
+
+    for of_x, of_w, of_y in (
+        (Replicate(), Shard(0), Shard(1)),
+        (Shard(0), Replicate(), Shard(0)),
+        (Shard(1), Shard(1), Partial()),
+    ):
+        y = on(x, of_x) @ on(w, of_w).t()
+        assert y.placements == (of_y,)
+        assert off(y.full_tensor(), x @ w.t()) < 1e-6
+        y = on(x, of_x) @ on(wide, of_w).t()
+        assert y.placements == (of_y,)
+        assert off(y.full_tensor(), x.to_original_precision() @ wide.t()) < 1e-6
+    y = torch.addmm(on(bias, Shard(0)), on(x, Replicate()), on(w, Shard(0)).t())
+    assert off(y.full_tensor(), torch.addmm(bias, x, w.t())) < 1e-6
+    tall = on(x, Replicate()).view(2, 8, 32)
+    y = torch.nn.functional.linear(tall, on(w, Shard(0)))
+    assert y.placements == (Shard(2),)
+    assert off(y.full_tensor(), (x @ w.t()).view(2, 8, 48)) < 1e-6
+
+
+def test_how_products_are_sharded(two: Ranks) -> None:
+    two.run(strategies)

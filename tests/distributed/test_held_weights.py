@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
-    Float8ColwiseParallel,
     Float8Tensor,
     Float8Weights,
     all_linears,
@@ -276,11 +274,6 @@ def adapters() -> None:
                 found.append(y.detach())
             runs.append(torch.stack(found))
         assert same_bits(*runs)
-    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
-    with pytest.raises(ValueError, match=r"Float8ColwiseParallel: got a layer with float8_weights"):
-        torch.distributed.tensor.parallel.parallelize_module(
-            model[0], mesh, {"base": Float8ColwiseParallel()}
-        )
 
 
 def test_adapters_of_a_base_in_float8_only(two: Ranks) -> None:

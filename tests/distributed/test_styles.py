@@ -1,10 +1,7 @@
 """Tensor parallel by float8's styles and by torch's own, against the same layers on one device."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,21 +10,19 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    Float8SequenceParallel,
     Float8Tensor,
     PrepareFloat8ModuleInput,
-    attach_to_optimizer,
-    conversion_report,
     sync_float8_amax_and_scale_history,
 )
-from float8.linear import functional
 from float8.parallel.amax import sync_groups
 from support.models import FeedForward, seeded
 from support.parallel import (
@@ -36,28 +31,18 @@ from support.parallel import (
     STYLES,
     TOKENS,
     Attention,
+    alone,
     block_of,
+    close,
     mesh_of,
     off,
     part,
     plan_of,
+    scales,
+    train_both,
 )
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here, whole
-
-
-@contextmanager
-def scales() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Those of the operands of all GEMMs."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
-        seen.append((a.scale.clone(), b.scale.clone()))
-        return original(a, b, **more)
-
-    original = functional.matmul
-    with mock.patch.object(functional, "matmul", matmul):
-        yield seen
 
 
 def layer_of(recipe: str, bias: bool) -> nn.Module:
@@ -65,14 +50,6 @@ def layer_of(recipe: str, bias: bool) -> nn.Module:
     layer = convert(nn.Sequential(nn.Linear(DIM, HIDDEN, bias=bias)), recipe, all_gather=False)
     layer[0].weight.data[-1, -1] = 3.0  # the amax is in the last part along both dims
     return layer.to(here())
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    """Up to the order of sums; tensor cores keep few bits of them, and casts follow."""
-    if a.is_cuda:
-        assert off(a, b) < 2e-2
-    else:
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int = 1) -> None:
@@ -119,44 +96,12 @@ def test_one_layer_equals_that_of_a_single_device(either: Ranks, kind: str) -> N
         either.run(one_layer, kind, by_columns, True, False, 0)
 
 
-def alone() -> dist.ProcessGroup:
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
 def trained(
     kind: str, sequence: bool, microbatches: int, checkpointed: bool, recipe: str = "tensorwise"
 ) -> None:
-    """Five steps on both; where sums differ in their last bits, few casts round otherwise."""
     whole, block = block_of(recipe, bias=True), block_of(recipe, bias=True)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence, norms=True))
-    losses = []
-    for model, sharded in ((whole, False), (block, sequence)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-        if recipe == "delayed":
-            attach_to_optimizer(model, optimizer, group=None if model is block else alone())
-        for step in range(5):
-            optimizer.zero_grad()
-            for microbatch in range(microbatches):
-                x = seeded(10 * step + microbatch, 2, TOKENS, DIM, device=here())
-                x, to = (part(t, 1) if sharded else t for t in (x, x.roll(1, -1)))
-                y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-                loss = (y - to).square().sum() / (2 * TOKENS * DIM)
-                loss.backward()
-            optimizer.step()
-        if sharded:
-            dist.all_reduce(loss)
-        losses.append(loss.detach())
-    assert off(losses[1], losses[0]) < 1e-3
-    buffers = dict(block.named_buffers())
-    for name, expected in whole.named_buffers():  # of delayed scaling
-        assert expected.amax() > 0 or "history" not in name
-        torch.testing.assert_close(buffers[name], expected, rtol=1e-2, atol=0.0, msg=name)
-    offs = {}
-    for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
-        for what, a, b in (("value", mine, theirs), ("grad", mine.grad, theirs.grad)):
-            offs[name, what] = off(a.full_tensor() if isinstance(a, DTensor) else a, b)
-    del offs["attention.wk.bias", "grad"]  # 0 but for rounding: softmax sees differences only
-    assert max(offs.values()) < 1e-2, offs
+    train_both(whole, block, sequence, microbatches, checkpointed, recipe == "delayed")
 
 
 @pytest.mark.parametrize("kind", STYLES)
@@ -384,6 +329,63 @@ def wrong_uses() -> None:
         layer[0].forward(whole)
 
 
+def refused(recipe: str) -> None:
+    """What is wrong is said before ranks talk to each other."""
+    mesh, x = mesh_of(), torch.ones(2, TOKENS // 2, DIM, device=here())
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+
+    def model(plan: Any, **more: Any) -> nn.Module:
+        layer = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False, **more)
+        return parallelize_module(layer.to(here()), mesh, plan)
+
+    other = init_device_mesh(here().type, (2,), mesh_dim_names=("other",))
+    elsewhere = DTensor.from_local(x, other, [Shard(1)], run_check=False)
+    gathering = {"0": Float8ColwiseParallel(input_layouts=Shard(1))}
+    with FunctionalTraffic() as seen:
+        with pytest.raises(ValueError, match=r"input on (.)*other=2(.)* weight on (.)*one mesh"):
+            model(gathering)(elsewhere)
+        for plan in (gathering, PrepareFloat8ModuleInput(**layouts)):
+            with pytest.raises(TypeError, match=r"input of dtype torch.bfloat16 and weight of"):
+                model(plan if plan is gathering else {"": plan, "0": Float8ColwiseParallel()})(
+                    x.bfloat16()
+                )
+        with pytest.raises(ValueError, match=rf"input of shape(.)*, 31\), expected (.)*{DIM}"):
+            model(gathering)(x[..., :31])
+        far = {"0": Float8RowwiseParallel(output_layouts=Shard(3))}
+        with pytest.raises(ValueError, match=r"input of 3 dims and an output to be sharded along"):
+            model(far)(x[..., : DIM // 2])
+        shared = model(gathering)
+        sharded = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False)
+        fully_shard(sharded.to(here()), mesh=mesh)
+        for each in (shared, sharded):
+            with pytest.raises(ValueError, match=r"weight is a DTensor already(.)*fully_shard"):
+                parallelize_module(each, mesh, {"0": Float8RowwiseParallel()})
+        with pytest.raises(ValueError, match=r"dim 0 by 2 ranks, expected a multiple of (16|128)"):
+            model({"0": Float8ColwiseParallel()}, pad_inner_dim=False)
+        wide = init_device_mesh(here().type, (1, 2), mesh_dim_names=("data", "tensor"))
+        with pytest.raises(ValueError, match=r"Float8SequenceParallel: got a mesh of 2 dims"):
+            Float8SequenceParallel()._apply(nn.RMSNorm(DIM), wide)
+    assert seen.seen == []
+
+
+def test_errors_come_before_collectives(either: Ranks) -> None:
+    either.run(refused, "tensorwise")
+
+
+def parts_of_rows(recipe: str) -> None:
+    """What has one scale for each row is gathered in high precision where ranks have parts."""
+    single = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False).to(here())
+    layer = copy.deepcopy(single)
+    parallelize_module(layer, mesh_of(), {"0": Float8ColwiseParallel(input_layouts=Shard(-1))})
+    x = seeded(1, 2, TOKENS, DIM, device=here())
+    close(layer(part(x, 2)), part(single(x), 2))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_ranks_may_have_parts_of_the_features(two: Ranks, recipe: str) -> None:
+    two.run(parts_of_rows, recipe)
+
+
 def shown() -> None:
     for recipe, how in (
         ("tensorwise", "float8"),
@@ -497,27 +499,6 @@ REST = [pytest.param(recipe, marks=pytest.mark.exhaustive) for recipe in ("delay
 @pytest.mark.parametrize("kind", STYLES)
 def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
     two.run(one_block, kind, True, False, "aot_eager", recipe)
-
-
-def fused() -> None:
-    """Feed-forwards that were fused compute layer by layer, as torch's and our styles have it."""
-    for kind in STYLES:
-        blocks = block_of("tensorwise"), block_of("tensorwise", fuse=True)
-        x = seeded(1, 2, TOKENS, DIM, device=here())
-        outputs = []
-        for block in blocks:
-            parallelize_module(block, mesh_of(), plan_of(kind, sequence=False))
-            outputs.append(block(x))
-            outputs[-1].square().sum().backward()
-        assert torch.equal(*outputs)
-        for mine, theirs in zip(*(block.parameters() for block in blocks), strict=True):
-            assert torch.equal(whole(mine.grad), whole(theirs.grad))
-        (report,) = conversion_report(blocks[1]).fused
-        assert report.reason is not None
-
-
-def test_fused_feed_forwards_stay_parallel(two: Ranks) -> None:
-    two.run(fused)
 
 
 def finer(recipe: str) -> None:

@@ -111,7 +111,7 @@ def test_to_a_gpu_and_back(non_blocking: bool) -> None:
 # ---------------------------------------------------------------- new tensors, comparing
 
 
-LIKE = {"zeros": torch.zeros_like, "ones": torch.ones_like, "empty": torch.empty_like}
+LIKE = {"zeros": torch.zeros_like, "ones": torch.ones_like}
 
 
 @on_devices
@@ -122,8 +122,7 @@ def test_a_new_tensor_like_it_is_a_plain_one(device: str, name: str, dtype: torc
         got, wanted = LIKE[name](t), LIKE[name](t.to_original_precision())
         assert type(got) is torch.Tensor
         assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
-        if name != "empty":
-            assert same_bits(got, wanted)
+        assert same_bits(got, wanted)
         if t.is_contiguous() or t.t().is_contiguous():
             assert got.stride() == t.stride()
 
@@ -132,8 +131,24 @@ def test_a_new_tensor_like_it_of_another_dtype_device_and_layout() -> None:
     t = float8(0, 6, 8).t()
     assert torch.zeros_like(t, dtype=torch.int64).dtype == torch.int64
     assert torch.ones_like(t, device="meta").device.type == "meta"
-    assert torch.empty_like(t, memory_format=torch.contiguous_format).is_contiguous()
+    assert torch.zeros_like(t, memory_format=torch.contiguous_format).is_contiguous()
     assert torch.zeros_like(t, requires_grad=True).requires_grad
+
+
+@on_devices
+def test_an_empty_one_takes_what_is_copied_into_it(device: str) -> None:
+    for t in (float8(0, 6, 8, device=device), float8(0, 6, 8, device=device).t()):
+        got = torch.empty_like(t)
+        assert type(got) is Float8Tensor
+        assert (got.shape, got.dtype, got.stride()) == (t.shape, t.dtype, t.stride())
+        got.copy_(t)
+        assert same_bits(got._data, t._data)
+        assert same_bits(got._scale, t._scale)
+        assert torch.empty_like(t, memory_format=torch.contiguous_format).is_contiguous()
+        assert torch.empty_like(t, device="meta")._scale.is_meta
+        assert type(torch.empty_like(t, dtype=torch.int64)) is torch.Tensor
+    with pytest.raises(ValueError, match="got a Float8Tensor and a high-precision tensor"):
+        got.copy_(t.to_original_precision())
 
 
 def test_adamw_keeps_its_state_of_a_float8_parameter_in_plain_tensors() -> None:

@@ -89,8 +89,11 @@ class Norm:
         return F.rms_norm(x, weight.shape, weight, getattr(module, self.eps))
 
     def why_not(self, module: Any) -> str | None:
-        """Nothing but the input decides."""
-        return None
+        """Why it is not fused as it is now, whatever the input."""
+        weight = module.weight
+        if hasattr(weight, "device_mesh"):
+            return "its weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
+        return None if type(weight) in PLAIN else f"its weight is a {type(weight).__name__}"
 
     def changed(self, module: Any) -> str | None:
         """Nothing that a module could change without its class."""
@@ -182,8 +185,7 @@ def fusing(module: nn.Module) -> tuple[bool, str | None]:
     """Whether `fuse_modules` looked at `module`, and why that is not fused as it is now."""
     if isinstance(module, Fused):
         known = module._float8_known
-        own = "it has a `forward` of its own" if "forward" in module.__dict__ else None
-        return True, own or known.changed() or known.parts.why_not(module)
+        return True, _own_forward(module) or known.changed() or known.parts.why_not(module)
     if _NOT_FUSED not in module.__dict__:
         return False, None
     parts, reason = _seen(module)
@@ -202,10 +204,17 @@ def recognised(module: nn.Module, forward: Any) -> FeedForward | Norm | None:
     return _feed_forward(module, forward) or _norm(module, forward)
 
 
+def _own_forward(module: nn.Module) -> str | None:
+    """Why the forward of the class may not run; what prepares inputs for that runs it."""
+    own: Any = module.__dict__.get("forward")
+    runs = own is None or getattr(own, "runs_class_forward", False)
+    return None if runs else "it has a `forward` of its own"
+
+
 def _why_left_alone(module: nn.Module, parts: FeedForward | Norm) -> str | None:
     """Why a module that was recognised is not fused."""
-    if "forward" in module.__dict__:
-        return "it has a `forward` of its own"
+    if own := _own_forward(module):
+        return own
     if hasattr(type(module), "reshard"):
         return "it is sharded: convert, then fully_shard"
     cls: Any = parts.activation_class if isinstance(parts, FeedForward) else None

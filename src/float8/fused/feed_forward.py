@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.fused import layers as fused
-from float8.fused.layers import Call, fusable, take_apart
-from float8.fused.norm import fused_norm, input_operand
+from float8.fused.layers import Call, fusable, is_parallel, placed, returned, take_apart
+from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.linear import Float8Linear
-from float8.linear.functional import with_leading_dims
+from float8.linear.functional import gathered
 from float8.linear.weight import kept_weight
 from float8.once import once_differentiable
-from float8.quantize.quantize import columns, quantize, recast
-from float8.quantize.spec import Part
+from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import columns, quantize
 
 
 def swiglu_feed_forward(
@@ -35,9 +35,10 @@ def swiglu_feed_forward(
 ) -> Tensor:
     """`down(silu(gate(x)) * up(x))`, or with `norm` the same of `norm(x)`.
 
-    Fused where the three layers are `Float8Linear` of one configuration, without bias or hooks;
-    else computed layer by layer, so a model can call it whether it is converted or not.
-    `why_not_fused(gate, up, down)` tells which. Fused, `silu(gate) * up` is not rounded to x's
+    Fused where the three layers are `Float8Linear` of one configuration, without bias or hooks
+    other than those of this library's styles of tensor parallel; else computed layer by layer, so
+    a model can call it whether it is converted or not. `why_not_fused(gate, up, down)` tells
+    which. Fused, `silu(gate) * up` is not rounded to x's
     dtype before it is cast.
 
     Args:
@@ -60,17 +61,22 @@ def swiglu_feed_forward(
     if layers is not None and not _fit(x, layers, residual):
         layers = None  # whose own forward says what is wrong
     if layers is not None:
-        norm_weight, eps = fused_norm(norm, x, layers[0])
-    if norm is not None and norm_weight is None:
+        on_mesh = placed(x, norm, gate)
+        norm_weight, eps = fused_norm(norm, x, on_mesh, layers[0])
+        x = on_mesh if norm is None or norm_weight is not None else placed(norm(x), gate)
+    elif norm is not None:
         x = norm(x)
     if layers is None:
         y = down(F.silu(gate(x)) * up(x))
     else:
-        fuse_residual = residual and norm_weight is not None
-        rows, weights, call = take_apart(x, layers, norm_weight, eps, fuse_residual)
+        rows, weights, call = take_apart(x, layers, norm_weight, eps, residual)
+        across = call.layers[-1].across
+        # A sum over ranks is not there yet when x is to be added.
+        fused_residual = residual and norm_weight is not None and call.everyone == across.output
+        call = call._replace(residual=fused_residual)
         y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
-        y = with_leading_dims(y, x)
-        residual = residual and not fuse_residual
+        y = returned(y, x, layers[-1], across)
+        residual = residual and not fused_residual
     return source + y if residual else y  # type: ignore[no-any-return]
 
 
@@ -81,6 +87,7 @@ def _fit(x: Tensor, layers: tuple[Float8Linear, ...], residual: bool) -> bool:
         and gate.in_features == up.in_features == x.shape[-1]
         and gate.out_features == up.out_features == down.in_features
         and (down.out_features == x.shape[-1] or not residual)
+        and down.sums_over_ranks == is_parallel(down)
     )
 
 
@@ -97,27 +104,28 @@ class _FeedForward(torch.autograd.Function):
     ) -> Tensor:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
-        saved_x = None if norm_weight is None else x  # makes the norm again
-        col = gate.need_grad_weight or up.need_grad_weight
-        if col and saved_x is None and torch.compiler.is_compiling():
-            saved_x, col = x.clone(), False  # as in functional._Linear
-        x8, x_col, rstd = input_operand(x, norm_weight, call, (gate, up), col)
+        x8, kept = input_operand(x, norm_weight, call, (gate, up))
         gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
         up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
-        product8 = kernels.swiglu_cast(
-            gate_out, up_out, plan.input, down.scales.input, record=record
-        )
+        of_product, states = (gate_out, up_out, plan.input), down.scales.input
+        product8 = kernels.swiglu_cast(*of_product, states, record=record)
+        if down.across.input is not None:
+            whole = fused.scale_of_all(product8.scale, down.across.input)
+            product8 = kernels.swiglu_cast(*of_product, whole)
         y, down_scale = fused.output(product8, w_down, down, dtype, record)
+        if down.across.output is not None:
+            y = down.across.output.scatter(y)
         if call.residual:
             y = x + y
 
         weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         ctx.save_for_backward(
-            *(saved_x, norm_weight, rstd, x_col, x8.scale),
+            *(kept.scale, *kept.norm, kept.col, kept.rows),
             *(gate_out, up_out, product8.scale),
             *(kept_weight(weight, layer.ready) for weight, layer in weights),
             *(gate_scale, up_scale, down_scale),
         )
+        ctx.columns = fused.shared_columns(x, kept.rows)
         ctx.call = call.for_backward()
         return y
 
@@ -126,42 +134,47 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
-        x, norm_weight, rstd, x_col, x_scale, gate_out, up_out, product_scale = saved[:8]
-        w_gate, w_up, w_down, gate_scale, up_scale, down_scale = saved[8:]
+        kept = Kept(saved[0], saved[1:4], *saved[4:6])
+        gate_out, up_out, product_scale = saved[6:9]
+        w_gate, w_up, w_down, gate_scale, up_scale, down_scale = saved[9:]
         del saved
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
 
-        # The residual connection around it keeps grad_output alive: its column data can wait.
-        spec, state = plan.grad_output, down.scales.grad_output
-        g_row = quantize(grad_output, spec, row=True, state=state, record=record).row
+        spec, state, tokens = plan.grad_output, down.scales.grad_output, down.across.output
+        if tokens is None:
+            # The residual connection around it keeps grad_output alive: column data can wait.
+            g_row = quantize(grad_output, spec, row=True, state=state, record=record).row
+        else:
+            g_row = gathered(
+                grad_output, spec, tokens, row=True, col=False, state=state, record=record,
+                reduce=down.across.grad_output,
+            ).row  # fmt: skip
         assert g_row is not None
         grad_product = fused.grad_input(g_row, w_down, down_scale, down, dtype)
-        product8, gate8, up8 = kernels.swiglu_backward_cast(
-            grad_product,
-            gate_out,
-            up_out,
-            product_scale,
-            plan.input.dtype,
-            spec,
-            gate.scales.grad_output,
-            up.scales.grad_output,
-            record=record,
-        )
-        del grad_product, gate_out, up_out
+        tensors = grad_product, gate_out, up_out, product_scale, plan.input.dtype, spec
+        states = gate.scales.grad_output, up.scales.grad_output
+        product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states, record=record)
+        reduce = gate.across.grad_output or up.across.grad_output
+        if reduce is not None:
+            mine = torch.stack([gate8.scale, up8.scale])
+            del product8, gate8, up8
+            both, unread = fused.scale_of_all(mine, reduce)
+            states = DelayedScale(both[0], unread[0]), DelayedScale(both[1], unread[1])
+            product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states)
+        del grad_product, gate_out, up_out, tensors
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
         if down.need_grad_weight:
-            g_col = quantize(grad_output, spec, col=True, scale=g_row.scale).col
+            if tokens is None:
+                g_col = quantize(grad_output, spec, col=True, scale=g_row.scale).col
+            else:
+                g_col = columns(g_row, spec)
             grad_down = fused.grad_weight(g_col, product8, down)
             del g_col
         del g_row, product8
         of_gate = of_up = None
         if gate.need_grad_weight or up.need_grad_weight:
-            if norm_weight is not None:
-                x_col = kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, plan.input.dtype)
-            elif x_col is None:
-                x_col = recast(x, plan.input, x_scale).data
-            x_part = Part(x_col, x_scale)
+            x_part = input_columns(kept, plan.input, ctx.columns)
         if call.need_grad_x:
             of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
             of_up = fused.grad_input(up8, w_up, up_scale, up, dtype)
@@ -171,11 +184,9 @@ class _FeedForward(torch.autograd.Function):
         if up.need_grad_weight:
             grad_up = fused.grad_weight(columns(up8, up.plan.grad_output), x_part, up)
         if of_gate is not None and of_up is not None:
-            if norm_weight is None:
+            if kept.norm[0] is None:
                 grad_x = of_gate + of_up
             else:
                 residual_grad = grad_output if call.residual else None
-                grad_x, grad_norm = kernels.rms_norm_backward(
-                    (of_gate, of_up), x, norm_weight, rstd, residual_grad
-                )
+                grad_x, grad_norm = norm_gradients((of_gate, of_up), kept, call, residual_grad)
         return grad_x, grad_norm, grad_gate, grad_up, grad_down, None

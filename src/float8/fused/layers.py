@@ -1,4 +1,9 @@
-"""Which layers fused functions may take, what an autograd function needs of them, their GEMMs."""
+"""Which layers fused functions may take, what an autograd function needs of them, their GEMMs.
+
+Under tensor parallel they take a tensor where the hooks of this library's styles would hand it to
+the layers, compute with what is on this rank, and hand the result to the hooks of the last layer.
+What happens between the layers stays on the rank: only amaxes, as scales, are asked of all.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -6,23 +11,41 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.kernels.runtime.private import has_global_module_hooks
 from float8.linear import Float8Linear, functional
-from float8.linear.functional import DelayedScales
+from float8.linear.across import HERE, Across, Copies, Reduction, Tokens, reduction
+from float8.linear.functional import DelayedScales, with_leading_dims
 from float8.linear.held import PLAIN
-from float8.linear.plan import LinearPlan
+from float8.linear.plan import LinearPlan, casts_weight_dynamically
+from float8.linear.sharded import (
+    ParallelStyle,
+    across_of,
+    local_input,
+    of_all_ranks,
+    tokens_along,
+    weight_scales,
+)
 from float8.linear.weight import weight_columns, weight_rows
+from float8.quantize.history import DelayedScale
 from float8.quantize.spec import Part, Quantized
-from float8.tensor import Float8GatherWeight, Float8Tensor
+from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+from float8.tensor.float8_tensor import Columns
 
 _WEIGHTS = (*PLAIN, Float8Tensor)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks wait for a call of `module`, which a fused function does not make."""
-    return any(getattr(module, hooks) for hooks in _HOOKS) or has_global_module_hooks()
+    """Whether hooks wait for a call of `module`, which a fused function does not make.
+
+    Those of this library's styles do not: fused functions know what they do.
+    """
+    style = ParallelStyle.of(module)
+    own = frozenset() if style is None else style.hooks
+    found = [key for hooks in _HOOKS for key in getattr(module, hooks)]
+    return any(key not in own for key in found) or has_global_module_hooks()
 
 
 def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:
@@ -37,10 +60,17 @@ def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:
     )
 
 
-def why_not_fused(*layers: nn.Module) -> str | None:
-    """Say why fused functions compute with these layers one by one, or return None."""
+def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | None:
+    """Say why fused functions compute with these layers one by one, or return None.
+
+    Args:
+        layers: as `rms_norm_linear` or `swiglu_feed_forward` takes them, in their order.
+        norm: the norm before them, if there is one.
+    """
     if not layers:
         return "there are no layers"
+    if norm is not None and (reason := why_norm_not_fused(norm)):
+        return reason
     first: Any = layers[0]
     weights: list[Tensor] = []
     for layer in layers:
@@ -54,10 +84,9 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         if bias is not None:
             return "one layer has a bias"
         if has_hooks(layer):
-            return "one layer has hooks"
-        weight = layer.weight
-        if hasattr(weight, "device_mesh"):
-            return "one weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
+            parallel = ", other than those of Float8ColwiseParallel and Float8RowwiseParallel"
+            return f"one layer has hooks{parallel if is_parallel(layer) else ''}"
+        weight = local_tensor(layer.weight)
         if type(weight) not in _WEIGHTS and not isinstance(weight, Float8GatherWeight):
             return f"one weight is a {type(weight).__name__}"
         if weight.dtype != first.weight.dtype:
@@ -65,6 +94,8 @@ def why_not_fused(*layers: nn.Module) -> str | None:
         if any(weight is other for other in weights):  # Dynamo takes no tensor twice
             return "two layers share a weight"
         weights.append(weight)
+    if any(is_parallel(layer) for layer in layers) and (reason := _why_not_parallel(*layers)):
+        return reason
     plan: LinearPlan = first.plan
     if None in (plan.output, plan.grad_input, plan.grad_weight):
         return "one GEMM runs in high precision"
@@ -76,10 +107,68 @@ def why_not_fused(*layers: nn.Module) -> str | None:
     return None if plan.pad else "pad_inner_dim is False"
 
 
+def why_norm_not_fused(norm: Any) -> str | None:
+    """Say why a norm before layers is called by itself, or return None.
+
+    Fused are `nn.RMSNorm`, and modules that say with an attribute `is_rms_norm = True` that they
+    compute `x * rsqrt(mean(x ** 2) + eps) * weight` in float32: others that have a weight and an
+    eps may compute something else.
+    """
+    if has_hooks(norm):
+        return "the norm has hooks; of the styles, Float8SequenceParallel's do not count"
+    if "forward" in norm.__dict__:
+        return "the norm has a `forward` of its own"
+    if type(norm) is not nn.RMSNorm and not getattr(norm, "is_rms_norm", False):
+        return f"the norm is a {type(norm).__name__}, not an nn.RMSNorm"
+    weight: Any = norm.weight
+    if hasattr(weight, "device_mesh"):
+        if len(weight.placements) != 1 or not weight.placements[0].is_replicate():
+            return "the norm's weight is a DTensor: FSDP2's until it is gathered, or sharded"
+        weight = local_tensor(weight)
+    if type(weight) not in PLAIN:
+        return f"the norm's weight is a {type(weight).__name__}"
+    if weight.dim() != 1 or weight.shape[0] > kernels.WIDEST_NORM:
+        return f"the norm's weight has shape {tuple(weight.shape)}"
+    return None
+
+
+def is_parallel(layer: Any) -> bool:
+    """Whether a layer has a weight, or hooks, of tensor parallel."""
+    return hasattr(layer.weight, "device_mesh") or layer.parallel_style is not None
+
+
+def _why_not_parallel(*layers: Any) -> str | None:
+    """`why_not_fused` of `Float8Linear` layers that ranks share."""
+    first, last = layers[0], layers[-1]
+    for layer in layers:
+        weight = layer.weight
+        if not hasattr(weight, "device_mesh"):
+            return "one weight is a DTensor, or was one, and another is not"
+        if len(weight.placements) != 1 or layer.parallel_style is None:
+            return "one weight is a DTensor: FSDP2's until it is gathered, or placed by hand"
+        if weight.device_mesh != first.weight.device_mesh:
+            return "the weights are on different meshes"
+        by_rows = weight.placements[0].is_shard(0)
+        if not by_rows and (layer is not last or not weight.placements[0].is_shard(1)):
+            return "one weight is sharded otherwise than in q/k/v or gate/up/down"
+        if by_rows and (layer.parallel_style.input, layer.gathered) != (
+            first.parallel_style.input,
+            first.gathered,
+        ):
+            return "the styles of the layers expect their input in different layouts"
+    if last.weight.placements[0].is_shard(1):
+        between = (last.parallel_style.input, *(x.parallel_style.output for x in layers[:-1]))
+        if not all(layout.is_shard(-1) for layout in between):
+            return "between the layers a style asks for another layout than Shard(-1)"
+    return None
+
+
 def fusable(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Float8Linear, ...] | None:
-    """The layers, if fused functions take them together and x has rows, in high precision."""
-    if x.numel() == 0 or isinstance(x, Float8Tensor) or why_not_fused(*layers) is not None:
+    """The layers, if fused functions take them together and x has rows, of DTensors or not."""
+    if x.numel() == 0 or why_not_fused(*layers) is not None:
         return None
+    if hasattr(x, "device_mesh") and not hasattr(layers[0].weight, "device_mesh"):
+        return None  # they say what is wrong
     return tuple(layer for layer in layers if isinstance(layer, Float8Linear))  # all of them
 
 
@@ -98,6 +187,7 @@ class FusedLayer(NamedTuple):
     out_features: int
     weight_dtype: torch.dtype
     need_grad_weight: bool
+    across: Across
 
 
 class Call(NamedTuple):
@@ -108,29 +198,46 @@ class Call(NamedTuple):
     residual: bool
     record: bool
     need_grad_x: bool
+    everyone: Tokens | Copies | None
+    """Who else has the input of a norm, or parts of it; None: nobody, or there is no norm."""
 
     def for_backward(self) -> "Call":
         """Without what only forward reads: what is on a context lives as long as the graph."""
         return self._replace(layers=tuple(layer._replace(ready=None) for layer in self.layers))
 
 
+def placed(x: Any, *modules: Any) -> Any:
+    """`x` as hooks of styles hand it to the first of `modules`, that to the next; else as it is."""
+    for module in modules:
+        if ParallelStyle.of(module) is not None:
+            for hook in module._forward_pre_hooks.values():
+                x = hook(module, (x,))
+    return x
+
+
 def take_apart(
-    x: Tensor,
+    x: Any,
     layers: tuple[Float8Linear, ...],
     norm_weight: Tensor | None,
     eps: float,
     residual: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...], Call]:
-    """Check `x` [..., K] as `Float8Linear.forward` does, and read each weight once.
+    """Check `x` [..., K], `placed`, as `Float8Linear.forward` does, and read each weight once.
 
-    Returns x [M, K], in the compute dtype, and the other arguments of an autograd function.
+    Returns what this rank has of x, [M, K], in the compute dtype, and the other arguments of an
+    autograd function.
     """
-    weights = tuple(layer.weight for layer in layers)  # they may be computed
+    for layer in layers:
+        layer.check_synced()
+    weights: tuple[Any, ...] = tuple(layer.weight for layer in layers)  # they may be computed
+    everyone, acrosses = None, (HERE,) * len(layers)
+    if hasattr(x, "device_mesh"):
+        x, everyone, acrosses = _on_this_rank(x, weights, layers, norm_weight is not None)
+        weights = tuple(weight.to_local() for weight in weights)
     x = functional.check_input(x, weights[0])
     grad = torch.is_grad_enabled()
     taken = []
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.check_synced()
+    for layer, weight, across in zip(layers, weights, acrosses, strict=True):
         ready = layer.ready_weight(weight)
         taken.append(
             FusedLayer(
@@ -138,16 +245,80 @@ def take_apart(
                 layer.delayed_scales(),
                 ready,
                 ready is not None and ready.col is not None,
-                layer.in_features,
-                layer.out_features,
+                weight.shape[1],
+                weight.shape[0],
                 weight.dtype,
                 grad and weight.requires_grad,
+                across,
             )
         )
     norm_needs_grad = norm_weight is not None and norm_weight.requires_grad
     need_grad_x = grad and (x.requires_grad or norm_needs_grad)
-    call = Call(tuple(taken), eps, residual, grad, need_grad_x)
+    call = Call(tuple(taken), eps, residual, grad, need_grad_x, everyone)
     return x.reshape(-1, x.shape[-1]), weights, call
+
+
+def _on_this_rank(
+    x: Any, weights: Sequence[Any], layers: Sequence[Float8Linear], before_norm: bool
+) -> tuple[Tensor, Tokens | Copies | None, tuple[Across, ...]]:
+    """What this rank has of x, gathered unless it is that of a norm, and how layers ask others."""
+    acrosses = tuple(
+        across_of(weight, x.shape, layer.tokens_dim, layer.knows_scales, layer.weight_scale)
+        for weight, layer in zip(weights, layers, strict=True)
+    )
+    first = layers[0]
+    ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
+    if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
+        scales = weight_scales(weights, first.plan.weight)  # asked for at once
+        pairs = zip(acrosses, scales, strict=True)
+        acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)
+    if not before_norm:
+        how = first.plan, first.delayed_scales(), first.gathered == "input", first.knows_scales
+        return local_input(x, weights[0], *how), None, acrosses
+    group, (placement,) = x.device_mesh.get_group(0).group_name, x.placements
+    if placement.is_replicate():
+        return x.to_local(), Copies(group), acrosses
+    everyone = tokens_along(placement.dim % x.dim(), x.shape, group, x.device_mesh.size())
+    if not first.knows_scales:
+        reduce = reduction((group,))
+        acrosses = tuple(x if x.input else x._replace(input=reduce) for x in acrosses)
+    return x.to_local(), everyone, acrosses
+
+
+def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> Any:
+    """The output [M, N] of a layer with the leading dims of `like`, and past hooks of its style."""
+    y = with_leading_dims(y, like, across.output)
+    if layer.parallel_style is None:
+        return y
+    output, hooks = of_all_ranks(y, layer.weight, across), layer._forward_hooks
+    for hook in hooks.values():
+        output = hook(layer, (), output)
+    return output
+
+
+def like_input(rows: Tensor, x: Tensor, on_mesh: Any) -> Tensor:
+    """[M, K] as x lies, which is a DTensor where x is one, `placed` as `on_mesh`."""
+    if not hasattr(x, "device_mesh"):
+        return rows.view(x.shape)
+    local = rows.view(on_mesh.to_local().shape)
+    how = {"run_check": False, "shape": on_mesh.shape, "stride": on_mesh.stride()}
+    made: Tensor = type(on_mesh).from_local(local, on_mesh.device_mesh, on_mesh.placements, **how)
+    return made
+
+
+def shared_columns(x: Tensor, rows: Tensor | None) -> Columns | None:
+    """Column data that others who read x make or use, too, as `functional` shares them."""
+    if rows is None or not isinstance(x, Float8Tensor) or torch.compiler.is_compiling():
+        return None
+    return x._columns.expect()
+
+
+def scale_of_all(mine: Tensor, reduce: Reduction) -> DelayedScale:
+    """What makes a fused cast take the scale of the whole tensor, given that of this rank's part.
+
+    Larger amaxes have larger scales: the largest scale is that of the largest amax.
+    """
+    return DelayedScale(reduce(mine), torch.empty_like(mine))
 
 
 def output(
@@ -156,7 +327,11 @@ def output(
     """`x @ weight.T` [M, out_features], and the weight's scale."""
     plan = layer.plan
     assert plan.output is not None  # else the layers are not fused
-    w = weight_rows(weight, layer.ready, plan.weight, layer.scales.weight, record)
+    across = layer.across
+    w = weight_rows(
+        weight, layer.ready, plan.weight, layer.scales.weight, record, across.weight,
+        across.weight_scale,
+    )  # fmt: skip
     y = functional.output(x, w, plan.output, dtype, x.data.shape[0], layer.out_features)
     return y, w.scale
 

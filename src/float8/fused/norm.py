@@ -1,62 +1,151 @@
 """The input of a fused function: as it is, or through an RMSNorm."""
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from float8 import kernels
-from float8.fused.layers import Call, FusedLayer, has_hooks
+from float8.fused.layers import Call, FusedLayer, scale_of_all, why_norm_not_fused
 from float8.linear import Float8Linear
-from float8.linear.held import PLAIN
-from float8.quantize.quantize import quantize
-from float8.quantize.spec import Part
+from float8.linear.across import Tokens
+from float8.linear.functional import gathered_rows, input_in_float8
+from float8.linear.weight import record_amax
+from float8.quantize.quantize import padded, quantize, recast
+from float8.quantize.spec import CastSpec, Part
+from float8.tensor import Float8Tensor
+from float8.tensor.float8_tensor import Columns
 
 
 def fused_norm(
-    module: nn.Module | None, x: Tensor, layer: Float8Linear
+    module: Any, x: Any, on_mesh: Any, layer: Float8Linear
 ) -> tuple[Tensor | None, float]:
     """The weight [K] and the eps of a norm before `layer`; None where it is called by itself.
 
-    Fused are `nn.RMSNorm`, and modules that say with an attribute `is_rms_norm = True` that they
-    compute `x * rsqrt(mean(x ** 2) + eps) * weight` in float32: others that have a weight and an
-    eps may compute something else.
+    Under tensor parallel each rank must have whole rows of x, as many as others; `on_mesh` is x as
+    it is `placed` then, else x.
     """
-    if module is None or has_hooks(module) or "forward" in module.__dict__:
-        return None, 0.0
-    if type(module) is not nn.RMSNorm and not getattr(module, "is_rms_norm", False):
+    if module is None or why_norm_not_fused(module) is not None:
         return None, 0.0
     weight: Any = module.weight
-    if type(weight) not in PLAIN or weight.dim() != 1 or weight.shape[0] > kernels.WIDEST_NORM:
+    if hasattr(on_mesh, "device_mesh"):
+        weight = _weight_on_mesh(weight, x, on_mesh, layer)
+    elif hasattr(weight, "device_mesh"):
         return None, 0.0
     device, dtype = x.device.type, layer.weight.dtype
     if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
         dtype = torch.get_autocast_dtype(device)
-    if x.dtype != dtype:  # the norm takes x as it is, the layer casts it
-        return None, 0.0
+    if weight is None or x.dtype != dtype or isinstance(x, Float8Tensor):
+        return None, 0.0  # the norm takes x as it is, the layer casts it
     eps: Any = module.eps  # None means float32's, in which torch computes
     return weight, torch.finfo(torch.float32).eps if eps is None else eps
 
 
-def input_operand(
-    x: Tensor, norm_weight: Tensor | None, call: Call, readers: tuple[FusedLayer, ...], col: bool
-) -> tuple[Part, Tensor | None, Tensor | None]:
-    """The input of `readers`, x [M, K] or its norm: row data, column data if asked for, rstd [M].
+def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | None:
+    """The weight of a norm as a plain tensor, or None where it is not fused."""
+    (placement,), mesh = on_mesh.placements, on_mesh.device_mesh
+    if mesh != layer.weight.device_mesh:
+        return None
+    if not placement.is_replicate():
+        tokens = placement.is_shard() and placement.dim % on_mesh.dim() != on_mesh.dim() - 1
+        if not tokens or layer.gathered != "input" or on_mesh.shape[placement.dim] % mesh.size():
+            return None
+    if not hasattr(weight, "device_mesh"):
+        # Of DTensors and others torch says what it thinks.
+        return None if hasattr(x, "device_mesh") else weight
+    if weight.device_mesh != mesh:
+        return None
+    if placement.is_replicate():
+        return weight.to_local()  # type: ignore[no-any-return]
+    # What the ranks' tokens say of it is summed in backward.
+    of_parts = (torch.distributed.tensor.Partial(),)
+    weight = weight.redistribute(placements=weight.placements)
+    return weight.to_local(grad_placements=of_parts)  # type: ignore[no-any-return]
 
-    Of a norm there are no column data: backward makes them by `rms_norm_recast`.
+
+class Kept(NamedTuple):
+    """What backward makes column data of the input of: one of them, with its scale."""
+
+    scale: Tensor
+    norm: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    """x [M, K], the norm's weight, and rstd [M]."""
+
+    col: Tensor | None = None
+    """Column data."""
+
+    rows: Tensor | None = None
+    """x itself, or row data."""
+
+
+def input_operand(
+    x: Tensor, norm_weight: Tensor | None, call: Call, readers: tuple[FusedLayer, ...]
+) -> tuple[Part, Kept]:
+    """The input of `readers`, x [M, K] or its norm: row data, and what is kept for backward.
+
+    Of a norm that is x: backward casts it once more by `rms_norm_recast`; unless there are row data
+    of other ranks.
     """
-    spec, state, record = readers[0].plan.input, readers[0].scales.input, call.record
+    first, record = readers[0], call.record
+    spec, state = first.plan.input, first.scales.input
+    col = any(reader.need_grad_weight for reader in readers)
+    if isinstance(x, Float8Tensor):
+        operand = input_in_float8(x, first.plan)
+        assert operand.row is not None
+        for reader in readers:
+            record_amax(reader.scales.input if record else None, operand.amax)
+        return operand.row, Kept(operand.row.scale, rows=x._data if col else None)
     if record and state is not None:  # apart: the amax is that of every reader's input
         state = state._replace(amax=torch.zeros_like(state.amax))
     if norm_weight is None:
-        made = quantize(x, spec, row=True, col=col, state=state, record=record, fuse_amax=True)
-        row, columns, rstd = made.row, None if made.col is None else made.col.data, None
+        rows = x.clone() if col and torch.compiler.is_compiling() else None  # as `functional`
+        made = quantize(
+            x, spec, row=True, col=col and rows is None, state=state, record=record, fuse_amax=True
+        )
+        row = made.row
         assert row is not None
+        kept = Kept(row.scale, col=None if made.col is None else made.col.data, rows=rows)
     else:
-        columns = None
         rstd, row = kernels.rms_norm_cast(x, norm_weight, call.eps, spec, state, record=record)
+        norm, rows = (x, norm_weight, rstd), None
+        if isinstance(call.everyone, Tokens):
+            if first.across.input is not None:
+                whole = scale_of_all(row.scale, first.across.input)
+                _, row = kernels.rms_norm_cast(x, norm_weight, call.eps, spec, whole)
+            row = gathered_rows(row, spec, call.everyone, x.shape[1])
+            rows = row.data if col else None
+            row = padded(row, spec, pad_rows=False)
+        kept = Kept(row.scale, norm, rows=rows)
     for reader in readers:
-        own = reader.scales.input
-        if record and state is not None and own is not None:
-            own.amax.copy_(torch.maximum(own.amax, state.amax))
-    return row, columns, rstd
+        if record and state is not None:
+            record_amax(reader.scales.input, state.amax)
+    return row, kept
+
+
+def input_columns(kept: Kept, spec: CastSpec, made: Columns | None) -> Part:
+    """Column data of the same, in backward; `made`: shared with others who read x."""
+    if kept.col is not None:
+        return Part(kept.col, kept.scale)
+    if kept.rows is not None:
+        if made is not None:
+            return made.of(Part(kept.rows, kept.scale), spec)
+        return recast(kept.rows, spec, kept.scale)
+    x, weight, rstd = kept.norm
+    assert x is not None
+    assert weight is not None
+    assert rstd is not None
+    return Part(kernels.rms_norm_recast(x, weight, rstd, kept.scale, spec.dtype), kept.scale)
+
+
+def norm_gradients(
+    grads: Sequence[Tensor], kept: Kept, call: Call, residual_grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the norm's weight, of those [M, K] of the norm's readers."""
+    x, weight, rstd = kept.norm
+    assert x is not None
+    assert weight is not None
+    assert rstd is not None
+    if call.everyone is not None:  # who have summands
+        grads = [call.everyone.scatter(functools.reduce(torch.add, grads))]
+    return kernels.rms_norm_backward(grads, x, weight, rstd, residual_grad)

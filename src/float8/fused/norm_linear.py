@@ -6,15 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8 import kernels
 from float8.fused import layers as fused
-from float8.fused.layers import Call, fusable, take_apart
-from float8.fused.norm import fused_norm, input_operand
-from float8.linear.functional import with_leading_dims
+from float8.fused.layers import Call, fusable, like_input, placed, returned, take_apart
+from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.linear.weight import kept_weight
 from float8.once import once_differentiable
 from float8.quantize.quantize import quantize
-from float8.quantize.spec import Part
 
 
 def rms_norm_linear(
@@ -22,9 +19,9 @@ def rms_norm_linear(
 ) -> tuple[Tensor, ...]:
     """`[layer(norm(x)) for layer in layers]`, the normalised tensor in float8 only.
 
-    Fused where the layers are `Float8Linear` of one configuration, without bias or hooks:
-    `why_not_fused(*layers)`. Else computed one by one, so a model can call it whether it is
-    converted or not.
+    Fused where the layers are `Float8Linear` of one configuration, without bias or hooks other than
+    those of this library's styles of tensor parallel: `why_not_fused(*layers)`. Else computed one
+    by one, so a model can call it whether it is converted or not.
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
@@ -42,16 +39,23 @@ def rms_norm_linear(
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
     linears, norm_weight, eps = fusable(x, layers), None, 0.0
-    if linears is not None and all(layer.in_features == x.shape[-1] for layer in linears):
-        norm_weight, eps = fused_norm(norm, x, linears[0])
+    fit = linears is not None and all(
+        layer.in_features == x.shape[-1] and not layer.sums_over_ranks for layer in linears
+    )
+    if linears is not None and fit:
+        on_mesh = placed(x, norm, linears[0])
+        norm_weight, eps = fused_norm(norm, x, on_mesh, linears[0])
     if linears is None or norm_weight is None:
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
         return (*outputs, x) if residual else outputs
-    rows, weights, call = take_apart(x, linears, norm_weight, eps, residual)
+    rows, weights, call = take_apart(on_mesh, linears, norm_weight, eps, residual)
     outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
-    products = tuple(with_leading_dims(y, x) for y in outputs[: len(linears)])
-    return (*products, outputs[-1].view(x.shape)) if residual else products
+    products = tuple(
+        returned(y, on_mesh, layer, taken.across)
+        for y, layer, taken in zip(outputs, linears, call.layers, strict=False)
+    )
+    return (*products, like_input(outputs[-1], x, on_mesh)) if residual else products
 
 
 class _NormLinear(torch.autograd.Function):
@@ -59,7 +63,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        x8, _, rstd = input_operand(x, norm_weight, call, call.layers, False)
+        x8, of_x = input_operand(x, norm_weight, call, call.layers)
         outputs, scales, kept = [], [], []
         for layer, weight in zip(call.layers, weights, strict=True):
             y, scale = fused.output(x8, weight, layer, x.dtype, call.record)
@@ -68,7 +72,7 @@ class _NormLinear(torch.autograd.Function):
             kept.append(kept_weight(weight, layer.ready))
         # In eager mode an output without use has no gradient, not a zero one.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, norm_weight, rstd, x8.scale, *kept, *scales)
+        ctx.save_for_backward(of_x.scale, *of_x.norm, of_x.rows, *kept, *scales)
         ctx.call = call.for_backward()
         return (*outputs, x.view_as(x)) if call.residual else tuple(outputs)
 
@@ -76,13 +80,12 @@ class _NormLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        x, norm_weight, rstd, x_scale, *rest = ctx.saved_tensors
-        n = len(call.layers)
+        saved = ctx.saved_tensors
+        of_x, rest, n = Kept(saved[0], saved[1:4], rows=saved[4]), saved[5:], len(call.layers)
         of_layers = tuple(zip(call.layers, rest[:n], rest[n:], grad_outputs[:n], strict=True))
         x_col = None
         if any(layer.need_grad_weight and grad is not None for layer, _, _, grad in of_layers):
-            dtype = call.layers[0].plan.input.dtype
-            x_col = Part(kernels.rms_norm_recast(x, norm_weight, rstd, x_scale, dtype), x_scale)
+            x_col = input_columns(of_x, call.layers[0].plan.input, None)
         grads_x: list[Tensor] = []
         grad_weights: list[Tensor | None] = [None] * n
         for i, (layer, weight, scale, grad) in enumerate(of_layers):
@@ -90,18 +93,19 @@ class _NormLinear(torch.autograd.Function):
             if grad is None or not (call.need_grad_x or need):
                 continue
             spec, state = layer.plan.grad_output, layer.scales.grad_output
-            g8 = quantize(grad, spec, row=True, col=need, state=state, record=call.record)
+            g8 = quantize(
+                grad, spec, row=True, col=need, state=state, record=call.record,
+                reduce=layer.across.grad_output,
+            )  # fmt: skip
             assert g8.row is not None
             if call.need_grad_x:
                 grads_x.append(fused.grad_input(g8.row, weight, scale, layer, grad.dtype))
             if need and x_col is not None:
                 grad_weights[i] = fused.grad_weight(g8.col, x_col, layer)
         grad_x = grad_norm = None
-        residual_grad = grad_outputs[-1] if call.residual else None
+        residual_grad = grad_outputs[n] if call.residual else None
         if grads_x:
-            grad_x, grad_norm = kernels.rms_norm_backward(
-                grads_x, x, norm_weight, rstd, residual_grad
-            )
+            grad_x, grad_norm = norm_gradients(grads_x, of_x, call, residual_grad)
         elif call.need_grad_x:
             grad_x = residual_grad
         return grad_x, grad_norm, None, *grad_weights

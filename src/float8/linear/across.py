@@ -38,6 +38,21 @@ class Tokens(NamedTuple):
         return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
 
 
+class Copies(NamedTuple):
+    """Rows [R, C] that each rank of a group has: what `Tokens` is where they are shared."""
+
+    group: str
+
+    def gather(self, x: Tensor) -> Tensor:
+        """They are here."""
+        return x
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """[R, C] of each rank, to be summed -> the sum."""
+        x = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group)
+        return torch.ops._c10d_functional.wait_tensor(x)  # type: ignore[no-any-return]
+
+
 class Across(NamedTuple):
     """How the amaxes of one layer's tensors become those of the whole; None: they are that."""
 

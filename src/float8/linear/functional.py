@@ -31,7 +31,7 @@ from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part, Quantized
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, local_tensor
 
 
 class DelayedScales(NamedTuple):
@@ -167,13 +167,21 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
             f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
             f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
         )
+    require_input(input, weight)
     device = input.device.type
-    if isinstance(input, Float8Tensor):  # cast from the compute dtype
-        pass
-    elif device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
-        if input.dtype in HIGH_PRECISION_DTYPES:
-            input = input.to(torch.get_autocast_dtype(device))
-    elif input.dtype != weight.dtype:
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
+    if autocast and not isinstance(input, Float8Tensor):
+        return input.to(torch.get_autocast_dtype(device))
+    return input
+
+
+def require_input(input: Tensor, weight: Tensor) -> None:
+    """Raise what `linear` does for the dtypes, and the features, of both; they may be DTensors."""
+    device = input.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    # What is float8 was cast from the compute dtype.
+    same = autocast or input.dtype == weight.dtype
+    if not same and not isinstance(local_tensor(input), Float8Tensor):
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
             f"{weight.dtype}, expected the same; cast one of them or use torch.autocast"
@@ -189,7 +197,6 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
             f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
             f"[..., {weight.shape[1]}]"
         )
-    return input
 
 
 def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
@@ -263,14 +270,19 @@ def gathered(
     """
     made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
     assert made is not None
-    data = tokens.gather(made.data[:, : x.shape[1]].view(torch.uint8)).view(spec.dtype)
-    one = spec.granularity is ScalingGranularity.TENSORWISE
-    bytes_ = Part(data, made.scale if one else tokens.gather(made.scale))
+    bytes_ = gathered_rows(made, spec, tokens, x.shape[1])
     return Quantized(
         padded(bytes_, spec, pad_rows=False) if row else None,
         columns(bytes_, spec) if col else None,
         spec,
     )
+
+
+def gathered_rows(mine: Part, spec: CastSpec, tokens: Tokens, width: int) -> Part:
+    """Row data of all tokens of those of this rank, which may be padded to more than `width`."""
+    data = tokens.gather(mine.data[:, :width].view(torch.uint8)).view(spec.dtype)
+    one = spec.granularity is ScalingGranularity.TENSORWISE
+    return Part(data, mine.scale if one else tokens.gather(mine.scale))
 
 
 # ---------------------------------------------------------------- the three GEMMs

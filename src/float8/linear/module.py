@@ -9,14 +9,20 @@ from torch import Tensor, nn
 from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
 from float8.linear.classes import class_of, is_conv1d
 from float8.linear.delayed import WEIGHT_SCALE, StatefulLayer
-from float8.linear.functional import NO_SCALES, DelayedScales, apply_linear, weight_in_float8
+from float8.linear.functional import (
+    NO_SCALES,
+    DelayedScales,
+    apply_linear,
+    require_input,
+    weight_in_float8,
+)
 from float8.linear.held import current
 from float8.linear.plan import (
     casts_grad_output_once,
     casts_input_once,
     plan_linear,
 )
-from float8.linear.sharded import dtensor_in_float8, linear_of_shards
+from float8.linear.sharded import ParallelStyle, dtensor_in_float8, linear_of_shards
 from float8.linear.source import copied_from, own_names, problem
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
@@ -41,6 +47,8 @@ class Float8Layer(StatefulLayer):
     over ranks. None: the sum is left to others."""
     gathered: str | None = None
     """`input` or `grad_output`: of which ranks gather the tokens, as `repr` says."""
+    parallel_style: ParallelStyle | None = None
+    """What a style of this library has hooks do, for those who call them elsewhere."""
     weight_scale: Tensor | None = None
     """That of the whole weight, while a module runs that found it for all of its layers."""
 
@@ -156,7 +164,12 @@ class Float8Layer(StatefulLayer):
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
     def in_float8(self, input: Any) -> Any:
-        """A DTensor on a mesh of one dim, in float8 as this layer casts it; see `sharded`."""
+        """A DTensor on a mesh of one dim, in float8 as this layer casts it; see `sharded`.
+
+        Raises:
+            TypeError, ValueError: as `forward`, of its dtype and shape.
+        """
+        require_input(input, self.weight.t() if self.transposed else self.weight)
         return dtensor_in_float8(input, self.plan, self.delayed_scales(), self.knows_scales)
 
     @property

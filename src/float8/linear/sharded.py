@@ -9,18 +9,37 @@ What is spread over ranks is cast under the scale of the whole.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from float8 import kernels
+from float8.config import ScalingGranularity
 from float8.linear.across import Across, Tokens, reduction
-from float8.linear.functional import DelayedScales, apply_linear
+from float8.linear.functional import DelayedScales, apply_linear, require_aligned, require_input
 from float8.linear.plan import LinearPlan, casts_input_once
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
 from float8.tensor import Float8Tensor
 from float8.tensor.float8_tensor import to_float8
+
+
+class ParallelStyle(NamedTuple):
+    """What a style of this library does around a module, in hooks of its own."""
+
+    input: Any
+    """The placement of an input that is no DTensor yet."""
+
+    output: Any
+    """The placement of what the module returns."""
+
+    hooks: frozenset[int]
+    """Their keys among the hooks of the module."""
+
+    @staticmethod
+    def of(module: torch.nn.Module | None) -> "ParallelStyle | None":
+        """That of a module, which its style noted there."""
+        return None if module is None else module.__dict__.get("parallel_style")
 
 
 def linear_of_shards(
@@ -56,77 +75,139 @@ def linear_of_shards(
         TypeError: `input` is no DTensor.
         ValueError: a placement is another one, or ranks cannot share a dim so.
     """
+    by_rows = shared_by_rows(weight)
+    x = local_input(input, weight, plan, scales, gather, scales_known)
+    across = across_of(weight, input.shape, tokens_dim, scales_known, weight_scale)
+    here = bias.to_local() if by_rows and bias is not None else None
+    y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
+    output = of_all_ranks(y, weight, across)
+    if bias is None or by_rows:
+        return output
+    # What the ranks' tokens say of the bias is summed in backward.
+    return output + bias.redistribute(placements=bias.placements)
+
+
+def shared_by_rows(weight: Any) -> bool:
+    """Whether ranks share the rows of a weight, not its columns; raises as `linear_of_shards`."""
     placement = torch.distributed.tensor  # somebody made DTensors, so it is imported
-    mesh, placements = weight.device_mesh, tuple(weight.placements)
+    placements = tuple(weight.placements)
     by_rows = placements == (placement.Shard(0),)
     if not by_rows and placements != (placement.Shard(1),):
         raise ValueError(
             f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
             f"mesh of one dim, as tensor parallel's styles place it"
         )
+    return by_rows
+
+
+def local_input(
+    input: Any,
+    weight: Any,
+    plan: LinearPlan,
+    scales: DelayedScales,
+    gather: bool,
+    scales_known: bool,
+) -> Any:
+    """What this rank multiplies its part of `weight` with; see `linear_of_shards`."""
     if not hasattr(input, "placements"):
         raise TypeError(
             f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
-    require_parts(weight.shape, 0 if by_rows else 1, mesh.size())
+    placement, by_rows = torch.distributed.tensor, shared_by_rows(weight)
+    if input.device_mesh != weight.device_mesh:
+        raise ValueError(
+            f"Float8Linear: got an input on {input.device_mesh} for a weight on "
+            f"{weight.device_mesh}, expected one mesh; parallelize both over the same"
+        )
+    require_input(input, weight)
+    require_parts(weight.shape, 0 if by_rows else 1, weight.device_mesh.size(), plan)
     if by_rows and gather and not input.placements[0].is_replicate():
         input = dtensor_in_float8(input, plan, scales, scales_known)
         input = input.redistribute(placements=[placement.Replicate()])
-    last: Any = placement.Shard(input.dim() - 1)
-    expected = placement.Replicate() if by_rows else last
+    expected: Any = placement.Replicate() if by_rows else placement.Shard(input.dim() - 1)
     if tuple(input.placements) != (expected,):
         raise ValueError(
             f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
-            f"{placements}, expected {expected}; redistribute it"
+            f"{tuple(weight.placements)}, expected {expected}; redistribute it"
         )
-    group, to, tokens = mesh.get_group(0).group_name, last, None
+    return input.to_local(grad_placements=(placement.Partial(),) if by_rows else None)
+
+
+def across_of(
+    weight: Any,
+    shape: torch.Size,
+    tokens_dim: int | None,
+    scales_known: bool,
+    weight_scale: torch.Tensor | None,
+) -> Across:
+    """How the tensors of one layer become those of all ranks; see `linear_of_shards`.
+
+    Args:
+        weight: as there, as are the last three.
+        shape: of the whole input, of which only the leading dims count.
+        tokens_dim: see there.
+        scales_known: see there.
+        weight_scale: see there.
+    """
+    mesh = weight.device_mesh
+    group, ranks = mesh.get_group(0).group_name, mesh.size()
     reduce = None if scales_known else reduction((group,))
-    if by_rows:
-        x = input.to_local(grad_placements=(placement.Partial(),))
-        across = Across(None, reduce, reduce, None, weight_scale)
-    else:
-        x, to = input.to_local(), placement.Partial()
-        dim, ranks = last.dim if tokens_dim is None else tokens_dim % input.dim(), mesh.size()
-        if dim != last.dim:
-            if x.shape[dim] % ranks:
-                raise ValueError(
-                    f"Float8Linear: got an input of shape {tuple(x.shape)} and an output to be "
-                    f"sharded along dim {dim} over {ranks} ranks, expected that dim divisible by "
-                    f"{ranks}; pad it"
-                )
-            tokens, to = Tokens(group, ranks, dim, math.prod(x.shape[:dim])), placement.Shard(dim)
-        across = Across(reduce, reduce, reduce if tokens else None, tokens, weight_scale)
-    here = bias.to_local() if by_rows and bias is not None else None
-    y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
-    if by_rows:  # maybe not evenly
-        shape = torch.Size([*y.shape[:-1], weight.shape[0]])
-        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return placement.DTensor.from_local(
-            y, mesh, (to,), run_check=False, shape=shape, stride=stride
+    if shared_by_rows(weight):
+        return Across(None, reduce, reduce, None, weight_scale)
+    tokens = None
+    if tokens_dim is not None and not -len(shape) <= tokens_dim < len(shape):
+        raise ValueError(
+            f"Float8Linear: got an input of {len(shape)} dims and an output to be sharded along "
+            f"dim {tokens_dim}, expected one of them; give the style another output_layouts"
         )
-    output = placement.DTensor.from_local(y, mesh, (to,), run_check=False)
-    if bias is None:
-        return output
-    # What the ranks' tokens say of the bias is summed in backward.
-    return output + bias.redistribute(placements=bias.placements)
+    if tokens_dim is not None and tokens_dim % len(shape) != len(shape) - 1:
+        tokens = tokens_along(tokens_dim % len(shape), shape, group, ranks)
+        if shape[tokens.dim] % ranks:
+            raise ValueError(
+                f"Float8Linear: got an input of shape {tuple(shape)} and an output to be "
+                f"sharded along dim {tokens.dim} over {ranks} ranks, expected that dim divisible "
+                f"by {ranks}; pad it"
+            )
+    return Across(reduce, reduce, reduce if tokens else None, tokens, weight_scale)
+
+
+def tokens_along(dim: int, shape: torch.Size, group: str, ranks: int) -> Tokens:
+    """The tokens of a whole tensor of `shape`, which ranks share along `dim`."""
+    return Tokens(group, ranks, dim, math.prod(shape[:dim]))
+
+
+def of_all_ranks(y: torch.Tensor, weight: Any, across: Across) -> Any:
+    """The output as a DTensor, of which this rank has `y`: features, summands or tokens."""
+    placement, mesh = torch.distributed.tensor, weight.device_mesh
+    if not shared_by_rows(weight):
+        to = placement.Partial() if across.output is None else placement.Shard(across.output.dim)
+        return placement.DTensor.from_local(y, mesh, (to,), run_check=False)
+    # Maybe not evenly.
+    shape = torch.Size([*y.shape[:-1], weight.shape[0]])
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    last = (placement.Shard(y.dim() - 1),)
+    return placement.DTensor.from_local(y, mesh, last, run_check=False, shape=shape, stride=stride)
 
 
 def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_known: bool) -> Any:
     """The DTensor `x` in float8 as the plan casts it, if bytes and one scale are all it takes.
 
-    On a mesh of one dim; else `x` itself, as also where it is a sum still to be made.
+    On a mesh of one dim; else `x` itself, as also where it is a sum still to be made, or where
+    ranks hold parts of rows that have a scale each.
     """
-    local = x.to_local()
+    local, (placement,) = x.to_local(), x.placements
+    by_rows = plan.input.granularity is not ScalingGranularity.TENSORWISE
     if (
-        x.placements[0].is_partial()
+        placement.is_partial()
+        or (by_rows and placement.is_shard() and placement.dim % x.dim() == x.dim() - 1)
         or not casts_input_once(plan)
         or isinstance(local, Float8Tensor)
     ):
         return x
     if torch.is_autocast_enabled(local.device.type):
         local = local.to(torch.get_autocast_dtype(local.device.type))
-    whole_here = scales_known or x.placements[0].is_replicate()
+    whole_here = scales_known or placement.is_replicate()
     reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
     local = to_float8(local, plan.input, state=scales.input, reduce=reduce)
     like = {"run_check": False, "shape": x.shape, "stride": x.stride()}
@@ -146,10 +227,11 @@ def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor,
     return tuple(amax_to_scale(amax, spec.dtype, spec.power_of_2) for amax in each)
 
 
-def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
+def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> None:
     """Raise a `ValueError` for a weight that ranks cannot share along `dim`.
 
-    Rows may be shared unevenly, as torch does; none of the ranks may be left without one.
+    Rows may be shared unevenly, as torch does; none of the ranks may be left without one. Without
+    padding what each has must be as the plan wants it.
     """
     size = shape[dim]
     fits = size > (ranks - 1) * -(-size // ranks) if dim == 0 else size % ranks == 0
@@ -159,3 +241,6 @@ def require_parts(shape: torch.Size, dim: int, ranks: int) -> None:
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
             f"over {ranks} ranks, expected {expected} {ranks}"
         )
+    if not plan.pad:
+        what = f"a weight of shape {tuple(shape)} shared along dim {dim} by {ranks} ranks"
+        require_aligned(what, (-(-size // ranks),), plan.alignment)

@@ -17,15 +17,18 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.linear import Float8Linear
+from float8.config import ScalingGranularity
+from float8.linear import Float8Layer, Float8Linear
 from float8.linear.plan import casts_weight_dynamically
-from float8.linear.sharded import require_parts, weight_scales
+from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
 from float8.tensor import Float8Tensor, local_tensor
 
 Placements = tuple[Placement, ...]
+BY_ROWS = ScalingGranularity.AXISWISE
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -57,7 +60,11 @@ class Float8ColwiseParallel(ColwiseParallel):
         layer = _require_layer(self, module, 0, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
             layer.gathered = "input"
-        return super()._apply(module, device_mesh)
+        before = _hooks(layer)
+        super()._apply(layer, device_mesh)
+        (input,), (output,) = self.input_layouts, self.output_layouts
+        layer.parallel_style = ParallelStyle(input, output, _hooks(layer) - before)
+        return layer
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -71,9 +78,32 @@ class Float8RowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
-        if isinstance(to, Shard):
+        if isinstance(to, Shard) and to.dim != -1:
             layer.tokens_dim, layer.gathered = to.dim, "grad_output"
-        return super()._apply(module, device_mesh)
+        before = _hooks(layer)
+        super()._apply(layer, device_mesh)
+        layer.parallel_style = ParallelStyle(*self.input_layouts, to, _hooks(layer) - before)
+        return layer
+
+
+class Float8SequenceParallel(SequenceParallel):
+    """`SequenceParallel` for a norm that `rms_norm_linear` or `swiglu_feed_forward` is given.
+
+    They then fuse it, which they cannot do with hooks that they do not know; elsewhere it is the
+    same as torch's. The gradients of the norm's parameters are those of all tokens.
+
+    Args:
+        sequence_dim: as for `SequenceParallel`.
+        use_local_output: likewise; without effect where the norm is fused.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require_one_dim(self, device_mesh)
+        before, noted = _hooks(module), vars(module)
+        super()._apply(module, device_mesh)
+        (tokens,) = self.sequence_sharding
+        noted["parallel_style"] = ParallelStyle(tokens, tokens, _hooks(module) - before)
+        return module
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
@@ -154,6 +184,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 for layer in layers:
                     layer.weight_scale = None
 
+        prepared: Any = forward
+        prepared.runs_class_forward = inner is None or getattr(inner, "runs_class_forward", False)
         return forward
 
     def _find_weight_scales(self, module: nn.Module) -> list[Float8Linear]:
@@ -228,23 +260,38 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return list(layers)
 
 
+def _hooks(module: nn.Module) -> frozenset[int]:
+    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
+
+
 def _named(module: nn.Module) -> str:
     return f"a {type(module).__name__}"
 
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
     if not isinstance(module, Float8Linear):
+        do = "convert the model first"
+        if isinstance(module, Float8Layer):  # made of a Conv1D
+            do = "torch's styles know no weights [K, N]"
         raise TypeError(
-            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
-            f"model first"
+            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; {do}"
         )
-    if module.keeps_no_master:
+    if hasattr(module.weight, "device_mesh"):
         raise ValueError(
-            f"{type(style).__name__}: got a layer with float8_weights=ONLY, expected one with a "
-            f"high-precision weight, which can be sharded; convert it with another config"
+            f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
+            f"that nobody has shared; parallelize each layer once, and before fully_shard"
+        )
+    granularity = module.plan.weight.granularity
+    whole = granularity is ScalingGranularity.TENSORWISE
+    if module.keeps_no_master and not whole and (granularity, dim) != (BY_ROWS, 0):
+        raise ValueError(
+            f"{type(style).__name__}: got a layer with float8_weights=ONLY whose weight has "
+            f"{granularity} scales, expected one scale, or those of rows for a colwise style: "
+            f"parts of a weight that is in float8 only do not have all of the scales; convert the "
+            f"layer with another config"
         )
     _require_one_dim(style, mesh)
-    require_parts(module.weight.shape, dim, mesh.size())
+    require_parts(module.weight.shape, dim, mesh.size(), module.plan)
     return module
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, E5M2
@@ -57,7 +57,11 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         whole = isinstance(result, Tensor) and _same_rows(x._data, result)
         made = None
         if x._granularity is ScalingGranularity.AXISWISE:
-            if whole and func in _SHAPES:
+            if func is aten.slice.Tensor and _keeps_rows(x, *rest):
+                made = x._like(result, lambda scale: func(scale, *rest, **kwargs))
+            elif func is aten.constant_pad_nd.default and not any(rest[0][:2]):
+                made = x._like(result, lambda scale: func(scale, rest[0], 1.0))
+            elif whole and func in _SHAPES:
                 made = x._like(result, lambda scale: scale.reshape(*result.shape[:-1], 1))
             elif func in _PIECES and x.dim() > 1 and (*rest[1:], *kwargs.values()) in ((), (0,)):
                 scales = func(x._scale, *rest, **kwargs)
@@ -74,6 +78,11 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 _SHAPES = (aten.view.default, aten._unsafe_view.default)
 _PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+
+
+def _keeps_rows(x: Tensor, dim: int = 0, *_: Any) -> bool:
+    """Whether what is cut along `dim` are not the rows of `x` themselves."""
+    return x.dim() > 1 and dim % x.dim() != x.dim() - 1
 
 
 def _same_rows(x: Tensor, view: Tensor) -> bool:
@@ -96,6 +105,16 @@ def _require_whole(func: Any, x: Any, result: Any) -> None:
 def _clone(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     (x,) = args
     return x._like(func(x._data, **kwargs), torch.clone)
+
+
+@implements(aten.empty_like.default)
+def _empty_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """To be copied or received into; of another dtype it is plain, like any change of dtype."""
+    (x,) = args
+    if kwargs.pop("dtype", x._orig_dtype) not in (None, x._orig_dtype):
+        return func(dequantise(x), *args[1:], **kwargs)
+    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return x._like(func(x._data, **kwargs), lambda field: func(field, **rest))
 
 
 @implements(aten._to_copy.default)
@@ -216,7 +235,6 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     aten.is_same_size.default,
     aten.zeros_like.default,
     aten.ones_like.default,
-    aten.empty_like.default,
 )
 def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Of the values, however they are held: a new tensor is plain, as its values may be any."""
@@ -249,7 +267,53 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return x._like(data, sent) if rows else x._like(data)
 
 
-if torch.distributed.is_available():  # DTensors gather with these
+def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Collectives of `torch.distributed` that move whole tensors, each with a scale of its own.
+
+    Field by field: bytes, scales, and amaxes where there are some. All ranks must give alike ones.
+    """
+    tensors: list[Any] = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    first = next(x for x in tensors if isinstance(x, Float8Tensor))
+    names = first.__tensor_flatten__()[0]
+    for x in tensors:
+        _require_alike(str(func), first, x, scale=False)
+        if x.__tensor_flatten__()[0] != names:
+            raise ValueError(
+                f"{func}: got Float8Tensors with and without an amax to record, expected all alike"
+            )
+    written = tree_leaves(args[0])
+    parts = [x for x in written if x._data.nbytes != x._data.untyped_storage().nbytes()]
+    if func not in _SENDING and (parts or len({id(x._scale) for x in written}) < len(written)):
+        raise ValueError(
+            f"{func}: got parts of a Float8Tensor to write into, expected tensors with scales of "
+            f"their own, as others come with theirs; clone() them first"
+        )
+    done: Any = None
+    for name in names:
+        if done is not None:
+            done.wait()
+
+        def field(x: Any, name: str = name) -> Tensor:
+            inner: Tensor = getattr(x, name)
+            return inner.view(torch.uint8) if name == "_data" else inner
+
+        result = func(*tree_map_only(Float8Tensor, field, args), **kwargs)
+        done = result[1] if isinstance(result, tuple) else result
+    return (args[0], done) if isinstance(result, tuple) else done
+
+
+if torch.distributed.is_available():
+    _SENDING = (torch.ops.c10d.send.default,)
+    implements(
+        *_SENDING,
+        torch.ops.c10d.recv_.default,
+        torch.ops.c10d.broadcast_.default,
+        torch.ops.c10d.scatter_.default,
+        torch.ops.c10d.gather_.default,
+        torch.ops.c10d.allgather_.default,
+        torch.ops.c10d.alltoall_.default,
+    )(_exchange)
+    # DTensors gather with these.
     functional = torch.ops._c10d_functional
     implements(functional.all_gather_into_tensor.default, functional.all_to_all_single.default)(
         _send
