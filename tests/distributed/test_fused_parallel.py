@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from float8 import (
@@ -396,6 +396,61 @@ def other_norms() -> None:
 
 def test_a_norm_with_a_style_of_torch_is_called_by_itself(two: Ranks) -> None:
     two.run(other_norms)
+
+
+def hooked_norm() -> None:
+    """Hooks of others on a norm are called once; frozen norms stay frozen."""
+    calls: list[int] = []
+    sequence = {"norms.*": Float8SequenceParallel()}
+    plan = sequence | {n: Float8ColwiseParallel(input_layouts=Shard(1)) for n in ("gate", "up")}
+    plan["down"] = Float8RowwiseParallel(output_layouts=Shard(1))
+
+    def hook(norm: nn.Module, args: Any, kwargs: Any) -> Any:
+        calls.append(1)
+        return (-args[0], *args[1:]), kwargs
+
+    x = part(seeded(1, 2, TOKENS, DIM, device=here()), 1)
+    made = []
+    for negated in (False, True):
+        model = convert(Uses(), "tensorwise", all_gather=False).to(here())
+        model.norms.requires_grad_(False)
+        torch.manual_seed(0)
+        for weight in model.parameters():
+            nn.init.normal_(weight, std=0.1)
+        norm = model.norms[-1]
+        parallelize_module(model, mesh_of(), plan)
+        assert not norm.weight.requires_grad
+        if negated:
+            norm.register_forward_pre_hook(hook, with_kwargs=True)
+        layers = model.gate, model.up, model.down
+        made.append(swiglu_feed_forward(x if negated else -x, *layers, norm=norm).detach())
+    assert calls == [1]
+    assert off(*made) < 1e-2
+
+
+def test_hooks_of_others_on_a_norm(two: Ranks) -> None:
+    two.run(hooked_norm)
+
+
+def two_norms() -> None:
+    """A norm of what is float8 already is not left out: it raises, fused or not."""
+    for call in (
+        lambda x, norm, layers: norm(x),
+        lambda x, norm, layers: swiglu_feed_forward(x, *layers, norm=norm),
+    ):
+        model = convert(Uses(), "tensorwise", all_gather=False).to(here())
+        layers, norm = (model.gate, model.up, model.down), model.norms[-1]
+        distribute_module(norm, mesh_of())
+        plan = {"gate": Float8ColwiseParallel(), "up": Float8ColwiseParallel()}
+        parallelize_module(model, mesh_of(), plan | {"down": Float8RowwiseParallel()})
+        x = DTensor.from_local(seeded(1, 2, TOKENS, DIM, device=here()), mesh_of(), [Replicate()])
+        x = model.gate.in_float8(x)
+        with pytest.raises(NotImplementedError, match=r"got aten\.pow"):
+            call(x, norm, layers)
+
+
+def test_a_norm_of_float8_is_not_left_out(two: Ranks) -> None:
+    two.run(two_norms)
 
 
 def two_dims(all_gather: bool) -> list[Tensor]:

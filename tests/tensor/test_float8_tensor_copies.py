@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
-from float8 import Float8Tensor
+from float8 import Float8Tensor, all_linears, convert_to_float8_training
+from float8.tensor.float8_tensor import to_float8
 from sqnr import same_bits
 from support.devices import DTYPES, E5M2, on_devices
+from support.models import seeded
 from support.tensors import float8
 
 # ---------------------------------------------------------------- copies
@@ -228,3 +231,23 @@ def test_index_put_refuses_what_has_no_meaning_in_float8() -> None:
     same = Float8Tensor(target._data[:2].clone(), target._scale, target.dtype)
     with pytest.raises(ValueError, match=r"index_put_: got accumulate=True.*expected False"):
         target.index_put_(rows, same, accumulate=True)
+
+
+def test_columns_of_what_was_written_over_are_forgotten() -> None:
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(2)]
+    first, second = convert_to_float8_training(nn.Sequential(*layers), module_filter_fn=all_linears)
+    a, b = (to_float8(seeded(n, 16, 32), first.plan.input) for n in range(2))
+    expected = torch.autograd.grad(first(b).sum(), first.weight)[0]
+    y, _unused = first(a), second(a)
+    y.sum().backward()
+    a.copy_(b)
+    assert torch.equal(torch.autograd.grad(first(a).sum(), first.weight)[0], expected)
+
+
+def test_padding_is_zero() -> None:
+    x = Float8Tensor.from_high_precision(torch.ones(2, 16))
+    assert torch.equal(
+        nn.functional.pad(x, (0, 2)).to_original_precision()[:, 16:], torch.zeros(2, 2)
+    )
+    with pytest.raises(ValueError, match="a padding other than 0"):
+        nn.functional.pad(x, (0, 2), value=3.0)

@@ -49,8 +49,6 @@ OTHERS = {
     aten.is_same_size.default: "makes a bool",
     aten.mm.default: "makes a plain tensor, of other values",
     aten.addmm.default: "makes a plain tensor, of other values",
-    torch.ops.c10d.send.default: "see tests/distributed",
-    torch.ops.c10d.recv_.default: "see tests/distributed",
     torch.ops.c10d.broadcast_.default: "see tests/distributed",
     torch.ops.c10d.scatter_.default: "see tests/distributed",
     torch.ops.c10d.gather_.default: "see tests/distributed",

@@ -38,8 +38,7 @@ def swiglu_feed_forward(
     Fused where the three layers are `Float8Linear` of one configuration, without bias or hooks
     other than those of this library's styles of tensor parallel; else computed layer by layer, so
     a model can call it whether it is converted or not. `why_not_fused(gate, up, down)` tells
-    which. Fused, `silu(gate) * up` is not rounded to x's
-    dtype before it is cast.
+    which. Fused, `silu(gate) * up` is not rounded to x's dtype before it is cast.
 
     Args:
         x: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
@@ -61,9 +60,8 @@ def swiglu_feed_forward(
     if layers is not None and not _fit(x, layers, residual):
         layers = None  # whose own forward says what is wrong
     if layers is not None:
-        on_mesh = placed(x, norm, gate)
-        norm_weight, eps = fused_norm(norm, x, on_mesh, layers[0])
-        x = on_mesh if norm is None or norm_weight is not None else placed(norm(x), gate)
+        taken, norm_weight, eps = fused_norm(norm, x, layers[0])
+        x = placed(norm(x), gate) if norm is not None and taken is None else taken
     elif norm is not None:
         x = norm(x)
     if layers is None:
@@ -110,7 +108,9 @@ class _FeedForward(torch.autograd.Function):
         of_product, states = (gate_out, up_out, plan.input), down.scales.input
         product8 = kernels.swiglu_cast(*of_product, states, record=record)
         if down.across.input is not None:
-            whole = fused.scale_of_all(product8.scale, down.across.input)
+            mine = product8.scale
+            del product8
+            whole = fused.scale_of_all(mine, down.across.input)
             product8 = kernels.swiglu_cast(*of_product, whole)
         y, down_scale = fused.output(product8, w_down, down, dtype, record)
         if down.across.output is not None:
@@ -160,7 +160,11 @@ class _FeedForward(torch.autograd.Function):
             mine = torch.stack([gate8.scale, up8.scale])
             del product8, gate8, up8
             both, unread = fused.scale_of_all(mine, reduce)
-            states = DelayedScale(both[0], unread[0]), DelayedScale(both[1], unread[1])
+            # Copies: Inductor (torch 2.11) takes no view of a larger tensor for a scale.
+            states = (
+                DelayedScale(both[0].clone(), unread[0]),
+                DelayedScale(both[1].clone(), unread[1]),
+            )
             product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states)
         del grad_product, gate_out, up_out, tensors
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None

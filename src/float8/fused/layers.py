@@ -209,9 +209,11 @@ class Call(NamedTuple):
 def placed(x: Any, *modules: Any) -> Any:
     """`x` as hooks of styles hand it to the first of `modules`, that to the next; else as it is."""
     for module in modules:
-        if ParallelStyle.of(module) is not None:
-            for hook in module._forward_pre_hooks.values():
-                x = hook(module, (x,))
+        style = ParallelStyle.of(module)
+        if style is not None:
+            for key, hook in module._forward_pre_hooks.items():
+                if key in style.hooks:
+                    x = hook(module, (x,))
     return x
 
 
@@ -231,7 +233,7 @@ def take_apart(
         layer.check_synced()
     weights: tuple[Any, ...] = tuple(layer.weight for layer in layers)  # they may be computed
     everyone, acrosses = None, (HERE,) * len(layers)
-    if hasattr(x, "device_mesh"):
+    if hasattr(weights[0], "device_mesh"):
         x, everyone, acrosses = _on_this_rank(x, weights, layers, norm_weight is not None)
         weights = tuple(weight.to_local() for weight in weights)
     x = functional.check_input(x, weights[0])
@@ -262,18 +264,21 @@ def _on_this_rank(
     x: Any, weights: Sequence[Any], layers: Sequence[Float8Linear], before_norm: bool
 ) -> tuple[Tensor, Tokens | Copies | None, tuple[Across, ...]]:
     """What this rank has of x, gathered unless it is that of a norm, and how layers ask others."""
+    functional.require_input(x, weights[0])  # before ranks are asked
     acrosses = tuple(
         across_of(weight, x.shape, layer.tokens_dim, layer.knows_scales, layer.weight_scale)
         for weight, layer in zip(weights, layers, strict=True)
     )
     first = layers[0]
+    how = first.plan, first.delayed_scales(), first.gathered == "input", first.knows_scales
+    if not hasattr(x, "device_mesh"):
+        local_input(x, weights[0], *how)  # says what is wrong
     ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
     if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
         scales = weight_scales(weights, first.plan.weight)  # asked for at once
         pairs = zip(acrosses, scales, strict=True)
         acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)
     if not before_norm:
-        how = first.plan, first.delayed_scales(), first.gathered == "input", first.knows_scales
         return local_input(x, weights[0], *how), None, acrosses
     group, (placement,) = x.device_mesh.get_group(0).group_name, x.placements
     if placement.is_replicate():
@@ -290,9 +295,10 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
     y = with_leading_dims(y, like, across.output)
     if layer.parallel_style is None:
         return y
-    output, hooks = of_all_ranks(y, layer.weight, across), layer._forward_hooks
-    for hook in hooks.values():
-        output = hook(layer, (), output)
+    output = of_all_ranks(y, layer.weight, across)
+    for key, hook in layer._forward_hooks.items():
+        if key in layer.parallel_style.hooks:
+            output = hook(layer, (), output)
     return output
 
 

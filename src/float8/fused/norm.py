@@ -8,46 +8,49 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.fused.layers import Call, FusedLayer, scale_of_all, why_norm_not_fused
+from float8.fused.layers import Call, FusedLayer, placed, scale_of_all, why_norm_not_fused
 from float8.linear import Float8Linear
 from float8.linear.across import Tokens
 from float8.linear.functional import gathered_rows, input_in_float8
 from float8.linear.weight import record_amax
 from float8.quantize.quantize import padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.float8_tensor import Columns
 
 
-def fused_norm(
-    module: Any, x: Any, on_mesh: Any, layer: Float8Linear
-) -> tuple[Tensor | None, float]:
-    """The weight [K] and the eps of a norm before `layer`; None where it is called by itself.
+def fused_norm(module: Any, x: Any, layer: Float8Linear) -> tuple[Any, Tensor | None, float]:
+    """What a fused function takes of x and of a norm before `layer`.
 
-    Under tensor parallel each rank must have whole rows of x, as many as others; `on_mesh` is x as
-    it is `placed` then, else x.
+    Returns x, `placed` under tensor parallel, and the weight [K] and the eps of the norm. Three
+    times nothing where the norm is called by itself: under tensor parallel also where a rank has
+    parts of rows of x, or not as many as others.
     """
-    if module is None or why_norm_not_fused(module) is not None:
-        return None, 0.0
-    weight: Any = module.weight
-    if hasattr(on_mesh, "device_mesh"):
-        weight = _weight_on_mesh(weight, x, on_mesh, layer)
+    if module is None:
+        return placed(x, layer), None, 0.0
+    by_itself = None, None, 0.0
+    if why_norm_not_fused(module) is not None:
+        return by_itself
+    taken, weight = placed(x, module, layer), module.weight
+    if hasattr(taken, "device_mesh"):
+        weight = _weight_on_mesh(weight, x, taken, layer)
     elif hasattr(weight, "device_mesh"):
-        return None, 0.0
+        return by_itself
     device, dtype = x.device.type, layer.weight.dtype
     if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
         dtype = torch.get_autocast_dtype(device)
-    if weight is None or x.dtype != dtype or isinstance(x, Float8Tensor):
-        return None, 0.0  # the norm takes x as it is, the layer casts it
+    if weight is None or x.dtype != dtype or isinstance(local_tensor(taken), Float8Tensor):
+        return by_itself  # the norm takes x as it is, the layer casts it
     eps: Any = module.eps  # None means float32's, in which torch computes
-    return weight, torch.finfo(torch.float32).eps if eps is None else eps
+    return taken, weight, torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | None:
     """The weight of a norm as a plain tensor, or None where it is not fused."""
-    (placement,), mesh = on_mesh.placements, on_mesh.device_mesh
+    mesh = on_mesh.device_mesh
     if mesh != layer.weight.device_mesh:
         return None
+    (placement,) = on_mesh.placements
     if not placement.is_replicate():
         tokens = placement.is_shard() and placement.dim % on_mesh.dim() != on_mesh.dim() - 1
         if not tokens or layer.gathered != "input" or on_mesh.shape[placement.dim] % mesh.size():
@@ -90,7 +93,7 @@ def input_operand(
     first, record = readers[0], call.record
     spec, state = first.plan.input, first.scales.input
     col = any(reader.need_grad_weight for reader in readers)
-    if isinstance(x, Float8Tensor):
+    if norm_weight is None and isinstance(x, Float8Tensor):
         operand = input_in_float8(x, first.plan)
         assert operand.row is not None
         for reader in readers:

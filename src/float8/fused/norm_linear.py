@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.fused import layers as fused
-from float8.fused.layers import Call, fusable, like_input, placed, returned, take_apart
+from float8.fused.layers import Call, fusable, like_input, returned, take_apart
 from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.linear.weight import kept_weight
 from float8.once import once_differentiable
@@ -39,23 +39,23 @@ def rms_norm_linear(
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
     linears, norm_weight, eps = fusable(x, layers), None, 0.0
+    taken: Any = None
     fit = linears is not None and all(
         layer.in_features == x.shape[-1] and not layer.sums_over_ranks for layer in linears
     )
     if linears is not None and fit:
-        on_mesh = placed(x, norm, linears[0])
-        norm_weight, eps = fused_norm(norm, x, on_mesh, linears[0])
+        taken, norm_weight, eps = fused_norm(norm, x, linears[0])
     if linears is None or norm_weight is None:
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
         return (*outputs, x) if residual else outputs
-    rows, weights, call = take_apart(on_mesh, linears, norm_weight, eps, residual)
+    rows, weights, call = take_apart(taken, linears, norm_weight, eps, residual)
     outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
     products = tuple(
-        returned(y, on_mesh, layer, taken.across)
-        for y, layer, taken in zip(outputs, linears, call.layers, strict=False)
+        returned(y, taken, layer, of_layer.across)
+        for y, layer, of_layer in zip(outputs, linears, call.layers, strict=False)
     )
-    return (*products, like_input(outputs[-1], x, on_mesh)) if residual else products
+    return (*products, like_input(outputs[-1], x, taken)) if residual else products
 
 
 class _NormLinear(torch.autograd.Function):

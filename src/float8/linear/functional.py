@@ -167,18 +167,19 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
             f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
             f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
         )
-    require_input(input, weight)
-    device = input.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
+    autocast = require_input(input, weight)
     if autocast and not isinstance(input, Float8Tensor):
-        return input.to(torch.get_autocast_dtype(device))
+        return input.to(torch.get_autocast_dtype(input.device.type))
     return input
 
 
-def require_input(input: Tensor, weight: Tensor) -> None:
-    """Raise what `linear` does for the dtypes, and the features, of both; they may be DTensors."""
+def require_input(input: Tensor, weight: Tensor) -> bool:
+    """Raise what `linear` does for the dtypes, and the features, of both; they may be DTensors.
+
+    Returns whether autocast chooses the compute dtype.
+    """
     device = input.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
     # What is float8 was cast from the compute dtype.
     same = autocast or input.dtype == weight.dtype
     if not same and not isinstance(local_tensor(input), Float8Tensor):
@@ -197,6 +198,7 @@ def require_input(input: Tensor, weight: Tensor) -> None:
             f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
             f"[..., {weight.shape[1]}]"
         )
+    return autocast
 
 
 def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:

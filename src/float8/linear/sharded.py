@@ -39,7 +39,8 @@ class ParallelStyle(NamedTuple):
     @staticmethod
     def of(module: torch.nn.Module | None) -> "ParallelStyle | None":
         """That of a module, which its style noted there."""
-        return None if module is None else module.__dict__.get("parallel_style")
+        noted = None if module is None else module.__dict__.get("parallel_style")
+        return noted if isinstance(noted, ParallelStyle) else None
 
 
 def linear_of_shards(

@@ -100,7 +100,10 @@ class Float8SequenceParallel(SequenceParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require_one_dim(self, device_mesh)
         before, noted = _hooks(module), vars(module)
+        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         super()._apply(module, device_mesh)
+        for name in frozen:  # torch's class makes new Parameters
+            module.get_parameter(name).requires_grad_(False)
         (tokens,) = self.sequence_sharding
         noted["parallel_style"] = ParallelStyle(tokens, tokens, _hooks(module) - before)
         return module

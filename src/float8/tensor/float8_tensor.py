@@ -29,6 +29,10 @@ class Columns:
         self._readers += 1
         return self
 
+    def forget(self) -> None:
+        """What was made is of values that were written over."""
+        self._made = None
+
     def of(self, row: Part, spec: CastSpec) -> Part:
         """Column data of `row`, the same for all readers."""
         made = columns(row, spec) if self._made is None else self._made

@@ -52,12 +52,17 @@ def implements(*ops: Any) -> Callable[[Handler], Handler]:
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Ops that move no values: done on the data; one scale covers all of them."""
     x, *rest = args
+    if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):
+        raise ValueError(
+            f"{func}: got a padding other than 0, which has no bytes under a scale of other "
+            f"values; call .to_original_precision() first"
+        )
     with as_inference_as(x):
         result = func(x._data, *rest, **kwargs)
         whole = isinstance(result, Tensor) and _same_rows(x._data, result)
         made = None
         if x._granularity is ScalingGranularity.AXISWISE:
-            if func is aten.slice.Tensor and _keeps_rows(x, *rest):
+            if func is aten.slice.Tensor and _keeps_rows(x, *rest) and result.is_contiguous():
                 made = x._like(result, lambda scale: func(scale, *rest, **kwargs))
             elif func is aten.constant_pad_nd.default and not any(rest[0][:2]):
                 made = x._like(result, lambda scale: func(scale, rest[0], 1.0))
@@ -189,6 +194,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise ValueError(f"copy_: got {got}, expected {expected}; clone the source instead")
     for name in target.__tensor_flatten__()[0] if whole else ["_data"]:
         getattr(target, name).copy_(getattr(source, name), *rest)
+    target._columns.forget()
     return target
 
 
@@ -214,6 +220,7 @@ def _index_put_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"False under TENSORWISE; call .to_original_precision() first"
         )
     func(target._data.view(torch.uint8), indices, values._data.view(torch.uint8))
+    target._columns.forget()
     return target
 
 
@@ -283,11 +290,13 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             )
     written = tree_leaves(args[0])
     parts = [x for x in written if x._data.nbytes != x._data.untyped_storage().nbytes()]
-    if func not in _SENDING and (parts or len({id(x._scale) for x in written}) < len(written)):
+    if parts or len({id(x._scale) for x in written}) < len(written):
         raise ValueError(
             f"{func}: got parts of a Float8Tensor to write into, expected tensors with scales of "
             f"their own, as others come with theirs; clone() them first"
         )
+    for x in written:
+        x._columns.forget()
     done: Any = None
     for name in names:
         if done is not None:
@@ -303,10 +312,7 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 if torch.distributed.is_available():
-    _SENDING = (torch.ops.c10d.send.default,)
     implements(
-        *_SENDING,
-        torch.ops.c10d.recv_.default,
         torch.ops.c10d.broadcast_.default,
         torch.ops.c10d.scatter_.default,
         torch.ops.c10d.gather_.default,
