@@ -15,9 +15,10 @@ import torch
     "kernel",
     ["amax", "cast", "cast_axiswise", "cast_blockwise", "cast_scales", "fused", "transpose"],
 )
-def test_kernel_in_interpreter(kernel: str) -> None:
+def test_kernel_in_interpreter(kernel: str, pytestconfig: pytest.Config) -> None:
     path = Path(__file__).with_name(f"test_{kernel}.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    command += ["-m", pytestconfig.getoption("markexpr")]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     env["TRITON_INTERPRET"] = "1"
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
