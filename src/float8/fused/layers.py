@@ -271,15 +271,16 @@ def _on_this_rank(
     )
     first = layers[0]
     how = first.plan, first.delayed_scales(), first.gathered == "input", first.knows_scales
-    if not hasattr(x, "device_mesh"):
-        local_input(x, weights[0], *how)  # says what is wrong
+    here = None
+    if not before_norm or not hasattr(x, "device_mesh"):  # which it refuses
+        here = local_input(x, weights[0], *how)
     ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
     if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
         scales = weight_scales(weights, first.plan.weight)  # asked for at once
         pairs = zip(acrosses, scales, strict=True)
         acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)
-    if not before_norm:
-        return local_input(x, weights[0], *how), None, acrosses
+    if here is not None:
+        return here, None, acrosses
     group, (placement,) = x.device_mesh.get_group(0).group_name, x.placements
     if placement.is_replicate():
         return x.to_local(), Copies(group), acrosses

@@ -39,13 +39,9 @@ class Tokens(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Rows [R, C] that each rank of a group has: what `Tokens` is where they are shared."""
+    """Rows [R, C] that each rank of a group has, as `Tokens` are those that they share."""
 
     group: str
-
-    def gather(self, x: Tensor) -> Tensor:
-        """They are here."""
-        return x
 
     def scatter(self, x: Tensor) -> Tensor:
         """[R, C] of each rank, to be summed -> the sum."""
