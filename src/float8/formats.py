@@ -30,6 +30,17 @@ def ceil16(n: int) -> int:
     return (n + (GEMM_ALIGNMENT - 1)) // GEMM_ALIGNMENT * GEMM_ALIGNMENT
 
 
+def sendable(data: torch.Tensor) -> torch.Tensor:
+    """Float8 data as collectives send them: bytes, since Gloo knows no float8.
+
+    On GPUs compiled code sends float8, which NCCL knows: only there Inductor's asynchronous tensor
+    parallel finds the GEMMs of what it gathers.
+    """
+    if torch.compiler.is_compiling() and data.is_cuda:
+        return data
+    return data.view(torch.uint8)
+
+
 @functools.cache
 def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.

@@ -20,7 +20,7 @@ from float8.kernels.cast import (
     reads_along_rows,
     to_float8,
 )
-from float8.kernels.numeric import scale_of_amax, to_float8_bits, to_float32
+from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_bits, to_float32
 from float8.kernels.quads import (
     inside_of,
     load_rows,
@@ -141,10 +141,15 @@ def cast_axiswise_reference(
 
 
 def amax_along(x: Tensor, dim: int) -> Tensor:
-    """The float32 amaxes of ``x`` along ``dim``, which stays as a dim of size 1; 0 of nothing."""
+    """The float32 amaxes of ``x`` along ``dim``, which stays as a dim of size 1; 0 of nothing.
+
+    In float32 before they are taken: an amax in 16 bits would be two numbers in Inductor's code,
+    rounded where a kernel loads it and not yet rounded in the kernel that takes it. Data would be
+    cast under one scale and multiplied with the other.
+    """
     if x.shape[dim] == 0:
         return x.sum(dim, keepdim=True, dtype=torch.float32)
-    return x.abs().amax(dim, keepdim=True).to(torch.float32)
+    return x.to(torch.float32).abs().amax(dim, keepdim=True)
 
 
 def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -358,10 +363,10 @@ def _cast_rows_kernel(  # type: ignore[no-untyped-def]
     inside = (r < R) & (c < C)
     x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
     amax = float32_bits(tl.max(magnitude_bits(x), axis=1, keep_dims=True), x.dtype)
-    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
+    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2, HARDWARE)
     tl.store(scale_ptr + r, scale, mask=r < rows)
     # An Inf becomes NaN by itself: its scale is Inf or NaN.
-    v = or_zero(to_float32(x, HARDWARE) * tl.div_rn(1.0, scale), inside, EVEN)
+    v = or_zero(to_float32(x, HARDWARE) * reciprocal(scale, HARDWARE), inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
     store(data_ptr, to_float8_bits(v, MANTISSA, HARDWARE), (r < rows) & (c < Cp), EVEN)
 
@@ -436,28 +441,28 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
     v = to_float32s(load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE)
     if ACROSS != 0:
         rows = C if ACROSS == 1 else Cp
-        scale = scale_of_amax(load(amax_ptr + R + c, c < C, EVEN), FLOAT8_MAX, POWER_OF_2)
+        scale = scale_of_amax(load(amax_ptr + R + c, c < C, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
         if tile_r == 0:
             store(across_scale_ptr + c, scale, c < rows, EVEN)
-        w = times_inverse(v, inside, tl.div_rn(1.0, scale), EVEN)
+        w = times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
         store_across(across_ptr, w, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
     if ALONG != 0:
         rows = R if ALONG == 1 else Rp
         r0, r1, r2, r3 = rows_of(quad)
-        s0 = scale_of_amax(load(amax_ptr + r0, r0 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
-        s1 = scale_of_amax(load(amax_ptr + r1, r1 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
-        s2 = scale_of_amax(load(amax_ptr + r2, r2 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
-        s3 = scale_of_amax(load(amax_ptr + r3, r3 < R, EVEN), FLOAT8_MAX, POWER_OF_2)
+        s0 = scale_of_amax(load(amax_ptr + r0, r0 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
+        s1 = scale_of_amax(load(amax_ptr + r1, r1 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
+        s2 = scale_of_amax(load(amax_ptr + r2, r2 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
+        s3 = scale_of_amax(load(amax_ptr + r3, r3 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
         if tile_c == 0:
             store(along_scale_ptr + r0, s0, r0 < rows, EVEN)
             store(along_scale_ptr + r1, s1, r1 < rows, EVEN)
             store(along_scale_ptr + r2, s2, r2 < rows, EVEN)
             store(along_scale_ptr + r3, s3, r3 < rows, EVEN)
         i0, i1, i2, i3 = (
-            tl.div_rn(1.0, s0),
-            tl.div_rn(1.0, s1),
-            tl.div_rn(1.0, s2),
-            tl.div_rn(1.0, s3),
+            reciprocal(s0, HARDWARE),
+            reciprocal(s1, HARDWARE),
+            reciprocal(s2, HARDWARE),
+            reciprocal(s3, HARDWARE),
         )
         w = times_inverses(v, inside, (i0, i1, i2, i3), EVEN)
         store_along(along_ptr, w, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)

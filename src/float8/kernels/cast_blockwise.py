@@ -14,7 +14,7 @@ from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.amax import float32_bits
 from float8.kernels.cast import check_cast, mantissa, reads_along_rows, to_float8
 from float8.kernels.cast_axiswise import amax_along, empty_part, pad_to
-from float8.kernels.numeric import scale_of_amax
+from float8.kernels.numeric import reciprocal, scale_of_amax
 from float8.kernels.quads import (
     inside_of,
     largest_of,
@@ -309,8 +309,8 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
     element: tl.constexpr = x[0].dtype
     if SQUARE:
         amax = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), element)
-        scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
-        w = times_inverse(v, inside, tl.div_rn(1.0, scale), EVEN)
+        scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2, HARDWARE)
+        w = times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
         if ALONG:
             store_square(along_scale_ptr, scale, tile_r, tile_c, tiles_c)
             store_along(along_ptr, w, quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN)
@@ -321,30 +321,38 @@ def _cast_blockwise_kernel(  # type: ignore[no-untyped-def]
         if ALONG:
             along_scale_ptr += tile_c.to(tl.int64) * Rp
             r0, r1, r2, r3 = rows_of(quad)
-            i0 = inverse_of_run(along_scale_ptr, m[0], r0, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i1 = inverse_of_run(along_scale_ptr, m[1], r1, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i2 = inverse_of_run(along_scale_ptr, m[2], r2, Rp, element, FLOAT8_MAX, POWER_OF_2)
-            i3 = inverse_of_run(along_scale_ptr, m[3], r3, Rp, element, FLOAT8_MAX, POWER_OF_2)
+            i0 = inverse_of_run(
+                along_scale_ptr, m[0], r0, Rp, element, FLOAT8_MAX, POWER_OF_2, HARDWARE
+            )
+            i1 = inverse_of_run(
+                along_scale_ptr, m[1], r1, Rp, element, FLOAT8_MAX, POWER_OF_2, HARDWARE
+            )
+            i2 = inverse_of_run(
+                along_scale_ptr, m[2], r2, Rp, element, FLOAT8_MAX, POWER_OF_2, HARDWARE
+            )
+            i3 = inverse_of_run(
+                along_scale_ptr, m[3], r3, Rp, element, FLOAT8_MAX, POWER_OF_2, HARDWARE
+            )
             w = times_inverses(v, inside, (i0, i1, i2, i3), EVEN)
             store_along(along_ptr, w, quad, c, Rp, tiles_c * 128, MANTISSA, HARDWARE, EVEN)
         if ACROSS:
             amax = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
-            scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
+            scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2, HARDWARE)
             tl.store(across_scale_ptr + tile_r.to(tl.int64) * Cp + c, scale, mask=c < Cp)
-            w = times_inverse(v, inside, tl.div_rn(1.0, scale), EVEN)
+            w = times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
             store_across(across_ptr, w, quad, c, Cp, tiles_r * 128, MANTISSA, HARDWARE, EVEN)
 
 
 @jit
 def inverse_of_run(  # type: ignore[no-untyped-def]
     scale_ptr, bits, r, rows, element: tl.constexpr, FLOAT8_MAX: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
+    POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Store the scale of each row of magnitudes, given as bits; returns its reciprocal."""
     amax = float32_bits(tl.max(bits, axis=1, keep_dims=True), element)
-    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2)
+    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2, HARDWARE)
     tl.store(scale_ptr + r, scale, mask=r < rows)
-    return tl.div_rn(1.0, scale)
+    return reciprocal(scale, HARDWARE)
 
 
 @jit

@@ -21,19 +21,47 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def scale_of_amax(bits, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_of_amax(  # type: ignore[no-untyped-def]
+    bits, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr = False
+):
     """The decode scale of an amax, given as float32 bits: `scaling.amax_to_scale`, bit for bit.
 
-    A correctly rounded float32 division, as the twin's by way of float64 is too.
+    A correctly rounded float32 division, as the twin's by way of float64 is too. ``HARDWARE``: by
+    FMA, where a thread has many scales: around the slow path of a division, which is a call,
+    compilers need twice the registers.
     """
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
     amax = tl.maximum(bits, floor).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, FLOAT8_MAX)
+    if HARDWARE:
+        # A guess and its residual (Markstein 1990). Exact for each mantissa and both maxima, and
+        # nothing in it is subnormal.
+        INVERSE: tl.constexpr = 1.0 / FLOAT8_MAX
+        guess = amax * INVERSE
+        scale = tl.fma(tl.fma(-guess, FLOAT8_MAX, amax), INVERSE, guess)
+        scale = tl.where(bits < 0x7F800000, scale, amax)
+    else:
+        scale = tl.div_rn(amax, FLOAT8_MAX)
     if POWER_OF_2:
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale == scale, rounded, scale)
     return scale
+
+
+@jit
+def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / ``scale``, correctly rounded, of a result of `scale_of_amax`; ``HARDWARE`` as there."""
+    if HARDWARE:
+        # The steps of a division but for its slow path, which such a scale never takes.
+        guess = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+        inverse = tl.fma(tl.fma(-scale, guess, 1.0), guess, guess)
+        inverse = tl.fma(tl.fma(-scale, inverse, 1.0), inverse, inverse)
+        inverse = tl.where(inverse == inverse, inverse, guess)  # of Inf
+    else:
+        inverse = tl.div_rn(1.0, scale)
+    return inverse
 
 
 @jit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from float8.config import ConfigOrRecipe, ScalingGranularity, as_config
-from float8.formats import HIGH_PRECISION_DTYPES
+from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
@@ -282,7 +282,7 @@ def gathered(
 
 def gathered_rows(mine: Part, spec: CastSpec, tokens: Tokens, width: int) -> Part:
     """Row data of all tokens of those of this rank, which may be padded to more than `width`."""
-    data = tokens.gather(mine.data[:, :width].view(torch.uint8)).view(spec.dtype)
+    data = tokens.gather(sendable(mine.data[:, :width])).view(spec.dtype)
     one = spec.granularity is ScalingGranularity.TENSORWISE
     return Part(data, mine.scale if one else tokens.gather(mine.scale))
 

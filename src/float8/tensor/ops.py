@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.config import ScalingGranularity
-from float8.formats import E4M3, E5M2
+from float8.formats import E4M3, E5M2, sendable
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
 from float8.quantize.spec import CastSpec, Part
@@ -253,7 +253,7 @@ def _dequantised(args: Any) -> Any:
 
 
 def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Functional collectives that change no values: on bytes, as Gloo knows no float8.
+    """Functional collectives that change no values.
 
     They are waited for at once, where compilers know to look for it.
     """
@@ -270,7 +270,7 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         received: Tensor = functional.wait_tensor(func(field, *rest, **kwargs))
         return received
 
-    data = sent(x._data.view(torch.uint8)).view(x._data.dtype)
+    data = sent(sendable(x._data)).view(x._data.dtype)
     return x._like(data, sent) if rows else x._like(data)
 
 
