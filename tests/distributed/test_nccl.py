@@ -9,13 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as inductor
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile
 
+import tolerances
 from float8_lab.bench.block import StackSize
-from float8_lab.bench.fsdp import ShardedStep, free_memory
+from float8_lab.bench.fsdp import Results, ShardedStep, free_memory
+from float8_lab.bench.tp import ParallelStep
 from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
 from float8_lab.models.llama import Block, rope_table
 from float8_lab.models.presets import ModelConfig
+from sqnr import sqnr
 from support.configs import RECIPES
 from support.ranks import Ranks
 from support.sharded import DIM, Run, convert, here, model_of, shard, traffic, train
@@ -135,6 +141,35 @@ def test_float8_needs_no_more_memory_than_bf16(
         assert found.keys() == set(recipes)
         for recipe, peak in found.items():
             assert 0.5 < peak <= bf16, (recipe, peak, bf16)
+
+
+def pipelined(recipe: str) -> tuple[Results, Results, dict[str, int]]:
+    """Results of a tensor-parallel step without and with pipelining, and the ops of the latter."""
+    *_, variant = make_variants([recipe], ["compiled"])
+    size, found = StackSize("150m", blocks=1, seq_len=1024), []
+    for micro_pipeline in (False, True):
+        torch._dynamo.reset()
+        with inductor.patch(_micro_pipeline_tp=micro_pipeline):
+            step = ParallelStep(variant, size, here())
+            if micro_pipeline:
+                symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+            step()  # finds the scales of delayed scaling
+            found.append({name: x.cpu() for name, x in step.results().items()})
+            with profile() as profiled:
+                step()
+    ops = {event.key: event.count for event in profiled.key_averages()}
+    return found[0], found[1], ops
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_asynchronous_tensor_parallel(two_gpus: Ranks, recipe: str) -> None:
+    """Inductor pipelines gathers in float8 with the GEMMs that read them."""
+    for plain, got, ops in two_gpus.run(pipelined, recipe):
+        # Of q, k and v, and of gate and up; then of `out` and of `down`.
+        assert ops["symm_mem::fused_all_gather_scaled_matmul"] == 2
+        assert ops["symm_mem::fused_scaled_matmul_reduce_scatter"] == 2
+        for name, expected in plain.items():  # partial sums are rounded, as in other code
+            assert sqnr(expected, got[name]) > tolerances.COMPILED, name
 
 
 def die_in_training() -> None:
