@@ -5,7 +5,7 @@
 
 The README shows a run of `benchmarks/plain.py`. docs/performance.md shows the small layers of
 such a run, and what `float8 bench ... -o benchmarks/results/NAME.json` wrote: files of `block`,
-`fsdp`, `linear` and `cast`. To change a number, measure again.
+`fsdp`, `tp`, `linear` and `cast`. To change a number, measure again.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def plain_rows(run: Results, what: str) -> list[Row]:
 def tables(folder: Path) -> str:
     """All tables, of the files in `folder` by name."""
     parts = []
-    shown = {"block": block_table, "fsdp": fsdp_table, "linear": linear_table, "cast": cast_line}
+    shown = {"block": block_table, "fsdp": ranks_table, "tp": ranks_table, "linear": linear_table}
+    shown["cast"] = cast_line
     for name, show in shown.items():
         for path in sorted(folder.glob("*.json")):
             results = json.loads(path.read_text())
@@ -171,21 +172,20 @@ def block_table(results: Results, path: Path) -> str:
     return "\n".join([f"{title}**", "", *table(heads, rows), "", *source(results, path)])
 
 
-def fsdp_table(results: Results, path: Path) -> str:
+def ranks_table(results: Results, path: Path) -> str:
     """A row per recipe, mode and gather."""
-    size = results["settings"]
-    title = (
-        f"**{size['blocks']} block{'' if size['blocks'] == 1 else 's'} of {size['model']}, FSDP2 "
-        f"on {size['ranks']} ranks, {size['batch']} x {size['seq_len']} tokens each, "
-        "forward + backward + AdamW**"
-    )
+    size, sharded = results["settings"], results["benchmark"] == "fsdp"
+    title = f"**{size['blocks']} block{'' if size['blocks'] == 1 else 's'} of {size['model']}, "
+    title += "FSDP2" if sharded else "tensor and sequence parallel"
+    title += f" on {size['ranks']} ranks, {size['batch']} x {size['seq_len']} tokens"
+    title += " each, forward + backward + AdamW**" if sharded else ", forward + backward**"
     heads = ["recipe", "gather", "ms", "tokens/s", "speedup", "sent GB", "exposed ms"]
     rows = []
     for row in results["rows"]:
         name = label(row["recipe"], results)
-        cells = [name if row["mode"] == "compiled" else f"{name}, {row['mode']}", row["gather"]]
-        cells += [number(row, "ms", 1), f"{row['tokens_per_s']:,.0f}", number(row, "speedup", 2)]
-        cells += [f"{row['gathered_mb'] / 1e3:.2f}"]
+        cells = [name if row["mode"] == "compiled" else f"{name}, {row['mode']}"]
+        cells += [row["gather"] or "", number(row, "ms", 1), f"{row['tokens_per_s']:,.0f}"]
+        cells += [number(row, "speedup", 2), f"{row['gathered_mb'] / 1e3:.2f}"]
         cells += [number(row, "exposed_ms", 1), number(row, "peak_gib", 2)]
         rows.append(cells)
     lines = table([*heads, "GiB"], rows)
@@ -213,13 +213,14 @@ def linear_table(results: Results, path: Path) -> str:
 
 
 def cast_line(results: Results, path: Path) -> str:
-    """How near to copy bandwidth the cast to both GEMM layouts comes."""
-    shares = [row["of_copy"] for row in results["rows"] if row["case"] == "cast row+col"]
-    line = (
-        f"The cast to both GEMM layouts runs at {min(shares):.2f} to {max(shares):.2f} of copy "
-        "bandwidth."
-    )
-    return "\n".join([line, "", *source(results, path)])
+    """How near to copy bandwidth the casts to both GEMM layouts come."""
+    ranges = []
+    for case, what in (("cast", "one scale"), ("rowwise", "row scales"), ("1x128", "1x128 blocks")):
+        shares = [row["of_copy"] for row in results["rows"] if row["case"] == f"{case} row+col"]
+        if shares:
+            ranges.append(f"{min(shares):.2f} to {max(shares):.2f} with {what}")
+    lines = ["Of copy bandwidth, casts to both GEMM layouts reach", f"{', '.join(ranges)}."]
+    return "\n".join([*lines, "", *source(results, path)])
 
 
 def by_recipe(rows: list[Row]) -> dict[str, dict[str, Row]]:
@@ -269,7 +270,7 @@ def source(results: Results, path: Path, page: Path = PERFORMANCE) -> list[str]:
     commit = environment.get("commit", environment.get("git_commit"))
     where = f"{environment['device']}, torch {environment['torch']}"
     if commit:
-        where += f", commit {commit}"
+        where += f", commit {commit[:7]}"
     lines = [f"{where}. Results in", f"[{path.name}]({link}), by", ""]
     return [*lines, "```bash", *wrapped(command), "```", ""]
 
