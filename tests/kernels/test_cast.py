@@ -1,4 +1,3 @@
-import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -6,8 +5,10 @@ import torch
 from torch import Tensor
 
 from float8.formats import ceil16
-from float8.kernels.cast import GIVEN, Kind, _cast_triton, launch_cast, launch_config
+from float8.kernels import cast_kernel
+from float8.kernels.cast import _cast_triton
 from float8.kernels.cast import cast_reference as twin_of_cast
+from float8.kernels.cast_kernel import GIVEN, Kind, launch_cast, launch_config
 from float8.kernels.tiles import tile_launch
 from kernels.float8_codes import (
     FORMATS,
@@ -24,9 +25,6 @@ SCALES = [1.0, 0.0123, 2.0**-140, 1e-30, 3e38, 0.0, float("inf"), float("nan"), 
 
 formats = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
 high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
-
-
-cast_module = importlib.import_module("float8.kernels.cast")  # `kernels.cast` is the function
 
 
 def layouts_of(cast: Callable[..., list[Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -138,12 +136,12 @@ class TestTriton:
         monkeypatch: pytest.MonkeyPatch,
     ) -> Iterator[None]:
         """Convert by instruction, or by the arithmetic that other devices use."""
-        if request.param and not cast_module.has_float8_conversion(triton_device):
+        if request.param and not cast_kernel.has_float8_conversion(triton_device):
             pytest.skip("this device has no float8 conversion that is right")
-        monkeypatch.setattr(cast_module, "has_float8_conversion", lambda _: request.param)
-        cast_module._plan.cache_clear()
+        monkeypatch.setattr(cast_kernel, "has_float8_conversion", lambda _: request.param)
+        cast_kernel._plan.cache_clear()
         yield
-        cast_module._plan.cache_clear()
+        cast_kernel._plan.cache_clear()
 
     @formats
     @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from float8.kernels.amax import MAX_PARTS
 from float8.kernels.cast import (
-    HISTORY,
-    MEASURED,
-    Kind,
     _cast_delayed_triton,
     _cast_dynamic_triton,
     cast_delayed_reference,
     cast_dynamic_reference,
-    launch_cast,
 )
+from float8.kernels.cast_kernel import HISTORY, MEASURED, Kind, launch_cast
 from float8.kernels.tiles import tile_launch
 from float8.quantize.scale import amax_to_scale
 from kernels.float8_codes import FORMATS, HIGH_PRECISION, same_bytes

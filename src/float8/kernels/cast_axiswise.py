@@ -13,13 +13,8 @@ from torch import Tensor
 from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.amax import float32_bits, magnitude_bits
-from float8.kernels.cast import (
-    check_cast,
-    launch_config,
-    mantissa,
-    reads_along_rows,
-    to_float8,
-)
+from float8.kernels.cast import check_cast, to_float8
+from float8.kernels.cast_kernel import launch_config, mantissa, reads_along_rows
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_bits, to_float32
 from float8.kernels.quads import (
     inside_of,

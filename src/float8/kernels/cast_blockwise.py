@@ -12,8 +12,9 @@ from torch import Tensor
 from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.amax import float32_bits
-from float8.kernels.cast import check_cast, mantissa, reads_along_rows, to_float8
+from float8.kernels.cast import check_cast, to_float8
 from float8.kernels.cast_axiswise import amax_along, empty_part, pad_to
+from float8.kernels.cast_kernel import mantissa, reads_along_rows
 from float8.kernels.numeric import reciprocal, scale_of_amax
 from float8.kernels.quads import (
     inside_of,

@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 
 from float8.kernels.amax import MAX_PARTS, magnitude_bits, store_part
-from float8.kernels.cast import (
-    GIVEN,
-    HISTORY,
-    MEASURED,
-    RMS_NORM,
-    Kind,
-    allocate,
-    cast_dynamic_fake,
-    cast_reference,
-    launch_cast,
-    rows_reference,
-)
+from float8.kernels.cast import allocate, cast_dynamic_fake, cast_reference, rows_reference
+from float8.kernels.cast_kernel import GIVEN, HISTORY, MEASURED, RMS_NORM, Kind, launch_cast
 from float8.kernels.checks import (
     check_high_precision,
     check_same,

@@ -8,18 +8,16 @@ from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.amax import even_shares, magnitude_bits, store_part
-from float8.kernels.cast import (
+from float8.kernels.cast import cast_dynamic_fake, cast_reference, rows_reference
+from float8.kernels.cast_kernel import (
     HISTORY,
     MEASURED,
     SWIGLU,
     Kind,
-    cast_dynamic_fake,
-    cast_reference,
     choose_scale,
     launch_cast,
     mantissa,
     power_of_2_above,
-    rows_reference,
     swiglu,
 )
 from float8.kernels.checks import check_same, check_scalar, check_state
