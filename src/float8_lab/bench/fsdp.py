@@ -89,6 +89,7 @@ class RanksStep(Step, abc.ABC):
         Steps follow each other as in training, after some that do not count: from the end of one
         to the end of the next.
         """
+        free_memory(self.device)  # what checks left behind
         for _ in range(_WARMUP):
             self.train()
         if self._gpu:

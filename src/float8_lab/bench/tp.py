@@ -143,7 +143,10 @@ class ParallelStep(RanksStep):
         return {name: x.full_tensor() for name, x in found.items()}
 
     def check(self, references: dict[str, Results]) -> Row:
-        """Hold results and scales of weights against those of the same recipe on one device."""
+        """Hold results and scales of weights against those of the same recipe on one device.
+
+        References are in host memory.
+        """
         what, size, device = f"tp {self.variant.name}:", self.size, self.device
         self.warm_up()
         results = self.results()
@@ -153,8 +156,9 @@ class ParallelStep(RanksStep):
             alone = Step(self._eager, bf16_stack(size, device, Block), *data, sync=True)
             alone.warm_up()
             one, expected = with_scales(alone)
-            references.setdefault(HIGH_PRECISION, one)
-        base = references[HIGH_PRECISION]
+            if not references:
+                references[HIGH_PRECISION] = {name: x.cpu() for name, x in one.items()}
+        base = {name: x.to(device) for name, x in references[HIGH_PRECISION].items()}
         if self.variant.ours:
             eager = ParallelStep(self._eager, size, device)
             eager.warm_up()
