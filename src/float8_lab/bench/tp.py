@@ -158,7 +158,7 @@ class ParallelStep(RanksStep):
             one, expected = with_scales(alone)
             if not references:
                 references[HIGH_PRECISION] = {name: x.cpu() for name, x in one.items()}
-        base = {name: x.to(device) for name, x in references[HIGH_PRECISION].items()}
+        base = references[HIGH_PRECISION]
         if self.variant.ours:
             eager = ParallelStep(self._eager, size, device)
             eager.warm_up()
