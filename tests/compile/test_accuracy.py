@@ -1,4 +1,4 @@
-"""Compiled code is as accurate as eager code, at sizes that Inductor takes apart into many kernels."""
+"""Compiled code is as accurate as eager code, at sizes that take Inductor many kernels."""
 
 import pytest
 import torch
