@@ -41,6 +41,17 @@ class ModelConfig:
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
             )
 
+    def check_shares(self, what: str, ranks: int, tokens: int = 0) -> None:
+        """Raise a `ConfigError` unless `ranks` can share layers, and `tokens` of a sequence, evenly.
+
+        It begins with `what`, the setting that they come from.
+        """
+        shared = {"key/value heads": self.n_kv_heads, "ffn width": self.ffn_dim}
+        shared["tokens per sequence"] = tokens
+        for name, number in shared.items():
+            if number % ranks:
+                raise ConfigError(f"{what} got {ranks} for {number} {name}, expected a divisor")
+
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""

@@ -5,16 +5,31 @@ import math
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from float8 import Float8Weights, conversion_report, convert_to_float8_training
+from float8 import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    Float8SequenceParallel,
+    Float8Weights,
+    conversion_report,
+    convert_to_float8_training,
+)
 from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.ranks import ALONE, Ranks
-from float8_lab.trainer.config import DTYPES, TrainConfig, float8_config
+from float8_lab.trainer.config import DTYPES, HIGH_PRECISION, TrainConfig, float8_config
 
 
 def build_model(
@@ -31,21 +46,19 @@ def build_model(
         model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
     model.tie_head()
     conversion = ranks.together(lambda: _convert(model, config, device, sharded=ranks.sharded))
+    mesh = _make_mesh(config, device, ranks)
+    if config.tp > 1:
+        ranks.together(lambda: _parallelize(model, config, mesh["tensor"]))
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
             block.compile(fullgraph=True, dynamic=False)
-    if ranks.sharded:
-        shards = ranks.size // config.hsdp
-        if config.hsdp == 1:
-            mesh = init_device_mesh(device.type, (shards,))
-        else:
-            names = ("replicate", "shard")
-            mesh = init_device_mesh(device.type, (config.hsdp, shards), mesh_dim_names=names)
+    if config.fsdp:
+        data = mesh["shard"] if config.hsdp == 1 else mesh["replicate", "shard"]
         # No mixed precision policy: weights are gathered as they are, or in float8 if the config
         # says so, and autocast does the rest, so that the numbers are those of one device.
         for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=data)
     model.to_empty(device=device)
     model.init_weights(config.seed)
     return model, conversion
@@ -80,6 +93,42 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device, *, sharded
         reasons = {str(layer.skip_reason) for layer in report.skipped if layer.fqn != "output"}
         raise ConfigError(f"recipe {recipe!r} converted no layer: {'; '.join(sorted(reasons))}")
     return str(report)
+
+
+def _make_mesh(config: TrainConfig, device: torch.device, ranks: Ranks) -> DeviceMesh | None:
+    """All ranks, in a dim for each way in which they share work; neighbours share layers."""
+    if not config.spread:
+        return None
+    replicas = config.hsdp * config.tp
+    sizes = {"replicate": config.hsdp, "shard": ranks.size // replicas, "tensor": config.tp}
+    dims = {name: n for name, n in sizes.items() if n > 1 or (name == "shard" and config.fsdp)}
+    return init_device_mesh(device.type, (*dims.values(),), mesh_dim_names=(*dims,))
+
+
+def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
+    """Give each rank its part of each block's layers; embedding, norms and head are on all."""
+    tokens = Shard(1) if config.sequence_parallel else Replicate()
+    float8 = config.recipe != HIGH_PRECISION
+    colwise = Float8ColwiseParallel if float8 else ColwiseParallel
+    rowwise = Float8RowwiseParallel if float8 else RowwiseParallel
+    # All parameters are on one mesh: norms of gradients are of all of them.
+    whole = Float8SequenceParallel(use_local_output=True)
+    whole.sequence_sharding = (tokens,)
+    first = ("attention.query", "attention.key", "attention.value")
+    last = ("attention.out", "feed_forward.down")
+    plan: dict[str, ParallelStyle] = {"attention_norm": whole, "feed_forward_norm": whole}
+    plan |= {name: colwise(input_layouts=tokens) for name in (*first, "feed_forward.gate", "feed_forward.up")}
+    plan |= {name: rowwise(output_layouts=tokens) for name in last}
+    try:
+        for block in model.layers:
+            parallelize_module(block, mesh, plan, src_data_rank=None)
+    except ValueError as error:
+        raise ConfigError(f"--tp {config.tp}, recipe {config.recipe!r}: {error}") from error
+    # Ranks are given all tokens.
+    share = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
+    parallelize_module(model.embedding, mesh, share)
+    parallelize_module(model, mesh, dict.fromkeys(("embedding", "norm", "output"), whole))
+    model.tie_head()  # they have new Parameters
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
