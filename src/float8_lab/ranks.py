@@ -68,8 +68,8 @@ class Ranks:
         _require_divisor("--tp", tp, self.size, "ranks")
         if self.size > tp and not fsdp:
             raise ConfigError(
-                f"--tp got {tp} of {self.size} ranks: add --fsdp to shard the model over the others, "
-                f"or start {tp}"
+                f"--tp got {tp} for {self.size} ranks, expected as many: add --fsdp, which shards "
+                f"the model over the others, or start {tp}"
             )
         groups, who = self.size // tp, "ranks" if tp == 1 else f"groups of {tp} ranks"
         if batch_size % groups:
@@ -177,7 +177,10 @@ def join_ranks(spread: bool) -> Iterator[Ranks]:
     """
     if not spread:
         if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-            message = f"torchrun started {size} ranks, which need --fsdp or --tp: add it, or start one"
+            message = (
+                f"torchrun started {size} ranks, but not for --fsdp: add it, or --tp {size}, or "
+                "start one"
+            )
             raise for_all(ConfigError(message))
         yield ALONE
         return
@@ -185,7 +188,7 @@ def join_ranks(spread: bool) -> Iterator[Ranks]:
     if not ready and "RANK" not in os.environ:
         raise ConfigError(
             "--fsdp and --tp need ranks to share a model, expected to be started by torchrun: use "
-            f"{LAUNCH.format(ranks=max(torch.cuda.device_count(), 2))} ..."
+            f"{LAUNCH.format(ranks=max(torch.cuda.device_count(), 2))} --fsdp ..."
         )
     if not ready:
         # Both: tensors on GPUs and flags on CPUs have ways of their own.

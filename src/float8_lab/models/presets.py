@@ -42,15 +42,17 @@ class ModelConfig:
             )
 
     def check_shares(self, what: str, ranks: int, tokens: int = 0) -> None:
-        """Raise a `ConfigError` unless `ranks` can share layers, and `tokens` of a sequence, evenly.
+        """Raise a `ConfigError`, of the setting `what`, unless so many ranks can share evenly.
 
-        It begins with `what`, the setting that they come from.
+        That is: layers, and the `tokens` of a sequence.
         """
         shared = {"key/value heads": self.n_kv_heads, "ffn width": self.ffn_dim}
         shared["tokens per sequence"] = tokens
         for name, number in shared.items():
             if number % ranks:
-                raise ConfigError(f"{what} got {ranks} for {number} {name}, expected a divisor")
+                raise ConfigError(
+                    f"{what} got {ranks} for {number} {name}, expected a divisor of it"
+                )
 
     @property
     def head_dim(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
@@ -46,7 +46,7 @@ def build_model(
         model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
     model.tie_head()
     conversion = ranks.together(lambda: _convert(model, config, device, sharded=ranks.sharded))
-    mesh = _make_mesh(config, device, ranks)
+    mesh: Any = _make_mesh(config, device, ranks) if config.spread else None
     if config.tp > 1:
         ranks.together(lambda: _parallelize(model, config, mesh["tensor"]))
     if config.compile:
@@ -95,39 +95,43 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device, *, sharded
     return str(report)
 
 
-def _make_mesh(config: TrainConfig, device: torch.device, ranks: Ranks) -> DeviceMesh | None:
+def _make_mesh(config: TrainConfig, device: torch.device, ranks: Ranks) -> DeviceMesh:
     """All ranks, in a dim for each way in which they share work; neighbours share layers."""
-    if not config.spread:
-        return None
-    replicas = config.hsdp * config.tp
-    sizes = {"replicate": config.hsdp, "shard": ranks.size // replicas, "tensor": config.tp}
+    shards = ranks.size // (config.hsdp * config.tp)
+    sizes = {"replicate": config.hsdp, "shard": shards, "tensor": config.tp}
     dims = {name: n for name, n in sizes.items() if n > 1 or (name == "shard" and config.fsdp)}
-    return init_device_mesh(device.type, (*dims.values(),), mesh_dim_names=(*dims,))
+    mesh = init_device_mesh(device.type, (*dims.values(),), mesh_dim_names=(*dims,))
+    if config.fsdp and config.tp > 1:
+        mesh["shard", "tensor"]._flatten()  # norms then take one collective, not one per dim
+    return mesh
 
 
 def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
-    """Give each rank its part of each block's layers; embedding, norms and head are on all."""
+    """Give each rank its part of the layers of blocks. Embedding, norms and head are on all.
+
+    They, too, become DTensors, so that the norm of all gradients is that of tensors on one mesh.
+    """
     tokens = Shard(1) if config.sequence_parallel else Replicate()
-    float8 = config.recipe != HIGH_PRECISION
-    colwise = Float8ColwiseParallel if float8 else ColwiseParallel
-    rowwise = Float8RowwiseParallel if float8 else RowwiseParallel
-    # All parameters are on one mesh: norms of gradients are of all of them.
-    whole = Float8SequenceParallel(use_local_output=True)
-    whole.sequence_sharding = (tokens,)
-    first = ("attention.query", "attention.key", "attention.value")
-    last = ("attention.out", "feed_forward.down")
-    plan: dict[str, ParallelStyle] = {"attention_norm": whole, "feed_forward_norm": whole}
-    plan |= {name: colwise(input_layouts=tokens) for name in (*first, "feed_forward.gate", "feed_forward.up")}
-    plan |= {name: rowwise(output_layouts=tokens) for name in last}
+    high = config.recipe == HIGH_PRECISION
+    colwise: Any = ColwiseParallel if high else Float8ColwiseParallel
+    rowwise: Any = RowwiseParallel if high else Float8RowwiseParallel
+    whole: Any = Float8SequenceParallel()
+    embedding: Any = Float8SequenceParallel(use_local_output=True)
+    whole.sequence_sharding = embedding.sequence_sharding = (tokens,)
+    first, last = colwise(input_layouts=tokens), rowwise(output_layouts=tokens)
+    plan = {f"attention.{name}": first for name in ("query", "key", "value")}
+    plan |= {"feed_forward.gate": first, "feed_forward.up": first}
+    plan |= {"attention.out": last, "feed_forward.down": last}
+    plan |= {"attention_norm": whole, "feed_forward_norm": whole}
     try:
         for block in model.layers:
             parallelize_module(block, mesh, plan, src_data_rank=None)
     except ValueError as error:
-        raise ConfigError(f"--tp {config.tp}, recipe {config.recipe!r}: {error}") from error
-    # Ranks are given all tokens.
+        raise ConfigError(f"recipe {config.recipe!r} with --tp {config.tp}: {error}") from error
+    # Each rank is given all tokens.
     share = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
     parallelize_module(model.embedding, mesh, share)
-    parallelize_module(model, mesh, dict.fromkeys(("embedding", "norm", "output"), whole))
+    parallelize_module(model, mesh, {"embedding": embedding, "norm": whole, "output": whole})
     model.tie_head()  # they have new Parameters
 
 

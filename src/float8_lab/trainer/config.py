@@ -43,7 +43,8 @@ class Setting:
     shown: str = ""  # the default in words, where it depends on more than the model
     bound: str = ""  # what its value must be, one of `_BOUNDS`
     flag: str = ""  # its option, where that is not its name
-    free: bool = False  # leaves the numbers as they are, as all of `RANKS` and `OUTPUT`: may change on resume
+    # Leaves the numbers as they are, as all of `RANKS` and `OUTPUT` do: may change on resume.
+    free: bool = False
 
 
 def _setting(group: str, text: str, default: Any = None, **rest: Any) -> Any:
@@ -248,7 +249,9 @@ SETTINGS: dict[str, Setting] = {
 }
 """What there is to say of each field of `TrainConfig`."""
 
-ONE_PROCESS = {name: setting.default for name, setting in SETTINGS.items() if setting.group == RANKS}
+ONE_PROCESS = {
+    name: setting.default for name, setting in SETTINGS.items() if setting.group == RANKS
+}
 """How one process trains."""
 
 

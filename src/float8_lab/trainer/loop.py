@@ -168,6 +168,7 @@ class Trainer:
         tokens = batch.long()
         with build.autocast(self.config, self.device):
             logits = self.model(tokens[:, :-1])
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits
         parts = self._token_parts
         targets = tokens[:, 1:].chunk(parts, 1)[self.ranks.rank % parts]
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -271,7 +272,7 @@ def train(
 ) -> TrainResult:
     """Train a Llama as `config` says and leave everything in `config.output`.
 
-    With `config.fsdp` or `config.tp` all ranks call it alike; the first one writes and tells observers.
+    With `config.fsdp` or `config.tp` all ranks call it alike; the first writes and tells observers.
 
     Args:
         config: The settings.
