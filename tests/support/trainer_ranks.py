@@ -19,8 +19,8 @@ from float8_lab.cli.main import main
 from float8_lab.errors import LabError, is_for_all
 from float8_lab.models import presets
 from float8_lab.ranks import join_ranks
-from float8_lab.trainer import checkpoint as checkpoint_files
 from float8_lab.trainer import build, loop
+from float8_lab.trainer import checkpoint as checkpoint_files
 from float8_lab.trainer.checkpoint import save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
@@ -148,7 +148,7 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
     patches = {
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
-        "unpadded": mock.patch.object(build, "float8_config", lambda recipe: unpadded),
+        "unpadded": mock.patch.object(build, "float8_config", return_value=unpadded),
         "no data": mock.patch.object(loop.data, "load_corpus", partial(_no_data, who)),
         "other data": mock.patch.object(loop.data, "load_corpus", partial(_other_data, who)),
     }
