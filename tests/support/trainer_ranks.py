@@ -29,7 +29,7 @@ from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import RunFolder
 from support.listener import Listener
 from support.nano import NANO
-from support.sharded import traffic
+from support.sharded import FunctionalTraffic, traffic
 
 Curves = tuple[list[tuple[float, float]], list[float]]
 """Loss and gradient norm of each step, and the validation losses."""
@@ -75,6 +75,13 @@ def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
     with traffic() as seen:
         curves(settings)
     return seen.gather_dtypes
+
+
+def tokens_sent(settings: dict[str, Any]) -> dict[str, dict[torch.dtype, int]]:
+    """Bytes given into collectives of ranks that share layers."""
+    with FunctionalTraffic() as seen:
+        curves(settings)
+    return {name: seen.bytes_of(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -113,19 +114,24 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     """
     tokens = Shard(1) if config.sequence_parallel else Replicate()
     high = config.recipe == HIGH_PRECISION
-    colwise: Any = ColwiseParallel if high else Float8ColwiseParallel
-    rowwise: Any = RowwiseParallel if high else Float8RowwiseParallel
+    first: Any = ColwiseParallel() if high else Float8ColwiseParallel(input_layouts=tokens)
+    last: Any = (RowwiseParallel if high else Float8RowwiseParallel)(output_layouts=tokens)
     whole: Any = Float8SequenceParallel()
     embedding: Any = Float8SequenceParallel(use_local_output=True)
     whole.sequence_sharding = embedding.sequence_sharding = (tokens,)
-    first, last = colwise(input_layouts=tokens), rowwise(output_layouts=tokens)
     plan = {f"attention.{name}": first for name in ("query", "key", "value")}
     plan |= {"feed_forward.gate": first, "feed_forward.up": first}
     plan |= {"attention.out": last, "feed_forward.down": last}
-    plan |= {"attention_norm": whole, "feed_forward_norm": whole}
+    norms = "attention_norm", "feed_forward_norm"
+    plan |= dict.fromkeys(norms, whole)
+    gather = PrepareModuleOutput(
+        output_layouts=tokens, desired_output_layouts=Replicate(), use_local_output=False
+    )
     try:
         for block in model.layers:
             parallelize_module(block, mesh, plan, src_data_rank=None)
+            if high:  # once for all layers that read it, as in fused functions
+                parallelize_module(block, mesh, dict.fromkeys(norms, gather))
     except ValueError as error:
         raise ConfigError(f"recipe {config.recipe!r} with --tp {config.tp}: {error}") from error
     # Each rank is given all tokens.

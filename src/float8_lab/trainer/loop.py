@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from float8 import attach_to_optimizer
 from float8_lab.errors import (
@@ -146,6 +146,11 @@ class Trainer:
             # The means of ranks that share tokens are summed up by what they do in backward.
             (part / self._token_parts).backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
+        for parameter in self.model.parameters():
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and any(x.is_partial() for x in grad.placements):
+                # Of the rank's own tokens: summed once, not for the norm and for the step.
+                parameter.grad = grad.redistribute(placements=[Replicate()])
         limit = config.grad_clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before, of all ranks
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
