@@ -36,9 +36,9 @@ from float8_lab.trainer.config import DTYPES, HIGH_PRECISION, TrainConfig, float
 def build_model(
     config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
 ) -> tuple[Llama, str]:
-    """Build the run's model: converted, compiled, sharded and initialised as the settings say.
+    """Build the run's model: converted, spread, compiled and initialised as the settings say.
 
-    Collective if it is sharded. Returns what was converted as text, too, empty for high precision;
+    Collective if it is spread. Returns what was converted as text, too, empty for high precision;
     a `ConfigError` if the recipe does not work with this model or device.
     """
     # No rank has room for a whole model: it gets memory when each rank has its shards.
