@@ -22,7 +22,7 @@ from float8_lab.errors import ConfigError, LabError, RankFailedError, for_all
 T = TypeVar("T")
 
 # How a run on several ranks is started.
-LAUNCH = "torchrun --nproc-per-node {ranks} --no-python float8 train --fsdp"
+LAUNCH = "torchrun --nproc-per-node {ranks} --no-python float8 train"
 
 # torch has no exception of its own for these: what Gloo and NCCL say when another rank is gone.
 _SIGNS_OF_A_LOST_RANK = (
@@ -52,7 +52,7 @@ class Ranks:
             name = f"cuda:{os.environ.get('LOCAL_RANK') or torch.cuda.current_device()}"
         elif not name.startswith("cpu") and self.size > 1:
             raise ConfigError(
-                f"--device got {name!r}, but with --fsdp each rank takes a GPU of its own: "
+                f"--device got {name!r}, but each of several ranks takes a GPU of its own: "
                 "use --device cuda"
             )
         device = check_device(name)
@@ -60,25 +60,30 @@ class Ranks:
             torch.cuda.set_device(device)
         return device
 
-    def check_fits(self, batch_size: int, replicas: int) -> None:
-        """Raise a `ConfigError` unless sequences and replicas of the model come out even."""
-        if batch_size % self.size:
-            fitting = max(batch_size // self.size, 1) * self.size
+    def check_fits(self, batch_size: int, replicas: int, tp: int, fsdp: bool) -> None:
+        """Raise a `ConfigError` unless sequences and replicas of the model come out even.
+
+        Those of `tp` ranks each that share layers and sequences: one, unless `fsdp` shards it, too.
+        """
+        _require_divisor("--tp", tp, self.size, "ranks")
+        if self.size > tp and not fsdp:
+            raise ConfigError(
+                f"--tp got {tp} for {self.size} ranks, expected as many: add --fsdp, which shards "
+                f"the model over the others, or start {tp}"
+            )
+        groups, who = self.size // tp, "ranks" if tp == 1 else f"groups of {tp} ranks"
+        if batch_size % groups:
+            fitting = max(batch_size // groups, 1) * groups
             raise ConfigError(
                 f"--batch-size got {batch_size} sequences for all ranks together, expected a "
-                f"multiple of the {self.size} ranks: use for example {fitting}"
+                f"multiple of the {groups} {who}: use for example {fitting}"
             )
-        if self.size % replicas:
-            divisors = [str(n) for n in range(1, self.size + 1) if self.size % n == 0]
-            raise ConfigError(
-                f"--hsdp got {replicas} replicas, expected a divisor of the {self.size} ranks: "
-                f"use one of {', '.join(divisors)}"
-            )
+        _require_divisor("--hsdp", replicas, groups, who)
 
-    def share(self, count: int) -> slice:
-        """Which of `count` sequences, a multiple of `size`, are this rank's: each has as many."""
-        each = count // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+    def share(self, count: int, tp: int) -> slice:
+        """Which of `count` sequences are this rank's: `tp` ranks have the same, all as many."""
+        each, group = count * tp // self.size, self.rank // tp
+        return slice(group * each, (group + 1) * each)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over ranks, float64 if there are several; NaN if one is. Collective."""
@@ -130,6 +135,15 @@ class Ranks:
 ALONE = Ranks()  # one process, nothing sharded
 
 
+def _require_divisor(option: str, got: int, count: int, of_what: str) -> None:
+    if count % got:
+        divisors = [str(n) for n in range(1, count + 1) if count % n == 0]
+        raise ConfigError(
+            f"{option} got {got}, expected a divisor of the {count} {of_what}: "
+            f"use one of {', '.join(divisors)}"
+        )
+
+
 def start_ranks(device: str, wanted: int | None) -> None:
     """Become `torchrun`, which runs this command on `wanted` processes; return on each of those.
 
@@ -149,7 +163,7 @@ def start_ranks(device: str, wanted: int | None) -> None:
 
 
 @contextlib.contextmanager
-def join_ranks(fsdp: bool) -> Iterator[Ranks]:
+def join_ranks(spread: bool) -> Iterator[Ranks]:
     """Meet the other ranks that `torchrun` started, and part from them at the end.
 
     A process group that is there already is used and left as it is; on GPUs it needs a backend for
@@ -157,20 +171,24 @@ def join_ranks(fsdp: bool) -> Iterator[Ranks]:
     would wait for ranks that are gone: end the process soon.
 
     Raises:
-        ConfigError: (a `ValueError`) if `fsdp`, sharding, and the environment do not fit.
+        ConfigError: (a `ValueError`) if `spread`, whether ranks share a model, and the environment
+            do not fit.
         RankFailedError: If another rank ended before this one.
     """
-    if not fsdp:
+    if not spread:
         if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-            message = f"torchrun started {size} ranks, but not for --fsdp: add it, or start one"
+            message = (
+                f"torchrun started {size} ranks, but not for --fsdp: add it, or --tp {size}, or "
+                "start one"
+            )
             raise for_all(ConfigError(message))
         yield ALONE
         return
     ready = dist.is_available() and dist.is_initialized()
     if not ready and "RANK" not in os.environ:
         raise ConfigError(
-            "--fsdp needs ranks to shard over, expected to be started by torchrun: use "
-            f"{LAUNCH.format(ranks=max(torch.cuda.device_count(), 2))} ..."
+            "--fsdp and --tp need ranks to share a model, expected to be started by torchrun: use "
+            f"{LAUNCH.format(ranks=max(torch.cuda.device_count(), 2))} --fsdp ..."
         )
     if not ready:
         # Both: tensors on GPUs and flags on CPUs have ways of their own.

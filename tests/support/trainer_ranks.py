@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from float8 import Float8LinearConfig
 from float8_lab.cli.main import main
 from float8_lab.errors import LabError, is_for_all
 from float8_lab.models import presets
 from float8_lab.ranks import join_ranks
+from float8_lab.trainer import build, loop
 from float8_lab.trainer import checkpoint as checkpoint_files
-from float8_lab.trainer import loop
 from float8_lab.trainer.checkpoint import save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
@@ -28,7 +29,7 @@ from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import RunFolder
 from support.listener import Listener
 from support.nano import NANO
-from support.sharded import traffic
+from support.sharded import FunctionalTraffic, traffic
 
 Curves = tuple[list[tuple[float, float]], list[float]]
 """Loss and gradient norm of each step, and the validation losses."""
@@ -48,8 +49,13 @@ def curves(settings: dict[str, Any], resume: Path | None = None) -> Curves:
     ):
         torch._dynamo.reset()
         result = train(config_of(settings), resume=resume)
-    metrics = read_metrics(result.folder.metrics)
-    assert result.summary.steps == len(metrics.train)
+    return curves_of(result.folder.path)
+
+
+def curves_of(folder: Path) -> Curves:
+    """Of what is in the folder of a run."""
+    metrics = read_metrics(RunFolder(folder).metrics)
+    assert [record.step for record in metrics.train] == list(range(1, len(metrics.train) + 1))
     return [(r.loss, r.grad_norm) for r in metrics.train], [v.loss for v in metrics.validation]
 
 
@@ -69,6 +75,13 @@ def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
     with traffic() as seen:
         curves(settings)
     return seen.gather_dtypes
+
+
+def tokens_sent(settings: dict[str, Any]) -> dict[str, dict[torch.dtype, int]]:
+    """Bytes given into collectives of ranks that share layers."""
+    with FunctionalTraffic() as seen:
+        curves(settings)
+    return {name: seen.bytes_of(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
@@ -100,7 +113,7 @@ def files_show_late(settings: dict[str, Any]) -> None:
 def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> None:
     """Restore a checkpoint and save what was restored."""
     config = config_of(settings)
-    with mock.patch.dict(presets.PRESETS, nano=NANO), join_ranks(config.fsdp) as ranks:
+    with mock.patch.dict(presets.PRESETS, nano=NANO), join_ranks(config.spread) as ranks:
         folder = RunFolder(Path(config.output))
         trainer = loop.Trainer(config, load_corpus(config.data), folder, ranks=ranks)
         trainer.restore(checkpoint)
@@ -138,9 +151,11 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
             raise OSError(28, "No space left on device")
 
     plain_loss = loop.F.cross_entropy
+    unpadded = replace(Float8LinearConfig(), pad_inner_dim=False)
     patches = {
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
+        "unpadded": mock.patch.object(build, "float8_config", return_value=unpadded),
         "no data": mock.patch.object(loop.data, "load_corpus", partial(_no_data, who)),
         "other data": mock.patch.object(loop.data, "load_corpus", partial(_other_data, who)),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ from float8_lab.ranks import explain_lost_rank, join_ranks
 from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
-from sqnr import same_bits
+from sqnr import same_bits, sqnr
 from support import trainer_ranks as work
 from support.checkpoints import read_tensors
 from support.ranks import Ranks
+from tolerances import HIGH_PRECISION, ORDER_OF_SUMS
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 BY_ORDER = 2e-6
 """Relative: float32 sums of a few thousand terms in another order."""
+
+AFTER_A_CAST = 1e-3, 1e-2
+"""Of losses and gradient norms, relative: where `ORDER_OF_SUMS` is the bound of gradients."""
 
 
 class Settings:
@@ -47,6 +52,25 @@ def assert_close(got: work.Curves, wanted: work.Curves, bound: float) -> None:
     for mine, theirs in zip(got[0], wanted[0], strict=True):
         assert mine == pytest.approx(theirs, rel=bound)
     assert got[1] == pytest.approx(wanted[1], rel=bound)
+
+
+def assert_like_one(
+    got: work.Curves, run: dict[str, Any], wanted: work.Curves, one: dict[str, Any]
+) -> None:
+    """Steps and the last checkpoint of a run on ranks that share layers."""
+    assert_close((got[0][:1], []), (wanted[0][:1], []), BY_ORDER)
+    exact = run["recipe"] == "high_precision"
+    of_loss, of_norm = (BY_ORDER, BY_ORDER) if exact else AFTER_A_CAST
+    db = HIGH_PRECISION if exact else ORDER_OF_SUMS
+    for mine, theirs in zip(got[0], wanted[0], strict=True):
+        assert mine[0] == pytest.approx(theirs[0], rel=of_loss)
+        assert mine[1] == pytest.approx(theirs[1], rel=of_norm)
+    assert got[1] == pytest.approx(wanted[1], rel=of_loss)
+    mine, theirs = (state_of(Path(each["output"])) for each in (run, one))
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        if "fp8" not in name and expected.any():
+            assert sqnr(expected, mine[name]) > db, name
 
 
 HOWS: list[dict[str, Any]] = [
@@ -85,11 +109,60 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     assert_close((plain[0], []), (wanted[0], []), BY_ORDER)  # validation has no parts
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"recipe": "high_precision", "accumulate": 2, "activation_checkpointing": True},
+        {"recipe": "tensorwise", "accumulate": 2},
+        {"recipe": "delayed", "tied_head": True, "eval_interval": 2, "grad_clip": 0.0},
+    ],
+)
+def test_ranks_that_share_layers(two: Ranks, settings: Settings, how: dict[str, Any]) -> None:
+    how |= {"steps": 3}
+    one = settings(**how)
+    runs = [settings(tp=2, **how), settings(tp=2, sequence_parallel=True, **how)]
+    wanted, (got, _) = work.curves(one), two.run(work.several, runs)
+    for run, curves in zip(runs, got, strict=True):
+        assert_like_one(curves, run, wanted, one)
+
+
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [
+        ({"recipe": "high_precision", "tied_head": True, "vocab_size": 259}, {}),
+        ({"recipe": "tensorwise"}, {"fsdp_float8_all_gather": True}),
+        pytest.param({"recipe": "tensorwise"}, {"compile": True}, marks=pytest.mark.exhaustive),
+        ({"recipe": "delayed"}, {"fsdp_float8_all_gather": True, "hsdp": 2}),
+    ],
+)
+def test_sharded_models_of_ranks_that_share_layers(
+    four: Ranks, settings: Settings, how: dict[str, Any], more: dict[str, Any]
+) -> None:
+    how |= {"steps": 3, "eval_batches": 1}
+    one = settings(batch_size=2, accumulate=2, **how)  # the parts of the batch in turn
+    more |= {"fsdp": True, "tp": 2, "sequence_parallel": True}
+    run = settings(batch_size=4, **how, **more)
+    wanted, (got, *_) = work.curves(one), four.run(work.curves, run)
+    assert_like_one((got[0], []), run, (wanted[0], []), one)
+
+
 def test_what_travels(two: Ranks, settings: Settings) -> None:
     how = {"recipe": "tensorwise", "dtype": "bfloat16", "fsdp": True, "steps": 1}
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32}
     how["fsdp_float8_all_gather"] = True  # bytes of blocks; what is around them is not converted
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
+
+
+def test_tokens_travel_once_for_all_layers_that_read_them(two: Ranks, settings: Settings) -> None:
+    tokens = 4 * 16 * 32 // 2  # of a rank, times the model's width
+    for recipe, dtype in (("high_precision", torch.float32), ("tensorwise", torch.uint8)):
+        how = {"recipe": recipe, "steps": 1, "eval_batches": 1, "final_checkpoint": False}
+        (seen, _) = two.run(work.tokens_sent, settings(tp=2, sequence_parallel=True, **how))
+        # Of two blocks, two parts each: forward, backward and validation.
+        assert seen["all_gather"] == {dtype: 2 * 2 * 3 * tokens * dtype.itemsize}
+        assert seen["reduce_scatter"] == {torch.float32: 2 * 2 * 3 * 2 * tokens * 4}
+        # Gradients of embedding and head, of five norms; norms of 21 gradients.
+        assert seen["all_reduce"][torch.float32] == 4 * (2 * 256 * 32 + 5 * 32 + 21)
 
 
 def test_gradients_are_shards_between_microbatches(two: Ranks, settings: Settings) -> None:
@@ -132,7 +205,9 @@ def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
         ("two to one", None, {}),
         ("one to two", two, sharded),
         ("two to four", four, {**sharded, "hsdp": 2}),
-        ("four to one", None, {}),
+        ("four to two that share layers", two, {"tp": 2}),
+        ("two to two dims", four, {**sharded, "tp": 2, "sequence_parallel": True}),
+        ("two dims to one", None, {}),
     ):
         args = settings(**how, **more), find_checkpoint(source), tmp_path / name
         work.written_again(*args) if ranks is None else ranks.run(work.written_again, *args)
@@ -176,6 +251,20 @@ def test_a_run_goes_on_with_other_ranks(two: Ranks, settings: Settings) -> None:
     assert_close(work.curves(rest, resume=Path(run["output"])), whole, BY_ORDER)
 
 
+def test_a_run_goes_on_with_ranks_that_share_layers(
+    two: Ranks, four: Ranks, settings: Settings
+) -> None:
+    whole = work.curves(settings(steps=4))
+    run = settings(steps=4, tp=2, stop_after=1)
+    output = Path(run["output"])
+    two.run(work.curves, run)
+    two_dims = {"fsdp": True, "tp": 2, "sequence_parallel": True, "stop_after": 2}
+    four.run(work.curves, {**run, **two_dims}, output)
+    work.curves({**run, "tp": 1, "stop_after": 3}, output)
+    two.run(work.curves, {**run, "sequence_parallel": True, "stop_after": 0}, output)
+    assert_close(work.curves_of(output), whole, BY_ORDER)
+
+
 def test_a_wish_to_stop_on_one_rank_stops_all(two: Ranks, settings: Settings) -> None:
     for who in (0, 1):
         first, second = two.run(work.interrupted, settings(fsdp=True), who)
@@ -212,21 +301,36 @@ def test_what_fails_on_one_rank_fails_on_all_and_is_said_once(
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "replicas", "message"),
+    ("how", "message"),
     [
-        (6, 1, r"--batch-size got 6 .*multiple of the 4 ranks: use for example 4"),
-        (4, 3, r"--hsdp got 3 replicas, .*divisor of the 4 ranks: use one of 1, 2, 4"),
+        ((6, 1, 1, True), r"--batch-size got 6 .*multiple of the 4 ranks: use for example 4"),
+        ((3, 1, 2, True), r"--batch-size got 3 .*multiple of the 2 groups of 2 ranks: .* 2"),
+        ((4, 3, 1, True), r"--hsdp got 3, .*divisor of the 4 ranks: use one of 1, 2, 4"),
+        ((4, 4, 2, True), r"--hsdp got 4, .*divisor of the 2 groups of 2 ranks: use one of 1, 2"),
+        ((4, 1, 3, True), r"--tp got 3, .*divisor of the 4 ranks: use one of 1, 2, 4"),
+        ((4, 1, 2, False), r"--tp got 2 for 4 ranks, .*: add --fsdp, .*or start 2"),
     ],
 )
-def test_what_does_not_come_out_even(batch_size: int, replicas: int, message: str) -> None:
+def test_what_does_not_come_out_even(how: tuple[int, int, int, bool], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainerRanks(size=4).check_fits(batch_size, replicas)
-    TrainerRanks(size=4).check_fits(8, 2)
+        TrainerRanks(size=4).check_fits(*how)
+
+
+def test_what_comes_out_even() -> None:
+    for how in ((8, 2, 1, True), (2, 2, 2, True), (1, 1, 4, False)):
+        TrainerRanks(size=4).check_fits(*how)
 
 
 def test_ranks_take_parts_in_order() -> None:
-    shares = [TrainerRanks(rank, 4).share(8) for rank in range(4)]
-    assert [list(range(8))[share] for share in shares] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for tp, parts in ((1, ["01", "23", "45", "67"]), (2, ["0123"] * 2 + ["4567"] * 2)):
+        shares = [TrainerRanks(rank, 4).share(8, tp) for rank in range(4)]
+        assert ["01234567"[share] for share in shares] == parts
+
+
+def test_layers_that_styles_refuse(two: Ranks, settings: Settings) -> None:
+    for name, text in two.run(work.error_of, settings(tp=2, recipe="tensorwise"), "unpadded", 0):
+        assert name == "ConfigError"
+        assert re.search(r"recipe 'tensorwise' with --tp 2: Float8Linear: got a weight of", text)
 
 
 def test_sharding_needs_a_launcher_and_a_launcher_needs_sharding(

@@ -126,6 +126,7 @@ def test_a_rank_tells_in_a_line_what_it_alone_has_met(here: Path) -> None:
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
     words = ["-m", "float8_lab.cli.main", *TRAIN, "--steps", "100000", "--output", "run"]
+    words += ["--tp", "2", "--sequence-parallel"]
     process = torchrun(here, *words)
     metrics = here / "run" / "metrics.jsonl"
     deadline = time.monotonic() + DEADLINE
@@ -138,7 +139,7 @@ def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:
     assert err.count("stopping after this step, with a checkpoint") == 1
     step = int(re.findall(r"interrupted after step (\d+)", out)[0])
     assert find_checkpoint(here / "run").name == f"step_{step:08d}"
-    assert "--no-python float8 train --fsdp --resume run" in out
+    assert "--no-python float8 train --fsdp --tp 2 --sequence-parallel --resume run" in out
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,9 @@ def test_what_not_all_ranks_meet_is_told_by_each_that_does(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--fsdp"], r"--fsdp needs ranks .*: use torchrun --nproc-per-node \d+ "),
+        (["--fsdp"], r"--fsdp and --tp need ranks .*: use torchrun --nproc-per-node \d+ "),
+        (["--tp", "2"], r"--fsdp and --tp need ranks .*: use torchrun --nproc-per-node \d+ "),
+        (["--sequence-parallel"], r"--sequence-parallel is for tensor parallel: add --tp N"),
         (["--hsdp", "2"], r"--hsdp is for sharded models: add --fsdp"),
         (["--hsdp", "0"], r"--hsdp must be at least 1, got 0"),
         (

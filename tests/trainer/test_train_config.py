@@ -39,6 +39,9 @@ MakeConfig = Callable[..., TrainConfig]
         ({"learning_rate": -1.0}, "--learning-rate must be more than 0"),
         ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be between 0 and 1"),
         ({"vocab_size": 17}, "at least 256"),
+        ({"tp": 4}, "--tp got 4 for 2 key/value heads, expected a divisor of it"),
+        ({"tp": 2, "sequence_parallel": True, "seq_len": 15}, "2 for 15 tokens per sequence"),
+        ({"tp": 2, "fsdp_float8_all_gather": True, "recipe": "delayed"}, "add --fsdp"),
         ({"colour": "red"}, "unknown settings: colour"),
     ],
 )

@@ -300,7 +300,9 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
     for key, hook in layer._forward_hooks.items():
         if key in layer.parallel_style.hooks:
             output = hook(layer, (), output)
-    return output
+    if hasattr(output, "device_mesh"):
+        return output
+    return torch.ops.aten._unsafe_view.default(output, output.shape)  # what is local is a view
 
 
 def like_input(rows: Tensor, x: Tensor, on_mesh: Any) -> Tensor:

@@ -42,14 +42,9 @@ Scales = list[tuple[Tensor, Tensor]]
 
 def require_shares(size: StackSize, ranks: int) -> None:
     """Raise a `ConfigError` for blocks that so many ranks cannot share evenly."""
-    config = preset(size.model).model
-    shared = {"key/value heads": config.n_kv_heads, "ffn width": config.ffn_dim}
-    shared["tokens per sequence"] = size.seq_len
-    for what, number in shared.items():
-        if ranks < 2 or number % ranks:
-            raise ConfigError(
-                f"ranks: got {ranks} for {number} {what}, expected at least 2 and a divisor of it"
-            )
+    if ranks < 2:
+        raise ConfigError(f"ranks: got {ranks}, expected at least 2")
+    preset(size.model).model.check_shares("ranks:", ranks, size.seq_len)
 
 
 # ---------------------------------------------------------------- the model, as users write it

@@ -15,12 +15,12 @@ from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, 
 from float8_lab.cli.progress import ConsoleProgress, make_console
 from float8_lab.errors import ConfigError, for_all
 from float8_lab.trainer.compare import RunRow, cells, compare
-from float8_lab.trainer.config import OUTPUT, TrainConfig
+from float8_lab.trainer.config import ONE_PROCESS, OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
 
 _NOT_OURS = (
-    *("recipe", "fsdp", "fsdp_float8_all_gather", "hsdp"),
-    *("output", "keep_checkpoints", "final_checkpoint", "stop_after"),
+    *("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after"),
+    *ONE_PROCESS,
 )
 
 _NAME = 15  # Columns to which names of recipes may be folded.

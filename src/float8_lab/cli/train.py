@@ -8,7 +8,7 @@ import typer
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
 from float8_lab.ranks import LAUNCH, join_ranks
-from float8_lab.trainer.config import OUTPUT, TrainConfig
+from float8_lab.trainer.config import ONE_PROCESS, OUTPUT, TrainConfig
 from float8_lab.trainer.interrupt import stop_on_signals
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED
@@ -40,7 +40,7 @@ def train_command(
     On several GPUs: torchrun --nproc-per-node 8 --no-python float8 train --fsdp ...
     """
     console = make_console()
-    with join_ranks(bool(chosen.fsdp)) as ranks:
+    with join_ranks(bool(chosen.fsdp) or (chosen.tp or 1) > 1) as ranks:
         notice = STOP_NOTICE if ranks.rank == 0 else ""
         with stop_on_signals(notice) as stop:
             config, checkpoint = ranks.once(lambda: _settings(given(chosen), resume))
@@ -53,10 +53,9 @@ def train_command(
     console.print(f"everything is in {folder}")
     if result.status != FINISHED:
         go_on = LAUNCH.format(ranks=ranks.size) if ranks.sharded else "float8 train"
-        if config.fsdp_float8_all_gather:
-            go_on += " --fsdp-float8-all-gather"
-        if config.hsdp > 1:
-            go_on += f" --hsdp {config.hsdp}"
+        for name, default in ONE_PROCESS.items():
+            if (value := getattr(config, name)) != default:
+                go_on += f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         console.print(f"go on with: {go_on} --resume {folder}")
     if result.status == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_EXIT)

@@ -41,6 +41,19 @@ class ModelConfig:
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
             )
 
+    def check_shares(self, what: str, ranks: int, tokens: int = 0) -> None:
+        """Raise a `ConfigError`, of the setting `what`, unless so many ranks can share evenly.
+
+        That is: layers, and the `tokens` of a sequence.
+        """
+        shared = {"key/value heads": self.n_kv_heads, "ffn width": self.ffn_dim}
+        shared["tokens per sequence"] = tokens
+        for name, number in shared.items():
+            if number % ranks:
+                raise ConfigError(
+                    f"{what} got {ranks} for {number} {name}, expected a divisor of it"
+                )
+
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""

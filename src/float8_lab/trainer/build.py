@@ -2,27 +2,43 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from float8 import Float8Weights, conversion_report, convert_to_float8_training
+from float8 import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    Float8SequenceParallel,
+    Float8Weights,
+    conversion_report,
+    convert_to_float8_training,
+)
 from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.ranks import ALONE, Ranks
-from float8_lab.trainer.config import DTYPES, TrainConfig, float8_config
+from float8_lab.trainer.config import DTYPES, HIGH_PRECISION, TrainConfig, float8_config
 
 
 def build_model(
     config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
 ) -> tuple[Llama, str]:
-    """Build the run's model: converted, compiled, sharded and initialised as the settings say.
+    """Build the run's model: converted, spread, compiled and initialised as the settings say.
 
-    Collective if it is sharded. Returns what was converted as text, too, empty for high precision;
+    Collective if it is spread. Returns what was converted as text, too, empty for high precision;
     a `ConfigError` if the recipe does not work with this model or device.
     """
     # No rank has room for a whole model: it gets memory when each rank has its shards.
@@ -31,21 +47,19 @@ def build_model(
         model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
     model.tie_head()
     conversion = ranks.together(lambda: _convert(model, config, device, sharded=ranks.sharded))
+    mesh: Any = _make_mesh(config, device, ranks) if config.spread else None
+    if config.tp > 1:
+        ranks.together(lambda: _parallelize(model, config, mesh["tensor"]))
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
             block.compile(fullgraph=True, dynamic=False)
-    if ranks.sharded:
-        shards = ranks.size // config.hsdp
-        if config.hsdp == 1:
-            mesh = init_device_mesh(device.type, (shards,))
-        else:
-            names = ("replicate", "shard")
-            mesh = init_device_mesh(device.type, (config.hsdp, shards), mesh_dim_names=names)
+    if config.fsdp:
+        data = mesh["shard"] if config.hsdp == 1 else mesh["replicate", "shard"]
         # No mixed precision policy: weights are gathered as they are, or in float8 if the config
         # says so, and autocast does the rest, so that the numbers are those of one device.
         for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=data)
     model.to_empty(device=device)
     model.init_weights(config.seed)
     return model, conversion
@@ -80,6 +94,51 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device, *, sharded
         reasons = {str(layer.skip_reason) for layer in report.skipped if layer.fqn != "output"}
         raise ConfigError(f"recipe {recipe!r} converted no layer: {'; '.join(sorted(reasons))}")
     return str(report)
+
+
+def _make_mesh(config: TrainConfig, device: torch.device, ranks: Ranks) -> DeviceMesh:
+    """All ranks, in a dim for each way in which they share work; neighbours share layers."""
+    shards = ranks.size // (config.hsdp * config.tp)
+    sizes = {"replicate": config.hsdp, "shard": shards, "tensor": config.tp}
+    dims = {name: n for name, n in sizes.items() if n > 1 or (name == "shard" and config.fsdp)}
+    mesh = init_device_mesh(device.type, (*dims.values(),), mesh_dim_names=(*dims,))
+    if config.fsdp and config.tp > 1:
+        mesh["shard", "tensor"]._flatten()  # norms then take one collective, not one per dim
+    return mesh
+
+
+def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
+    """Give each rank its part of the layers of blocks. Embedding, norms and head are on all.
+
+    They, too, become DTensors, so that the norm of all gradients is that of tensors on one mesh.
+    """
+    tokens = Shard(1) if config.sequence_parallel else Replicate()
+    high = config.recipe == HIGH_PRECISION
+    first: Any = ColwiseParallel() if high else Float8ColwiseParallel(input_layouts=tokens)
+    last: Any = (RowwiseParallel if high else Float8RowwiseParallel)(output_layouts=tokens)
+    whole: Any = Float8SequenceParallel()
+    embedding: Any = Float8SequenceParallel(use_local_output=True)
+    whole.sequence_sharding = embedding.sequence_sharding = (tokens,)
+    plan = {f"attention.{name}": first for name in ("query", "key", "value")}
+    plan |= {"feed_forward.gate": first, "feed_forward.up": first}
+    plan |= {"attention.out": last, "feed_forward.down": last}
+    norms = "attention_norm", "feed_forward_norm"
+    plan |= dict.fromkeys(norms, whole)
+    gather = PrepareModuleOutput(
+        output_layouts=tokens, desired_output_layouts=Replicate(), use_local_output=False
+    )
+    try:
+        for block in model.layers:
+            parallelize_module(block, mesh, plan, src_data_rank=None)
+            if high:  # once for all layers that read it, as in fused functions
+                parallelize_module(block, mesh, dict.fromkeys(norms, gather))
+    except ValueError as error:
+        raise ConfigError(f"recipe {config.recipe!r} with --tp {config.tp}: {error}") from error
+    # Each rank is given all tokens.
+    share = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
+    parallelize_module(model.embedding, mesh, share)
+    parallelize_module(model, mesh, {"embedding": embedding, "norm": whole, "output": whole})
+    model.tie_head()  # they have new Parameters
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

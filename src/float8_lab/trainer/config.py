@@ -20,7 +20,8 @@ RECIPES = [recipe.value for recipe in Float8LinearRecipeName]  # names of those 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Groups of settings.
-MODEL, OPTIMIZER, DEVICE, OUTPUT = "Model and data", "Optimizer", "Speed and memory", "Output"
+MODEL, OPTIMIZER, DEVICE = "Model and data", "Optimizer", "Speed and memory"
+RANKS, OUTPUT = "Several ranks", "Output"
 
 _BOUNDS = {
     "at least 1": lambda value: value >= 1,
@@ -42,15 +43,16 @@ class Setting:
     shown: str = ""  # the default in words, where it depends on more than the model
     bound: str = ""  # what its value must be, one of `_BOUNDS`
     flag: str = ""  # its option, where that is not its name
-    free: bool = False  # leaves the numbers as they are, as all of `OUTPUT`: may change on resume
+    # Leaves the numbers as they are, as all of `RANKS` and `OUTPUT` do: may change on resume.
+    free: bool = False
 
 
 def _setting(group: str, text: str, default: Any = None, **rest: Any) -> Any:
     return field(metadata={"setting": Setting(group, text, default, **rest)})
 
 
-_model, _optimizer, _device, _output = (
-    functools.partial(_setting, group) for group in (MODEL, OPTIMIZER, DEVICE, OUTPUT)
+_model, _optimizer, _device, _ranks, _output = (
+    functools.partial(_setting, group) for group in (MODEL, OPTIMIZER, DEVICE, RANKS, OUTPUT)
 )
 
 
@@ -107,11 +109,17 @@ class TrainConfig:
         "Run blocks again in backward instead of keeping their activations.", False
     )
     # How a run is spread over ranks belongs to its start: a resumed one may have others.
-    fsdp: bool = _device("Shard the model over the ranks that torchrun started.", False, free=True)
-    fsdp_float8_all_gather: bool = _device("Gather sharded weights in float8.", False, free=True)
-    hsdp: int = _device(
-        "Replicas of the sharded model; they divide the ranks.", 1, bound="at least 1", free=True
+    fsdp: bool = _ranks("Shard the model over the ranks that torchrun started.", False)
+    fsdp_float8_all_gather: bool = _ranks("Gather sharded weights in float8.", False)
+    hsdp: int = _ranks(
+        "Replicas of the sharded model; they divide the ranks.", 1, bound="at least 1"
     )
+    tp: int = _ranks(
+        "Tensor parallel: ranks that share each layer; with --fsdp, models of so many are sharded.",
+        1,
+        bound="at least 1",
+    )
+    sequence_parallel: bool = _ranks("The ranks of --tp share tokens between layers, too.", False)
     output: str = _output("Folder of the run.", shown="runs/MODEL-RECIPE")
     log_interval: int = _output(
         "Steps between looks at the loss; each waits for the device.", 10, bound="at least 1"
@@ -155,6 +163,10 @@ class TrainConfig:
         if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
             name = "fsdp-float8-all-gather" if self.fsdp_float8_all_gather else "hsdp"
             raise ConfigError(f"--{name} is for sharded models: add --fsdp, or leave it out")
+        if self.sequence_parallel and self.tp == 1:
+            message = "--sequence-parallel is for tensor parallel: add --tp N, or leave it out"
+            raise ConfigError(message)
+        self.model_config().check_shares("--tp", self.tp, self.seq_len * self.sequence_parallel)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -204,6 +216,11 @@ class TrainConfig:
         return dataclasses.replace(shape, vocab_size=self.vocab_size, tied_head=self.tied_head)
 
     @property
+    def spread(self) -> bool:
+        """Whether the model is spread over the ranks that torchrun started."""
+        return self.fsdp or self.tp > 1
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step sees."""
         return self.batch_size * self.accumulate * self.seq_len
@@ -222,7 +239,7 @@ class TrainConfig:
         return {
             name: (getattr(self, name), getattr(other, name))
             for name, setting in SETTINGS.items()
-            if not (setting.free or setting.group == OUTPUT)
+            if not (setting.free or setting.group in (RANKS, OUTPUT))
             and getattr(self, name) != getattr(other, name)
         }
 
@@ -231,6 +248,11 @@ SETTINGS: dict[str, Setting] = {
     f.name: f.metadata["setting"] for f in dataclasses.fields(TrainConfig)
 }
 """What there is to say of each field of `TrainConfig`."""
+
+ONE_PROCESS = {
+    name: setting.default for name, setting in SETTINGS.items() if setting.group == RANKS
+}
+"""How one process trains."""
 
 
 def float8_config(recipe: str) -> Float8LinearConfig | None:

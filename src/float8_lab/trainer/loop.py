@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from float8 import attach_to_optimizer
 from float8_lab.errors import (
@@ -60,7 +60,8 @@ class Trainer:
         self.timer = Clock(self.device)
         self.step = 0
         self.last_checkpoint: Path | None = None
-        self._mine = ranks.share(config.batch_size)
+        self._mine = ranks.share(config.batch_size, config.tp)
+        self._token_parts = config.tp if config.sequence_parallel else 1
         self.model, self.conversion = build.build_model(config, self.device, ranks)
         self.optimizer = build.build_optimizer(self.model, config)
         self._first_step = 0
@@ -133,7 +134,7 @@ class Trainer:
                 self.corpus.train,
                 seed=config.seed,
                 first=index * config.batch_size + self._mine.start,
-                batch_size=config.batch_size // self.ranks.size,
+                batch_size=self._mine.stop - self._mine.start,
                 seq_len=config.seq_len,
             )
             if config.accumulate > 1 and isinstance(self.model, FSDPModule):
@@ -142,8 +143,14 @@ class Trainer:
                 last = index == step * config.accumulate - 1
                 self.model.set_requires_all_reduce(last)
             part = self.loss(batch) / config.accumulate
-            part.backward()  # type: ignore[no-untyped-call]
+            # The means of ranks that share tokens are summed up by what they do in backward.
+            (part / self._token_parts).backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
+        for parameter in self.model.parameters():
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and any(x.is_partial() for x in grad.placements):
+                # Of the rank's own tokens: summed once, not for the norm and for the step.
+                parameter.grad = grad.redistribute(placements=[Replicate()])
         limit = config.grad_clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)  # before, of all ranks
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -157,13 +164,19 @@ class Trainer:
         return interval > 0 and self.step % interval == 0
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Mean loss of this rank's batch [batch, seq + 1] uint8 from the CPU, nats per byte."""
+        """Mean loss of this rank's tokens of a batch [batch, seq + 1] uint8 from the CPU.
+
+        In nats per byte. Ranks of sequence parallel have parts of the tokens, others all of them.
+        """
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         tokens = batch.long()
         with build.autocast(self.config, self.device):
             logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits
+        parts = self._token_parts
+        targets = tokens[:, 1:].chunk(parts, 1)[self.ranks.rank % parts]
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -264,7 +277,7 @@ def train(
 ) -> TrainResult:
     """Train a Llama as `config` says and leave everything in `config.output`.
 
-    With `config.fsdp` all ranks call it alike; the first one writes and tells observers.
+    With `config.fsdp` or `config.tp` all ranks call it alike; the first writes and tells observers.
 
     Args:
         config: The settings.
@@ -284,13 +297,13 @@ def train(
         RankFailedError: If another rank is gone.
     """
     if ranks is None:
-        with join_ranks(config.fsdp) as met:
+        with join_ranks(config.spread) as met:
             return train(
                 config, observers=observers, resume=resume, corpus=corpus, stop=stop, ranks=met
             )
 
     def usable() -> data.Corpus:
-        ranks.check_fits(config.batch_size, config.hsdp)
+        ranks.check_fits(config.batch_size, config.hsdp, config.tp, config.fsdp)
         found = corpus if corpus is not None else data.load_corpus(config.data)
         data.check_length(found, config.seq_len, config.batch_size)
         _check_memory(config, ranks)

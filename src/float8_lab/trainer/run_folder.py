@@ -18,7 +18,7 @@ import torch
 
 from float8_lab.errors import CheckpointError, ConfigError
 from float8_lab.trainer.checkpoint import is_checkpoint, list_checkpoints, read_state
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import ONE_PROCESS, TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
@@ -130,8 +130,7 @@ def find_checkpoint(path: Path) -> Path:
 def saved_config(checkpoint: Path) -> TrainConfig:
     """The settings of a checkpoint's run, to go on in its folder, in one process."""
     config = TrainConfig.from_dict(read_state(checkpoint)["config"])
-    alone = {"fsdp": False, "fsdp_float8_all_gather": False, "hsdp": 1}
-    return config.replace(output=str(checkpoint.parent.parent), stop_after=0, **alone)
+    return config.replace(output=str(checkpoint.parent.parent), stop_after=0, **ONE_PROCESS)
 
 
 def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
