@@ -117,8 +117,9 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     first: Any = ColwiseParallel() if high else Float8ColwiseParallel(input_layouts=tokens)
     last: Any = (RowwiseParallel if high else Float8RowwiseParallel)(output_layouts=tokens)
     whole: Any = Float8SequenceParallel()
-    embedding: Any = Float8SequenceParallel(use_local_output=True)
-    whole.sequence_sharding = embedding.sequence_sharding = (tokens,)
+    local: Any = Float8SequenceParallel(use_local_output=True)
+    head: Any = Float8SequenceParallel(use_local_output=True)
+    whole.sequence_sharding = local.sequence_sharding = head.sequence_sharding = (tokens,)
     plan = {f"attention.{name}": first for name in ("query", "key", "value")}
     plan |= {"feed_forward.gate": first, "feed_forward.up": first}
     plan |= {"attention.out": last, "feed_forward.down": last}
@@ -137,7 +138,11 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     # Each rank is given all tokens.
     share = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
     parallelize_module(model.embedding, mesh, share)
-    parallelize_module(model, mesh, {"embedding": embedding, "norm": whole, "output": whole})
+    if config.sequence_parallel:  # torch 2.11 flattens tokens only where the first dim is sharded
+        head.sequence_sharding = (Shard(0),)
+        model.output.register_forward_pre_hook(lambda _, args: (args[0].transpose(0, 1),))
+        model.output.register_forward_hook(lambda _, args, logits: logits.transpose(0, 1))
+    parallelize_module(model, mesh, {"embedding": local, "norm": local, "output": head})
     model.tie_head()  # they have new Parameters
 
 
