@@ -6,6 +6,7 @@ conftest leaves them out of a process that cannot run them, and all others out o
 interpreter's.
 """
 
+import functools
 import os
 from pathlib import Path
 
@@ -14,6 +15,25 @@ import torch
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETER
+
+
+def pytest_configure() -> None:
+    """Patch Triton's language once per function: the interpreter does so in each call of one.
+
+    That is most of its time. What is patched stays so: nothing but the interpreter runs here.
+    """
+    if not INTERPRETER:
+        return
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang
+
+    @functools.cache
+    def once(function: object) -> object:
+        plain(function)
+        return interpreter._LangPatchScope()  # which has nothing to take back
+
+    interpreter._patch_lang = once
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
