@@ -32,6 +32,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collect_only_what_is_new() -> None:
+    """Each run of the trainer collects garbage: of what was there before this file it need not."""
+    if not torch.cuda.is_available():
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _give_memory_back() -> Iterator[None]:
     """Several workers share a GPU: none keeps what its largest test took."""

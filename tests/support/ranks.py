@@ -5,6 +5,7 @@ hangs ends them all; the error is the first one that any rank met.
 """
 
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import itertools
@@ -187,6 +188,8 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
         try:
             if file not in modules:
                 modules[file] = _load(file)
+                if gpu is None:
+                    gc.freeze()  # runs collect garbage: only that of their own
             torch.manual_seed(0)
             result = (True, getattr(modules[file], name)(*args))
         except BaseException:
