@@ -113,7 +113,7 @@ def test_low_precision_parameters_under_compile(dtype: torch.dtype) -> None:
 INDUCTOR_ROUNDS_AS_EAGER = inductor_config.patch(emulate_precision_casts=True)
 
 
-# Of the 8 mixes, 4 in which each role has each scaling, next to each of its other roles.
+# Those 4 of the 8 mixes in which any two roles meet in all ways. All delayed is tested below, too.
 SOME = [pytest.param("cpu", *MIXES[n].values, id=f"{MIXES[n].id}-cpu") for n in (0, 3, 5, 6)]
 REST = [
     pytest.param("cpu", *MIXES[n].values, id=f"{MIXES[n].id}-cpu", marks=pytest.mark.exhaustive)

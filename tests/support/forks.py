@@ -21,7 +21,8 @@ def run_program(program: str, **env: str) -> subprocess.CompletedProcess[str]:
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(program)
-        print(json.dumps([folder, env]), file=server.stdin, flush=True)
+        server.stdin.write(json.dumps([folder, env]) + "\n")
+        server.stdin.flush()
         code = int(server.stdout.readline())
         out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
     return subprocess.CompletedProcess(["program.py"], code, out, err)
@@ -41,7 +42,8 @@ def _serve() -> None:
         child = os.fork()
         if not child:
             _run(folder, env)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()
 
 
 def _run(folder: str, env: dict[str, str]) -> None:

@@ -169,6 +169,8 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
     if gpu is not None:
         torch.cuda.set_device(gpu)
     torch.set_num_threads(1)
+    if gpu is None:
+        gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     dist.init_process_group(
         "gloo" if gpu is None else "nccl",
         init_method=store,
