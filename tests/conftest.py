@@ -17,6 +17,10 @@ NO_GPU = "needs a CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # several processes: one thread each
         torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # Compilers make millions of objects, and start a server each to compile for a CPU.
+        gc.set_threshold(50_000, 20, 20)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_only_what_is_new() -> None:
+    """Each run of the trainer collects garbage: of what was there before this file it need not."""
+    if not torch.cuda.is_available():
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
 """The code samples of README.md and docs/ run, word for word, and their links lead somewhere."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.forks import run_program
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,17 +63,13 @@ def test_every_fence_names_a_language(page: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_sample_runs(sample: str, tmp_path: Path) -> None:
+def test_sample_runs(sample: str) -> None:
     extras = EXTRAS.intersection(re.findall(r"^(?:from|import) (\w+)", sample, re.MULTILINE))
     for library in extras | ({"accelerate"} if "transformers" in extras else set()):
         pytest.importorskip(library)
-    script = tmp_path / "sample.py"
-    script.write_text(sample)
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_program(sample)
     assert done.returncode == 0, done.stderr
-    ours = r"(sample\.py|/float8/).*Warning"  # others warn of what they like
+    ours = r"(program\.py|/float8/).*Warning"  # others warn of what they like
     assert not re.search(ours if extras else "Warning", done.stderr), done.stderr
 
 

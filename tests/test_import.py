@@ -60,7 +60,7 @@ before = time.process_time()
 import float8
 print(time.process_time() - before)
 """
-    assert min(float(run(program)) for _ in range(3)) <= 0.5
+    assert any(float(run(program)) <= 0.5 for _ in range(3))
 
 
 def test_public_names_exist() -> None:

@@ -39,9 +39,17 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
+EACH = [pytest.param(op, True, id=f"{op}-dynamic") for op in OPS]
+STATIC = [
+    pytest.param(
+        op, False, id=f"{op}-static", marks=[] if op == "cast" else [pytest.mark.exhaustive]
+    )
+    for op in OPS
+]
+
+
 @on_devices
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "dynamic"), EACH + STATIC)
 def test_an_op(op: str, dynamic: bool, device: str) -> None:
     x = torch.randn(40, 72, dtype=torch.bfloat16, device=device)
     w, r = x[0].clone(), torch.rand(40, device=device)

@@ -1,6 +1,7 @@
 """Compiled code makes again in backward what it can make from tensors that it keeps anyway."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ from sqnr import same_bits, sqnr
 from support.configs import delayed, tensorwise
 from support.devices import E4M3, E5M2, on_devices
 from support.spies import saved_tensors
-
-configs = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 
 
 class FeedForward(nn.Module):
@@ -59,8 +58,15 @@ class Llama(FeedForward):
         return self.feed_forward(self.norm(x))
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
-@configs
+@pytest.mark.parametrize(
+    ("config", "fuse"),
+    [
+        pytest.param(tensorwise(), False, id="dynamic"),
+        pytest.param(delayed(), True, id="delayed-fused"),
+        pytest.param(tensorwise(), True, id="dynamic-fused", marks=pytest.mark.exhaustive),
+        pytest.param(delayed(), False, id="delayed", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_inputs_are_not_kept_in_float8(config, fuse: bool) -> None:
     plain = Llama().bfloat16() if fuse else FeedForward().bfloat16()
     model = convert_to_float8_training(plain, config=config, fuse=fuse)
@@ -101,9 +107,16 @@ class WritesIntoItsInput(nn.Module):
         return h.add_(y) if self.residual else y + h.add_(1).sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("residual", [False, True])
-@configs
+@pytest.mark.parametrize(
+    ("config", "residual", "backend"),
+    [
+        *itertools.product((tensorwise(), delayed()), (False, True), ("eager", "aot_eager")),
+        (tensorwise(), True, "inductor"),
+        (delayed(), False, "inductor"),
+        pytest.param(tensorwise(), False, "inductor", marks=pytest.mark.exhaustive),
+        pytest.param(delayed(), True, "inductor", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_inputs_may_be_written_into_afterwards(config, residual: bool, backend: str) -> None:
     torch.manual_seed(0)
     model = convert_to_float8_training(WritesIntoItsInput(residual), config=config)

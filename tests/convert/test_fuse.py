@@ -662,7 +662,7 @@ class Block(nn.Module):
 def test_compiled_in_one_graph(recipe: str, kind: type[Layers], device: str) -> None:
     torch._dynamo.reset()
     config = Float8LinearConfig.from_recipe_name(recipe)
-    eager = converted(nn.Sequential(Block(kind), Block(kind)).to(device, torch.bfloat16), config)
+    eager = converted(nn.Sequential(Block(kind)).to(device, torch.bfloat16), config)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True)
     for step in range(2):
@@ -675,7 +675,7 @@ def test_compiled_in_one_graph(recipe: str, kind: type[Layers], device: str) -> 
         sync(model)
     with OpCounter() as counter:
         model(x)
-    assert counter.ops["float8.swiglu_cast"] == 2
+    assert counter.ops["float8.swiglu_cast"] == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -198,25 +198,22 @@ def test_what_several_layers_read_is_transposed_once(two: Ranks) -> None:
 
 def hooked(backend: str, recipe: str) -> None:
     """What is compiled is the module itself whose inputs are prepared, or a layer by itself."""
-    for local in (False, True):
-        for whole_module in (True, False):
-            results = []
-            for compiled in (False, True):
-                block = block_of(recipe)
-                plan = plan_of("float8", True, local)
-                if not whole_module:
-                    plan = {"ffn.w1": Float8ColwiseParallel(input_layouts=Shard(1))}
-                parallelize_module(block, mesh_of(), plan)
-                module = block.attention if whole_module else block.ffn.w1
-                if compiled:
-                    module.compile(backend=backend, fullgraph=True)
-                x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
-                y = module(x)
-                y.square().sum().backward()
-                grads = [p.grad.to_local() for p in module.parameters()]
-                results.append([y, x.grad, *grads])
-            for got, expected in zip(*results, strict=True):
-                close(got, expected)
+    layer = {"ffn.w1": Float8ColwiseParallel(input_layouts=Shard(1))}
+    for plan in (plan_of("float8", True, False), plan_of("float8", True, True), layer):
+        results = []
+        for compiled in (False, True):
+            block = block_of(recipe)
+            parallelize_module(block, mesh_of(), plan)
+            module = block.ffn.w1 if plan is layer else block.attention
+            if compiled:
+                module.compile(backend=backend, fullgraph=True)
+            x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+            y = module(x)
+            y.square().sum().backward()
+            grads = [p.grad.to_local() for p in module.parameters()]
+            results.append([y, x.grad, *grads])
+        for got, expected in zip(*results, strict=True):
+            close(got, expected)
 
 
 @pytest.mark.parametrize(

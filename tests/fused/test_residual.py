@@ -1,6 +1,7 @@
 """The residual connection around fused functions, and inputs that somebody keeps anyway."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -55,10 +56,27 @@ def pair(recipe: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, ...]:
     return three_ways(plain, Float8LinearConfig.from_recipe_name(recipe))
 
 
+COMPILED = [  # one compilation per recipe and dtype; `make test-all` and a GPU cross the two
+    pytest.param(torch.float32, "tensorwise", True, id="float32-tensorwise-compiled"),
+    pytest.param(torch.bfloat16, "delayed", True, id="bfloat16-delayed-compiled"),
+    pytest.param(
+        torch.float32, "delayed", True, id="float32-delayed-compiled", marks=pytest.mark.exhaustive
+    ),
+    pytest.param(
+        torch.bfloat16,
+        "tensorwise",
+        True,
+        id="bfloat16-tensorwise-compiled",
+        marks=pytest.mark.exhaustive,
+    ),
+]
+
+
 @on_devices
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "recipe", "compiled"),
+    [*itertools.product((torch.float32, torch.bfloat16), RECIPES, (False,)), *COMPILED],
+)
 def test_as_accurate_as_layer_by_layer(
     device: str, dtype: torch.dtype, recipe: str, compiled: bool
 ) -> None:

@@ -6,6 +6,7 @@ conftest leaves them out of a process that cannot run them, and all others out o
 interpreter's.
 """
 
+import functools
 import os
 from pathlib import Path
 
@@ -14,6 +15,28 @@ import torch
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETER
+
+ONCE = {"dtype": torch.float8_e5m2, "power_of_2": True, "pad_rows": True, "record": False}
+"""What the interpreter writes for bfloat16 only; a GPU and `make test-all` cross all."""
+
+
+def pytest_configure() -> None:
+    """Patch Triton's language once per function: the interpreter does so in each call of one.
+
+    That is most of its time. What is patched stays so: nothing but the interpreter runs here.
+    """
+    if not INTERPRETER:
+        return
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang
+
+    @functools.cache
+    def once(function: object) -> object:
+        plain(function)
+        return interpreter._LangPatchScope()  # which has nothing to take back
+
+    interpreter._patch_lang = once
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Kernels compute in float32: what they read does not depend on what they write.
         given = getattr(getattr(item, "callspec", None), "params", {})
         others = given.get("source") in (torch.float32, torch.float16)
-        if others and given.get("dtype") == torch.float8_e5m2:
+        if others and any(given.get(name) == value for name, value in ONCE.items()):
             item.add_marker(pytest.mark.exhaustive)
 
 

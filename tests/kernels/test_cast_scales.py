@@ -119,7 +119,7 @@ def test_any_number_of_parts_is_joined(
     for last in (False, True):
         amaxes[-1 if last else 0] = 9.0
         kind = Kind(source, parts, FORMATS[0], True, True)
-        config = tile_launch(40, 50, 16, 16, 1)
+        config = tile_launch(40, 50, 32, 32, 1)
         used, *_ = launch_cast(x, kind, scale=unknown, parts=amaxes, config=config)
         assert torch.equal(used, amax_to_scale(amaxes.max(), FORMATS[0], False))
 

@@ -1,9 +1,6 @@
 """The private API of torch that float8 uses: all of it can be missing, or turned off."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from float8 import kernels
 from float8.kernels.runtime import private
 from kernels.float8_codes import same_bytes
+from support.forks import run_program
 
 NAMES = re.findall(r'^(\w+) = find\("([\w.]+)"\)', Path(private.__file__).read_text(), re.MULTILINE)
 
@@ -44,13 +42,7 @@ for recipe in ("tensorwise", "delayed"):
 
 
 def run(program: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(program, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

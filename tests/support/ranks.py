@@ -5,6 +5,7 @@ hangs ends them all; the error is the first one that any rank met.
 """
 
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import itertools
@@ -168,6 +169,8 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
     if gpu is not None:
         torch.cuda.set_device(gpu)
     torch.set_num_threads(1)
+    if gpu is None:
+        gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     dist.init_process_group(
         "gloo" if gpu is None else "nccl",
         init_method=store,
@@ -187,6 +190,8 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
         try:
             if file not in modules:
                 modules[file] = _load(file)
+                if gpu is None:
+                    gc.freeze()  # runs collect garbage: only that of their own
             torch.manual_seed(0)
             result = (True, getattr(modules[file], name)(*args))
         except BaseException:

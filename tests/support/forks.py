@@ -1,0 +1,72 @@
+"""Programs run in forks of one process that has imported torch and never ran anything.
+
+Each is as alone as in a process of its own, but for that import, which takes most of its time.
+"""
+
+import atexit
+import functools
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def run_program(program: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`program` as a script, alone in an empty working directory."""
+    server = _server()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "program.py").write_text(program)
+        server.stdin.write(json.dumps([folder, env]) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(["program.py"], code, out, err)
+
+
+@functools.cache
+def _server() -> Any:
+    command = [sys.executable, __file__]  # which ends when its stdin does
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _serve() -> None:
+    import torch  # noqa: F401
+
+    for line in sys.stdin:
+        folder, env = json.loads(line)
+        child = os.fork()
+        if not child:
+            _run(folder, env)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()
+
+
+def _run(folder: str, env: dict[str, str]) -> None:
+    code = 1
+    try:
+        os.chdir(folder)
+        os.environ.update(env)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            flags = os.O_RDWR | os.O_CREAT
+            os.dup2(os.open(name if number else os.devnull, flags), number)
+        sys.argv, sys.path[0] = ["program.py"], folder
+        runpy.run_path("program.py", run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
