@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,16 +180,17 @@ def ranks_table(results: Results, path: Path) -> str:
     title += "FSDP2" if sharded else "tensor and sequence parallel"
     title += f" on {size['ranks']} ranks, {size['batch']} x {size['seq_len']} tokens"
     title += " each, forward + backward + AdamW**" if sharded else ", forward + backward**"
-    heads = ["recipe", "gather", "ms", "tokens/s", "speedup", "sent GB", "exposed ms"]
+    heads = ["recipe", "gather", "ms", "tokens/s", "speedup", "gathered", "summed"]
     rows = []
     for row in results["rows"]:
         name = label(row["recipe"], results)
         cells = [name if row["mode"] == "compiled" else f"{name}, {row['mode']}"]
         cells += [row["gather"] or "", number(row, "ms", 1), f"{row['tokens_per_s']:,.0f}"]
         cells += [number(row, "speedup", 2), f"{row['gathered_mb'] / 1e3:.2f}"]
+        cells += [f"{row['reduce_scattered_mb'] / 1e3:.2f}"]
         cells += [number(row, "exposed_ms", 1), number(row, "peak_gib", 2)]
         rows.append(cells)
-    lines = table([*heads, "GiB"], rows)
+    lines = table([*heads, "exposed", "GiB"], rows)
     return "\n".join([title, "", *lines, "", *source(results, path)])
 
 
@@ -272,7 +274,10 @@ def source(results: Results, path: Path, page: Path = PERFORMANCE) -> list[str]:
     if commit:
         where += f", commit {commit[:7]}"
     lines = [f"{where}. Results in", f"[{path.name}]({link}), by", ""]
-    return [*lines, "```bash", *wrapped(command), "```", ""]
+    note = (
+        [*textwrap.wrap(results["note"], 116), ""] if {"note", "benchmark"} <= set(results) else []
+    )
+    return [*lines, "```bash", *wrapped(command), "```", "", *note]
 
 
 def wrapped(command: str) -> list[str]:

@@ -76,7 +76,12 @@ def test_sharded_training_is_shown_by_gather(script: ModuleType, tmp_path: Path)
     environment = {"device": "a GPU", "torch": "2.11", "command": "float8 bench", "torchao": "1.0"}
     size = {"model": "tiny", "blocks": 2, "batch": 1, "seq_len": 64, "ranks": 4}
     base = {"gather": "bf16", "ms": 8.0, "tokens_per_s": 32000.0, "speedup": 1.0}
-    base |= {"gathered_mb": 2400.0, "exposed_ms": 1.25, "peak_gib": 3.0}
+    base |= {
+        "gathered_mb": 2400.0,
+        "reduce_scattered_mb": 1200.0,
+        "exposed_ms": 1.25,
+        "peak_gib": 3.0,
+    }
     found = [
         {**base, "recipe": "bf16", "mode": "compiled"},
         {**base, "recipe": "torchao tensorwise", "mode": "eager", "gather": "float8"},
@@ -85,7 +90,7 @@ def test_sharded_training_is_shown_by_gather(script: ModuleType, tmp_path: Path)
     (tmp_path / "fsdp.json").write_text(json.dumps(results))
     lines = rows(script.tables(tmp_path))
     assert lines[0].startswith("**2 blocks of tiny, FSDP2 on 4 ranks, 1 x 64 tokens each, forward")
-    assert "| bf16 | bf16 | 8.0 | 32,000 | 1.00 | 2.40 | 1.2 | 3.00 |" in lines
+    assert "| bf16 | bf16 | 8.0 | 32,000 | 1.00 | 2.40 | 1.20 | 1.2 | 3.00 |" in lines
     assert lines[5].startswith("| torchao 1.0 tensorwise, eager | float8 | 8.0 |")
 
 

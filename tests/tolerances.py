@@ -27,10 +27,5 @@ GEMM = 45.0
 # float8 value.
 COMPILED = 35.0
 
-# Gradients of a small Llama in float8 after a few steps, its sums in another order: once they move
-# the last bit of a scale, values between two of float8 are cast to the other one, and the next step
-# begins elsewhere. Against high precision it is `MODEL`.
-ORDER_OF_SUMS = 20.0
-
 # The same GEMM in float32, its sums in another order.
 HIGH_PRECISION = 100.0

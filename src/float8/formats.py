@@ -31,14 +31,12 @@ def ceil16(n: int) -> int:
 
 
 def sendable(data: torch.Tensor) -> torch.Tensor:
-    """Float8 data as collectives send them: bytes, since Gloo knows no float8.
+    """Float8 data as collectives send them: bytes on CPUs, since Gloo knows no float8.
 
-    On GPUs compiled code sends float8, which NCCL knows: only there Inductor's asynchronous tensor
-    parallel finds the GEMMs of what it gathers.
+    On GPUs they are float8, which NCCL knows: Inductor's asynchronous tensor parallel does not find
+    the GEMMs of what was gathered as bytes.
     """
-    if torch.compiler.is_compiling() and data.is_cuda:
-        return data
-    return data.view(torch.uint8)
+    return data if data.is_cuda else data.view(torch.uint8)
 
 
 @functools.cache

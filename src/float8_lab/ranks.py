@@ -63,7 +63,7 @@ class Ranks:
     def check_fits(self, batch_size: int, replicas: int, tp: int, fsdp: bool) -> None:
         """Raise a `ConfigError` unless sequences and replicas of the model come out even.
 
-        Those of `tp` ranks each that share layers and sequences: one, unless `fsdp` shards it, too.
+        A group of `tp` ranks shares layers and sequences. Several groups need `fsdp`.
         """
         _require_divisor("--tp", tp, self.size, "ranks")
         if self.size > tp and not fsdp:

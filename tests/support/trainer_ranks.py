@@ -22,7 +22,7 @@ from float8_lab.ranks import join_ranks
 from float8_lab.trainer import build, loop
 from float8_lab.trainer import checkpoint as checkpoint_files
 from float8_lab.trainer.checkpoint import save_checkpoint
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import TrainConfig, float8_config
 from float8_lab.trainer.data import Corpus, load_corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
@@ -41,10 +41,21 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
         return TrainConfig.create(model="nano", **(defaults | settings))
 
 
-def curves(settings: dict[str, Any], resume: Path | None = None) -> Curves:
-    """Of a run on the ranks that there are."""
+def _powers_of_2(recipe: str) -> Float8LinearConfig | None:
+    config = float8_config(recipe)
+    return None if config is None else replace(config, round_scales_to_power_of_2=True)
+
+
+def curves(
+    settings: dict[str, Any], resume: Path | None = None, powers_of_2: bool = False
+) -> Curves:
+    """Of a run on the ranks that there are.
+
+    Scales that are powers of two are the same for sums in another order.
+    """
     with (
         mock.patch.dict(presets.PRESETS, nano=NANO),
+        mock.patch.object(build, "float8_config", _powers_of_2 if powers_of_2 else float8_config),
         mock.patch.object(nn.Module, "compile", _compile_quickly),
     ):
         torch._dynamo.reset()
@@ -66,8 +77,8 @@ def _compile_quickly(module: nn.Module, **options: Any) -> None:
     _compile(module, backend="aot_eager", **options)
 
 
-def several(runs: list[dict[str, Any]]) -> list[Curves]:
-    return [curves(settings) for settings in runs]
+def several(runs: list[dict[str, Any]], powers_of_2: bool = False) -> list[Curves]:
+    return [curves(settings, None, powers_of_2) for settings in runs]
 
 
 def gathered(settings: dict[str, Any]) -> set[torch.dtype]:

@@ -302,7 +302,8 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
             output = hook(layer, (), output)
     if hasattr(output, "device_mesh"):
         return output
-    return torch.ops.aten._unsafe_view.default(output, output.shape)  # what is local is a view
+    # `to_local` made a view, and FSDP2 warns of modules that return one.
+    return torch.ops.aten._unsafe_view.default(output, output.shape)
 
 
 def like_input(rows: Tensor, x: Tensor, on_mesh: Any) -> Tensor:

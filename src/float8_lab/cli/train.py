@@ -40,7 +40,8 @@ def train_command(
     On several GPUs: torchrun --nproc-per-node 8 --no-python float8 train --fsdp ...
     """
     console = make_console()
-    with join_ranks(bool(chosen.fsdp) or (chosen.tp or 1) > 1) as ranks:
+    several = bool(chosen.fsdp) or chosen.tp not in (None, 1)
+    with join_ranks(several) as ranks:
         notice = STOP_NOTICE if ranks.rank == 0 else ""
         with stop_on_signals(notice) as stop:
             config, checkpoint = ranks.once(lambda: _settings(given(chosen), resume))

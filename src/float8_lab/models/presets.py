@@ -1,5 +1,6 @@
 """The shapes of the Llama models that the trainer knows by name."""
 
+import math
 from dataclasses import dataclass
 
 from float8_lab.errors import ConfigError
@@ -50,8 +51,11 @@ class ModelConfig:
         shared["tokens per sequence"] = tokens
         for name, number in shared.items():
             if number % ranks:
+                common = math.gcd(*filter(None, shared.values()))
+                fitting = [str(n) for n in range(1, 65) if common % n == 0]
                 raise ConfigError(
-                    f"{what} got {ranks} for {number} {name}, expected a divisor of it"
+                    f"{what} got {ranks} for {number} {name}, expected a divisor of it: use one of "
+                    f"{', '.join(fitting)}"
                 )
 
     @property

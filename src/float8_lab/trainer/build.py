@@ -143,6 +143,8 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
         model.output.register_forward_pre_hook(lambda _, args: (args[0].transpose(0, 1),))
         model.output.register_forward_hook(lambda _, args, logits: logits.transpose(0, 1))
     parallelize_module(model, mesh, {"embedding": local, "norm": local, "output": head})
+    view = torch.ops.aten._unsafe_view.default  # not noted as one: FSDP2 warns of modules that do
+    model.output.register_forward_hook(lambda _, args, logits: view(logits, logits.shape))
     model.tie_head()  # they have new Parameters
 
 

@@ -115,7 +115,7 @@ class TrainConfig:
         "Replicas of the sharded model; they divide the ranks.", 1, bound="at least 1"
     )
     tp: int = _ranks(
-        "Tensor parallel: ranks that share each layer; with --fsdp, models of so many are sharded.",
+        "Tensor parallel: how many ranks share each layer. More ranks than that need --fsdp.",
         1,
         bound="at least 1",
     )

@@ -173,7 +173,6 @@ class Trainer:
         tokens = batch.long()
         with build.autocast(self.config, self.device):
             logits = self.model(tokens[:, :-1])
-        logits = logits.to_local() if isinstance(logits, DTensor) else logits
         parts = self._token_parts
         targets = tokens[:, 1:].chunk(parts, 1)[self.ranks.rank % parts]
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -342,7 +341,9 @@ def train(
 
 def _check_memory(config: TrainConfig, ranks: Ranks) -> None:
     """Refuse what cannot fit before it is tried: systems kill who asks for too much, unheard."""
-    shape, tokens = config.model_config(), config.batch_size * config.seq_len // ranks.size
+    shared = 1 if config.sequence_parallel else config.tp  # ranks that have the same tokens
+    shape = config.model_config()
+    tokens = config.batch_size * config.seq_len * shared // ranks.size
     # Of a token at least: logits and their gradient in float32; in each block its input and, unless
     # it runs again, what is multiplied by SwiGLU, a byte each.
     block = shape.dim + (0 if config.activation_checkpointing else 2 * shape.ffn_dim)
