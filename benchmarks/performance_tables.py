@@ -180,17 +180,17 @@ def ranks_table(results: Results, path: Path) -> str:
     title += "FSDP2" if sharded else "tensor and sequence parallel"
     title += f" on {size['ranks']} ranks, {size['batch']} x {size['seq_len']} tokens"
     title += " each, forward + backward + AdamW**" if sharded else ", forward + backward**"
-    heads = ["recipe", "gather", "ms", "tokens/s", "speedup", "gathered", "summed"]
+    heads = ["recipe", "gather", "ms", "tokens/s", "speedup", "sent GB"]
     rows = []
     for row in results["rows"]:
         name = label(row["recipe"], results)
         cells = [name if row["mode"] == "compiled" else f"{name}, {row['mode']}"]
         cells += [row["gather"] or "", number(row, "ms", 1), f"{row['tokens_per_s']:,.0f}"]
-        cells += [number(row, "speedup", 2), f"{row['gathered_mb'] / 1e3:.2f}"]
-        cells += [f"{row['reduce_scattered_mb'] / 1e3:.2f}"]
+        sent = row["gathered_mb"] + row["reduce_scattered_mb"]
+        cells += [number(row, "speedup", 2), f"{sent / 1e3:.2f}"]
         cells += [number(row, "exposed_ms", 1), number(row, "peak_gib", 2)]
         rows.append(cells)
-    lines = table([*heads, "exposed", "GiB"], rows)
+    lines = table([*heads, "exposed ms", "GiB"], rows)
     return "\n".join([title, "", *lines, "", *source(results, path)])
 
 
