@@ -59,6 +59,12 @@ def test_settings_survive_json(make_config: MakeConfig) -> None:
         TrainConfig.from_dict({**asdict(config), "colour": "red"})
 
 
+def test_settings_of_before_ranks_could_share_layers(make_config: MakeConfig) -> None:
+    saved = asdict(config := make_config(recipe="delayed"))
+    del saved["tp"], saved["sequence_parallel"]
+    assert TrainConfig.from_dict(saved) == config
+
+
 @pytest.mark.parametrize("saved", [None, [], "text", 3])
 def test_saved_settings_that_are_no_settings_are_refused(saved: object) -> None:
     with pytest.raises(ConfigError, match="the saved settings are a"):

@@ -200,6 +200,7 @@ class TrainConfig:
         """The config of which `values` are `dataclasses.asdict`; a `ConfigError` if of none."""
         if not isinstance(values, dict):
             raise ConfigError(f"the saved settings are a {type(values).__name__}, not a dict")
+        values = ONE_PROCESS | values  # a run of an older version may know fewer ways to be spread
         if wrong := SETTINGS.keys() ^ values.keys():
             raise ConfigError(
                 "the saved settings come from a different version of float8: "
