@@ -142,13 +142,20 @@ def plain_rows(run: Results, what: str) -> list[Row]:
 def tables(folder: Path) -> str:
     """All tables, of the files in `folder` by name."""
     parts = []
-    shown = {"block": block_table, "fsdp": ranks_table, "tp": ranks_table, "linear": linear_table}
-    shown["cast"] = cast_line
+    shown = {
+        "block": block_table,
+        "fsdp": ranks_table,
+        "tp": ranks_table,
+        "linear": linear_table,
+        "cast": cast_line,
+    }
     for name, show in shown.items():
         for path in sorted(folder.glob("*.json")):
             results = json.loads(path.read_text())
             if results.get("benchmark") == name:
                 parts.append(show(results, path))
+                if "note" in results:
+                    parts.append("\n".join([*textwrap.wrap(results["note"], 116), ""]))
     return "\n".join(parts)
 
 
@@ -274,10 +281,7 @@ def source(results: Results, path: Path, page: Path = PERFORMANCE) -> list[str]:
     if commit:
         where += f", commit {commit[:7]}"
     lines = [f"{where}. Results in", f"[{path.name}]({link}), by", ""]
-    note = (
-        [*textwrap.wrap(results["note"], 116), ""] if {"note", "benchmark"} <= set(results) else []
-    )
-    return [*lines, "```bash", *wrapped(command), "```", "", *note]
+    return [*lines, "```bash", *wrapped(command), "```", ""]
 
 
 def wrapped(command: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from float8.convert import filters
-from support.ranks import Ranks
+from support.ranks import SELDOM, Ranks
 
 NO_GPU = "needs a CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
 
@@ -18,8 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # several processes: one thread each
         torch.set_num_threads(1)
     if not torch.cuda.is_available():
-        # Compilers make millions of objects, and start a server each to compile for a CPU.
-        gc.set_threshold(50_000, 20, 20)
+        gc.set_threshold(*SELDOM)
+        # No server each that compiles for a CPU.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 

@@ -41,6 +41,11 @@ class RankFailedError(FailedError):
     """Another rank is gone, maybe without a word."""
 
 
+def divisors(number: int) -> str:
+    """What divides a number, as an error offers it."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def for_all(error: E, when: bool = True) -> E:
     """Mark an error that all ranks raise: the first one tells it. Others are told by each rank.
 

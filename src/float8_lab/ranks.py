@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8_lab.device import check_device
-from float8_lab.errors import ConfigError, LabError, RankFailedError, for_all
+from float8_lab.errors import ConfigError, LabError, RankFailedError, divisors, for_all
 
 T = TypeVar("T")
 
@@ -137,10 +137,9 @@ ALONE = Ranks()  # one process, nothing sharded
 
 def _require_divisor(option: str, got: int, count: int, of_what: str) -> None:
     if count % got:
-        divisors = [str(n) for n in range(1, count + 1) if count % n == 0]
         raise ConfigError(
             f"{option} got {got}, expected a divisor of the {count} {of_what}: "
-            f"use one of {', '.join(divisors)}"
+            f"use one of {divisors(count)}"
         )
 
 

@@ -35,6 +35,9 @@ PRELOAD = [
 ]
 """What is imported once for all processes: installed packages only, the server finds no others."""
 
+SELDOM = 50_000, 20, 20
+"""When garbage is collected where no GPU's memory waits for it: compilers make much of it."""
+
 _number = itertools.count()
 
 
@@ -170,7 +173,7 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
         torch.cuda.set_device(gpu)
     torch.set_num_threads(1)
     if gpu is None:
-        gc.set_threshold(50_000, 20, 20)  # as in conftest.py
+        gc.set_threshold(*SELDOM)
     dist.init_process_group(
         "gloo" if gpu is None else "nccl",
         init_method=store,

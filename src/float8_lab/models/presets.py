@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from float8_lab.errors import ConfigError
+from float8_lab.errors import ConfigError, divisors
 
 BYTE_VOCAB = 256  # Byte-level text needs exactly this many; a multiple of 16 as float8 GEMMs want.
 LLAMA3_VOCAB = 128256
@@ -51,11 +51,9 @@ class ModelConfig:
         shared["tokens per sequence"] = tokens
         for name, number in shared.items():
             if number % ranks:
-                common = math.gcd(*filter(None, shared.values()))
-                fitting = [str(n) for n in range(1, 65) if common % n == 0]
                 raise ConfigError(
                     f"{what} got {ranks} for {number} {name}, expected a divisor of it: use one of "
-                    f"{', '.join(fitting)}"
+                    f"{divisors(math.gcd(*shared.values()))}"
                 )
 
     @property

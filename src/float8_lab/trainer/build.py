@@ -118,8 +118,7 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     last: Any = (RowwiseParallel if high else Float8RowwiseParallel)(output_layouts=tokens)
     whole: Any = Float8SequenceParallel()
     local: Any = Float8SequenceParallel(use_local_output=True)
-    head: Any = Float8SequenceParallel(use_local_output=True)
-    whole.sequence_sharding = local.sequence_sharding = head.sequence_sharding = (tokens,)
+    whole.sequence_sharding = local.sequence_sharding = (tokens,)
     plan = {f"attention.{name}": first for name in ("query", "key", "value")}
     plan |= {"feed_forward.gate": first, "feed_forward.up": first}
     plan |= {"attention.out": last, "feed_forward.down": last}
@@ -138,8 +137,9 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     # Each rank is given all tokens.
     share = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
     parallelize_module(model.embedding, mesh, share)
+    head = local
     if config.sequence_parallel:  # torch 2.11 flattens tokens only where the first dim is sharded
-        head.sequence_sharding = (Shard(0),)
+        head = Float8SequenceParallel(sequence_dim=0, use_local_output=True)
         model.output.register_forward_pre_hook(lambda _, args: (args[0].transpose(0, 1),))
         model.output.register_forward_hook(lambda _, args, logits: logits.transpose(0, 1))
     parallelize_module(model, mesh, {"embedding": local, "norm": local, "output": head})
