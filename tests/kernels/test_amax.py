@@ -1,4 +1,3 @@
-import importlib
 import math
 
 import pytest
@@ -13,9 +12,9 @@ from float8.kernels.amax import (
     amax_triton,
     even_shares,
     is_dense,
-    measure,
+    measuring,
 )
-from float8.kernels.runtime.launch import Launch
+from float8.kernels.runtime.launch import Launch, Slot, like
 from kernels.float8_codes import HIGH_PRECISION
 
 high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
@@ -152,28 +151,20 @@ class TestTriton:
         self, steps: int, rounds: int, n: int, source: torch.dtype, triton_device: torch.device
     ) -> None:
         programs = -(-n // (128 * steps * rounds))
-        launch = Launch(_amax_kernel, programs, triton_device, (n, rounds), (128, steps, False), 4)
+        launch = Launch(_amax_kernel, programs, (), (n, rounds), (128, steps, False), 4)
         for at in (0, n // 2, n - 1):
             x = torch.rand(n).to(source).to(triton_device)
             x[at] = -2.0
             parts = torch.full((programs,), 99.0, device=triton_device)  # all are written
-            launch(x, parts, None)
+            launch.plainly([x, parts, None])
             assert_amax(parts.amax(), x)
 
-    @pytest.mark.parametrize("flat", [True, False])
-    def test_nothing_is_read_where_the_scale_is_known(
-        self, flat: bool, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_is_read_where_the_scale_is_known(self, triton_device: torch.device) -> None:
         x = torch.ones(40, 50, device=triton_device)
-        x = x if flat else x[:, 1:]
-
-        # So that what a program leaves unwritten shows.
-        def filled(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-            return torch.full(shape, 7.0, dtype=dtype, device=like.device)
-
-        monkeypatch.setattr(importlib.import_module("float8.kernels.amax"), "empty", filled)
+        _, launch = measuring(like(x), Slot(torch.float32))
         for scale, wanted in ((0.5, 7.0), (0.0, 1.0)):
-            parts = measure(x, torch.tensor(scale, device=triton_device))
+            parts = torch.full((launch.programs,), 7.0, device=triton_device)
+            launch.plainly([x, parts, torch.tensor(scale, device=triton_device)])
             assert bool((parts == wanted).all())
 
 

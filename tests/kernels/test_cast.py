@@ -6,9 +6,10 @@ from torch import Tensor
 
 from float8.formats import ceil16
 from float8.kernels import cast_kernel
-from float8.kernels.cast import _cast_triton
+from float8.kernels.cast import _cast_program, _cast_triton
 from float8.kernels.cast import cast_reference as twin_of_cast
-from float8.kernels.cast_kernel import GIVEN, Kind, launch_cast, launch_config
+from float8.kernels.cast_kernel import casting, launch_config
+from float8.kernels.runtime.launch import Program, like
 from float8.kernels.tiles import tile_launch
 from kernels.float8_codes import (
     FORMATS,
@@ -139,9 +140,9 @@ class TestTriton:
         if request.param and not cast_kernel.has_float8_conversion(triton_device):
             pytest.skip("this device has no float8 conversion that is right")
         monkeypatch.setattr(cast_kernel, "has_float8_conversion", lambda _: request.param)
-        cast_kernel._plan.cache_clear()
+        _cast_program.cache_clear()
         yield
-        cast_kernel._plan.cache_clear()
+        _cast_program.cache_clear()
 
     @formats
     @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
@@ -244,8 +245,9 @@ class TestTriton:
         x = awkward((R, C), torch.bfloat16).to(triton_device)
         if group == 2:
             x = x.t()  # read along its first dim
-        kind = Kind(GIVEN, 0, FORMATS[0], True, True)
-        out = launch_cast(x, kind, scale=s, config=config)
+        given = [like(x), like(s)]
+        made = casting(given[0], FORMATS[0], True, True, scale=given[1], config=config)
+        out = Program(given, *made)(x, s)
         assert_layouts(out, expected_codes(x, 0.7, FORMATS[0]), FORMATS[0], pad_rows=False)
 
 

@@ -13,14 +13,14 @@ from float8.config import ScalingGranularity
 from float8.formats import ceil16
 from float8.kernels.cast_axiswise import (
     WIDEST_ROW,
-    Kind,
     cast_axiswise_reference,
     cast_axiswise_triton,
-    launch_cast,
+    casting,
     row_config,
     walk_config,
     walk_launch,
 )
+from float8.kernels.runtime.launch import like
 from float8.kernels.tiles import tile_launch
 from float8.quantize.spec import CastSpec, Part
 from kernels.float8_codes import (
@@ -226,11 +226,11 @@ class TestTriton:
         self, transposed: bool, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "WIDEST_ROW", 100)
-        module._plan.cache_clear()
+        module._program.cache_clear()
         x = awkward((130, 200), torch.float16).to(triton_device)
         args = (x.t() if transposed else x, E4M3, not transposed, transposed, False, False)
         assert_same(cast_axiswise_triton(*args), cast_axiswise_reference(*args))
-        module._plan.cache_clear()
+        module._program.cache_clear()
 
     @layouts
     @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ class TestTriton:
         R, C = size if even else (size[0] // 2 + 3, size[1] // 2 + 17)
         configs = walk_launch(R, C, *walk), tile_launch(R, C, *tile)
         assert configs[0].even == configs[1].even == even
-        kind = Kind(E4M3, *layouts, False, False)
         x = awkward((R, C), torch.bfloat16).to(triton_device)
-        got = launch_cast(x, kind, walk=configs[0], tile=configs[1])
-        assert_same(got, cast_axiswise_reference(x, E4M3, *layouts, False, False))
+        wanted = (E4M3, *layouts, False, False)
+        program = casting(like(x), *wanted, walk=configs[0], tile=configs[1])
+        assert_same(program(x), cast_axiswise_reference(x, E4M3, *layouts, False, False))
 
 
 def test_launch_configurations_cover() -> None:

@@ -11,12 +11,12 @@ from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.formats import ceil16
 from float8.kernels.cast_blockwise import (
-    Kind,
     cast_blockwise_reference,
     cast_blockwise_triton,
+    casting,
     config_of,
-    launch_cast,
 )
+from float8.kernels.runtime.launch import like
 from float8.kernels.tiles import tile_launch
 from float8.quantize.spec import CastSpec, Part
 from kernels.float8_codes import FORMATS, expected_codes, expected_scale
@@ -202,8 +202,8 @@ class TestTriton:
     ) -> None:
         config = tile_launch(*shape, 128, 128, num_warps, group)
         x = awkward(shape, torch.bfloat16).to(triton_device)
-        got = launch_cast(x, Kind(E4M3, square, *layouts, False), config)
-        assert_same(got, cast_blockwise_reference(x, E4M3, square, *layouts, False))
+        program = casting(like(x), E4M3, square, *layouts, False, config)
+        assert_same(program(x), cast_blockwise_reference(x, E4M3, square, *layouts, False))
 
     @pytest.mark.parametrize("wide", [1, 2, 4, 5])
     def test_scales_of_squares_are_padded(self, wide: int, triton_device: torch.device) -> None:
@@ -221,10 +221,10 @@ class TestTriton:
 
 
 def test_launch_configuration_is_pure() -> None:
-    kind = Kind(E4M3, False, True, True, False)
-    assert config_of(8192, 4096, kind) == config_of(8192, 4096, kind)
-    assert config_of(8192, 4096, kind).even
-    assert config_of(8200, 4096, kind).programs == 65 * 32
+    config = config_of(8192, 4096, columns_of_runs=True)
+    assert config == config_of(8192, 4096, columns_of_runs=True)
+    assert config.even
+    assert config_of(8200, 4096, columns_of_runs=True).programs == 65 * 32
 
 
 @pytest.mark.gpu

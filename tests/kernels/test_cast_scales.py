@@ -14,7 +14,8 @@ from float8.kernels.cast import (
     cast_delayed_reference,
     cast_dynamic_reference,
 )
-from float8.kernels.cast_kernel import HISTORY, MEASURED, Kind, launch_cast
+from float8.kernels.cast_kernel import casting
+from float8.kernels.runtime.launch import Program, Slot, like
 from float8.kernels.tiles import tile_launch
 from float8.quantize.scale import amax_to_scale
 from kernels.float8_codes import FORMATS, HIGH_PRECISION, same_bytes
@@ -109,18 +110,21 @@ def test_delayed_keeps_what_is_not_finite(
 
 
 @pytest.mark.parametrize("parts", [1, 3, 64, MAX_PARTS])
-@pytest.mark.parametrize("source", [MEASURED, HISTORY])
+@pytest.mark.parametrize("history", [False, True])
 def test_any_number_of_parts_is_joined(
-    source: int, parts: int, triton_device: torch.device
+    history: bool, parts: int, triton_device: torch.device
 ) -> None:
     x = torch.randn(40, 50, device=triton_device)
     amaxes = torch.rand(parts, device=triton_device)
     unknown = torch.zeros((), device=triton_device)
     for last in (False, True):
         amaxes[-1 if last else 0] = 9.0
-        kind = Kind(source, parts, FORMATS[0], True, True)
+        given = [like(x), Slot(torch.float32, (parts,))]
+        given += [Slot(torch.float32)] * history
+        names = dict(zip(("parts", "scale"), given[1:], strict=False))
         config = tile_launch(40, 50, 32, 32, 1)
-        used, *_ = launch_cast(x, kind, scale=unknown, parts=amaxes, config=config)
+        made = casting(given[0], FORMATS[0], True, True, config=config, **names)
+        used, *_ = Program(given, *made)(x, amaxes, *[unknown] * history)
         assert torch.equal(used, amax_to_scale(amaxes.max(), FORMATS[0], False))
 
 

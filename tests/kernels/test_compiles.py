@@ -6,7 +6,7 @@ Ops run on tensors without memory, and each launch compiles its kernel instead.
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def source(launch: Launch, tensors: tuple[Tensor | None, ...]) -> Any:
+def source(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     """What Triton compiles for this launch."""
     signature, constants, attributes = {}, {}, {}
     values = (*tensors, *launch.integers, *launch.constants)
@@ -56,12 +56,12 @@ def binaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
     compiled = []
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
 
-    def compile_it(self: Launch, *tensors: Tensor | None) -> None:
+    def compile_it(self: Launch, tensors: Sequence[Tensor | None]) -> None:
         options = {"num_warps": self.num_warps}
         kernel = triton.compile(source(self, tensors), target=target, options=options)
         compiled.append(kernel.asm["cubin"])
 
-    monkeypatch.setattr(Launch, "__call__", compile_it)
+    monkeypatch.setattr(Launch, "plainly", compile_it)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for name in [name for name in sys.modules if name.startswith("float8.kernels.")]:
         for asked, answer in (("sm_count", 132), ("has_float8_conversion", True)):

@@ -76,31 +76,49 @@ class _Kernel:
 def test_what_is_handed_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensors that are None, no integers that are 1, no constants; and the scratch memory."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch, "_CACHED", True)
+    made = iter([_Memory(8192), _Memory(16384)] * 9)
+    monkeypatch.setattr(launch, "_LAUNCHES", True)
     monkeypatch.setattr(launch, "_binaries", {})
     monkeypatch.setattr(private, "current_device", lambda: 0)
     monkeypatch.setattr(private, "current_stream", lambda index: 77)
+    monkeypatch.setattr(private, "empty_strided_cuda", lambda *shape: next(made))
     monkeypatch.setattr(private, "launch_kernel", lambda *args: calls.append(args))
+    monkeypatch.setattr(torch, "empty_strided", lambda *shape, **how: next(made))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     kernel = _Kernel()
     device = torch.device("cuda", 0)
 
-    def planned(n: int) -> launch.Launch:
-        return launch.Launch(kernel, 5, device, (n, 1), ("constant",), num_warps=8)
+    def planned(n: int) -> launch.Program:
+        """x is read, y written, and of y a second kernel makes z, which is returned."""
+        x, y, z = (
+            launch.Slot(torch.bfloat16, device=device),
+            *(launch.new((8,), torch.float32) for _ in "yz"),
+        )
+        first = launch.Launch(kernel, 5, (x, None, y), (n, 1), ("constant",), num_warps=8)
+        second = launch.Launch(kernel, 6, (y, z), (n, 1), ("constant",), num_warps=8)
+        return launch.Program([x], [z], [first, second])
 
-    x, y, unaligned = _Memory(4096), _Memory(8192), _Memory(4098)
+    aligned: Any = _Memory(4096)
+    unaligned: Any = _Memory(4098)
     one = planned(48)
-    for tensors in ((x, None, y), (x, None, y), (unaligned, None, y), (x, None, y)):
-        one(*tensors)  # type: ignore[arg-type]
-    planned(64)(x, None, y)  # type: ignore[arg-type]  # another shape, the same kernel
-    planned(47)(x, None, y)  # type: ignore[arg-type]  # Triton compiles this one anew
-    expected = (1234, 5, 1, 1, 8, 64, "OOiOO", (4096, 8192, 48, None, None), 77)
-    other = (*expected[:7], (4096, 8192, 64, None, None), 77)
-    assert calls == [expected, expected, other]
-    assert [args[:4] for _, args, _ in kernel.calls] == [
-        (x, None, y, 48),
-        (unaligned, None, y, 48),
-        (x, None, y, 47),
+    for x in (aligned, aligned, unaligned, aligned):
+        assert [z.data_ptr() for z in one(x)] == [8192]
+    assert planned(64)(aligned)  # another shape, the same kernels
+    assert planned(47)(aligned)  # Triton compiles these anew
+
+    def launched(n: int) -> list[tuple[Any, ...]]:
+        how = (1, 1, 8, 64, "OOiOO")
+        return [
+            (1234, 5, *how, (4096, 16384, n, None, None), 77),
+            (1234, 6, *how, (16384, 8192, n, None, None), 77),
+        ]
+
+    assert calls == [*launched(48), *launched(48), *launched(64)]
+    by_triton = [[4096, None, 16384], [16384, 8192, 48], [4098, None, 16384], [16384, 8192, 48]]
+    assert [[getattr(a, "address", a) for a in args[:3]] for _, args, _ in kernel.calls] == [
+        *by_triton,
+        [4096, None, 16384],
+        [16384, 8192, 47],
     ]
 
 
@@ -129,7 +147,7 @@ def test_kernels_are_launched_by_pytorch_after_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else eager mode is slower than it could be, and nobody notices."""
-    if not launch._CACHED:
+    if not launch._LAUNCHES:
         pytest.skip("FLOAT8_PLAIN_LAUNCH=1")
     x = torch.randn(96, 160, device="cuda")
     want = cast(x)

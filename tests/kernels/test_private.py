@@ -70,7 +70,7 @@ assert private.PLAIN_LAUNCH
 assert [getattr(private, name) for name in {names}] == [None] * {len(names)}
 assert private.find("nn.Linear") is None
 assert not launch.takes_triton_directly()
-assert not launch._CACHED
+assert not launch._LAUNCHES
 """
     assert run(TRAIN + check, FLOAT8_PLAIN_LAUNCH="1") == usual
 

@@ -1,13 +1,14 @@
 """The largest magnitude of a tensor: what a per-tensor scale is computed from."""
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from float8.kernels.checks import check_high_precision
 from float8.kernels.runtime.device import sm_count
-from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 
@@ -52,25 +53,36 @@ def amax_triton(x: Tensor) -> Tensor:
     """Triton kernel; see :func:`amax`."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    parts = measure(x)
+    if not is_dense(x.shape, x.stride()):
+        x = x.contiguous()
+    (parts,) = _program(x)(x)
     # As integers: magnitudes compare alike, and NaN lies above Inf.
     return parts.view(torch.int32).amax().view(torch.float32) if len(parts) > 1 else parts[0]
 
 
-def measure(x: Tensor, known_scale: Tensor | None = None) -> Tensor:
-    """[P] float32: the amaxes of the parts of ``x`` that the programs of one kernel read.
+@planned
+def _program(x: Slot) -> Program:
+    parts, launch = measuring(x)
+    return Program([x], [parts], [launch])
 
-    Their maximum, the amax of ``x``, is left to the kernel that follows, which needs it anyway: to
-    join them here would take another launch. A tensor that is dense in any order of its dims is
-    read where it lies, others are copied first. Where ``known_scale`` is given and not 0, nothing
-    is read and nothing is written.
+
+def measuring(x: Slot, known_scale: Slot | None = None) -> tuple[Slot, Launch]:
+    """The launch that measures ``x``, not empty and dense in any order of its dims.
+
+    Its result [P] float32 is the amaxes of the parts of ``x`` that its programs read. Their
+    maximum, the amax of ``x``, is left to the kernel that follows, which needs it anyway: to join
+    them here would take another launch. Where ``known_scale`` is given and not 0, nothing is read
+    and nothing is written.
     """
-    if not is_dense(x.shape, x.stride()):
-        x = x.contiguous()
-    launch = _launch(x.numel(), x.dtype, x.device, known_scale is not None)
-    parts = empty((launch.programs,), torch.float32, x)
-    launch(x, parts, known_scale)
-    return parts
+    n = math.prod(x.shape)
+    # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
+    block, steps, rounds, programs = even_shares(
+        n, 16384 // x.dtype.itemsize, sm_count(x.device), steps=2, programs_per_sm=8
+    )
+    parts = new((programs,), torch.float32)
+    constants = (block, steps, known_scale is not None)
+    slots = (x, parts, known_scale)
+    return parts, Launch(_amax_kernel, programs, slots, (n, rounds), constants, num_warps=16)
 
 
 MAX_PARTS = 2048
@@ -101,16 +113,6 @@ def even_shares(
         steps = 1
     rounds = -(-blocks // (steps * programs_per_sm * sms))
     return block, steps, rounds, -(-blocks // (steps * rounds))
-
-
-@functools.lru_cache(maxsize=4096)
-def _launch(n: int, dtype: torch.dtype, device: torch.device, only_if_unknown: bool) -> Launch:
-    # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
-    block, steps, rounds, programs = even_shares(
-        n, 16384 // dtype.itemsize, sm_count(device), steps=2, programs_per_sm=8
-    )
-    constants = (block, steps, only_if_unknown)
-    return Launch(_amax_kernel, programs, device, (n, rounds), constants, num_warps=16)
 
 
 # The magnitude bits of a float compare as integers as the float does, and NaN above Inf. So an

@@ -4,16 +4,17 @@
 from a history, recording the amax in the same read. All launch the kernel of `cast_kernel`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.kernels.amax import amax_reference, measure
-from float8.kernels.cast_kernel import GIVEN, HISTORY, MEASURED, Kind, launch_cast
+from float8.kernels.amax import amax_reference, is_dense, measuring
+from float8.kernels.cast_kernel import casting
 from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
-from float8.kernels.runtime.launch import takes_triton_directly
+from float8.kernels.runtime.launch import Program, Slot, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
@@ -265,7 +266,7 @@ def _fixed(
 
 # ---------------------------------------------------------------- Triton
 
-# Each takes what its twin takes; what the last two call `wanted` are fields of a `Kind`.
+# Each takes what its twin takes.
 
 
 def _cast_triton(
@@ -277,24 +278,57 @@ def _cast_triton(
     pad_rows: bool = False,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    return launch_cast(x, Kind(GIVEN, 0, dtype, row, col, pad_rows), scale=scale)
+    return _cast_program(x, dtype, row, col, pad_rows)(x, scale)
+
+
+@planned
+def _cast_program(x: Slot, *wanted: Any) -> Program:
+    scale = Slot(torch.float32)
+    return Program([x, scale], *casting(x, *wanted, scale=scale), anywhere=1)
 
 
 def _cast_dynamic_triton(x: Tensor, *wanted: Any) -> list[Tensor]:
-    if x.numel() == 0:
-        return cast_dynamic_reference(x, *wanted)
-    parts = measure(x)
-    return launch_cast(x, Kind(MEASURED, parts.shape[0], *wanted), parts=parts)
+    return _dynamic_program(x, *wanted)(x)
+
+
+@planned
+def _dynamic_program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
+    if 0 in x.shape:
+        return lambda x: cast_dynamic_reference(x, *wanted)
+    if not is_dense(x.shape, x.strides):
+        return lambda x: _cast_dynamic_triton(x.contiguous(), *wanted)
+    parts, measure = measuring(x)
+    results, launches = casting(x, *wanted, parts=parts)
+    return Program([x], results, [measure, *launches])
 
 
 def _cast_delayed_triton(
     x: Tensor, scale: Tensor, amax: Tensor, *wanted: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if x.numel() == 0:
-        return cast_delayed_reference(x, scale, amax, *wanted)
-    parts = measure(x, known_scale=scale)
-    kind = Kind(HISTORY, parts.shape[0], *wanted)
-    return _fixed(x, kind.row, kind.col, *launch_cast(x, kind, scale=scale, parts=parts, amax=amax))
+    made = _delayed_program(x, *wanted)(x, scale, amax)
+    if wanted[-1]:  # record
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
+    return _fixed(x, *wanted[1:3], *made)
+
+
+@planned
+def _delayed_program(x: Slot, *wanted: Any) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
+    *layouts, record = wanted
+    if 0 in x.shape:
+        return lambda x, scale, amax: cast_choosing_reference(x, scale, amax, *wanted)
+    if not is_dense(x.shape, x.strides):
+
+        def of_copy(x: Tensor, *state: Tensor) -> list[Tensor]:
+            x = x.contiguous()
+            return _delayed_program(x, *wanted)(x, *state)
+
+        return of_copy
+    scale, amax = Slot(torch.float32), Slot(torch.float32)
+    parts, measure = measuring(x, scale)
+    results, launches = casting(
+        x, *layouts, scale=scale, parts=parts, amax=amax if record else None
+    )
+    return Program([x, scale, amax], results, [measure, *launches], anywhere=2)
 
 
 def cast_dynamic_fake(x: Tensor, *wanted: Any) -> list[Tensor]:

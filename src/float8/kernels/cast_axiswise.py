@@ -4,8 +4,8 @@ Where column data is asked for, one kernel measures the amaxes of rows and colum
 a second one casts. Row data alone take one kernel, whose programs hold whole rows in registers.
 """
 
-import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from float8.kernels.quads import (
     to_float32s,
 )
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import (
@@ -188,26 +188,6 @@ class WalkLaunch(NamedTuple):
     programs: int
 
 
-class Kind(NamedTuple):
-    """What a cast does: all that its kernels are compiled for, but its input."""
-
-    dtype: torch.dtype
-    row: bool
-    col: bool
-    pad_rows: bool
-    power_of_2: bool
-
-
-class _Plan(NamedTuple):
-    """A planned cast of tensors of one shape, layout and dtype."""
-
-    row_shapes: tuple[tuple[int, int], tuple[int, int]]  # data, scales
-    col_shapes: tuple[tuple[int, int], tuple[int, int]]
-    swapped: bool  # the kernels read x.t(), and so take the outputs in the other order
-    measure: Launch | None  # None where programs know the amaxes of their rows
-    cast: Launch
-
-
 def row_config(R: int, C: int) -> RowLaunch:
     """For [R, C], C at most `WIDEST_ROW`, of which whole rows are held in registers."""
     block_c = max(1 << (C - 1).bit_length(), 16)
@@ -252,83 +232,85 @@ def cast_axiswise_triton(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     """Triton code of the op: row data and scales, column data and scales, those asked for."""
-    if x.numel() == 0:
-        return cast_axiswise_reference(x, dtype, row, col, pad_rows, power_of_2)
-    return launch_cast(x, Kind(dtype, row, col, pad_rows, power_of_2))
+    return _program(x, dtype, row, col, pad_rows, power_of_2)(x)
 
 
-def launch_cast(
-    x: Tensor, kind: Kind, *, walk: WalkLaunch | None = None, tile: TileLaunch | None = None
-) -> list[Tensor]:
-    """Cast ``x`` [R, C], not empty; under given launch configurations by two kernels always."""
-    plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, walk, tile)
-    row = empty_part(kind.row, plan.row_shapes, kind.dtype, x)
-    col = empty_part(kind.col, plan.col_shapes, kind.dtype, x)
-    along, across = (col, row) if plan.swapped else (row, col)
-    if plan.measure is None:
-        plan.cast(x, *along)
-    else:
-        amaxes = empty((sum(x.shape),), torch.int32, x).zero_()
-        plan.measure(x, amaxes)
-        plan.cast(x, amaxes, *along, *across)
-    return [made for made in (*row, *col) if made is not None]
+@planned
+def _program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
+    if 0 in x.shape:
+        return lambda x: cast_axiswise_reference(x, *wanted)
+    return casting(x, *wanted)
 
 
-def empty_part(
-    wanted: bool, shapes: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype, like: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Uninitialised data and scales of these shapes, on the device of ``like``; or two None."""
-    if not wanted:
-        return None, None
-    data_shape, scale_shape = shapes
-    return empty(data_shape, dtype, like), empty(scale_shape, torch.float32, like)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    x_dtype: torch.dtype,
-    device: torch.device,
-    kind: Kind,
-    walk: WalkLaunch | None,
-    tile: TileLaunch | None,
-) -> _Plan:
-    """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
-    (R, C), (stride_r, stride_c) = shape, strides
-    Rp, Cp = ceil16(R), ceil16(C)
-    rows = Rp if kind.pad_rows else R
-    row_shapes, col_shapes = ((rows, Cp), (rows, 1)), ((Cp, Rp), (Cp, 1))
-    along = (_PADDED_ROWS if kind.pad_rows else _EXACT_ROWS) if kind.row else _ABSENT
-    across = _PADDED_ROWS if kind.col else _ABSENT
-    swapped = not reads_along_rows(strides)
-    if swapped:
-        R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, across, along
-    format_constants = (mantissa(kind.dtype), FLOAT8_MAX[kind.dtype], kind.power_of_2)
-    hardware = has_float8_conversion(device)
+def casting(
+    x: Slot,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool,
+    power_of_2: bool,
+    *,
+    walk: WalkLaunch | None = None,
+    tile: TileLaunch | None = None,
+) -> Program:
+    """Casts ``x`` [R, C], not empty; under given launch configurations by two kernels always."""
+    (R, C), (stride_r, stride_c) = x.shape, x.strides
+    rows = ceil16(R) if pad_rows else R
+    along, across = (
+        new_part((rows, ceil16(C)), dtype, row),
+        new_part((ceil16(C), ceil16(R)), dtype, col),
+    )
+    results = [slot for slot in (*along, *across) if slot is not None]
+    makes = (_PADDED_ROWS if pad_rows else _EXACT_ROWS) if row else _ABSENT
+    makes_across = _PADDED_ROWS if col else _ABSENT
+    if not reads_along_rows(x.strides):  # the kernels read x.t()
+        R, C, stride_r, stride_c = C, R, stride_c, stride_r
+        along, across, makes, makes_across = across, along, makes_across, makes
+    format_constants = (
+        mantissa(dtype),
+        FLOAT8_MAX[dtype],
+        power_of_2,
+        has_float8_conversion(x.device),
+    )
     integers = (R, C, stride_r, stride_c)
 
-    if across == _ABSENT and C <= WIDEST_ROW and walk is None and tile is None:
+    if makes_across == _ABSENT and C <= WIDEST_ROW and walk is None and tile is None:
         held = row_config(R, C)
-        constants: tuple[object, ...] = (along, *format_constants, hardware)
-        constants = (*constants, held.even, held.rows, held.block_c)
+        constants = (makes, *format_constants, held.even, held.rows, held.block_c)
         launch = Launch(
-            _cast_rows_kernel, held.programs, device, integers, constants, held.num_warps
+            _cast_rows_kernel, held.programs, (x, *along), integers, constants, held.num_warps
         )
-        return _Plan(row_shapes, col_shapes, swapped, None, launch)
+        return Program([x], results, [launch])
 
-    walk = walk or walk_config(R, C, x_dtype.itemsize, sm_count(device))
-    constants = (along != _ABSENT, across != _ABSENT, walk.even, walk.block_r, walk.block_c)
+    amaxes = new((R + C,), torch.int32, zeroed=True)
+    walk = walk or walk_config(R, C, x.dtype.itemsize, sm_count(x.device))
     measure = Launch(
-        _measure_kernel, walk.programs, device, (*integers, walk.rounds), constants, walk.num_warps
+        _measure_kernel,
+        walk.programs,
+        (x, amaxes),
+        (*integers, walk.rounds),
+        (makes != _ABSENT, makes_across != _ABSENT, walk.even, walk.block_r, walk.block_c),
+        walk.num_warps,
     )
-    tile = tile or tile_config(R, C, across=across != _ABSENT, sms=sm_count(device))
-    constants = (along, across, *format_constants, hardware)
-    constants = (*constants, tile.even, tile.block_r, tile.block_c, tile.group)
-    launch = Launch(
-        _cast_axiswise_kernel, tile.programs, device, integers, constants, tile.num_warps
+    tile = tile or tile_config(R, C, across=makes_across != _ABSENT, sms=sm_count(x.device))
+    cast = Launch(
+        _cast_axiswise_kernel,
+        tile.programs,
+        (x, amaxes, *along, *across),
+        integers,
+        (makes, makes_across, *format_constants, *tile.constants),
+        tile.num_warps,
     )
-    return _Plan(row_shapes, col_shapes, swapped, measure, launch)
+    return Program([x], results, [measure, cast])
+
+
+def new_part(
+    shape: tuple[int, int], dtype: torch.dtype, wanted: bool
+) -> tuple[Slot | None, Slot | None]:
+    """Data of this shape and a scale for each of its rows; or two None."""
+    if not wanted:
+        return None, None
+    return new(shape, dtype), new((shape[0], 1), torch.float32)
 
 
 @jit

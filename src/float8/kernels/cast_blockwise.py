@@ -3,9 +3,6 @@
 One kernel reads each element once: a program takes a tile of 128 x 128, which knows all its scales.
 """
 
-import functools
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,7 +10,7 @@ from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.amax import float32_bits
 from float8.kernels.cast import check_cast, to_float8
-from float8.kernels.cast_axiswise import amax_along, empty_part, pad_to
+from float8.kernels.cast_axiswise import amax_along, pad_to
 from float8.kernels.cast_kernel import mantissa, reads_along_rows
 from float8.kernels.numeric import reciprocal, scale_of_amax
 from float8.kernels.quads import (
@@ -30,7 +27,7 @@ from float8.kernels.quads import (
     to_float32s,
 )
 from float8.kernels.runtime.device import has_float8_conversion
-from float8.kernels.runtime.launch import Launch, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import TileLaunch, tile_at, tile_launch, tile_of_program
@@ -173,25 +170,6 @@ def _squares(x: Tensor, dtype: torch.dtype, row: bool, col: bool, power_of_2: bo
 # ---------------------------------------------------------------- Triton
 
 
-class Kind(NamedTuple):
-    """What a cast does: all that its kernel is compiled for, but its input."""
-
-    dtype: torch.dtype
-    square: bool
-    row: bool
-    col: bool
-    power_of_2: bool
-
-
-class _Plan(NamedTuple):
-    """A planned cast of tensors of one shape, layout and dtype."""
-
-    launch: Launch | None  # None where there is nothing to do
-    row_shapes: tuple[tuple[int, int], tuple[int, int]]  # data, scales as they lie in memory
-    col_shapes: tuple[tuple[int, int], tuple[int, int]]
-    swapped: bool  # the kernel reads x.t(), and so takes the outputs in the other order
-
-
 def cast_blockwise_triton(
     x: Tensor,
     dtype: torch.dtype,
@@ -202,28 +180,66 @@ def cast_blockwise_triton(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     """Triton code of the op: row data and scales, column data and scales, those asked for."""
-    return launch_cast(x, Kind(dtype, square, row, col, power_of_2))
+    return _program(x, dtype, square, row, col, power_of_2)(x)
 
 
-def launch_cast(x: Tensor, kind: Kind, config: TileLaunch | None = None) -> list[Tensor]:
-    """Cast ``x`` [R, C], under one launch configuration if given."""
-    plan = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
-    row = empty_part(kind.row, plan.row_shapes, kind.dtype, x)
-    col = empty_part(kind.col, plan.col_shapes, kind.dtype, x)
-    if plan.launch is not None:
-        along, across = (col, row) if plan.swapped else (row, col)
-        plan.launch(x, *along, *across)
-    out = []
-    for data, scale in (row, col):
-        if data is not None and scale is not None:
-            out += [data, scale if kind.square else scale.t()]
-    return out
-
-
-def config_of(R: int, C: int, kind: Kind) -> TileLaunch:
+def config_of(R: int, C: int, *, columns_of_runs: bool) -> TileLaunch:
     """The launch configuration for a matrix [R, C]."""
     # Scales of columns take more registers: fewer, larger threads.
-    return tile_launch(R, C, 128, 128, 4 if kind.col and not kind.square else 8)
+    return tile_launch(R, C, 128, 128, 4 if columns_of_runs else 8)
+
+
+def casting(
+    x: Slot,
+    dtype: torch.dtype,
+    square: bool,
+    row: bool,
+    col: bool,
+    power_of_2: bool,
+    config: TileLaunch | None = None,
+) -> Program:
+    """Casts ``x`` [R, C], under one launch configuration if given."""
+    (R, C), (stride_r, stride_c) = x.shape, x.strides
+    along, across = _new_part(R, C, dtype, square, row), _new_part(C, R, dtype, square, col)
+    results = [slot for slot in (*along, *across) if slot is not None]
+    if R * C == 0:
+        return Program([x], results, [])
+    makes = row, col
+    if not reads_along_rows(x.strides):  # the kernel reads x.t()
+        R, C, stride_r, stride_c = C, R, stride_c, stride_r
+        along, across, makes = across, along, (col, row)
+    config = config or config_of(R, C, columns_of_runs=col and not square)
+    constants = (
+        square,
+        *makes,
+        mantissa(dtype),
+        FLOAT8_MAX[dtype],
+        power_of_2,
+        has_float8_conversion(x.device),
+        config.even,
+        config.group,
+    )
+    slots, integers = (x, *along, *across), (R, C, stride_r, stride_c)
+    launch = Launch(
+        _cast_blockwise_kernel, config.programs, slots, integers, constants, config.num_warps
+    )
+    return Program([x], results, [launch])
+
+
+_program = planned(casting)
+
+
+def _new_part(
+    rows: int, columns: int, dtype: torch.dtype, square: bool, wanted: bool
+) -> tuple[Slot | None, Slot | None]:
+    """Data and scales of a tensor [rows, columns]; or two None."""
+    if not wanted:
+        return None, None
+    data = new(_data_shape(rows, columns, square), dtype)
+    first, second = _scale_shape(rows, columns, square)
+    if square:
+        return data, new((first, second), torch.float32)
+    return data, new((second, first), torch.float32, strides=(1, second))
 
 
 def _data_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
@@ -236,44 +252,6 @@ def _scale_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
     if square:
         return blocks(rows), ceil4(blocks(columns))
     return blocks(columns), ceil16(rows)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    x_dtype: torch.dtype,
-    device: torch.device,
-    kind: Kind,
-    config: TileLaunch | None,
-) -> _Plan:
-    """Everything about a cast that does not depend on values; cached, as eager mode needs it."""
-    (R, C), (stride_r, stride_c) = shape, strides
-    row_shapes = _data_shape(R, C, kind.square), _scale_shape(R, C, kind.square)
-    col_shapes = _data_shape(C, R, kind.square), _scale_shape(C, R, kind.square)
-    swapped = not reads_along_rows(strides)
-    if R * C == 0:
-        return _Plan(None, row_shapes, col_shapes, swapped)
-    along, across = kind.row, kind.col
-    if swapped:
-        R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, across, along
-    config = config or config_of(R, C, kind)
-    constants = (
-        kind.square,
-        along,
-        across,
-        mantissa(kind.dtype),
-        FLOAT8_MAX[kind.dtype],
-        kind.power_of_2,
-        has_float8_conversion(device),
-        config.even,
-        config.group,
-    )
-    integers = (R, C, stride_r, stride_c)
-    launch = Launch(
-        _cast_blockwise_kernel, config.programs, device, integers, constants, config.num_warps
-    )
-    return _Plan(launch, row_shapes, col_shapes, swapped)
 
 
 @jit

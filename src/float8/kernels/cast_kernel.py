@@ -3,11 +3,7 @@
 It serves `cast`, `cast_dynamic` and `cast_delayed`, and the fused casts of SwiGLU and RMSNorm.
 """
 
-import functools
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.numeric import scale_of_amax, to_float32
@@ -23,12 +19,12 @@ from float8.kernels.quads import (
     to_float32s,
 )
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, empty
+from float8.kernels.runtime.launch import Launch, Slot, new
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import TileLaunch, fitting, load, tile_at, tile_of_program
 
 # What is cast: x itself, silu(x) * y, or x * rstd * weight; contiguous unless PLAIN.
-PLAIN, SWIGLU, RMS_NORM = 0, 1, 2
+_PLAIN, _SWIGLU, _RMS_NORM = 0, 1, 2
 
 # Where the kernel takes the scale from: it is given; measured, from amaxes to be joined; or from
 # the history, and measured only where that knows none.
@@ -36,60 +32,6 @@ GIVEN, MEASURED, HISTORY = 0, 1, 2
 
 # What the kernel makes of one of its two outputs.
 _ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
-
-
-class Kind(NamedTuple):
-    """What a launch of the kernel does: all that it is compiled for, but its input."""
-
-    source: int
-    parts: int  # amaxes to join, unless GIVEN
-    dtype: torch.dtype
-    row: bool
-    col: bool
-    pad_rows: bool = False
-    power_of_2: bool = False
-    record: bool = False
-    producer: int = PLAIN
-    weight_dtype: torch.dtype | None = None  # of the norm
-
-
-def launch_cast(
-    x: Tensor,
-    kind: Kind,
-    *,
-    scale: Tensor | None = None,
-    parts: Tensor | None = None,
-    amax: Tensor | None = None,
-    y: Tensor | None = None,
-    rstd: Tensor | None = None,
-    weight: Tensor | None = None,
-    config: TileLaunch | None = None,
-) -> list[Tensor]:
-    """Cast ``x`` [R, C]: the scale used unless it is `GIVEN`, row data, column data as asked for.
-
-    ``scale`` is the given one or the history's, ``parts`` [P] are amaxes from `measure`, and
-    ``amax`` is raised if ``kind.record``. `SWIGLU` reads ``y`` [R, C] too, `RMS_NORM` ``rstd`` [R]
-    and ``weight`` [C].
-    """
-    planned = _plan(x.shape, x.stride(), x.dtype, x.device, kind, config)
-    launch, row_shape, col_shape, swapped = planned
-    out = []
-    used = row = col = None
-    if parts is not None:
-        used = empty((), torch.float32, x)
-        out.append(used)
-    if row_shape is not None:
-        row = empty(row_shape, kind.dtype, x)
-        out.append(row)
-    if col_shape is not None:
-        col = empty(col_shape, kind.dtype, x)
-        out.append(col)
-    if launch is not None:
-        along, across = (col, row) if swapped else (row, col)
-        launch(x, y, rstd, weight, along, across, scale, parts, used, amax)
-    if amax is not None and kind.record:
-        torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return out
 
 
 def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
@@ -104,52 +46,72 @@ def reads_along_rows(strides: tuple[int, ...]) -> bool:
     return strides[1] == 1 or strides[0] != 1
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    x_dtype: torch.dtype,
-    device: torch.device,
-    kind: Kind,
-    config: TileLaunch | None,
-) -> tuple[Launch | None, tuple[int, int] | None, tuple[int, int] | None, bool]:
-    """Everything about a cast that does not depend on values; cached, as eager mode needs it.
+def casting(
+    x: Slot,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+    power_of_2: bool = False,
+    *,
+    scale: Slot | None = None,
+    parts: Slot | None = None,
+    amax: Slot | None = None,
+    y: Slot | None = None,
+    rstd: Slot | None = None,
+    weight: Slot | None = None,
+    config: TileLaunch | None = None,
+) -> tuple[list[Slot], list[Launch]]:
+    """The results and launches of a program that casts ``x`` [R, C]; no launch if that is empty.
 
-    That is the launch, if there is anything to do; the shapes of row and column data; and whether
-    the kernel reads x.t(), and so takes the outputs in the other order.
+    Args:
+        x: what is cast, of any strides; with ``y`` or ``rstd`` contiguous.
+        dtype: the float8 format.
+        row: whether row data is a result.
+        col: whether column data is one, after that.
+        pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
+        power_of_2: whether a scale from an amax is rounded up to a power of two.
+        scale: the given one; with ``parts`` that of the history, and 0 where that knows none.
+        parts: [P], amaxes by `measuring`: the first result is then the scale that was used.
+        amax: is raised to the amax of what is cast.
+        y: [R, C], as ``x``: silu(x) * y is cast.
+        rstd: [R]: x * rstd * weight is cast.
+        weight: [C], with ``rstd``.
+        config: the launch configuration; None: by `launch_config`.
     """
-    (R, C), (stride_r, stride_c) = shape, strides
-    row_shape = (ceil16(R) if kind.pad_rows else R, ceil16(C)) if kind.row else None
-    col_shape = (ceil16(C), ceil16(R)) if kind.col else None
-    swapped = not reads_along_rows(strides)
+    (R, C), (stride_r, stride_c) = x.shape, x.strides
+    used = None if parts is None else new((), torch.float32)
+    along = new((ceil16(R) if pad_rows else R, ceil16(C)), dtype) if row else None
+    across = new((ceil16(C), ceil16(R)), dtype) if col else None
+    results = [slot for slot in (used, along, across) if slot is not None]
     if R * C == 0:
-        return None, row_shape, col_shape, swapped
-    row = (_PADDED_ROWS if kind.pad_rows else _EXACT_ROWS) if kind.row else _ABSENT
-    col = _PADDED_ROWS if kind.col else _ABSENT
-    along, across = row, col
-    if swapped:
-        R, C, stride_r, stride_c, along, across = C, R, stride_c, stride_r, col, row
+        return results, []
+    makes = (_PADDED_ROWS if pad_rows else _EXACT_ROWS) if row else _ABSENT
+    makes_across = _PADDED_ROWS if col else _ABSENT
+    if not reads_along_rows(x.strides):  # the kernel reads x.t()
+        R, C, stride_r, stride_c = C, R, stride_c, stride_r
+        along, across, makes, makes_across = across, along, makes_across, makes
     if config is None:
-        config = launch_config(R, C, across=across != _ABSENT, sms=sm_count(device))
+        config = launch_config(R, C, across=across is not None, sms=sm_count(x.device))
+    source = GIVEN if parts is None else MEASURED if scale is None else HISTORY
+    joined = 0 if parts is None else parts.shape[0]
     constants = (
-        kind.producer,
-        along,
-        across,
-        mantissa(kind.dtype),
-        FLOAT8_MAX[kind.dtype],
-        kind.source,
-        power_of_2_above(kind.parts),
-        kind.power_of_2,
-        kind.record,
-        has_float8_conversion(device),
+        _RMS_NORM if rstd is not None else _SWIGLU if y is not None else _PLAIN,
+        makes,
+        makes_across,
+        mantissa(dtype),
+        FLOAT8_MAX[dtype],
+        source,
+        power_of_2_above(joined),
+        power_of_2,
+        amax is not None,
+        has_float8_conversion(x.device),
         *config.constants,
     )
-    integers = (R, C, stride_r, stride_c, kind.parts)
-    inputs = {PLAIN: 1, SWIGLU: 2, RMS_NORM: 3}[kind.producer]  # x; x, y; x, rstd, weight
-    launch = Launch(
-        _cast_kernel, config.programs, device, integers, constants, config.num_warps, inputs=inputs
-    )
-    return launch, row_shape, col_shape, swapped
+    slots = (x, y, rstd, weight, along, across, scale, parts, used, amax)
+    integers = (R, C, stride_r, stride_c, joined)
+    launch = Launch(_cast_kernel, config.programs, slots, integers, constants, config.num_warps)
+    return results, [launch]
 
 
 def mantissa(dtype: torch.dtype) -> int:

@@ -1,6 +1,5 @@
 """RMSNorm -> float8: one pass for the statistics, one for the cast; and its backward."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from float8.kernels.amax import MAX_PARTS, magnitude_bits, store_part
 from float8.kernels.cast import allocate, cast_dynamic_fake, cast_reference, rows_reference
-from float8.kernels.cast_kernel import GIVEN, HISTORY, MEASURED, RMS_NORM, Kind, launch_cast
+from float8.kernels.cast_kernel import casting
 from float8.kernels.checks import (
     check_high_precision,
     check_same,
@@ -19,7 +18,7 @@ from float8.kernels.checks import (
 )
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.quantize.history import NO_STATE, DelayedScale
@@ -193,32 +192,66 @@ def rms_norm_backward_reference(
 def _rms_norm_cast_triton(x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, ...]:
     eps, dtype, scale, amax, power_of_2, record = how  # as its twin takes them
     x, weight = x.contiguous(), weight.contiguous()
-    rstd = empty((x.shape[0],), torch.float32, x)
-    launch = _launch(x.shape, (x.dtype, weight.dtype), x.device, eps)
-    parts = empty((launch.programs,), torch.float32, x)
-    launch(x, weight, rstd, parts)
+    state = () if scale is None else (scale, amax)
+    flags = (bool(state), power_of_2, record and bool(state))
+    made = _program(x, weight.dtype, eps, dtype, flags)(x, weight, *state)
+    if flags[2]:
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
+    return tuple(made)
+
+
+@planned
+def _program(
+    x: Slot,
+    weight_dtype: torch.dtype,
+    eps: float,
+    dtype: torch.dtype,
+    flags: tuple[bool, bool, bool],
+) -> Program:
+    (R, C), (known, power_of_2, record) = x.shape, flags
+    weight = Slot(weight_dtype)
+    state = scale, amax = [Slot(torch.float32) if known else None for _ in range(2)]
+    rows = -(-R // MAX_PARTS)
+    programs = -(-R // rows)
+    rstd, parts = new((R,), torch.float32), new((programs,), torch.float32)
+    block, num_warps = _whole_row(C)
     # The statistics know the amax before the cast: nothing has to be done twice.
-    kind = Kind(
-        MEASURED if scale is None else HISTORY,
-        launch.programs,
+    statistics = Launch(
+        _rms_norm_kernel,
+        programs,
+        (x, weight, rstd, parts),
+        (R, C, rows),
+        (eps, block, has_float8_conversion(x.device)),
+        num_warps,
+    )
+    results, launches = casting(
+        x,
         dtype,
         row=True,
         col=False,
         power_of_2=power_of_2,
-        record=record and amax is not None,
-        producer=RMS_NORM,
-        weight_dtype=weight.dtype,
+        scale=scale,
+        parts=parts,
+        amax=amax if record else None,
+        rstd=rstd,
+        weight=weight,
     )
-    made = launch_cast(x, kind, scale=scale, parts=parts, amax=amax, rstd=rstd, weight=weight)
-    return rstd, *made
+    given = [x, weight, *filter(None, state)]
+    return Program(given, [rstd, *results], [statistics, *launches], anywhere=2 * known)
 
 
 def _rms_norm_recast_triton(
     x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
-    kind = Kind(GIVEN, 0, dtype, False, True, producer=RMS_NORM, weight_dtype=weight.dtype)
-    return launch_cast(x, kind, scale=scale, rstd=rstd, weight=weight)[0]
+    return _recast_program(x, weight.dtype, dtype)(x, weight, rstd, scale)[0]
+
+
+@planned
+def _recast_program(x: Slot, weight_dtype: torch.dtype, dtype: torch.dtype) -> Program:
+    weight, rstd, scale = Slot(weight_dtype), Slot(torch.float32), Slot(torch.float32)
+    made = casting(x, dtype, row=False, col=True, scale=scale, rstd=rstd, weight=weight)
+    return Program([x, weight, rstd, scale], *made, anywhere=1)
 
 
 def rms_norm_backward_triton(
@@ -235,15 +268,11 @@ def rms_norm_backward_triton(
         for other in others:
             rest = rest + other
         grads = [*grads[: _MOST_GRADS - 1], rest]
-    tensors = [grad.contiguous() for grad in grads]
-    x, weight = x.contiguous(), weight.contiguous()
-    residual = None if residual_grad is None else residual_grad.contiguous()
-    dtypes = x.dtype, weight.dtype, grads[-1].dtype
-    launch = _backward_launch(x.shape, dtypes, x.device, len(grads), residual is not None)
-    grad_x = empty(x.shape, x.dtype, x)
-    parts = empty((launch.programs, x.shape[1]), torch.float32, x)
-    absent = [None] * (_MOST_GRADS - len(tensors))
-    launch(*tensors, *absent, x, residual, weight, rstd, grad_x, parts)
+    dtypes = tuple(grad.dtype for grad in grads)
+    program = _backward_program(x, weight.dtype, dtypes, residual_grad is not None)
+    residual = [] if residual_grad is None else [residual_grad]
+    tensors = (*grads, x, *residual, weight, rstd)
+    grad_x, parts = program(*(tensor.contiguous() for tensor in tensors))
     return grad_x, parts.sum(dim=0).to(weight.dtype)
 
 
@@ -253,48 +282,30 @@ def _whole_row(C: int) -> tuple[int, int]:
     return block, 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-@functools.lru_cache(maxsize=4096)
-def _launch(
-    shape: tuple[int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
-    eps: float,
-) -> Launch:
-    R, C = shape
-    rows = -(-R // MAX_PARTS)
-    block, num_warps = _whole_row(C)
-    return Launch(
-        _rms_norm_kernel,
-        -(-R // rows),
-        device,
-        (R, C, rows),
-        (eps, block, has_float8_conversion(device)),
-        num_warps,
-        inputs=2,
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _backward_launch(
-    shape: tuple[int, int],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    grads: int,
-    residual: bool,
-) -> Launch:
-    R, C = shape
+@planned
+def _backward_program(
+    x: Slot, weight_dtype: torch.dtype, grads: tuple[torch.dtype, ...], has_residual: bool
+) -> Program:
+    R, C = x.shape
     # Two programs for each multiprocessor: each leaves a row of partial sums behind.
-    rows = -(-R // (2 * sm_count(device)))
+    rows = -(-R // (2 * sm_count(x.device)))
+    programs = -(-R // rows)
+    read = [*map(Slot, grads)]
+    weight, rstd = Slot(weight_dtype), Slot(torch.float32)
+    residual = Slot(x.dtype) if has_residual else None
+    grad_x, parts = new(x.shape, x.dtype), new((programs, C), torch.float32)
     block, num_warps = _whole_row(C)
-    return Launch(
+    absent = [None] * (_MOST_GRADS - len(grads))
+    launch = Launch(
         _rms_norm_backward_kernel,
-        -(-R // rows),
-        device,
+        programs,
+        (*read, *absent, x, residual, weight, rstd, grad_x, parts),
         (R, C, rows),
-        (grads, residual, block, has_float8_conversion(device)),
+        (len(grads), has_residual, block, has_float8_conversion(x.device)),
         num_warps,
-        inputs=grads + residual + 3,
     )
+    given = [*read, x, *filter(None, [residual]), weight, rstd]
+    return Program(given, [grad_x, parts], [launch])
 
 
 @jit

@@ -1,6 +1,6 @@
 """SwiGLU with its casts: neither the product nor its gradients exist in high precision."""
 
-import functools
+import math
 from typing import Any
 
 import torch
@@ -12,10 +12,8 @@ from float8.kernels.cast import cast_dynamic_fake, cast_reference, rows_referenc
 from float8.kernels.cast_kernel import (
     HISTORY,
     MEASURED,
-    SWIGLU,
-    Kind,
+    casting,
     choose_scale,
-    launch_cast,
     mantissa,
     power_of_2_above,
     swiglu,
@@ -32,7 +30,7 @@ from float8.kernels.quads import (
     store_along,
 )
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import fitting, load, tile_at, tile_of_program
@@ -195,82 +193,110 @@ def _allocate(grad: Tensor, product_dtype: torch.dtype, dtype: torch.dtype) -> _
 def _swiglu_cast_triton(gate: Tensor, up: Tensor, *how: Any) -> tuple[Tensor, ...]:
     dtype, scale, amax, power_of_2, record = how
     gate, up = gate.contiguous(), up.contiguous()
-    measure = _amax_launch(gate.numel(), gate.dtype, gate.device, scale is not None, False)
-    parts = empty((measure.programs,), torch.float32, gate)
-    measure(None, gate, up, parts, scale, None)
-    kind = Kind(
-        MEASURED if scale is None else HISTORY,
-        measure.programs,
-        dtype,
-        row=True,
-        col=False,
-        power_of_2=power_of_2,
-        record=record and amax is not None,
-        producer=SWIGLU,
-    )
-    return tuple(launch_cast(gate, kind, scale=scale, parts=parts, amax=amax, y=up))
+    state = () if scale is None else (scale, amax)
+    flags = (bool(state), power_of_2, record and bool(state))
+    made = _program(gate, dtype, flags)(gate, up, *state)
+    if flags[2]:
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
+    return tuple(made)
 
 
 def _swiglu_backward_cast_triton(
     grad: Tensor, gate: Tensor, up: Tensor, product_scale: Tensor, *how: Any
 ) -> _Results:
-    product_dtype, dtype, *states, power_of_2, record = how
-    gate_scale, gate_amax, up_scale, up_amax = states
+    product_dtype, dtype, gate_scale, gate_amax, up_scale, up_amax, power_of_2, record = how
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    out = product, gate_used, gate_row, up_used, up_row = _allocate(grad, product_dtype, dtype)
-    known = gate_scale is not None
-    measure = _amax_launch(grad.numel(), grad.dtype, grad.device, known, True)
-    parts = empty((2 * measure.programs,), torch.float32, grad)
-    measure(grad, gate, up, parts, gate_scale, up_scale)
-    formats, flags = (product_dtype, dtype), (known, power_of_2, record and known)
-    _backward_launch(grad.shape, grad.dtype, grad.device, formats, measure.programs, flags)(
-        *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
-        *(gate_scale, gate_used, gate_amax, up_scale, up_used, up_amax),
-    )
-    if record and known:
+    states = () if gate_scale is None else (gate_scale, gate_amax, up_scale, up_amax)
+    flags = (bool(states), power_of_2, record and bool(states))
+    program = _backward_program(grad, product_dtype, dtype, flags)
+    made = program(grad, gate, up, product_scale, *states)
+    if flags[2]:
         torch.autograd.graph.increment_version([gate_amax, up_amax])  # as PyTorch does
-    return out
+    product, gate_used, gate_row, up_used, up_row = made
+    return product, gate_used, gate_row, up_used, up_row
 
 
-@functools.lru_cache(maxsize=4096)
-def _amax_launch(
-    n: int, dtype: torch.dtype, device: torch.device, known: bool, backward: bool
-) -> Launch:
-    block, steps, rounds, parts = even_shares(n, 2048 if backward else 4096, sm_count(device))
-    constants = (block, steps, backward, known, has_float8_conversion(device))
-    inputs = 3 if backward else 2
-    return Launch(_amax_kernel, parts, device, (n, rounds), constants, num_warps=8, inputs=inputs)
+_Flags = tuple[bool, bool, bool]
+"""Whether there is a history; whether scales are powers of two; whether amaxes are recorded."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _backward_launch(
-    shape: tuple[int, int],
-    x_dtype: torch.dtype,
-    device: torch.device,
-    formats: tuple[torch.dtype, torch.dtype],
-    parts: int,
-    flags: tuple[bool, bool, bool],
-) -> Launch:
-    (R, C), (product_dtype, dtype), (known, power_of_2, record) = shape, formats, flags
+@planned
+def _program(gate: Slot, dtype: torch.dtype, flags: _Flags) -> Program:
+    known, power_of_2, record = flags
+    up = Slot(gate.dtype)
+    state = scale, amax = [Slot(torch.float32) if known else None for _ in range(2)]
+    parts, measure = _measuring(None, gate, up, scale, None)
+    results, launches = casting(
+        gate,
+        dtype,
+        row=True,
+        col=False,
+        power_of_2=power_of_2,
+        scale=scale,
+        parts=parts,
+        amax=amax if record else None,
+        y=up,
+    )
+    given = [gate, up, *filter(None, state)]
+    return Program(given, results, [measure, *launches], anywhere=2 * known)
+
+
+def _measuring(
+    grad: Slot | None,
+    gate: Slot,
+    up: Slot,
+    scale: Slot | None,
+    up_scale: Slot | None,
+) -> tuple[Slot, Launch]:
+    """The amaxes of parts: of the product; with ``grad`` of gate's gradient, then of up's."""
+    backward = grad is not None
+    n = math.prod(gate.shape)
+    block, steps, rounds, programs = even_shares(
+        n, 2048 if backward else 4096, sm_count(gate.device)
+    )
+    constants = (block, steps, backward, scale is not None, has_float8_conversion(gate.device))
+    parts = new((programs * (1 + backward),), torch.float32)
+    slots = (grad, gate, up, parts, scale, up_scale)
+    return parts, Launch(_amax_kernel, programs, slots, (n, rounds), constants, num_warps=8)
+
+
+@planned
+def _backward_program(
+    grad: Slot, product_dtype: torch.dtype, dtype: torch.dtype, flags: _Flags
+) -> Program:
+    (R, C), (known, power_of_2, record) = grad.shape, flags
+    gate, up = Slot(grad.dtype, grad.shape, device=grad.device), Slot(grad.dtype)
+    product_scale = Slot(torch.float32)
+    states = [Slot(torch.float32) if known else None for _ in range(4)]
+    gate_scale, gate_amax, up_scale, up_amax = states
+    parts, measure = _measuring(grad, gate, up, gate_scale, up_scale)
+    product = new((ceil16(C), ceil16(R)), product_dtype)
+    gate_used, up_used = new((), torch.float32), new((), torch.float32)
+    gate_row, up_row = new((R, ceil16(C)), dtype), new((R, ceil16(C)), dtype)
     # To keep the amaxes takes registers, which large tiles have not: 489 us instead of 642 on an
     # H100 at [8192, 14336]. Without, 701 us (with the amaxes before) instead of 712.
     tiles = ((32, 64, 4),) if record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
-    config = fitting(R, C, sm_count(device), tiles)
+    config = fitting(R, C, sm_count(gate.device), tiles)
     constants = (
         mantissa(product_dtype),
         mantissa(dtype),
         FLOAT8_MAX[dtype],
         HISTORY if known else MEASURED,
-        power_of_2_above(parts),
+        power_of_2_above(measure.programs),
         power_of_2,
         record,
-        has_float8_conversion(device),
+        has_float8_conversion(gate.device),
         *config.constants,
     )
-    integers = (R, C, parts)
-    return Launch(
-        _backward_kernel, config.programs, device, integers, constants, config.num_warps, inputs=3
+    slots = (
+        *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
+        *(gate_scale, gate_used, gate_amax, up_scale, up_used, up_amax),
     )
+    integers = (R, C, measure.programs)
+    cast = Launch(_backward_kernel, config.programs, slots, integers, constants, config.num_warps)
+    given = [grad, gate, up, product_scale, *filter(None, states)]
+    results = [product, gate_used, gate_row, up_used, up_row]
+    return Program(given, results, [measure, cast], anywhere=1 + 4 * known)
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr", "up_scale_ptr"])

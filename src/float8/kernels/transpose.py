@@ -1,7 +1,5 @@
 """Byte transpose: row data -> column data of the same per-tensor scale, exact, padded."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.checks import describe
 from float8.kernels.quads import inside_of, load_rows, quads_of
 from float8.kernels.runtime.device import sm_count
-from float8.kernels.runtime.launch import Launch, empty, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import (
@@ -67,12 +65,7 @@ def transpose_triton(
     data: Tensor, after: Tensor | None = None, config: TileLaunch | None = None
 ) -> Tensor:
     """Triton kernel; see :func:`transpose_bytes`."""
-    R, C = data.shape
-    out = empty((ceil16(C), ceil16(R)), data.dtype, data)
-    if data.numel():
-        launch = _launch(data.shape, data.stride(), data.dtype, data.device, config)
-        launch(data, out)
-    return out
+    return _program(data, config)(data)[0]
 
 
 def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
@@ -80,18 +73,22 @@ def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
     return fitting(R, C, sms, ((128, 128, 8), (64, 64, 4), (32, 64, 4)))
 
 
-@functools.lru_cache(maxsize=4096)
-def _launch(
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    config: TileLaunch | None,
-) -> Launch:
-    if config is None:
-        config = launch_config(*shape, sms=sm_count(device))
-    integers, constants = (*shape, *strides), config.constants
-    return Launch(_transpose_kernel, config.programs, device, integers, constants, config.num_warps)
+@planned
+def _program(data: Slot, config: TileLaunch | None) -> Program:
+    R, C = data.shape
+    out = new((ceil16(C), ceil16(R)), data.dtype)
+    if R * C == 0:
+        return Program([data], [out], [])
+    config = config or launch_config(R, C, sms=sm_count(data.device))
+    launch = Launch(
+        _transpose_kernel,
+        config.programs,
+        (data, out),
+        (R, C, *data.strides),
+        config.constants,
+        config.num_warps,
+    )
+    return Program([data], [out], [launch])
 
 
 @jit

@@ -1,24 +1,211 @@
-"""Launching Triton kernels cheaply.
+"""Running Triton kernels cheaply: all that does not depend on values is worked out once.
 
-Triton's own launch inspects every argument, which costs several times what the launch does. Here
-everything but the tensors of a launch is fixed when it is planned, so that all launches after the
-first go straight to the compiled kernel, through PyTorch's launcher for code that Inductor makes.
-Triton's launch hooks are not called then; ``FLOAT8_PLAIN_LAUNCH=1`` has them called.
+A `Program` is what an op does to tensors of one shape, layout and dtype: memory it allocates, and
+kernels it launches one after the other. An op looks its program up and runs it, so that the way
+from a tensor to a kernel is one function. Kernels that Triton compiled before are launched by
+PyTorch's launcher for code that Inductor makes; Triton's own inspects every argument, which takes
+several times as long. Triton's launch hooks are not called then; ``FLOAT8_PLAIN_LAUNCH=1`` has them
+called.
 """
 
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from float8.kernels.runtime import private
-from float8.kernels.runtime.triton import HAS_TRITON, interpreting
+from float8.kernels.runtime.triton import HAS_TRITON
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_CACHED = None not in (private.current_device, private.current_stream, private.launch_kernel)
-_ALLOCATES = None not in (private.current_device, private.empty_strided_cuda) and not interpreting()
+_LAUNCHES = None not in (
+    private.current_device,
+    private.current_stream,
+    private.launch_kernel,
+    private.empty_strided_cuda,
+)
 _DIRECT = HAS_TRITON and None not in (private.dispatch_modes, private.functorch_levels)
+
+
+@dataclasses.dataclass(eq=False, frozen=True)
+class Slot:
+    """A tensor that a program is given, or makes: what is known of it before it is there."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    device: torch.device | None = None
+    zeroed: bool = False
+
+
+def like(x: Tensor) -> Slot:
+    """A tensor to be given that looks like ``x``."""
+    return Slot(x.dtype, x.shape, x.stride(), x.device)
+
+
+_Way = TypeVar("_Way")
+
+
+def planned(plan: Callable[..., _Way]) -> Callable[..., _Way]:
+    """``plan``, worked out once for tensors that look alike: asked with a tensor, told its slot."""
+
+    @functools.lru_cache(maxsize=4096)
+    def known(
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        device: torch.device,
+        *how: object,
+    ) -> _Way:
+        return plan(Slot(dtype, shape, strides, device), *how)
+
+    def of(x: Tensor, *how: object) -> _Way:
+        return known(x.dtype, x.shape, x.stride(), x.device, *how)
+
+    of.cache_clear = known.cache_clear  # type: ignore[attr-defined]
+    return of
+
+
+def new(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    strides: tuple[int, ...] | None = None,
+    *,
+    zeroed: bool = False,
+) -> Slot:
+    """Memory that a program allocates, of at most two dims; contiguous without ``strides``."""
+    if strides is None:
+        strides = (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
+    return Slot(dtype, tuple(shape), strides, zeroed=zeroed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel, whose parameters are tensors, then integers, then constants.
+
+    Of tensors there are slots, None for one that the kernel does not touch.
+    """
+
+    kernel: Any
+    programs: int
+    slots: tuple[Slot | None, ...]
+    integers: tuple[int, ...]
+    constants: tuple[object, ...]
+    num_warps: int
+
+    def plainly(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Launch as Triton documents it; returns the compiled kernel (None in its interpreter)."""
+        run = self.kernel[(self.programs,)]
+        return run(*tensors, *self.integers, *self.constants, num_warps=self.num_warps)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that makes Triton compile a new kernel: shapes share kernels."""
+        # As Triton types and specialises integers.
+        integers = tuple((n == 1, n % 16 == 0, n >= 1 << 31) for n in self.integers)
+        dtypes = tuple(None if slot is None else slot.dtype for slot in self.slots)
+        return self.kernel, integers, self.constants, self.num_warps, dtypes
+
+
+class Program:
+    """Launches on tensors of one shape, layout and dtype, and the memory that they need.
+
+    Args:
+        given: the tensors that are handed over when it runs, of one device, which need not be the
+            current one.
+        results: the new ones that are returned. What the launches need besides is allocated, too.
+        launches: in their order.
+        anywhere: how many of the last of ``given`` may start anywhere: the kernels must not be
+            specialised on it. Where others do not start at multiples of 16 bytes Triton launches,
+            which has other kernels for them.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Slot],
+        results: Sequence[Slot],
+        launches: Sequence[Launch],
+        *,
+        anywhere: int = 0,
+    ) -> None:
+        self.device = device = next(slot.device for slot in given if slot.device is not None)
+        self.launches = launches
+        used = [slot for launch in launches for slot in launch.slots if slot is not None]
+        scratch = [slot for slot in dict.fromkeys(used) if slot not in (*given, *results)]
+        self._slots = (*given, *results, *scratch)
+        self._made = [(slot.shape, slot.strides, slot.dtype) for slot in (*results, *scratch)]
+        self._zeroed = [at for at, slot in enumerate((*results, *scratch)) if slot.zeroed]
+        self._results = len(results)
+        self._aligned = len(given) - anywhere
+        self._ready = device.type == "cuda" and _LAUNCHES  # else Triton launches
+        self._steps: list[tuple[Any, ...]] | None = None
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """Run on ``tensors``, those `given`; returns the new `results`."""
+        steps, device = self._steps, self.device
+        if steps is None:
+            return self._first(tensors)
+        if device.index != private.current_device():
+            with torch.cuda.device(device):
+                return self(*tensors)
+        # Addresses, since Triton would ask each tensor, and the driver about each answer.
+        addresses = [x.data_ptr() for x in tensors]
+        for address in addresses[: self._aligned]:
+            if address & 15:
+                return self._plainly(tensors)
+        allocate, launch = private.empty_strided_cuda, private.launch_kernel
+        made: list[Tensor] = [allocate(*each) for each in self._made]
+        for at in self._zeroed:
+            made[at].zero_()
+        addresses += [x.data_ptr() for x in made]
+        stream = private.current_stream(device.index)
+        for function, programs, num_warps, shared, types, take, rest in steps:
+            arguments = (*take(addresses), *rest)
+            launch(function, programs, 1, 1, num_warps, shared, types, arguments, stream)
+        return made[: self._results]
+
+    def _first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run once more by Triton, unless all kernels are known: then by PyTorch from now on."""
+        if not self._ready:
+            return self._plainly(tensors)
+        binaries = [_binaries.get((self.device, launch.key), _UNKNOWN) for launch in self.launches]
+        if _UNKNOWN in binaries:
+            return self._plainly(tensors)
+        if None in binaries:
+            self._ready = False
+            return self._plainly(tensors)
+        self._steps = list(map(self._step, self.launches, binaries))
+        return self(*tensors)
+
+    def _plainly(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run by Triton, and know its kernels from then on."""
+        device = self.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            made = [
+                torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                for shape, strides, dtype in self._made
+            ]
+            for at in self._zeroed:
+                made[at].zero_()
+            there: dict[Slot | None, Tensor | None] = {None: None}
+            there |= zip(self._slots, (*tensors, *made), strict=True)
+            aligned = not any(x.data_ptr() & 15 for x in tensors[: self._aligned])
+            for launch in self.launches:
+                compiled = launch.plainly([there[slot] for slot in launch.slots])
+                if self._ready and aligned:
+                    _binaries.setdefault((device, launch.key), _binary(compiled))
+        return made[: self._results]
+
+    def _step(self, launch: Launch, binary: "_Binary") -> tuple[Any, ...]:
+        """What `__call__` needs of a launch."""
+        take = operator.itemgetter(*(self._slots.index(slot) for slot in launch.slots if slot))
+        rest = (*(n for n in launch.integers if n != 1), *binary.scratch)
+        about = binary.num_warps, binary.shared, binary.types
+        return binary.function, launch.programs, *about, take, rest
 
 
 class _Binary(NamedTuple):
@@ -33,95 +220,9 @@ class _Binary(NamedTuple):
 
 
 _binaries: dict[tuple[object, ...], _Binary | None] = {}
-"""The key is all that makes Triton compile a new kernel: shapes share kernels. None: only Triton
-can launch it."""
+"""By device and the key of a launch. None: only Triton can launch it."""
 
-
-class Launch:
-    """A Triton kernel with all its arguments but the tensors.
-
-    The kernel takes its parameters in this order: tensors (None for one that it does not touch),
-    integers, constants. Who keeps a `Launch` must use it for tensors of one set of dtypes, None
-    always in the same places. Triton specialises kernels on whether data starts at a multiple of 16
-    bytes; the first `inputs` tensors (None is not counted) may be views that do not, all others are
-    new allocations, which do, or the kernel does not specialise on them.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        device: torch.device,
-        integers: tuple[int, ...],
-        constants: tuple[object, ...],
-        num_warps: int,
-        *,
-        inputs: int = 1,
-    ) -> None:
-        self.kernel = kernel
-        self.programs = programs
-        self.device = device
-        self.integers = integers
-        self.constants = constants
-        self.num_warps = num_warps
-        self.inputs = inputs
-        self._binary: _Binary | None = None
-        self._rest: tuple[int | None, ...] = ()
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on the device of the tensors, which need not be the current one."""
-        device = self.device
-        if not _CACHED or device.type != "cuda":
-            self._plainly(tensors)
-            return
-        if device.index != private.current_device():
-            with torch.cuda.device(device):
-                self(*tensors)
-            return
-        # Addresses, since Triton would ask each tensor, and the driver about each answer.
-        addresses = [x.data_ptr() for x in tensors if x is not None]
-        binary = self._binary
-        for address in addresses[: self.inputs]:
-            if address & 15:  # Triton has another kernel for these
-                self._plainly(tensors)
-                return
-        if binary is None:
-            self._first(tensors)
-            return
-        private.launch_kernel(
-            binary.function,
-            self.programs,
-            1,
-            1,
-            binary.num_warps,
-            binary.shared,
-            binary.types,
-            (*addresses, *self._rest),
-            private.current_stream(device.index),
-        )
-
-    def _plainly(self, tensors: tuple[Tensor | None, ...]) -> Any:
-        """Launch as Triton documents it; returns the compiled kernel (None in its interpreter)."""
-        run = self.kernel[(self.programs,)]
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            return run(*tensors, *self.integers, *self.constants, num_warps=self.num_warps)
-
-    def _first(self, tensors: tuple[Tensor | None, ...]) -> None:
-        """Launch with inputs that are aligned, and know the kernel from then on."""
-        # As Triton types and specialises integers.
-        integers = tuple((n == 1, n % 16 == 0, n >= 1 << 31) for n in self.integers)
-        dtypes = tuple(None if x is None else x.dtype for x in tensors)
-        kind = (self.kernel, self.device, integers, self.constants, self.num_warps, dtypes)
-        binary = _binaries.get(kind)
-        if binary is None:
-            compiled = self._plainly(tensors)
-            if kind not in _binaries:
-                _binaries[kind] = _binary(compiled)
-            return
-        self._rest = (*(n for n in self.integers if n != 1), *binary.scratch)
-        self._binary = binary
-        self(*tensors)
-
+_UNKNOWN: Any = object()
 
 _USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")
@@ -163,13 +264,3 @@ def takes_triton_directly(*tensors: Tensor | None) -> bool:
         if x is not None and not (x.is_cuda and type(x) in _PLAIN and not x.is_neg()):
             return False
     return private.dispatch_modes() == 0 and private.functorch_levels() is None
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Uninitialised, contiguous, of at most two dims, on the device of `like`."""
-    if _ALLOCATES and like.get_device() == private.current_device():  # the CPU's is -1
-        strides = (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
-        # A tuple and no `torch.Size`, which this function refuses.
-        result: Tensor = private.empty_strided_cuda(tuple(shape), strides, dtype)
-        return result
-    return torch.empty(shape, dtype=dtype, device=like.device)
