@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.measure import WrongResultError
 from float8.sync import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
@@ -59,12 +60,19 @@ def _powers(reference: Tensor, x: Tensor) -> Tensor:
     return total
 
 
+def _has_state(config: Float8LinearConfig | None) -> bool:
+    """Whether something is due after an optimizer's step; under dynamic scaling nothing is."""
+    if config is None:
+        return False
+    return bool(config.delayed_sites) or config.float8_weights is Float8Weights.HELD
+
+
 class Step:
     """Forward and backward of a bf16 model, which the variant converts, on fixed random data.
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, or the model as
     a whole if it has none. Gradients of `microbatches` accumulate; with `sync` that of delayed
-    scaling, and the casts of weights that are held, are a part of a step.
+    scaling, and the casts of weights that are held, are a part of a step where there are such.
     """
 
     def __init__(
@@ -86,7 +94,7 @@ class Step:
         if variant.ours:
             update_float8_weights(self.model)  # those that are held, as an optimizer's step would
         self.variant, self._x, self._grad = variant, x, grad
-        self._microbatches, self._sync = microbatches, sync and variant.ours
+        self._microbatches, self._sync = microbatches, sync and _has_state(variant.config)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output and the input that it was computed from.

@@ -67,11 +67,12 @@ def kernel_sampler(
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:
     """Samples a call in a steady state: as many calls back to back as take `at_least_ms`.
 
-    A single call would be charged the wait for its first kernel, which a training step hides
-    behind the work before it. The number of calls is chosen from a few calls made now.
+    On a GPU at least three. A single call would be charged the wait for its first kernel, which a
+    training step hides behind the work before it, and what the host's caches forgot of it during
+    the turns of others. The number of calls is chosen from a few calls made now.
     """
     once = min(call_sampler([call], device)() for _ in range(_WARMUP))
-    count = max(1, min(20, round(at_least_ms / max(once, 1e-3))))
+    count = max(3 if device.type == "cuda" else 1, min(20, round(at_least_ms / max(once, 1e-3))))
     return call_sampler([call] * count, device, lead_in=call)
 
 
