@@ -26,10 +26,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 PLAIN = "plain-rebuild.json"
 HUGGING_FACE = "hugging-face.json"
-PLAIN_COMMIT = "abdb2c8"  # the newest run of the whole stack, compiled and eager
+PLAIN_COMMIT = "ca2477b"  # the newest run of the whole stack, compiled and eager
 FINER_COMMIT = "301e755"  # the newest run with scales per row and block
 HELD_COMMIT = "f96af7a"  # the newest run with held weights and fuse=True
-SMALL_COMMIT = "70c1350"  # the newest run with small layers
+SMALL_COMMIT = "ca2477b"  # the newest run with small layers
 
 WIDTH = 96  # of a command, which goes on in the next line
 REMOVED = ("speculative",)  # recipes that results files of former versions have
