@@ -6,10 +6,13 @@ import gc
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from float8_lab.errors import OutOfMemoryError, for_all, is_for_all
 
 
 class Clock:
@@ -48,10 +51,20 @@ _SIGNS_OF_TOO_MUCH = (
 )
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether it says that a device has too little memory, or that nothing could have so much."""
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH)
+@contextlib.contextmanager
+def explain_out_of_memory(message: str) -> Iterator[None]:
+    """Turn what says that a device has too little memory, or nothing so much, into a `LabError`.
+
+    `{error}` in the message stands for what it says.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not known and not any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH):
+            raise
+        message = message.replace("{error}", str(error))
+        raise for_all(OutOfMemoryError(message), is_for_all(error)) from error
 
 
 def total_memory(device: torch.device) -> int:
@@ -84,7 +97,7 @@ class PeakMemory:
         # Give freed memory back to the system, or an earlier run's would hide this one's growth.
         with contextlib.suppress(AttributeError, OSError, TypeError):
             ctypes.CDLL(None).malloc_trim(0)  # glibc only
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, IndexError):
             # Writing 5 sets the process's recorded peak back to what it holds now: see proc(5).
             Path("/proc/self/clear_refs").write_text("5")
             resident = _status_bytes("VmRSS")
@@ -102,7 +115,5 @@ class PeakMemory:
 
 
 def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"no {name} in /proc/self/status")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) * 1024
