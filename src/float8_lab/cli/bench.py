@@ -15,31 +15,10 @@ import torch
 import typer
 from rich.progress import track
 
+from float8_lab.bench import cast, fsdp, linear, matmul, numerics, profile, tp
 from float8_lab.bench.block import StackSize, bench_block
-from float8_lab.bench.cast import bench_cast, distinct_tensors
-from float8_lab.bench.cast import host_microseconds as cast_host_microseconds
-from float8_lab.bench.fsdp import (
-    PASSES,
-    RanksStep,
-    ShardedStep,
-    bench_on_ranks,
-    communication_settings,
-)
-from float8_lab.bench.linear import bench_linear, host_microseconds
-from float8_lab.bench.matmul import bench_matmul
-from float8_lab.bench.numerics import (
-    FAMILIES,
-    STEPS,
-    Sample,
-    bench_numerics,
-    captured_samples,
-    plot_numerics,
-    random_samples,
-)
-from float8_lab.bench.profile import profile_block
 from float8_lab.bench.results import check_output, plot_speedups, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.tp import ParallelStep
 from float8_lab.bench.variants import (
     COMPILED,
     EAGER,
@@ -69,6 +48,7 @@ app = typer.Typer(
 )
 
 Words = list[str] | None
+Peers = Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."]
 Plot = Annotated[Path | None, "Write a heat map of speedups over shapes."]
 
 
@@ -172,7 +152,7 @@ class Variants:
         ),
     ] = None
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
-    peers: Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."] = None
+    peers: Peers = None
 
     def chosen(self) -> dict[str, Any]:
         """What `make_variants` takes."""
@@ -198,7 +178,7 @@ def matmul_command(
     """One GEMM per shape: bf16, float8 without and with fast accumulation."""
     shapes = layers.selected()
     bench = Bench("matmul", where, shapes=shapes, gradients=gradients)
-    groups = bench_matmul(shapes, bench.device, where.rounds, gradients=gradients)
+    groups = matmul.bench_matmul(shapes, bench.device, where.rounds, gradients=gradients)
     rows = bench.collect(groups, sum(map(len, shapes.values())) * (3 if gradients else 1))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", rows, plot)
 
@@ -214,8 +194,8 @@ def linear_command(layers: Shapes, compared: Variants, where: Run, plot: Plot = 
     bench = Bench("linear", where, shapes=shapes, **chosen)
     variants = make_variants(**chosen)
     total = sum(len(members) + (len(members) > 1) for members in shapes.values())
-    rows = bench.collect(bench_linear(shapes, variants, bench.device, where.rounds), total)
-    host = host_microseconds(variants, bench.device)
+    rows = bench.collect(linear.bench_linear(shapes, variants, bench.device, where.rounds), total)
+    host = linear.host_microseconds(variants, bench.device)
     bench.finish("linear layer, forward + backward", rows, plot, host_us=host)
     for name, microseconds in host.items():
         bench.console.print(f"host time to issue forward + backward, {name}: {microseconds:.0f} us")
@@ -230,9 +210,9 @@ def cast_command(layers: Shapes, where: Run) -> None:
     """
     shapes = layers.selected()
     bench = Bench("cast", where, shapes=shapes)
-    tensors = distinct_tensors(shapes)
-    rows = bench.collect(bench_cast(tensors, bench.device, where.rounds), len(tensors))
-    host = cast_host_microseconds(bench.device)
+    tensors = cast.distinct_tensors(shapes)
+    rows = bench.collect(cast.bench_cast(tensors, bench.device, where.rounds), len(tensors))
+    host = cast.host_microseconds(bench.device)
     bench.finish("casts of bf16 tensors", rows, host_us=host)
     bench.console.print("compared with the plain-torch twins: bitwise equal")
     for name, microseconds in host.items():
@@ -279,7 +259,7 @@ def profile_command(
         raise ConfigError(f"mode: got {mode!r}, expected {EAGER} or {COMPILED}")
     variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode])[-1]
     bench = Bench("profile", where, **dataclasses.asdict(size), recipe=recipe, mode=mode)
-    rows = profile_block(size, variant, bench.device, traces)
+    rows = profile.profile_block(size, variant, bench.device, traces)
     bench.finish(f"{recipe} {mode}: {size}", rows)
     bench.console.print(f"traces: {traces}/forward.json, {traces}/backward.json")
 
@@ -308,7 +288,7 @@ class RanksVariants(Variants):
 
 def _bench_on_ranks(
     name: str,
-    step: type[RanksStep],
+    step: type[fsdp.RanksStep],
     title: str,
     size: StackSize,
     compared: Variants,
@@ -325,18 +305,18 @@ def _bench_on_ranks(
         if peer != "torchao":
             raise ConfigError(f"peers: got {peer!r}, expected torchao")
     preset(size.model)
-    variants = make_variants(**chosen, sharded=step is ShardedStep)
+    variants = make_variants(**chosen, sharded=step is fsdp.ShardedStep)
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks(True) as group:
         where = dataclasses.replace(where, device=str(group.device(where.device)))
-        about = {**dataclasses.asdict(size), **chosen, "ranks": group.size, "passes": PASSES}
+        about = {**dataclasses.asdict(size), **chosen, "ranks": group.size, "passes": fsdp.PASSES}
         bench = Bench(name, where, **about, **settings)
-        groups = bench_on_ranks(step, variants, size, bench.device, where.rounds)
-        rows = bench.collect(groups, PASSES * len(variants) + 1)
+        groups = fsdp.bench_on_ranks(step, variants, size, bench.device, where.rounds)
+        rows = bench.collect(groups, fsdp.PASSES * len(variants) + 1)
         if group.rank == 0:
             title = title.format(size=size, ranks=group.size)
-            bench.finish(title, rows, communication=communication_settings())
+            bench.finish(title, rows, communication=fsdp.communication_settings())
 
 
 @app.command("fsdp")
@@ -352,7 +332,7 @@ def fsdp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
     """
     title = "{size} each, under FSDP2 on {ranks} rank(s), forward + backward + optimizer"
     how = {"optimizer": "fused AdamW"}
-    _bench_on_ranks("fsdp", ShardedStep, title, size, compared, where, **how)
+    _bench_on_ranks("fsdp", fsdp.ShardedStep, title, size, compared, where, **how)
 
 
 @app.command("tp")
@@ -366,7 +346,7 @@ def tp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
     included. Each variant has its rounds in two passes over the list.
     """
     title = "{size}, tensor and sequence parallel on {ranks} ranks, forward + backward"
-    _bench_on_ranks("tp", ParallelStep, title, size, compared, where)
+    _bench_on_ranks("tp", tp.ParallelStep, title, size, compared, where)
 
 
 _MODEL, _STEPS = "tiny", 20  # what is trained if nothing is said
@@ -381,7 +361,7 @@ def numerics_command(
     recipe: Annotated[
         Words, typer.Option(help="Several: with commas; as for `linear`.", show_default="all")
     ] = None,
-    peers: Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."] = None,
+    peers: Peers = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -413,15 +393,15 @@ def numerics_command(
     if block >= blocks:
         raise ConfigError(f"block: got {block}, expected less than {blocks}")
     captured = _captured(trainer, f"layers.{block}.")
-    samples = itertools.chain(random_samples(shapes, bench.device), captured.items())
-    total = len(FAMILIES) * len(shapes) + len(captured)
-    rows = bench.collect(bench_numerics(samples, variants), total)
+    samples = itertools.chain(numerics.random_samples(shapes, bench.device), captured.items())
+    total = len(numerics.FAMILIES) * len(shapes) + len(captured)
+    rows = bench.collect(numerics.bench_numerics(samples, variants), total)
     run = {"model": config.model, "recipe": config.recipe, "step": trainer.step, "block": block}
     title = (
         f"{', '.join(map(str, shapes))}; then block {block} of {config.model} after step "
         f"{trainer.step} of {config.recipe}"
     )
-    bench.finish(title, rows, plot, draw=plot_numerics, trained=run)
+    bench.finish(title, rows, plot, draw=numerics.plot_numerics, trained=run)
 
 
 def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
@@ -443,13 +423,13 @@ def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
     return trainer
 
 
-def _captured(trainer: Trainer, prefix: str) -> dict[str, Sample]:
+def _captured(trainer: Trainer, prefix: str) -> dict[str, numerics.Sample]:
     """Of the batches that the run would see next, cut to a few thousand tokens."""
     config = trainer.config
     size = min(config.batch_size, max(1, _TOKENS // config.seq_len))
     cut = {"seed": config.seed, "batch_size": size, "seq_len": config.seq_len}
     first = trainer.step * config.accumulate * config.batch_size
-    numbers = range(first, first + STEPS * size, size)
+    numbers = range(first, first + numerics.STEPS * size, size)
     batches = (train_batch(trainer.corpus.train, first=number, **cut) for number in numbers)
     losses = [functools.partial(trainer.loss, batch) for batch in batches]
-    return captured_samples(trainer.model, prefix, losses)
+    return numerics.captured_samples(trainer.model, prefix, losses)
