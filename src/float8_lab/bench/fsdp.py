@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
@@ -65,15 +66,11 @@ class RanksStep(Step, abc.ABC):
         Returns what the comparison tells, as columns.
         """
 
-    def train(self) -> None:
-        """One training step."""
-        self()
-
     def sent(self) -> Row:
         """What this rank sends in one step, in a steady state."""
-        self.train()
+        self()
         with CountedTraffic() as counted:
-            self.train()
+            self()
         sent = counted.traffic
         return {
             "gathered_mb": sent.gathered / 1e6,
@@ -91,16 +88,16 @@ class RanksStep(Step, abc.ABC):
         """
         free_memory(self.device)  # what checks left behind
         for _ in range(_WARMUP):
-            self.train()
+            self()
         if self._gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         dist.barrier()
-        self.train()  # so that the first one which counts finds the GPU at work
+        self()  # so that the first one which counts finds the GPU at work
         clock = Clock(self.device)
         clock.mark()
         for _ in range(rounds):
-            self.train()
+            self()
             clock.mark()
         found = [1e3 * seconds for seconds in clock.collect()]
         peak = torch.cuda.max_memory_allocated(self.device) - self._before if self._gpu else 0
@@ -119,10 +116,10 @@ class RanksStep(Step, abc.ABC):
         torch.cuda.synchronize(self.device)
         dist.barrier()
         if dist.get_rank() != 0:
-            self.train()
+            self()
             return None
         with profile() as profiled:
-            self.train()
+            self()
             torch.cuda.synchronize(self.device)
         return exposed_ms(profiled)
 
@@ -212,35 +209,24 @@ class ShardedStep(RanksStep):
         """Of this rank alone."""
         return stack_data(self.size, self.device, 1 + dist.get_rank())
 
-    def train(self) -> None:
-        """Forward, backward and optimizer."""
-        self.backward(self.forward()[0])
-        self.optimize()
-
-    def optimize(self) -> None:
-        """The optimizer's step with what is attached to it."""
+    def finish(self, output: Tensor, x: Tensor) -> Results:
+        """The optimizer's step, with what is attached to it, goes before."""
         self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def first_gradients(self) -> Results:
-        """This rank's gradients of a step that has yet to be finished with `optimize`."""
-        self.backward(self.forward()[0])
-        gradients: dict[str, Any] = {n: p.grad for n, p in self.model.named_parameters()}
-        return {f"gradient of {name}": grad.to_local() for name, grad in gradients.items()}
+        return super().finish(output, x)
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold gradients against bf16's, and against those of the same recipe gathered in 16 bits.
 
         References are in host memory.
         """
-        variant, gradients = self.variant, self.first_gradients()
+        variant, results = self.variant, self().items()
+        gradients = {name: x.to_local() for name, x in results if isinstance(x, DTensor)}
         if variant.gather != FLOAT8:
             kept = {name: gradient.cpu() for name, gradient in gradients.items()}
             references["bf16" if variant.is_reference else "16-bit gather"] = kept
         quality = check(f"fsdp {variant.name}:", references["bf16"], gradients, AT_LEAST)
         twin = variant.ours and variant.gather == FLOAT8
         same = same_bits(references.pop("16-bit gather"), gradients) if twin else None
-        self.optimize()
         return {"sqnr_db": quality, "same_bits": same}
 
 
