@@ -25,7 +25,7 @@ from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
 from float8_lab.bench.step import Row, Step, check
 from float8_lab.bench.traffic import CountedTraffic, exposed_ms
 from float8_lab.bench.variants import FLOAT8, Variant, many_compilations
-from float8_lab.measure import Clock
+from float8_lab.device import Clock
 from float8_lab.models.llama import Block
 from float8_lab.models.presets import ModelConfig
 

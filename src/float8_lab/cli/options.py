@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from float8.convert.measure import WrongResultError
+from float8_lab.device import explain_out_of_memory
 from float8_lab.errors import FailedError, for_all, is_for_all
-from float8_lab.measure import explain_out_of_memory
 from float8_lab.trainer.config import SETTINGS, TrainConfig
 
 INTERRUPTED_EXIT = 130

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from float8 import attach_to_optimizer
+from float8_lab.device import Clock, PeakMemory, explain_out_of_memory, total_memory
 from float8_lab.errors import DataError, OutOfMemoryError, TrainingDivergedError, for_all
-from float8_lab.measure import Clock, PeakMemory, explain_out_of_memory, total_memory
 from float8_lab.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
