@@ -39,7 +39,7 @@ from float8_lab.trainer.config import RECIPES, TrainConfig
 from float8_lab.trainer.data import check_length, load_corpus, train_batch
 from float8_lab.trainer.environment import describe_environment
 from float8_lab.trainer.loop import Trainer
-from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, saved_config
+from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
 app = typer.Typer(
     help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
@@ -414,7 +414,7 @@ def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
     config = config.replace(device=str(device), compile=False, activation_checkpointing=False)
     corpus = load_corpus(config.data)
     check_length(corpus, config.seq_len)
-    trainer = Trainer(config, corpus, RunFolder(Path(config.output)))
+    trainer = Trainer(config, corpus)
     if checkpoint is not None:
         trainer.restore(checkpoint)
     else:

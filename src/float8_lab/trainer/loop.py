@@ -40,13 +40,12 @@ class Trainer:
         self,
         config: TrainConfig,
         corpus: data.Corpus,
-        folder: RunFolder,
         observers: Sequence[Observer] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
         self.corpus = corpus
-        self.folder = folder
+        self.folder = RunFolder(config.output)
         self.observers = observers
         self.ranks = ranks
         self.device = ranks.together(lambda: ranks.device(config.device))
@@ -327,7 +326,7 @@ def train(
             if config.tensorboard:
                 start_step = read_state(checkpoint)["step"] if checkpoint else 0
                 everyone.append(metrics.TensorBoard(folder.tensorboard, start_step))
-        trainer = Trainer(config, text, folder, everyone, ranks)
+        trainer = Trainer(config, text, everyone, ranks)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         if trainer.conversion and ranks.rank == 0:
