@@ -137,32 +137,31 @@ def bench_on_ranks(
     `rounds` steps are timed. Rows of peers that failed say why in `left_out`, and nothing else.
     """
     rows: dict[str, Row] = {}
-    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     references: dict[str, Results] = {}
     with many_compilations():
         for variant in variants * PASSES:
-            name = variant.name
+            row = rows.get(variant.name)
             try:
-                if name not in rows:
+                if row is None:
                     step = make(variant, size, device)
-                    rows[name] = _names(variant) | step.check(references) | step.sent()
-                    times[name], peak = step.times(rounds)
-                    rows[name] |= {"peak_gib": peak, "exposed_ms": step.exposed_ms()}
-                    tokens = step.tokens
+                    row = _names(variant) | step.check(references) | step.sent()
+                    row["ms"], row["peak_gib"] = step.times(rounds)
+                    row["exposed_ms"], tokens = step.exposed_ms(), step.tokens
+                    rows[variant.name] = row
                     del step
-                elif not rows[name]["left_out"]:
-                    times[name] += make(variant, size, device).times(rounds)[0]
+                elif not row["left_out"]:
+                    row["ms"] += make(variant, size, device).times(rounds)[0]
             except Exception as error:
                 if variant.ours or variant.is_reference:
                     raise
-                rows[name] = _names(variant, f"{type(error).__name__}: {error}"[:500])
+                rows[variant.name] = _names(variant, f"{type(error).__name__}: {error}"[:500])
             free_memory(device)
             yield []
-    medians = {name: statistics.median(found) for name, found in times.items() if found}
-    base = {v.mode: medians[v.name] for v in variants if v.is_reference}
-    for name, ms in medians.items():
-        speedup = base[rows[name]["mode"]] / ms
-        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": speedup}
+    timed = [row for row in rows.values() if not row["left_out"]]
+    bf16: dict[str, float] = {}
+    for row in timed:  # the first one of each mode is bf16
+        ms = row["ms"] = statistics.median(row["ms"])
+        row |= {"tokens_per_s": tokens / ms * 1e3, "speedup": bf16.setdefault(row["mode"], ms) / ms}
     yield list(rows.values())
 
 
