@@ -48,7 +48,7 @@ def test_ranks_that_cannot_share_a_block() -> None:
     for ranks, words in ((1, "at least 2"), (4, "got 4, .*divisor of the 2 key/value heads")):
         with pytest.raises(ConfigError, match=words):
             require_shares(StackSize("tiny", 1, 64), ranks)
-    with pytest.raises(ConfigError, match="got 2, .*divisor of the 63 tokens"):
+    with pytest.raises(ConfigError, match=r"got 2, .*divisor of the 63 tokens"):
         require_shares(StackSize("tiny", 1, 63), 2)
 
 
