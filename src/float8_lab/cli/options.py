@@ -102,14 +102,12 @@ def settings(*, but: tuple[str, ...] = (), shown: Mapping[str, str] | None = Non
     for name, setting in SETTINGS.items():
         if name in but:
             continue
-        default, flag = setting.default, "--" + name.replace("_", "-")
-        if types[name] is bool:
-            flag = setting.flag or f"{flag}/--no-{flag.removeprefix('--')}"
+        default = setting.default
         if isinstance(default, bool):
             default = "yes" if default else "no"
         in_words = setting.shown or ("by model" if default is None else str(default))
         option = typer.Option(
-            flag,
+            *([setting.flag] if setting.flag else []),
             help=setting.text,
             rich_help_panel=setting.group,
             show_default=(shown or {}).get(name, in_words),
