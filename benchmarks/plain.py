@@ -14,7 +14,7 @@ import functools
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,11 +177,6 @@ def compared(
     A step casts held weights once: `refresh_ms` of its time, less with several microbatches.
     """
 
-    def steps() -> Iterator[tuple[Variant, Step]]:
-        for recipe, mode in variants:
-            variant = plain_variant(recipe, mode, every_layer)
-            yield variant, plain_step(variant, make, shape, device)
-
     def size(step: Step) -> Row:
         held = [y.held.operand for y in step.model.modules() if getattr(y, "held", None)]
         parts = [part.data.nbytes for each in held for part in (each.row, each.col) if part]
@@ -192,7 +187,9 @@ def compared(
             row["refresh_ms"] = steady_sampler(refresh, device)()
         return row
 
-    *_, rows = compare(what, steps(), device, rounds, at_least=AT_LEAST, measure=size)
+    made = (plain_variant(recipe, mode, every_layer) for recipe, mode in variants)
+    steps = (plain_step(variant, make, shape, device) for variant in made)
+    *_, rows = compare(what, steps, device, rounds, at_least=AT_LEAST, measure=size)
     bf16 = {}
     for row in rows:
         own = row.pop("model_gib")

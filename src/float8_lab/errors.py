@@ -41,9 +41,16 @@ class RankFailedError(FailedError):
     """Another rank is gone, maybe without a word."""
 
 
-def divisors(number: int) -> str:
-    """What divides a number, as an error offers it."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def require_divisor(
+    option: str, got: int, count: int, of_what: str, common: int | None = None
+) -> None:
+    """Raise a `ConfigError` unless `got` divides `count`; it offers what divides `common`, too."""
+    if count % got:
+        fitting = common or count
+        raise ConfigError(
+            f"{option} got {got}, expected a divisor of the {count} {of_what}: "
+            f"use one of {', '.join(str(n) for n in range(1, fitting + 1) if fitting % n == 0)}"
+        )
 
 
 def for_all(error: E, when: bool = True) -> E:

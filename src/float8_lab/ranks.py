@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8_lab.device import check_device
-from float8_lab.errors import ConfigError, LabError, RankFailedError, divisors, for_all
+from float8_lab.errors import ConfigError, LabError, RankFailedError, for_all, require_divisor
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Ranks:
 
         A group of `tp` ranks shares layers and sequences. Several groups need `fsdp`.
         """
-        _require_divisor("--tp", tp, self.size, "ranks")
+        require_divisor("--tp", tp, self.size, "ranks")
         if self.size > tp and not fsdp:
             raise ConfigError(
                 f"--tp got {tp} for {self.size} ranks, expected as many: add --fsdp, which shards "
@@ -78,7 +78,7 @@ class Ranks:
                 f"--batch-size got {batch_size} sequences for all ranks together, expected a "
                 f"multiple of the {groups} {who}: use for example {fitting}"
             )
-        _require_divisor("--hsdp", replicas, groups, who)
+        require_divisor("--hsdp", replicas, groups, who)
 
     def share(self, count: int, tp: int) -> slice:
         """Which of `count` sequences are this rank's: `tp` ranks have the same, all as many."""
@@ -133,14 +133,6 @@ class Ranks:
 
 
 ALONE = Ranks()  # one process, nothing sharded
-
-
-def _require_divisor(option: str, got: int, count: int, of_what: str) -> None:
-    if count % got:
-        raise ConfigError(
-            f"{option} got {got}, expected a divisor of the {count} {of_what}: "
-            f"use one of {divisors(count)}"
-        )
 
 
 def start_ranks(device: str, wanted: int | None) -> None:

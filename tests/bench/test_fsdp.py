@@ -5,7 +5,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from torch import nn
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import variants as variants_module
 from float8_lab.bench.block import Stack, StackSize
-from float8_lab.bench.fsdp import ShardedStep, free_memory, same_bits
+from float8_lab.bench.fsdp import ShardedStep, bench_on_ranks, free_memory, same_bits
 from float8_lab.bench.step import check
-from float8_lab.bench.variants import make_variants
+from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.ranks import start_ranks
 
 FAILING = str(Path(__file__).parents[1] / "support" / "rank_that_fails.py")
@@ -105,14 +105,38 @@ def test_a_variant_leaves_no_memory_behind(tmp_path: Path) -> None:
     try:
         for variant in make_variants(RECIPES, ["eager"], sharded=True):
             step = ShardedStep(variant, TINY, torch.device("cpu"))
-            step.first_gradients()
-            step.optimize()
+            step()
             weights = [weakref.ref(p) for p in step.model.parameters()]
             del step
             free_memory(torch.device("cpu"))
             assert all(weight() is None for weight in weights), variant.name
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("good_passes", [0, 1])
+def test_of_a_peer_that_fails_only_the_reason_is_left(good_passes: int) -> None:
+    made: list[str] = []
+
+    def make(variant: Variant, *_: object) -> Any:
+        made.append(variant.recipe)
+        if variant.recipe == "peer" and made.count("peer") > good_passes:
+            raise RuntimeError("no such kernel")
+        return SimpleNamespace(
+            check=lambda references: {"sqnr_db": 30.0},
+            sent=dict,
+            times=lambda rounds: ([10.0 * len(made)] * rounds, None),
+            exposed_ms=lambda: None,
+            tokens=100,
+        )
+
+    variants = [Variant("bf16", "eager"), Variant("peer", "eager")]
+    *_, (bf16, peer) = bench_on_ranks(make, variants, TINY, torch.device("cpu"), 3)
+    names = {"mode": "eager", "gather": None}
+    assert peer == {"recipe": "peer", **names, "left_out": "RuntimeError: no such kernel"}
+    assert bf16["ms"] == 20.0  # of passes with 10 and 30
+    assert bf16["tokens_per_s"] == 5000
+    assert bf16["speedup"] == 1
 
 
 def test_a_wrong_gradient_ends_it(tmp_path: Path) -> None:

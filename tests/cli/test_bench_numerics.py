@@ -83,7 +83,7 @@ def test_a_model_that_is_trained_for_it_leaves_no_files(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(presets.PRESETS, "tiny", NANO)
-    monkeypatch.setattr("float8_lab.cli.bench_numerics._STEPS", 2)
+    monkeypatch.setattr("float8_lab.cli.bench._STEPS", 2)
     assert main([*NUMERICS, "--recipe", "rowwise", "--peers", "torchao"]) == 0
     out = capsys.readouterr().out
     assert "torchao is not installed: left out" in out

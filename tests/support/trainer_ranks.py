@@ -125,8 +125,7 @@ def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> N
     """Restore a checkpoint and save what was restored."""
     config = config_of(settings)
     with mock.patch.dict(presets.PRESETS, nano=NANO), join_ranks(config.spread) as ranks:
-        folder = RunFolder(Path(config.output))
-        trainer = loop.Trainer(config, load_corpus(config.data), folder, ranks=ranks)
+        trainer = loop.Trainer(config, load_corpus(config.data), ranks=ranks)
         trainer.restore(checkpoint)
         save_checkpoint(target, trainer.step, trainer.state(), {}, keep=1, ranks=ranks)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8_lab import measure
-from float8_lab.measure import Clock, PeakMemory
+from float8_lab import device
+from float8_lab.device import Clock, PeakMemory
 from float8_lab.trainer.environment import describe_environment, public_path
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_peak_memory_is_not_invented(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> int:
         raise OSError(2, "No such file or directory", "/proc/self/status")
 
-    monkeypatch.setattr(measure, "_status_bytes", missing)
+    monkeypatch.setattr(device, "_status_bytes", missing)
     memory = PeakMemory(CPU)
     assert memory.read() is None
     assert memory.note.startswith("not measured")

@@ -118,8 +118,8 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
 ) -> None:
     result = train(make_config(stop_after=2))
     assert result.checkpoint is not None
-    larger = loop.Trainer(make_config(vocab_size=300), corpus, result.folder)
-    more = loop.Trainer(make_config(), corpus, result.folder)
+    larger = loop.Trainer(make_config(vocab_size=300), corpus)
+    more = loop.Trainer(make_config(), corpus)
     more.model.register_module("extra", nn.Linear(1, 1))
     for trainer, problem in (
         (larger, "256, 32.* and current: .*300, 32.* for model.embedding.weight"),

@@ -85,5 +85,5 @@ def bench_block(
 
     The first variant must be bf16.
     """
-    steps = ((variant, stack_step(variant, size, device)) for variant in variants)
+    steps = (stack_step(variant, size, device) for variant in variants)
     return compare("block", steps, device, rounds, at_least=AT_LEAST)

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
 from float8_lab.bench.block import AT_LEAST, StackSize, bf16_stack, stack_data
 from float8_lab.bench.step import Row, Step, check
 from float8_lab.bench.traffic import CountedTraffic, exposed_ms
 from float8_lab.bench.variants import FLOAT8, Variant, many_compilations
-from float8_lab.measure import Clock
+from float8_lab.device import Clock
 from float8_lab.models.llama import Block
 from float8_lab.models.presets import ModelConfig
 
@@ -65,15 +66,11 @@ class RanksStep(Step, abc.ABC):
         Returns what the comparison tells, as columns.
         """
 
-    def train(self) -> None:
-        """One training step."""
-        self()
-
     def sent(self) -> Row:
         """What this rank sends in one step, in a steady state."""
-        self.train()
+        self()
         with CountedTraffic() as counted:
-            self.train()
+            self()
         sent = counted.traffic
         return {
             "gathered_mb": sent.gathered / 1e6,
@@ -91,16 +88,16 @@ class RanksStep(Step, abc.ABC):
         """
         free_memory(self.device)  # what checks left behind
         for _ in range(_WARMUP):
-            self.train()
+            self()
         if self._gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         dist.barrier()
-        self.train()  # so that the first one which counts finds the GPU at work
+        self()  # so that the first one which counts finds the GPU at work
         clock = Clock(self.device)
         clock.mark()
         for _ in range(rounds):
-            self.train()
+            self()
             clock.mark()
         found = [1e3 * seconds for seconds in clock.collect()]
         peak = torch.cuda.max_memory_allocated(self.device) - self._before if self._gpu else 0
@@ -119,10 +116,10 @@ class RanksStep(Step, abc.ABC):
         torch.cuda.synchronize(self.device)
         dist.barrier()
         if dist.get_rank() != 0:
-            self.train()
+            self()
             return None
         with profile() as profiled:
-            self.train()
+            self()
             torch.cuda.synchronize(self.device)
         return exposed_ms(profiled)
 
@@ -140,32 +137,31 @@ def bench_on_ranks(
     `rounds` steps are timed. Rows of peers that failed say why in `left_out`, and nothing else.
     """
     rows: dict[str, Row] = {}
-    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     references: dict[str, Results] = {}
     with many_compilations():
         for variant in variants * PASSES:
-            name = variant.name
+            row = rows.get(variant.name)
             try:
-                if name not in rows:
+                if row is None:
                     step = make(variant, size, device)
-                    rows[name] = _names(variant) | step.check(references) | step.sent()
-                    times[name], peak = step.times(rounds)
-                    rows[name] |= {"peak_gib": peak, "exposed_ms": step.exposed_ms()}
-                    tokens = step.tokens
+                    row = _names(variant) | step.check(references) | step.sent()
+                    row["ms"], row["peak_gib"] = step.times(rounds)
+                    row["exposed_ms"], tokens = step.exposed_ms(), step.tokens
+                    rows[variant.name] = row
                     del step
-                elif not rows[name]["left_out"]:
-                    times[name] += make(variant, size, device).times(rounds)[0]
+                elif not row["left_out"]:
+                    row["ms"] += make(variant, size, device).times(rounds)[0]
             except Exception as error:
                 if variant.ours or variant.is_reference:
                     raise
-                rows[name] = _names(variant, f"{type(error).__name__}: {error}"[:500])
+                rows[variant.name] = _names(variant, f"{type(error).__name__}: {error}"[:500])
             free_memory(device)
             yield []
-    medians = {name: statistics.median(found) for name, found in times.items() if found}
-    base = {v.mode: medians[v.name] for v in variants if v.is_reference}
-    for name, ms in medians.items():
-        speedup = base[rows[name]["mode"]] / ms
-        rows[name] |= {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "speedup": speedup}
+    timed = [row for row in rows.values() if not row["left_out"]]
+    bf16: dict[str, float] = {}
+    for row in timed:  # the first one of each mode is bf16
+        ms = row["ms"] = statistics.median(row["ms"])
+        row |= {"tokens_per_s": tokens / ms * 1e3, "speedup": bf16.setdefault(row["mode"], ms) / ms}
     yield list(rows.values())
 
 
@@ -212,35 +208,24 @@ class ShardedStep(RanksStep):
         """Of this rank alone."""
         return stack_data(self.size, self.device, 1 + dist.get_rank())
 
-    def train(self) -> None:
-        """Forward, backward and optimizer."""
-        self.backward(self.forward()[0])
-        self.optimize()
-
-    def optimize(self) -> None:
-        """The optimizer's step with what is attached to it."""
+    def finish(self, output: Tensor, x: Tensor) -> Results:
+        """The optimizer's step, with what is attached to it, goes before."""
         self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def first_gradients(self) -> Results:
-        """This rank's gradients of a step that has yet to be finished with `optimize`."""
-        self.backward(self.forward()[0])
-        gradients: dict[str, Any] = {n: p.grad for n, p in self.model.named_parameters()}
-        return {f"gradient of {name}": grad.to_local() for name, grad in gradients.items()}
+        return super().finish(output, x)
 
     def check(self, references: dict[str, Results]) -> Row:
         """Hold gradients against bf16's, and against those of the same recipe gathered in 16 bits.
 
         References are in host memory.
         """
-        variant, gradients = self.variant, self.first_gradients()
+        variant, results = self.variant, self().items()
+        gradients = {name: x.to_local() for name, x in results if isinstance(x, DTensor)}
         if variant.gather != FLOAT8:
             kept = {name: gradient.cpu() for name, gradient in gradients.items()}
             references["bf16" if variant.is_reference else "16-bit gather"] = kept
         quality = check(f"fsdp {variant.name}:", references["bf16"], gradients, AT_LEAST)
         twin = variant.ours and variant.gather == FLOAT8
         same = same_bits(references.pop("16-bit gather"), gradients) if twin else None
-        self.optimize()
         return {"sqnr_db": quality, "same_bits": same}
 
 

@@ -71,7 +71,7 @@ def _rows(
     def saved(step: Step) -> Row:
         return {"saved_mib": saved_bytes(step.forward, step.model.parameters()) / 2**20}
 
-    steps = ((variant, Step(variant, Layer(weight), x, grad)) for variant in variants)
+    steps = (Step(variant, Layer(weight), x, grad) for variant in variants)
     beside = {"floor_ms": _gemms_sampler(x, weight, grad)}
     *_, rows = compare(
         f"linear {shape}", steps, device, rounds, at_least=_AT_LEAST, measure=saved, beside=beside

@@ -55,13 +55,9 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     Each row has `M`, `K`, `N`, `speedup`, `variant` or `recipe` and `mode`, and perhaps `gemm`;
     those of sums over shapes are left out.
     """
-    rows = [row for row in rows if row["K"] is not None]
-    shapes = list(dict.fromkeys(_shape(row) for row in rows))
-    variants = list(dict.fromkeys(_variant(row) for row in rows))
-    values = np.full((len(variants), len(shapes)), np.nan)
-    for row in rows:
-        values[variants.index(_variant(row)), shapes.index(_shape(row))] = row["speedup"]
-
+    found = {_labels(row): row["speedup"] for row in rows if row["K"] is not None}
+    shapes, variants = (list(dict.fromkeys(labels)) for labels in zip(*found, strict=True))
+    values = np.array([[found.get((x, y), np.nan) for x in shapes] for y in variants])
     size = (max(2.5 + 0.95 * len(shapes), _TITLE_WIDTH), 1.8 + 0.45 * len(variants))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
@@ -79,11 +75,8 @@ def plot_speedups(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     figure.savefig(path, dpi=150)
 
 
-def _shape(row: dict[str, Any]) -> str:
-    shape = f"{row['M']}\n{row['K']}\n{row['N']}"
-    gemm = row.get("gemm", OUTPUT)
-    return shape if gemm == OUTPUT else f"{shape}\n{gemm}"
-
-
-def _variant(row: dict[str, Any]) -> str:
-    return row["variant"] if "variant" in row else f"{row['recipe']}, {row['mode']}"
+def _labels(row: dict[str, Any]) -> tuple[str, str]:
+    """Of its shape and its variant."""
+    shape, gemm = f"{row['M']}\n{row['K']}\n{row['N']}", row.get("gemm", OUTPUT)
+    variant = row["variant"] if "variant" in row else f"{row['recipe']}, {row['mode']}"
+    return shape if gemm == OUTPUT else f"{shape}\n{gemm}", variant

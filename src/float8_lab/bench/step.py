@@ -137,7 +137,7 @@ class Step:
 
 def compare(
     what: str,
-    steps: Iterable[tuple[Variant, Step]],
+    steps: Iterable[Step],
     device: torch.device,
     rounds: int,
     *,
@@ -160,7 +160,8 @@ def compare(
     samplers = dict(beside or {})
     reference: dict[str, Tensor] = {}
     with many_compilations():
-        for variant, step in steps:
+        for step in steps:
+            variant = step.variant
             step.warm_up()
             if variant.ours:
                 sync_float8_amax_and_scale_history(step.model)  # from here on delayed, if it is

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from float8.convert.measure import WrongResultError
 from float8.gemm import matmul
@@ -94,8 +93,8 @@ def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Mod
     prepare = getattr(styles, f"Prepare{prefix}ModuleInput")
     tokens, whole = Shard(1), Replicate()
     plan: dict[str, Any] = {
-        "attention_norm": SequenceParallel(),
-        "feed_forward_norm": SequenceParallel(),
+        "attention_norm": torch_styles.SequenceParallel(),
+        "feed_forward_norm": torch_styles.SequenceParallel(),
         "attention": prepare(
             input_layouts=(tokens, None, None), desired_input_layouts=(whole, None, None)
         ),
@@ -106,7 +105,8 @@ def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Mod
     last = ("attention.out", "feed_forward.down")
     plan |= {name: rowwise(output_layouts=tokens) for name in last}
     for block in stack.get_submodule("layers").children():
-        parallelize_module(block, mesh, plan, src_data_rank=None)  # all have the same weights
+        # All ranks have the same weights.
+        torch_styles.parallelize_module(block, mesh, plan, src_data_rank=None)
     return stack
 
 

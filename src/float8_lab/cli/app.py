@@ -15,8 +15,6 @@ COMMANDS = {
 }
 """What `float8 --help` says of each: the first line of its own help."""
 
-_MODULES = {"bench": ("bench", "bench_numerics")}
-
 
 class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
@@ -29,8 +27,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
-        modules = [import_module(f"float8_lab.cli.{x}") for x in _MODULES.get(name, (name,))]
-        return name, typer.main.get_command(modules[0].app), rest
+        return name, typer.main.get_command(import_module(f"float8_lab.cli.{name}").app), rest
 
 
 app = typer.Typer(

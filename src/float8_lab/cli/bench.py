@@ -1,9 +1,11 @@
 """`float8 bench`: time GEMMs, casts, layers, blocks and steps, each checked before it is timed.
 
-`float8 bench numerics`, which times nothing, is in `bench_numerics`.
+`float8 bench numerics` times nothing.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +15,10 @@ import torch
 import typer
 from rich.progress import track
 
+from float8_lab.bench import cast, fsdp, linear, matmul, numerics, profile, tp
 from float8_lab.bench.block import StackSize, bench_block
-from float8_lab.bench.cast import bench_cast, distinct_tensors
-from float8_lab.bench.cast import host_microseconds as cast_host_microseconds
-from float8_lab.bench.fsdp import (
-    PASSES,
-    RanksStep,
-    ShardedStep,
-    bench_on_ranks,
-    communication_settings,
-)
-from float8_lab.bench.linear import bench_linear, host_microseconds
-from float8_lab.bench.matmul import bench_matmul
-from float8_lab.bench.profile import profile_block
 from float8_lab.bench.results import check_output, plot_speedups, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.tp import ParallelStep
 from float8_lab.bench.variants import (
     COMPILED,
     EAGER,
@@ -44,7 +34,12 @@ from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import preset
 from float8_lab.ranks import join_ranks, start_ranks
+from float8_lab.trainer.checkpoint import check_checkpoint
+from float8_lab.trainer.config import RECIPES, TrainConfig
+from float8_lab.trainer.data import check_length, load_corpus, train_batch
 from float8_lab.trainer.environment import describe_environment
+from float8_lab.trainer.loop import Trainer
+from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
 app = typer.Typer(
     help="Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
@@ -53,6 +48,7 @@ app = typer.Typer(
 )
 
 Words = list[str] | None
+Peers = Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."]
 Plot = Annotated[Path | None, "Write a heat map of speedups over shapes."]
 
 
@@ -156,7 +152,7 @@ class Variants:
         ),
     ] = None
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
-    peers: Annotated[Words, "Also torchao, te (TransformerEngine) or torchao,te."] = None
+    peers: Peers = None
 
     def chosen(self) -> dict[str, Any]:
         """What `make_variants` takes."""
@@ -182,7 +178,7 @@ def matmul_command(
     """One GEMM per shape: bf16, float8 without and with fast accumulation."""
     shapes = layers.selected()
     bench = Bench("matmul", where, shapes=shapes, gradients=gradients)
-    groups = bench_matmul(shapes, bench.device, where.rounds, gradients=gradients)
+    groups = matmul.bench_matmul(shapes, bench.device, where.rounds, gradients=gradients)
     rows = bench.collect(groups, sum(map(len, shapes.values())) * (3 if gradients else 1))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", rows, plot)
 
@@ -198,8 +194,8 @@ def linear_command(layers: Shapes, compared: Variants, where: Run, plot: Plot = 
     bench = Bench("linear", where, shapes=shapes, **chosen)
     variants = make_variants(**chosen)
     total = sum(len(members) + (len(members) > 1) for members in shapes.values())
-    rows = bench.collect(bench_linear(shapes, variants, bench.device, where.rounds), total)
-    host = host_microseconds(variants, bench.device)
+    rows = bench.collect(linear.bench_linear(shapes, variants, bench.device, where.rounds), total)
+    host = linear.host_microseconds(variants, bench.device)
     bench.finish("linear layer, forward + backward", rows, plot, host_us=host)
     for name, microseconds in host.items():
         bench.console.print(f"host time to issue forward + backward, {name}: {microseconds:.0f} us")
@@ -214,9 +210,9 @@ def cast_command(layers: Shapes, where: Run) -> None:
     """
     shapes = layers.selected()
     bench = Bench("cast", where, shapes=shapes)
-    tensors = distinct_tensors(shapes)
-    rows = bench.collect(bench_cast(tensors, bench.device, where.rounds), len(tensors))
-    host = cast_host_microseconds(bench.device)
+    tensors = cast.distinct_tensors(shapes)
+    rows = bench.collect(cast.bench_cast(tensors, bench.device, where.rounds), len(tensors))
+    host = cast.host_microseconds(bench.device)
     bench.finish("casts of bf16 tensors", rows, host_us=host)
     bench.console.print("compared with the plain-torch twins: bitwise equal")
     for name, microseconds in host.items():
@@ -263,7 +259,7 @@ def profile_command(
         raise ConfigError(f"mode: got {mode!r}, expected {EAGER} or {COMPILED}")
     variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode])[-1]
     bench = Bench("profile", where, **dataclasses.asdict(size), recipe=recipe, mode=mode)
-    rows = profile_block(size, variant, bench.device, traces)
+    rows = profile.profile_block(size, variant, bench.device, traces)
     bench.finish(f"{recipe} {mode}: {size}", rows)
     bench.console.print(f"traces: {traces}/forward.json, {traces}/backward.json")
 
@@ -292,7 +288,7 @@ class RanksVariants(Variants):
 
 def _bench_on_ranks(
     name: str,
-    step: type[RanksStep],
+    step: type[fsdp.RanksStep],
     title: str,
     size: StackSize,
     compared: Variants,
@@ -309,18 +305,18 @@ def _bench_on_ranks(
         if peer != "torchao":
             raise ConfigError(f"peers: got {peer!r}, expected torchao")
     preset(size.model)
-    variants = make_variants(**chosen, sharded=step is ShardedStep)
+    variants = make_variants(**chosen, sharded=step is fsdp.ShardedStep)
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks(True) as group:
         where = dataclasses.replace(where, device=str(group.device(where.device)))
-        about = {**dataclasses.asdict(size), **chosen, "ranks": group.size, "passes": PASSES}
+        about = {**dataclasses.asdict(size), **chosen, "ranks": group.size, "passes": fsdp.PASSES}
         bench = Bench(name, where, **about, **settings)
-        groups = bench_on_ranks(step, variants, size, bench.device, where.rounds)
-        rows = bench.collect(groups, PASSES * len(variants) + 1)
+        groups = fsdp.bench_on_ranks(step, variants, size, bench.device, where.rounds)
+        rows = bench.collect(groups, fsdp.PASSES * len(variants) + 1)
         if group.rank == 0:
             title = title.format(size=size, ranks=group.size)
-            bench.finish(title, rows, communication=communication_settings())
+            bench.finish(title, rows, communication=fsdp.communication_settings())
 
 
 @app.command("fsdp")
@@ -336,7 +332,7 @@ def fsdp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
     """
     title = "{size} each, under FSDP2 on {ranks} rank(s), forward + backward + optimizer"
     how = {"optimizer": "fused AdamW"}
-    _bench_on_ranks("fsdp", ShardedStep, title, size, compared, where, **how)
+    _bench_on_ranks("fsdp", fsdp.ShardedStep, title, size, compared, where, **how)
 
 
 @app.command("tp")
@@ -350,4 +346,90 @@ def tp_command(size: StackSize, compared: Variants, where: RanksRun) -> None:
     included. Each variant has its rounds in two passes over the list.
     """
     title = "{size}, tensor and sequence parallel on {ranks} ranks, forward + backward"
-    _bench_on_ranks("tp", ParallelStep, title, size, compared, where)
+    _bench_on_ranks("tp", tp.ParallelStep, title, size, compared, where)
+
+
+_MODEL, _STEPS = "tiny", 20  # what is trained if nothing is said
+_TOKENS = 4096  # of a captured batch, about
+
+
+@app.command("numerics")
+@takes({"mkn": ["2048,1024,3072"]}, layers=Shapes, where=Place)
+def numerics_command(
+    layers: Shapes,
+    where: Place,
+    recipe: Annotated[
+        Words, typer.Option(help="Several: with commas; as for `linear`.", show_default="all")
+    ] = None,
+    peers: Peers = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="A run's folder (its newest checkpoint is meant) or one checkpoint of the model "
+            "whose tensors are captured.",
+            show_default=f"{_MODEL}, trained for {_STEPS} steps",
+        ),
+    ] = None,
+    block: Annotated[
+        int | None, typer.Option(min=0, help="Of the model.", show_default="the middle one")
+    ] = None,
+    plot: Annotated[Path | None, "Draw the SQNR of each recipe."] = None,
+) -> None:
+    """SQNR in dB of a layer's three GEMMs against float64, under each recipe.
+
+    On random tensors of the given shapes, of several families, and on what the layers of one block
+    of a trained model read in a batch of its training data. Delayed scaling has seen three steps
+    before. `even` counts all tokens alike, of grad_weight all channels, though a few may have most
+    of the power. Underflow and saturation: shares of nonzero elements that become zero, or are cut.
+    """
+    chosen = {"recipes": words(recipe) or RECIPES, "peers": words(peers)}
+    shapes = [shape for members in layers.selected().values() for shape in members]
+    bench = Bench("numerics", where, shapes=shapes, **chosen)
+    variants = make_variants(chosen["recipes"], [EAGER], chosen["peers"])
+    trainer = _trained(checkpoint, bench.device)
+    config = trainer.config
+    blocks = config.model_config().n_layers
+    block = blocks // 2 if block is None else block
+    if block >= blocks:
+        raise ConfigError(f"block: got {block}, expected less than {blocks}")
+    captured = _captured(trainer, f"layers.{block}.")
+    samples = itertools.chain(numerics.random_samples(shapes, bench.device), captured.items())
+    total = len(numerics.FAMILIES) * len(shapes) + len(captured)
+    rows = bench.collect(numerics.bench_numerics(samples, variants), total)
+    run = {"model": config.model, "recipe": config.recipe, "step": trainer.step, "block": block}
+    title = (
+        f"{', '.join(map(str, shapes))}; then block {block} of {config.model} after step "
+        f"{trainer.step} of {config.recipe}"
+    )
+    bench.finish(title, rows, plot, draw=numerics.plot_numerics, trained=run)
+
+
+def _trained(checkpoint: Path | None, device: torch.device) -> Trainer:
+    """A run after its checkpoint, or after a few steps; it leaves no files."""
+    config = TrainConfig.create(model=_MODEL, steps=_STEPS)
+    if checkpoint is not None:
+        checkpoint = find_checkpoint(checkpoint)
+        check_checkpoint(checkpoint)
+        config = saved_config(checkpoint)
+    config = config.replace(device=str(device), compile=False, activation_checkpointing=False)
+    corpus = load_corpus(config.data)
+    check_length(corpus, config.seq_len)
+    trainer = Trainer(config, corpus)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    else:
+        for _ in range(_STEPS):
+            trainer.train_step()
+    return trainer
+
+
+def _captured(trainer: Trainer, prefix: str) -> dict[str, numerics.Sample]:
+    """Of the batches that the run would see next, cut to a few thousand tokens."""
+    config = trainer.config
+    size = min(config.batch_size, max(1, _TOKENS // config.seq_len))
+    cut = {"seed": config.seed, "batch_size": size, "seq_len": config.seq_len}
+    first = trainer.step * config.accumulate * config.batch_size
+    numbers = range(first, first + numerics.STEPS * size, size)
+    batches = (train_batch(trainer.corpus.train, first=number, **cut) for number in numbers)
+    losses = [functools.partial(trainer.loss, batch) for batch in batches]
+    return numerics.captured_samples(trainer.model, prefix, losses)

@@ -3,16 +3,16 @@
 import functools
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console
+from float8_lab.cli.table import print_table
 from float8_lab.errors import ConfigError, for_all
 from float8_lab.trainer.compare import RunRow, cells, compare
 from float8_lab.trainer.config import ONE_PROCESS, OUTPUT, TrainConfig
@@ -23,11 +23,9 @@ _NOT_OURS = (
     *ONE_PROCESS,
 )
 
-_NAME = 15  # Columns to which names of recipes may be folded.
-
+_NAME, _WIDE = 15, 96  # Columns to which names of recipes are folded where there are fewer.
 
 _option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
-
 
 app = typer.Typer(add_completion=False)
 
@@ -82,25 +80,7 @@ def compare_command(
 
 def print_rows(console: Console, rows: Sequence[RunRow]) -> None:
     """One table within 80 columns; on less as many as it takes to print numbers whole."""
-    first, *left = cells(rows[0])
-    while left:
-        for count in range(len(left), 0, -1):
-            keys = [first, *left[:count]]
-            narrow = _table(rows, keys, max_width=_NAME)
-            if narrow.__rich_measure__(console, console.options).minimum <= console.width:
-                break
-        console.print(_table(rows, keys))
-        left = left[count:]
-
-
-def _table(rows: Sequence[RunRow], keys: Sequence[str], max_width: int | None = None) -> Table:
-    """Of these columns, the first one not wider than `max_width`."""
-    title = "losses in nats per byte"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, pad_edge=False)
-    first, *others = keys
-    table.add_column(first, overflow="fold", max_width=max_width)
-    for heading in others:
-        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
-    for row in map(cells, rows):
-        table.add_row(*(row[key] for key in keys))
-    return table
+    shown = [cells(row) for row in rows]
+    for row in shown if console.width < _WIDE else ():
+        row["recipe"] = textwrap.fill(row["recipe"], _NAME)
+    print_table(console, "losses in nats per byte", shown, list(shown[0])[1:])

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from float8.convert.measure import WrongResultError
-from float8_lab.errors import FailedError, OutOfMemoryError, for_all, is_for_all
-from float8_lab.measure import is_out_of_memory
+from float8_lab.device import explain_out_of_memory
+from float8_lab.errors import FailedError, for_all, is_for_all
 from float8_lab.trainer.config import SETTINGS, TrainConfig
 
 INTERRUPTED_EXIT = 130
@@ -61,14 +61,10 @@ def takes(
                 for group, names in fields.items()
             }
             try:
-                command(**made, **values)
+                with explain_out_of_memory("too large for the memory: {error}"):
+                    command(**made, **values)
             except WrongResultError as error:
                 raise for_all(FailedError(str(error)), is_for_all(error)) from error
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                message = f"too large for the memory: {error}"
-                raise for_all(OutOfMemoryError(message), is_for_all(error)) from error
 
         changed = defaults or {}
         parameters = [
@@ -106,14 +102,12 @@ def settings(*, but: tuple[str, ...] = (), shown: Mapping[str, str] | None = Non
     for name, setting in SETTINGS.items():
         if name in but:
             continue
-        default, flag = setting.default, "--" + name.replace("_", "-")
-        if types[name] is bool:
-            flag = setting.flag or f"{flag}/--no-{flag.removeprefix('--')}"
+        default = setting.default
         if isinstance(default, bool):
             default = "yes" if default else "no"
         in_words = setting.shown or ("by model" if default is None else str(default))
         option = typer.Option(
-            flag,
+            *([setting.flag] if setting.flag else []),
             help=setting.text,
             rich_help_panel=setting.group,
             show_default=(shown or {}).get(name, in_words),

@@ -1,6 +1,7 @@
 """Rows of results as tables that fit the terminal, however narrow it is."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ Rows = list[dict[str, Any]]
 
 # What is shown of a row, in this order. A heading is the key itself, its words below each other.
 _NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather"
+_TEXT = "pass gemm case layers variant kind recipe mode gather fate"
 _NUMBERS = (
     "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
     "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_gib "
@@ -41,14 +43,16 @@ _FORMATS |= {k: ".1f" for k in _NUMBERS.split() if k.startswith(("sqnr_", "even_
 _FORMATS |= {k: ".1g" for k in _NUMBERS.split() if k.startswith(("underflow_", "saturation_"))}
 
 
-def print_table(console: Console, title: str, rows: Rows) -> None:
+def print_table(
+    console: Console, title: str, rows: Rows, numbers: Sequence[str] = _NUMBERS.split()
+) -> None:
     """Print what is known of `rows`; columns that no row has a value for are left out.
 
     As many tables, one below the other, as it takes to print numbers whole: each has the names.
     """
     known = {key for row in rows for key, value in row.items() if value is not None}
     names = [key for key in _NAMES.split() if key in known]
-    numbers = [key for key in _NUMBERS.split() if key in known]
+    numbers = [key for key in numbers if key in known]
     while numbers:
         for count in range(len(numbers), 0, -1):
             keys = numbers[:count]
@@ -64,13 +68,12 @@ def _table(title: str, rows: Rows, keys: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0)
     columns = [[_cell(row.get(key), _FORMATS.get(key)) for row in rows] for key in keys]
     for key, cells in zip(keys, columns, strict=True):
-        number = any(isinstance(row.get(key), (int, float)) for row in rows)
-        default = "\n".join(_WORDS.get(word, word) for word in key.split("_"))
+        default = "\n".join(_WORDS.get(word, word) for word in re.split("[_ ]", key))
         heading = _HEADINGS.get(key, default)
         words = [word for text in (heading, *cells) for word in text.split()]
         table.add_column(
             heading,
-            justify="right" if number else "left",
+            justify="left" if key in _TEXT.split() else "right",
             no_wrap=not any(" " in cell for cell in cells),
             min_width=max(map(len, words), default=0),
         )

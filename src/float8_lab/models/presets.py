@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from float8_lab.errors import ConfigError, divisors
+from float8_lab.errors import ConfigError, require_divisor
 
 BYTE_VOCAB = 256  # Byte-level text needs exactly this many; a multiple of 16 as float8 GEMMs want.
 LLAMA3_VOCAB = 128256
@@ -50,11 +50,7 @@ class ModelConfig:
         shared = {"key/value heads": self.n_kv_heads, "ffn width": self.ffn_dim}
         shared["tokens per sequence"] = tokens
         for name, number in shared.items():
-            if number % ranks:
-                raise ConfigError(
-                    f"{what} got {ranks} for {number} {name}, expected a divisor of it: use one of "
-                    f"{divisors(math.gcd(*shared.values()))}"
-                )
+            require_divisor(what, ranks, number, name, math.gcd(*shared.values()))
 
     @property
     def head_dim(self) -> int:

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 from float8 import (
     Float8ColwiseParallel,
@@ -114,8 +107,8 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     """
     tokens = Shard(1) if config.sequence_parallel else Replicate()
     high = config.recipe == HIGH_PRECISION
-    first: Any = ColwiseParallel() if high else Float8ColwiseParallel(input_layouts=tokens)
-    last: Any = (RowwiseParallel if high else Float8RowwiseParallel)(output_layouts=tokens)
+    first: Any = parallel.ColwiseParallel() if high else Float8ColwiseParallel(input_layouts=tokens)
+    last: Any = (parallel.RowwiseParallel if high else Float8RowwiseParallel)(output_layouts=tokens)
     whole: Any = Float8SequenceParallel()
     local: Any = Float8SequenceParallel(use_local_output=True)
     whole.sequence_sharding = local.sequence_sharding = (tokens,)
@@ -124,25 +117,25 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     plan |= {"attention.out": last, "feed_forward.down": last}
     norms = "attention_norm", "feed_forward_norm"
     plan |= dict.fromkeys(norms, whole)
-    gather = PrepareModuleOutput(
+    gather = parallel.PrepareModuleOutput(
         output_layouts=tokens, desired_output_layouts=Replicate(), use_local_output=False
     )
     try:
         for block in model.layers:
-            parallelize_module(block, mesh, plan, src_data_rank=None)
+            parallel.parallelize_module(block, mesh, plan, src_data_rank=None)
             if high:  # once for all layers that read it, as in fused functions
-                parallelize_module(block, mesh, dict.fromkeys(norms, gather))
+                parallel.parallelize_module(block, mesh, dict.fromkeys(norms, gather))
     except ValueError as error:
         raise ConfigError(f"recipe {config.recipe!r} with --tp {config.tp}: {error}") from error
     # Each rank is given all tokens.
-    share = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
-    parallelize_module(model.embedding, mesh, share)
+    share = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
+    parallel.parallelize_module(model.embedding, mesh, share)
     head = local
     if config.sequence_parallel:  # torch 2.11 flattens tokens only where the first dim is sharded
         head = Float8SequenceParallel(sequence_dim=0, use_local_output=True)
         model.output.register_forward_pre_hook(lambda _, args: (args[0].transpose(0, 1),))
         model.output.register_forward_hook(lambda _, args, logits: logits.transpose(0, 1))
-    parallelize_module(model, mesh, {"embedding": local, "norm": local, "output": head})
+    parallel.parallelize_module(model, mesh, {"embedding": local, "norm": local, "output": head})
     view = torch.ops.aten._unsafe_view.default  # not noted as one: FSDP2 warns of modules that do
     model.output.register_forward_hook(lambda _, args, logits: view(logits, logits.shape))
     model.tie_head()  # they have new Parameters

@@ -184,7 +184,7 @@ def _try(config: TrainConfig, corpus: Corpus) -> None:
     """
     tokens = {"seq_len": min(config.seq_len, 16), "batch_size": 1}
     small = config.replace(model="tiny", vocab_size=256, compile=False, **tokens)
-    Trainer(small, corpus, RunFolder(Path(config.output))).train_step()
+    Trainer(small, corpus).train_step()
 
 
 def _prepare(
@@ -195,7 +195,7 @@ def _prepare(
     With `resume`, runs that were killed before their first checkpoint are deleted; with
     `overwrite`, all are.
     """
-    folders = [RunFolder(Path(config.output)) for config in configs]
+    folders = [RunFolder(config.output) for config in configs]
     taken = (output / "report.json").exists() or any(folder.used for folder in folders)
     if taken and not (resume or overwrite):
         raise ConfigError(
@@ -221,7 +221,7 @@ def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], sto
 
     The traceback of an error that nobody expected goes to the run's folder.
     """
-    folder = RunFolder(Path(config.output))
+    folder = RunFolder(config.output)
     status, error = FINISHED, None
     if folder.status != FINISHED:
         if config.compile:

@@ -18,22 +18,15 @@ def stop_on_signals(notice: str = "") -> Iterator[Event]:
     signal comes.
     """
     stop = Event()
-    previous = [signal.getsignal(number) for number in NUMBERS]
-
-    def restore() -> None:
-        for number, handler in zip(NUMBERS, previous, strict=True):
-            signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.set()
-        restore()
+        restore.close()
         # Past Python's buffers: the signal may have come in the middle of a write to them.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{notice}\n".encode() if notice else b"")
 
-    for number in NUMBERS:
-        signal.signal(number, handle)
-    try:
+    with contextlib.ExitStack() as restore:
+        for number in NUMBERS:
+            restore.callback(signal.signal, number, signal.signal(number, handle))
         yield stop
-    finally:
-        restore()

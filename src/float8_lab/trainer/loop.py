@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -16,14 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from float8 import attach_to_optimizer
-from float8_lab.errors import (
-    DataError,
-    OutOfMemoryError,
-    TrainingDivergedError,
-    for_all,
-    is_for_all,
-)
-from float8_lab.measure import Clock, PeakMemory, is_out_of_memory, total_memory
+from float8_lab.device import Clock, PeakMemory, explain_out_of_memory, total_memory
+from float8_lab.errors import DataError, OutOfMemoryError, TrainingDivergedError, for_all
 from float8_lab.ranks import ALONE, Ranks, join_ranks
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
@@ -46,13 +40,12 @@ class Trainer:
         self,
         config: TrainConfig,
         corpus: data.Corpus,
-        folder: RunFolder,
         observers: Sequence[Observer] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
         self.corpus = corpus
-        self.folder = folder
+        self.folder = RunFolder(config.output)
         self.observers = observers
         self.ranks = ranks
         self.device = ranks.together(lambda: ranks.device(config.device))
@@ -322,14 +315,18 @@ def train(
         checkpoint = ranks.once(lambda: find_checkpoint(resume))
         check_checkpoint(checkpoint, ranks)
     folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=checkpoint))
-    with _explain_out_of_memory(config):
+    with explain_out_of_memory(
+        f"{config.device} ran out of memory with batches of {config.batch_size} x "
+        f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
+        "use --activation-checkpointing, or choose a smaller model"
+    ):
         everyone: list[Observer] = []
         if ranks.rank == 0:
             everyone = [*observers, metrics.JsonLines(folder.metrics)]
             if config.tensorboard:
                 start_step = read_state(checkpoint)["step"] if checkpoint else 0
                 everyone.append(metrics.TensorBoard(folder.tensorboard, start_step))
-        trainer = Trainer(config, text, folder, everyone, ranks)
+        trainer = Trainer(config, text, everyone, ranks)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         if trainer.conversion and ranks.rank == 0:
@@ -355,18 +352,3 @@ def _check_memory(config: TrainConfig, ranks: Ranks) -> None:
             f"{needed / 2**30:,.0f} GiB, but {config.device} has {there / 2**30:,.0f}: "
             "lower --batch-size (and raise --accumulate by as much)"
         )
-
-
-@contextlib.contextmanager
-def _explain_out_of_memory(config: TrainConfig) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = (
-            f"{config.device} ran out of memory with batches of {config.batch_size} x "
-            f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
-            "use --activation-checkpointing, or choose a smaller model"
-        )
-        raise for_all(OutOfMemoryError(message), is_for_all(error)) from error

@@ -8,7 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from float8_lab.trainer.metrics import Metrics, StepRecord, ValidationRecord
+from float8_lab.trainer.metrics import Metrics
+
+Losses = dict[int, float]  # by step
 
 _COLORS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _GREY = "#666666"
@@ -24,17 +26,21 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    reference, *others = runs.values()
-    window = max(len(reference.train) // 40, 1)
+    reference, *others = map(_losses, runs.values())
+    window = max(len(reference[0]) // 40, 1)
     wide = {"color": _COLORS[0], "linewidth": 4.0, "alpha": 0.45}
-    _draw(above, reference, None, window, wide, size=9.0)
+    _draw(above, reference, window, wide, 9.0, raw=True)
     styles: list[dict[str, Any]] = [wide]
-    for index, run in enumerate(others):
+    for index, losses in enumerate(others):
         dash = "-" if len(others) == 1 else (6.0 * index, (6.0, 6.0 * (len(others) - 1)))
         style = {"color": _COLORS[1 + index % (len(_COLORS) - 1)], "linewidth": 1.6}
         dots, thin = (x * (1 - index / (len(others) + 1)) for x in (6.5, 3.6))
-        _draw(above, run, None, window, {**style, "linestyle": dash}, size=dots)
-        _draw(below, run, reference, window, {**style, "linewidth": thin}, size=dots)
+        _draw(above, losses, window, {**style, "linestyle": dash}, dots, raw=True)
+        gaps = [
+            {step: loss - base[step] for step, loss in own.items() if step in base}
+            for own, base in zip(losses, reference, strict=True)
+        ]
+        _draw(below, gaps, window, {**style, "linewidth": thin}, dots)
         styles.append(style)
     legend = [Line2D([], [], label=name, **how) for name, how in zip(runs, styles, strict=True)]
     line = "training" if window == 1 else f"training, mean of {window} steps"
@@ -62,32 +68,24 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.asarray((sums[ends] - sums[begins]) / (ends - begins))
 
 
+def _losses(run: Metrics) -> list[Losses]:
+    """Of training and of validation."""
+    return [{each.step: each.loss for each in run.train}, {v.step: v.loss for v in run.validation}]
+
+
 def _draw(
     axes: Axes,
-    run: Metrics,
-    minus: Metrics | None,
+    losses: list[Losses],
     window: int,
     style: dict[str, Any],
-    *,
     size: float,
+    raw: bool = False,
 ) -> None:
-    """A smoothed line of training losses and dots of validation losses; less `minus`, if any."""
-    steps, losses = _losses(run.train, minus.train if minus else None)
-    if window > 1 and not minus:
-        axes.plot(steps, losses, color=style["color"], alpha=0.12, linewidth=0.8)
-    axes.plot(steps, smooth(losses, window), **style)
-    steps, losses = _losses(run.validation, minus.validation if minus else None)
+    """A smoothed line of training losses, on a faint one of `raw` ones, and dots of validation."""
+    training, validation = losses
+    values = np.array([*training.values()], np.float64)
+    if window > 1 and raw:
+        axes.plot([*training], values, color=style["color"], alpha=0.12, linewidth=0.8)
+    axes.plot([*training], smooth(values, window), **style)
     dots = {name: style[name] for name in ("color", "alpha") if name in style}
-    axes.plot(steps, losses, "o", markersize=size, **dots)
-
-
-def _losses(
-    records: list[StepRecord] | list[ValidationRecord],
-    minus: list[StepRecord] | list[ValidationRecord] | None,
-) -> tuple[list[int], np.ndarray]:
-    """Steps and losses, less those of `minus` at the same step."""
-    found = {record.step: record.loss for record in records}
-    if minus is not None:
-        base = {record.step: record.loss for record in minus}
-        found = {step: loss - base[step] for step, loss in found.items() if step in base}
-    return list(found), np.array([*found.values()], np.float64)
+    axes.plot([*validation], [*validation.values()], "o", markersize=size, **dots)

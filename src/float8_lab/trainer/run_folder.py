@@ -26,8 +26,8 @@ from float8_lab.trainer.metrics import FAILED, read_metrics
 class RunFolder:
     """Paths of what lies in the run's folder `path`, as the module says; none need exist."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
         self.config = path / "config.json"
         self.conversion = path / "conversion.txt"
         self.metrics = path / "metrics.jsonl"
@@ -67,7 +67,7 @@ def open_run_folder(
         ConfigError: (a `ValueError`) if another run lies there, it cannot be written, or the run
             cannot go on from the checkpoint with these settings.
     """
-    folder = RunFolder(Path(config.output))
+    folder = RunFolder(config.output)
     own = False
     if checkpoint is not None:
         check_same_run(config, corpus, read_state(checkpoint), checkpoint)
