@@ -14,8 +14,9 @@ from float8.kernels.amax import (
     is_dense,
     measuring,
 )
-from float8.kernels.runtime.launch import Launch, Slot, like
+from float8.kernels.runtime.launch import Launch, Slot
 from kernels.float8_codes import HIGH_PRECISION
+from kernels.slots import like
 
 high_precision = pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
 SHAPES = [(), (1, 1), (17, 33), (1, 4096), (130, 7), (3, 5, 7), (0,), (0, 5)]

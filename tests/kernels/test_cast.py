@@ -9,7 +9,7 @@ from float8.kernels import cast_kernel
 from float8.kernels.cast import _cast_program, _cast_triton
 from float8.kernels.cast import cast_reference as twin_of_cast
 from float8.kernels.cast_kernel import casting, launch_config
-from float8.kernels.runtime.launch import Program, like
+from float8.kernels.runtime.launch import Program
 from float8.kernels.tiles import tile_launch
 from kernels.float8_codes import (
     FORMATS,
@@ -19,6 +19,7 @@ from kernels.float8_codes import (
     expected_codes,
     same_bytes,
 )
+from kernels.slots import like
 
 SHAPES = [(1, 1), (17, 33), (1, 4096), (130, 7), (48, 160)]
 EMPTY = [(0, 5), (5, 0), (0, 0)]

@@ -20,7 +20,6 @@ from float8.kernels.cast_axiswise import (
     walk_config,
     walk_launch,
 )
-from float8.kernels.runtime.launch import like
 from float8.kernels.tiles import tile_launch
 from float8.quantize.spec import CastSpec, Part
 from kernels.float8_codes import (
@@ -30,6 +29,7 @@ from kernels.float8_codes import (
     expected_scale,
     same_bytes,
 )
+from kernels.slots import like
 from kernels.test_cast import awkward
 from sqnr import sqnr
 from tolerances import CAST_E4M3

@@ -16,10 +16,10 @@ from float8.kernels.cast_blockwise import (
     casting,
     config_of,
 )
-from float8.kernels.runtime.launch import like
 from float8.kernels.tiles import tile_launch
 from float8.quantize.spec import CastSpec, Part
 from kernels.float8_codes import FORMATS, expected_codes, expected_scale
+from kernels.slots import like
 from kernels.test_cast import awkward
 from kernels.test_cast_axiswise import (
     CPU_AND_GPU,

@@ -15,10 +15,11 @@ from float8.kernels.cast import (
     cast_dynamic_reference,
 )
 from float8.kernels.cast_kernel import casting
-from float8.kernels.runtime.launch import Program, Slot, like
+from float8.kernels.runtime.launch import Program, Slot
 from float8.kernels.tiles import tile_launch
 from float8.quantize.scale import amax_to_scale
 from kernels.float8_codes import FORMATS, HIGH_PRECISION, same_bytes
+from kernels.slots import like
 
 FLAGS = [(True, True, True), (True, False, False), (False, True, False)]
 SHAPES = [(1, 1), (17, 33), (64, 48)]

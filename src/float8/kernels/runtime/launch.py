@@ -42,11 +42,6 @@ class Slot:
     zeroed: bool = False
 
 
-def like(x: Tensor) -> Slot:
-    """A tensor to be given that looks like ``x``."""
-    return Slot(x.dtype, x.shape, x.stride(), x.device)
-
-
 _Way = TypeVar("_Way")
 
 
