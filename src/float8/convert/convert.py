@@ -17,6 +17,7 @@ from float8.convert.restore import require_changeable, ungather
 from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import check_gatherable, enable_float8_all_gather
+from float8.tensor import is_dtensor
 
 
 def convert_to_float8_training(
@@ -141,7 +142,7 @@ def _require_convertible_again(layer: Float8Layer, fqn: str, config: Float8Linea
 
 
 def _require_not_sharded(layer: nn.Module, fqn: str, sharded: set[nn.Module]) -> None:
-    if layer in sharded and hasattr(layer.weight, "device_mesh"):
+    if layer in sharded and is_dtensor(layer.weight):
         raise ValueError(
             f"layer {fqn!r}: got a DTensor as weight, of which fully_shard has shards, expected a "
             f"plain tensor: it would gather into the layer that it knows, not its replacement; "

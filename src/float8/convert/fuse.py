@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from float8.fused import swiglu_feed_forward, why_not_fused
 from float8.fused.layers import has_hooks
 from float8.linear.held import PLAIN
+from float8.tensor import is_dtensor
 
 _NOT_FUSED = "_float8_not_fused"
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -91,7 +92,7 @@ class Norm:
     def why_not(self, module: Any) -> str | None:
         """Why it is not fused as it is now, whatever the input."""
         weight = module.weight
-        if hasattr(weight, "device_mesh"):
+        if is_dtensor(weight):
             return "its weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
         return None if type(weight) in PLAIN else f"its weight is a {type(weight).__name__}"
 

@@ -30,7 +30,13 @@ from float8.linear.sharded import (
 from float8.linear.weight import weight_columns, weight_rows
 from float8.quantize.history import DelayedScale
 from float8.quantize.spec import Part, Quantized
-from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+from float8.tensor import (
+    Float8GatherWeight,
+    Float8Tensor,
+    dtensor_like,
+    is_dtensor,
+    local_tensor,
+)
 from float8.tensor.float8_tensor import Columns
 
 _WEIGHTS = (*PLAIN, Float8Tensor)
@@ -121,7 +127,7 @@ def why_norm_not_fused(norm: Any) -> str | None:
     if type(norm) is not nn.RMSNorm and not getattr(norm, "is_rms_norm", False):
         return f"the norm is a {type(norm).__name__}, not an nn.RMSNorm"
     weight: Any = norm.weight
-    if hasattr(weight, "device_mesh"):
+    if is_dtensor(weight):
         if len(weight.placements) != 1 or not weight.placements[0].is_replicate():
             return "the norm's weight is a DTensor: FSDP2's until it is gathered, or sharded"
         weight = local_tensor(weight)
@@ -134,7 +140,7 @@ def why_norm_not_fused(norm: Any) -> str | None:
 
 def is_parallel(layer: Any) -> bool:
     """Whether a layer has a weight, or hooks, of tensor parallel."""
-    return hasattr(layer.weight, "device_mesh") or layer.parallel_style is not None
+    return is_dtensor(layer.weight) or layer.parallel_style is not None
 
 
 def _why_not_parallel(*layers: Any) -> str | None:
@@ -142,7 +148,7 @@ def _why_not_parallel(*layers: Any) -> str | None:
     first, last = layers[0], layers[-1]
     for layer in layers:
         weight = layer.weight
-        if not hasattr(weight, "device_mesh"):
+        if not is_dtensor(weight):
             return "one weight is a DTensor, or was one, and another is not"
         if len(weight.placements) != 1 or layer.parallel_style is None:
             return "one weight is a DTensor: FSDP2's until it is gathered, or placed by hand"
@@ -167,7 +173,7 @@ def fusable(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Float8Linear, ...] 
     """The layers, if fused functions take them together and x has rows, of DTensors or not."""
     if x.numel() == 0 or why_not_fused(*layers) is not None:
         return None
-    if hasattr(x, "device_mesh") and not hasattr(layers[0].weight, "device_mesh"):
+    if is_dtensor(x) and not is_dtensor(layers[0].weight):
         return None  # they say what is wrong
     return tuple(layer for layer in layers if isinstance(layer, Float8Linear))  # all of them
 
@@ -233,7 +239,7 @@ def take_apart(
         layer.check_synced()
     weights: tuple[Any, ...] = tuple(layer.weight for layer in layers)  # they may be computed
     everyone, acrosses = None, (HERE,) * len(layers)
-    if hasattr(weights[0], "device_mesh"):
+    if is_dtensor(weights[0]):
         x, everyone, acrosses = _on_this_rank(x, weights, layers, norm_weight is not None)
         weights = tuple(weight.to_local() for weight in weights)
     x = functional.check_input(x, weights[0])
@@ -272,7 +278,7 @@ def _on_this_rank(
     first = layers[0]
     how = first.plan, first.delayed_scales(), first.gathered == "input", first.knows_scales
     here = None
-    if not before_norm or not hasattr(x, "device_mesh"):  # which it refuses
+    if not before_norm or not is_dtensor(x):  # which it refuses
         here = local_input(x, weights[0], *how)
     ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
     if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
@@ -300,7 +306,7 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
     for key, hook in layer._forward_hooks.items():
         if key in layer.parallel_style.hooks:
             output = hook(layer, (), output)
-    if hasattr(output, "device_mesh"):
+    if is_dtensor(output):
         return output
     # `to_local` made a view, and FSDP2 warns of modules that return one.
     return torch.ops.aten._unsafe_view.default(output, output.shape)
@@ -308,11 +314,9 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
 
 def like_input(rows: Tensor, x: Tensor, on_mesh: Any) -> Tensor:
     """[M, K] as x lies, which is a DTensor where x is one, `placed` as `on_mesh`."""
-    if not hasattr(x, "device_mesh"):
+    if not is_dtensor(x):
         return rows.view(x.shape)
-    local = rows.view(on_mesh.to_local().shape)
-    how = {"run_check": False, "shape": on_mesh.shape, "stride": on_mesh.stride()}
-    made: Tensor = type(on_mesh).from_local(local, on_mesh.device_mesh, on_mesh.placements, **how)
+    made: Tensor = dtensor_like(rows.view(on_mesh.to_local().shape), on_mesh)
     return made
 
 

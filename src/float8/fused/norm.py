@@ -15,7 +15,7 @@ from float8.linear.functional import gathered_rows, input_in_float8
 from float8.linear.weight import record_amax
 from float8.quantize.quantize import padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.float8_tensor import Columns
 
 
@@ -32,9 +32,9 @@ def fused_norm(module: Any, x: Any, layer: Float8Linear) -> tuple[Any, Tensor | 
     if why_norm_not_fused(module) is not None:
         return by_itself
     taken, weight = placed(x, module, layer), module.weight
-    if hasattr(taken, "device_mesh"):
+    if is_dtensor(taken):
         weight = _weight_on_mesh(weight, x, taken, layer)
-    elif hasattr(weight, "device_mesh"):
+    elif is_dtensor(weight):
         return by_itself
     device, dtype = x.device.type, layer.weight.dtype
     if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
@@ -55,9 +55,9 @@ def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | N
         tokens = placement.is_shard() and placement.dim % on_mesh.dim() != on_mesh.dim() - 1
         if not tokens or layer.gathered != "input" or on_mesh.shape[placement.dim] % mesh.size():
             return None
-    if not hasattr(weight, "device_mesh"):
+    if not is_dtensor(weight):
         # Of DTensors and others torch says what it thinks.
-        return None if hasattr(x, "device_mesh") else weight
+        return None if is_dtensor(x) else weight
     if weight.device_mesh != mesh:
         return None
     if placement.is_replicate():

@@ -20,7 +20,7 @@ from float8.linear.functional import DelayedScales, apply_linear, require_aligne
 from float8.linear.plan import LinearPlan, casts_input_once
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, dtensor_like
 from float8.tensor.float8_tensor import to_float8
 
 
@@ -210,9 +210,7 @@ def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_kn
         local = local.to(torch.get_autocast_dtype(local.device.type))
     whole_here = scales_known or placement.is_replicate()
     reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
-    local = to_float8(local, plan.input, state=scales.input, reduce=reduce)
-    like = {"run_check": False, "shape": x.shape, "stride": x.stride()}
-    return type(x).from_local(local, x.device_mesh, x.placements, **like)
+    return dtensor_like(to_float8(local, plan.input, state=scales.input, reduce=reduce), x)
 
 
 def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
@@ -48,7 +48,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
     return {
         x.device_mesh
         for x in tensors
-        if hasattr(x, "device_mesh") and not isinstance(local_tensor(x), Float8Tensor)
+        if is_dtensor(x) and not isinstance(local_tensor(x), Float8Tensor)
     }
 
 
@@ -99,7 +99,7 @@ def sync_groups(
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
-        sharded = {x for w in weights if hasattr(w, "device_mesh") for x in sharding_groups(w)}
+        sharded = {x for w in weights if is_dtensor(w) for x in sharding_groups(w)}
         ranks = dist.get_process_group_ranks(group)
         _require_whole_weights({*parted, *sharded}, ranks, "ranks", "leave group= out, or give")
         return (group,)

@@ -29,6 +29,7 @@ from float8.quantize.spec import BLOCK, Part, Quantized
 from float8.tensor import (
     Float8GatherWeight,
     Float8Tensor,
+    is_dtensor,
     local_tensor,
     remember,
     remembered,
@@ -313,7 +314,7 @@ def _on_all_ranks(weight: Any) -> bool:
 def check_gatherable(linear: nn.Linear, fqn: str) -> None:
     """Raise a `ValueError` if the weight of a layer to be converted is sharded or has hooks."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    if hasattr(linear.weight, "device_mesh"):
+    if is_dtensor(linear.weight):
         got, do = "a DTensor as weight", "convert the model first, then call fully_shard"
     elif any(getattr(linear.weight, name, None) for name in hooks):
         got = "a weight with gradient hooks, which would be lost"

@@ -25,7 +25,7 @@ from float8.config import ScalingGranularity
 from float8.linear import Float8Layer, Float8Linear
 from float8.linear.plan import casts_weight_dynamically
 from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 Placements = tuple[Placement, ...]
 BY_ROWS = ScalingGranularity.AXISWISE
@@ -199,7 +199,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             weight: Any = getattr(layer, "weight", None)
             if not isinstance(layer, Float8Linear) or not casts_weight_dynamically(layer.plan):
                 continue
-            if not hasattr(weight, "device_mesh") or isinstance(local_tensor(weight), Float8Tensor):
+            if not is_dtensor(weight) or isinstance(local_tensor(weight), Float8Tensor):
                 continue
             mine = layer.plan.weight, weight.device_mesh
             if not alike or mine == (alike[0].plan.weight, alike[0].weight.device_mesh):
@@ -279,7 +279,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
         raise TypeError(
             f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; {do}"
         )
-    if hasattr(module.weight, "device_mesh"):
+    if is_dtensor(module.weight):
         raise ValueError(
             f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
             f"that nobody has shared; parallelize each layer once, and before fully_shard"

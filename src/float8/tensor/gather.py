@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.config import ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize.spec import CastSpec, Quantized
-from float8.tensor.wrapper import Wrapper, as_inference_as, local_tensor
+from float8.tensor.dtensor import dtensor_like, local_tensor
+from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
 _tensor_data: Any = Tensor.data
@@ -230,6 +231,5 @@ def with_plan_of(new: Any, old: Tensor | None) -> nn.Parameter:
     tensor.param_dtype = model.param_dtype
     if values is not new:
         with torch.no_grad():
-            like = {"run_check": False, "shape": new.shape, "stride": new.stride()}
-            tensor = type(new).from_local(tensor, new.device_mesh, new.placements, **like)
+            tensor = dtensor_like(tensor, new)
     return nn.Parameter(tensor, requires_grad=new.requires_grad)

@@ -1,4 +1,4 @@
-"""What tensor subclasses around plain tensors have in common, and DTensors seen from below."""
+"""What tensor subclasses around plain tensors have in common."""
 
 import copy
 import hashlib
@@ -91,11 +91,3 @@ def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
     if not torch.is_inference_mode_enabled() or source.is_inference():
         return nullcontext()
     return torch.inference_mode(False)
-
-
-# DTensors by their attributes: importing DTensor takes longer than importing all of float8.
-
-
-def local_tensor(x: Any) -> Any:
-    """The shard of a DTensor; anything else as it is."""
-    return getattr(x, "_local_tensor", x)
