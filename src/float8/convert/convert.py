@@ -13,10 +13,14 @@ from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.fuse import fuse_modules
 from float8.convert.replace import replace_modules
 from float8.convert.report import conversion_report, set_skip_reason
-from float8.convert.restore import require_changeable, ungather
+from float8.convert.restore import require_changeable
 from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
 from float8.parallel.ddp import tell_ddp_what_to_ignore
-from float8.parallel.fsdp import check_gatherable, enable_float8_all_gather
+from float8.parallel.fsdp import (
+    check_gatherable,
+    disable_float8_all_gather,
+    enable_float8_all_gather,
+)
 from float8.tensor import is_dtensor
 
 
@@ -114,7 +118,7 @@ def convert_to_float8_training(
     module = replace_modules(module, replacements)
     for linear, replacement in replacements.items():
         move_hooks(linear, replacement)
-    ungather(again)
+    disable_float8_all_gather(again)
     for layer in again:
         layer.set_up(config)
     enable_float8_all_gather(module)

@@ -6,7 +6,7 @@ as `uint8`: not every backend knows float8.
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -353,14 +353,8 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         # `.data`: no view that refers to the weight.
         wrapped = FSDPFloat8Weight(weight.data, layers[0].plan.weight)
         new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
-        new.grad = weight.grad
-        new.__dict__.update(weight.__dict__)  # what users and optimizers wrote on it
-        try:
-            torch.utils.swap_tensors(weight, new)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # nothing has changed then
+        if not _take_place(weight, new, layers):
             new_objects.append(uses[0][0] or "(root)")
-            for layer in layers:
-                layer._parameters["weight"] = new
     if new_objects:
         warnings.warn(
             f"float8: the weights of {len(new_objects)} layer(s) are new Parameters, because "
@@ -369,3 +363,38 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             f"train them: make it afterwards",
             stacklevel=3,
         )
+
+
+def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
+    """Make weights that were to be gathered in float8 ordinary Parameters again."""
+    users: dict[Float8GatherWeight, list[nn.Module]] = {}
+    for layer in layers:
+        weight: Any = layer._parameters.get("weight")
+        if isinstance(weight, Float8GatherWeight):
+            users.setdefault(weight, []).append(layer)
+    for weight, of_layers in users.items():
+        plain = nn.Parameter(weight.high_precision, requires_grad=weight.requires_grad)
+        if not _take_place(weight, plain, of_layers):
+            warnings.warn(
+                "float8: a weight is a new Parameter, because something refers to the old one (a "
+                "graph, a weakref): make the optimizer anew",
+                stacklevel=3,
+            )
+
+
+def _take_place(old: Any, new: Any, layers: Iterable[nn.Module]) -> bool:
+    """Make `old`, the weight of `layers`, what `new` is: the same object over the same memory.
+
+    With the gradient and what users and optimizers wrote on it. False where torch cannot, because
+    something refers to `old`: then `layers` have `new`.
+    """
+    new.grad = old.grad
+    ours = {*Float8GatherWeight.__annotations__, "_is_param"}
+    new.__dict__.update({name: x for name, x in vars(old).items() if name not in ours})
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # nothing has changed then
+        for layer in layers:
+            layer._parameters["weight"] = new
+        return False
+    return True
