@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.fused import swiglu_feed_forward, why_not_fused
-from float8.fused.layers import has_hooks
+from float8.fused.reasons import has_hooks, why_norm_weight_not_read
 from float8.linear.held import PLAIN
-from float8.tensor import is_dtensor
 
 _NOT_FUSED = "_float8_not_fused"
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -91,10 +90,7 @@ class Norm:
 
     def why_not(self, module: Any) -> str | None:
         """Why it is not fused as it is now, whatever the input."""
-        weight = module.weight
-        if is_dtensor(weight):
-            return "its weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
-        return None if type(weight) in PLAIN else f"its weight is a {type(weight).__name__}"
+        return why_norm_weight_not_read(module.weight)
 
     def changed(self, module: Any) -> str | None:
         """Nothing that a module could change without its class."""

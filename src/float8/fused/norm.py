@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.fused.layers import Call, FusedLayer, placed, scale_of_all, why_norm_not_fused
+from float8.fused.layers import Call, FusedLayer, placed, scale_of_all
+from float8.fused.reasons import why_norm_not_fused
 from float8.linear import Float8Linear
 from float8.linear.across import Tokens
 from float8.linear.functional import gathered_rows, input_in_float8
@@ -19,28 +20,25 @@ from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.float8_tensor import Columns
 
 
-def fused_norm(module: Any, x: Any, layer: Float8Linear) -> tuple[Any, Tensor | None, float]:
+def fused_norm(module: Any, x: Any, layer: Float8Linear) -> tuple[Any, Tensor, float] | None:
     """What a fused function takes of x and of a norm before `layer`.
 
-    Returns x, `placed` under tensor parallel, and the weight [K] and the eps of the norm. Three
-    times nothing where the norm is called by itself: under tensor parallel also where a rank has
-    parts of rows of x, or not as many as others.
+    Returns x, `placed` under tensor parallel, and the weight [K] and the eps of the norm. None
+    where the norm is called by itself: under tensor parallel also where a rank has parts of rows
+    of x, or not as many as others.
     """
-    if module is None:
-        return placed(x, layer), None, 0.0
-    by_itself = None, None, 0.0
     if why_norm_not_fused(module) is not None:
-        return by_itself
+        return None
     taken, weight = placed(x, module, layer), module.weight
     if is_dtensor(taken):
         weight = _weight_on_mesh(weight, x, taken, layer)
     elif is_dtensor(weight):
-        return by_itself
+        return None
     device, dtype = x.device.type, layer.weight.dtype
     if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
         dtype = torch.get_autocast_dtype(device)
     if weight is None or x.dtype != dtype or isinstance(local_tensor(taken), Float8Tensor):
-        return by_itself  # the norm takes x as it is, the layer casts it
+        return None  # the norm takes x as it is, the layer casts it
     eps: Any = module.eps  # None means float32's, in which torch computes
     return taken, weight, torch.finfo(torch.float32).eps if eps is None else eps
 
@@ -80,6 +78,12 @@ class Kept(NamedTuple):
 
     rows: Tensor | None = None
     """x itself, or row data."""
+
+    def of_norm(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`norm`, where there is one."""
+        x, weight, rstd = self.norm
+        assert x is not None and weight is not None and rstd is not None  # noqa: PT018
+        return x, weight, rstd
 
 
 def input_operand(
@@ -134,10 +138,7 @@ def input_columns(kept: Kept, spec: CastSpec, made: Columns | None) -> Part:
         if made is not None:
             return made.of(Part(kept.rows, kept.scale), spec)
         return recast(kept.rows, spec, kept.scale)
-    x, weight, rstd = kept.norm
-    assert x is not None
-    assert weight is not None
-    assert rstd is not None
+    x, weight, rstd = kept.of_norm()
     return Part(kernels.rms_norm_recast(x, weight, rstd, kept.scale, spec.dtype), kept.scale)
 
 
@@ -145,10 +146,7 @@ def norm_gradients(
     grads: Sequence[Tensor], kept: Kept, call: Call, residual_grad: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the norm's weight, of those [M, K] of the norm's readers."""
-    x, weight, rstd = kept.norm
-    assert x is not None
-    assert weight is not None
-    assert rstd is not None
+    x, weight, rstd = kept.of_norm()
     if call.everyone is not None:  # who have summands
         grads = [call.everyone.scatter(functools.reduce(torch.add, grads))]
     return kernels.rms_norm_backward(grads, x, weight, rstd, residual_grad)
