@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8 import kernels
+from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.layers import (
     Call,
     placed,
@@ -21,7 +22,6 @@ from float8.fused.layers import (
     shared_columns,
     take_apart,
 )
-from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.reasons import fusable, is_parallel
 from float8.linear import Float8Linear
 from float8.linear.functional import gathered

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.layers import Call, like_input, returned, take_apart
-from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.reasons import fusable
 from float8.linear.weight import kept_weight
 from float8.once import once_differentiable

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.linear.foreign_state import as_loadable
 from float8.linear.held import PLAIN, HeldWeight
-from float8.linear.other_state import as_loadable
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
@@ -95,9 +95,8 @@ class StatefulLayer(nn.Module):
 
         They stay plain tensors here, the same on all ranks.
         """
-        for site in self.delayed:
-            for name in site.buffers:
-                self._buffers[name] = local_tensor(self._buffers[name])
+        for name, buffer in self._state().items():
+            self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
 
     @torch.no_grad()
@@ -268,15 +267,9 @@ class StatefulLayer(nn.Module):
         missing: list[str] = []
         key = prefix + "weight"
         values: Any = state_dict.get(key)
-        if isinstance(values, Float8Tensor) and not self.keeps_no_master:
-            state_dict = {**state_dict, key: dequantise(values)}
-        fits = getattr(values, "shape", None) == self.weight.shape  # else torch says so
-        fits = fits and values.dtype in HIGH_PRECISION_DTYPES
-        if self.keeps_no_master and type(values) in PLAIN and fits:
-            if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
-                values = values.to(self.weight.dtype)
-            values = values if self.weight.is_meta else values.to(self.weight.device)
-            state_dict = {**state_dict, key: in_float8_only(values, self.plan.weight)}
+        loadable = self._loadable_weight(values, local_metadata)
+        if loadable is not values:
+            state_dict = {**state_dict, key: loadable}
         before, old_weight = self._state(), self._parameters.get("weight")
         state_dict = as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(
@@ -301,3 +294,16 @@ class StatefulLayer(nn.Module):
                 self.reset_state()  # what they knew was of other weights
         missing_keys.extend(missing)
         self._state_was_written()  # but no amax was recorded
+
+    def _loadable_weight(self, values: Any, local_metadata: dict[str, Any]) -> Any:
+        """A weight of a checkpoint: in float8 where this layer has no other, else dequantised."""
+        if not self.keeps_no_master:
+            return dequantise(values) if isinstance(values, Float8Tensor) else values
+        weight = self.weight
+        fits = getattr(values, "shape", None) == weight.shape  # else torch says so
+        if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
+            return values
+        if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
+            values = values.to(weight.dtype)
+        values = values if weight.is_meta else values.to(weight.device)
+        return in_float8_only(values, self.plan.weight)

@@ -144,18 +144,13 @@ def across_of(
 ) -> Across:
     """How the tensors of one layer become those of all ranks; see `linear_of_shards`.
 
-    Args:
-        weight: as there, as are the last three.
-        shape: of the whole input, of which only the leading dims count.
-        tokens_dim: see there.
-        scales_known: see there.
-        weight_scale: see there.
+    `shape` is that of the whole input, of which only the leading dims count.
     """
     mesh = weight.device_mesh
     group, ranks = mesh.get_group(0).group_name, mesh.size()
     reduce = None if scales_known else reduction((group,))
     if shared_by_rows(weight):
-        return Across(None, reduce, reduce, None, weight_scale)
+        return Across(weight=reduce, grad_output=reduce, weight_scale=weight_scale)
     tokens = None
     if tokens_dim is not None and not -len(shape) <= tokens_dim < len(shape):
         raise ValueError(
