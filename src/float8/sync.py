@@ -166,38 +166,26 @@ def update_float8_weights(model: nn.Module) -> None:
         return
     done: dict[Any, HeldWeight] = {}
     others: list[str] = []
-    sharded = _under_fsdp(model)
+    under_fsdp = _under_fsdp(model)
     for layer, name in layers.items():
         layer.held = None
         weight: Any = layer._parameters.get("weight")
-        gathers = isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
-        if layer in sharded and not layer.config.enable_fsdp_float8_all_gather:
+        if layer in under_fsdp and not layer.config.enable_fsdp_float8_all_gather:
             raise ValueError(
                 f"layer {name or '(root)'!r}: got float8_weights=HELD for a weight that FSDP "
                 f"gathers in high precision, expected one that fully_shard gathers in float8; "
                 f"convert with enable_fsdp_float8_all_gather=True, or with "
                 f"Float8Weights.ON_THE_FLY"
             )
-        reason = None
-        if layer.transposed:
-            reason = "of a Conv1D"
-        elif layer.holds_part:
-            reason = "a part of one, of model parallel"
-        elif layer in sharded:
-            reason = None if gathers else "gathered in high precision"
-        elif weight is None:
-            reason = "computed at each use"
-        elif not can_hold(weight):
-            reason = None if weight.is_meta else f"a {type(weight).__name__}"
-        else:
+        if reason := _why_on_the_fly(layer, weight, layer in under_fsdp):
+            others.append(f"{name or '(root)'} ({reason})")
+        elif layer not in under_fsdp and not weight.is_meta:
             scale = layer._buffers.get(WEIGHT_SCALE)
             # With delayed scaling each layer has a scale of its own.
             key = (weight, layer.plan.weight, layer if layer.plan.weight.delayed else None)
             if key not in done:
                 done[key] = HeldWeight(weight, hold(weight, layer.plan.weight, scale))
             layer.held = done[key]
-        if reason is not None:
-            others.append(f"{name or '(root)'} ({reason})")
     if others:
         more = ", ..." if len(others) > 3 else ""
         warnings.warn(
@@ -205,6 +193,20 @@ def update_float8_weights(model: nn.Module) -> None:
             f"Parameter [N, K] of one device: {', '.join(others[:3])}{more}",
             stacklevel=4,
         )
+
+
+def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | None:
+    """Which kind of weight it is that a layer with `HELD` cannot hold, or None."""
+    if layer.transposed:
+        return "of a Conv1D"
+    if layer.holds_part:
+        return "a part of one, of model parallel"
+    if under_fsdp:  # there the hooks of a weight that is gathered in float8 hold it
+        gathers = isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
+        return None if gathers else "gathered in high precision"
+    if weight is None:
+        return "computed at each use"
+    return None if weight.is_meta or can_hold(weight) else f"a {type(weight).__name__}"
 
 
 def _under_fsdp(model: nn.Module) -> set[nn.Module]:
