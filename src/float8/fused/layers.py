@@ -134,15 +134,15 @@ def take_apart(
         ready = layer.ready_weight(weight)
         taken.append(
             FusedLayer(
-                layer.plan,
-                layer.delayed_scales(),
-                ready,
-                ready is not None and ready.col is not None,
-                weight.shape[1],
-                weight.shape[0],
-                weight.dtype,
-                grad and weight.requires_grad,
-                across,
+                plan=layer.plan,
+                scales=layer.delayed_scales(),
+                ready=ready,
+                kept_transposed=ready is not None and ready.col is not None,
+                in_features=weight.shape[1],
+                out_features=weight.shape[0],
+                weight_dtype=weight.dtype,
+                need_grad_weight=grad and weight.requires_grad,
+                across=across,
             )
         )
     norm_needs_grad = norm_weight is not None and norm_weight.requires_grad
@@ -161,25 +161,27 @@ def _on_this_rank(
         for weight, layer in zip(weights, layers, strict=True)
     )
     first = layers[0]
-    how = first.plan, first.delayed_scales(), first.gathered == "input", first.knows_scales
-    here = None
-    if not before_norm or not is_dtensor(x):  # which it refuses
-        here = local_input(x, weights[0], *how)
+    of_norm = before_norm and is_dtensor(x)
+    if of_norm:
+        here = x.to_local()
+    else:  # refuses what is no DTensor
+        gather, known = first.gathered == "input", first.knows_scales
+        here = local_input(x, weights[0], first.plan, first.delayed_scales(), gather, known)
     ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
     if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
         scales = weight_scales(weights, first.plan.weight)  # asked for at once
         pairs = zip(acrosses, scales, strict=True)
         acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)
-    if here is not None:
+    if not of_norm:
         return here, None, acrosses
     group, (placement,) = x.device_mesh.get_group(0).group_name, x.placements
     if placement.is_replicate():
-        return x.to_local(), Copies(group), acrosses
+        return here, Copies(group), acrosses
     everyone = tokens_along(placement.dim % x.dim(), x.shape, group, x.device_mesh.size())
     if not first.knows_scales:
         reduce = reduction((group,))
         acrosses = tuple(x if x.input else x._replace(input=reduce) for x in acrosses)
-    return x.to_local(), everyone, acrosses
+    return here, everyone, acrosses
 
 
 def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> Any:

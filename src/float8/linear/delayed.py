@@ -18,7 +18,7 @@ from float8.linear.held import PLAIN, HeldWeight
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
-from float8.tensor import Float8Tensor, dequantise, high_precision, local_tensor, with_plan_of
+from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
 
 WEIGHT_AMAX = "fp8_amax_weight"
 WEIGHT_SCALE = "fp8_scale_weight"
@@ -28,10 +28,14 @@ class DelayedSite(NamedTuple):
     """A cast site with delayed scaling: constants, which a compiler can follow."""
 
     name: str
-    """As in `CastSite`; then the largest value of its format, and the names of its buffers."""
+    """The value of its `CastSite`."""
 
     float8_max: float
+    """The largest value of its format."""
+
     amax: str
+    """The name of a buffer, as are the next two."""
+
     history: str
     scale: str
 
@@ -64,7 +68,7 @@ class StatefulLayer(nn.Module):
     attached = 0
     """How many optimizers sync it; if any does, no sync can be missing."""
     agreed: frozenset[Any] = frozenset()
-    """Numbers of layers and groups of ranks that were found to have the same layers."""
+    """What a sync has compared already: numbers of layers, each with its groups of ranks."""
     _weight_scale_known = False
     holds_part = False
     """Whether the weight, though no DTensor, is the part of this rank."""
@@ -161,7 +165,7 @@ class StatefulLayer(nn.Module):
             self._synced_version = self._amax_version()
 
     def forget_weights(self) -> None:
-        """Take the weights as they are at the next forward for those of the step it is in."""
+        """Have `check_synced` count writes to the weights from the next forward on."""
         self._seen = None
 
     def _amax_version(self) -> int:
@@ -278,7 +282,7 @@ class StatefulLayer(nn.Module):
         # For assign=True, which replaces tensors by others.
         weight = self._parameters.get("weight")  # none of its own where it is computed
         if weight is not old_weight and weight is not None:
-            self._parameters["weight"] = with_plan_of(weight, old_weight)
+            self._parameters["weight"] = gathered_like(weight, old_weight)
         after = self._state()
         if not self.weight.is_meta and any(buffer.is_meta for buffer in after.values()):
             self._register_buffers(self.weight.device)

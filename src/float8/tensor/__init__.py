@@ -5,10 +5,10 @@ from float8.tensor.dtensor import dtensor_like, is_dtensor, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor, dequantise
 from float8.tensor.gather import (
     Float8GatherWeight,
+    gathered_like,
     high_precision,
     remember,
     remembered,
-    with_plan_of,
 )
 
 __all__ = [
@@ -16,10 +16,10 @@ __all__ = [
     "Float8Tensor",
     "dequantise",
     "dtensor_like",
+    "gathered_like",
     "high_precision",
     "is_dtensor",
     "local_tensor",
     "remember",
     "remembered",
-    "with_plan_of",
 ]

@@ -222,8 +222,8 @@ def high_precision(x: Tensor) -> Tensor:
     return new  # type: ignore[no-any-return]
 
 
-def with_plan_of(new: Any, old: Tensor | None) -> nn.Parameter:
-    """`new` as a weight that is gathered as `old`, which it replaces; itself if that is plain."""
+def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
+    """`new` as a weight that is gathered like `old`; itself if `old` is a plain tensor."""
     model, values = local_tensor(old), local_tensor(new)
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]
