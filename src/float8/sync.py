@@ -18,7 +18,7 @@ from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
-from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, local_tensor
+from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.untraced import untraced
 
 
@@ -211,8 +211,8 @@ def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | 
 
 def _under_fsdp(model: nn.Module) -> set[nn.Module]:
     """All modules whose weights FSDP1 or FSDP2 puts into place, writing past version counters."""
-    methods = ("reshard", "summon_full_params")  # of modules under FSDP2, FSDP1
-    wrappers = [x for x in model.modules() if any(hasattr(type(x), name) for name in methods)]
+    fsdp1 = "summon_full_params"  # a method of its modules
+    wrappers = [x for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1)]
     return {module for wrapper in wrappers for module in wrapper.modules()}
 
 
@@ -395,5 +395,5 @@ def _beside(layers: Sequence[Float8Layer], model: nn.Module) -> Iterator[Tensor]
     """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
     inside = set(layers)
     for module in model.modules():
-        if hasattr(type(module), "reshard") and not inside.isdisjoint(module.modules()):
+        if is_fsdp_module(module) and not inside.isdisjoint(module.modules()):
             yield from module.parameters()

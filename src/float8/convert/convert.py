@@ -21,7 +21,7 @@ from float8.parallel.fsdp import (
     disable_float8_all_gather,
     enable_float8_all_gather,
 )
-from float8.tensor import is_dtensor
+from float8.tensor import is_dtensor, is_fsdp_module
 
 
 def convert_to_float8_training(
@@ -92,7 +92,7 @@ def convert_to_float8_training(
     )
     reasons: dict[Any, str | None] = {}
     again: list[Float8Layer] = []
-    under_fsdp = [part for part in module.modules() if hasattr(type(part), "reshard")]
+    under_fsdp = [part for part in module.modules() if is_fsdp_module(part)]
     sharded = {layer for part in under_fsdp for layer in part.modules()}
     for fqn, linear in module.named_modules():
         if isinstance(linear, Float8Layer):

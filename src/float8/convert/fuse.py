@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.convert.symbols import Symbol, expression_of
+from float8.formats import autocast_dtype
 from float8.fused import swiglu_feed_forward, why_not_fused
 from float8.fused.reasons import has_hooks, why_norm_weight_not_read
 from float8.linear.held import PLAIN
+from float8.tensor import is_fsdp_module
 
 _NOT_FUSED = "_float8_not_fused"
 
@@ -67,8 +69,7 @@ class Norm:
         weight = module.weight
         if torch.compiler.is_compiling() or type(weight) not in PLAIN or x.dtype != weight.dtype:
             return None
-        device = x.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
+        autocast = autocast_dtype(x.device) is not None
         if x.shape[-1:] != weight.shape or (autocast and x.dtype != torch.float32):
             return None
         return F.rms_norm(x, weight.shape, weight, getattr(module, self.eps))
@@ -197,7 +198,7 @@ def _why_left_alone(module: nn.Module, parts: FeedForward | Norm) -> str | None:
     """Why a module that was recognised is not fused."""
     if own := _own_forward(module):
         return own
-    if hasattr(type(module), "reshard"):
+    if is_fsdp_module(module):
         return "it is sharded: convert, then fully_shard"
     cls: Any = parts.activation_class if isinstance(parts, FeedForward) else None
     if cls is not None and not _is_silu(cls):

@@ -9,7 +9,7 @@ from float8.convert.fuse import unfuse_modules
 from float8.linear import Float8Layer
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import disable_float8_all_gather
-from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+from float8.tensor import Float8GatherWeight, Float8Tensor, is_fsdp_module, local_tensor
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
@@ -47,7 +47,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 def require_changeable(layer: Float8Layer, fqn: str) -> None:
     """Raise a `ValueError` if somebody relies on what `layer` is."""
-    if hasattr(type(layer), "reshard"):
+    if is_fsdp_module(layer):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"
     elif is_parametrized(layer):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.formats import autocast_dtype
 from float8.fused.layers import Call, FusedLayer, placed, scale_of_all
 from float8.fused.reasons import why_norm_not_fused
 from float8.linear import Float8Linear
@@ -34,9 +35,7 @@ def fused_norm(module: Any, x: Any, layer: Float8Linear) -> tuple[Any, Tensor, f
         weight = _weight_on_mesh(weight, x, taken, layer)
     elif is_dtensor(weight):
         return None
-    device, dtype = x.device.type, layer.weight.dtype
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x.device) or layer.weight.dtype
     if weight is None or x.dtype != dtype or isinstance(local_tensor(taken), Float8Tensor):
         return None  # the norm takes x as it is, the layer casts it
     eps: Any = module.eps  # None means float32's, in which torch computes

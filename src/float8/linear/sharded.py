@@ -15,6 +15,7 @@ import torch
 
 from float8 import kernels
 from float8.config import ScalingGranularity
+from float8.formats import autocast_dtype
 from float8.linear.across import Across, Tokens, reduction
 from float8.linear.functional import DelayedScales, apply_linear, require_aligned, require_input
 from float8.linear.plan import LinearPlan, casts_input_once
@@ -201,8 +202,8 @@ def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_kn
         or isinstance(local, Float8Tensor)
     ):
         return x
-    if torch.is_autocast_enabled(local.device.type):
-        local = local.to(torch.get_autocast_dtype(local.device.type))
+    if dtype := autocast_dtype(local.device):
+        local = local.to(dtype)
     whole_here = scales_known or placement.is_replicate()
     reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
     return dtensor_like(to_float8(local, plan.input, state=scales.input, reduce=reduce), x)

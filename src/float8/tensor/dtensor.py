@@ -1,4 +1,4 @@
-"""DTensors by their attributes: importing DTensor takes longer than importing all of float8."""
+"""DTensors and FSDP2 by their attributes: importing them takes longer than importing float8."""
 
 from typing import Any
 
@@ -23,3 +23,8 @@ def dtensor_like(local: Any, like: Any) -> Any:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def is_fsdp_module(module: Any) -> bool:
+    """Whether `fully_shard` was applied to this very module."""
+    return hasattr(type(module), "reshard")
