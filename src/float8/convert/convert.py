@@ -105,7 +105,7 @@ def convert_to_float8_training(
             reasons[linear] = skip_reason(linear, fqn)
             if reasons[linear] is None:
                 _require_not_sharded(linear, fqn, sharded)
-                _require_gatherable(linear, fqn, config)
+                check_gatherable(linear, fqn, config)
 
     replacements = {
         linear: Float8Linear.from_float(linear, config, linear_classes=linear_classes)
@@ -142,7 +142,7 @@ def _require_convertible_again(layer: Float8Layer, fqn: str, config: Float8Linea
             f"layer {fqn or '(root)'!r}: got a layer already converted, which cannot take the new "
             f"config: {problem}; leave it out with module_filter_fn"
         )
-    _require_gatherable(layer, fqn, config)
+    check_gatherable(layer, fqn, config)
 
 
 def _require_not_sharded(layer: nn.Module, fqn: str, sharded: set[nn.Module]) -> None:
@@ -152,11 +152,6 @@ def _require_not_sharded(layer: nn.Module, fqn: str, sharded: set[nn.Module]) ->
             f"plain tensor: it would gather into the layer that it knows, not its replacement; "
             f"convert the model first, then call fully_shard"
         )
-
-
-def _require_gatherable(layer: nn.Module, fqn: str, config: Float8LinearConfig) -> None:
-    if config.enable_fsdp_float8_all_gather and isinstance(layer, nn.Linear):
-        check_gatherable(layer, fqn)
 
 
 def _warn_if_nothing_is(module: nn.Module, fuse: bool) -> None:

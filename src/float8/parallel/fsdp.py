@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import Float8Weights, ScalingGranularity
+from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity
 from float8.linear import WEIGHT_SCALE, Float8Linear
 from float8.parallel.amax import (
     all_gather_rows,
@@ -311,12 +311,14 @@ def _on_all_ranks(weight: Any) -> bool:
 # ---------------------------------------------------------------- which weights
 
 
-def check_gatherable(linear: nn.Linear, fqn: str) -> None:
-    """Raise a `ValueError` if the weight of a layer to be converted is sharded or has hooks."""
+def check_gatherable(layer: nn.Module, fqn: str, config: Float8LinearConfig) -> None:
+    """Raise a `ValueError` if `config` asks to gather a weight that is sharded or has hooks."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    if is_dtensor(linear.weight):
+    if not (config.enable_fsdp_float8_all_gather and isinstance(layer, nn.Linear)):
+        return
+    if is_dtensor(layer.weight):
         got, do = "a DTensor as weight", "convert the model first, then call fully_shard"
-    elif any(getattr(linear.weight, name, None) for name in hooks):
+    elif any(getattr(layer.weight, name, None) for name in hooks):
         got = "a weight with gradient hooks, which would be lost"
         do = "register them on the weight after the conversion"
     else:

@@ -17,7 +17,6 @@ from float8.tensor.dtensor import dtensor_like, local_tensor
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
-_tensor_data: Any = Tensor.data
 
 
 class Float8GatherWeight(Wrapper):
@@ -68,20 +67,12 @@ class Float8GatherWeight(Wrapper):
         with torch.inference_mode(self._counted.is_inference()):
             return self._counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
-    @property
-    def data(self) -> Tensor:
-        """As of any tensor. A tensor that is assigned takes the place of the one inside.
-
-        It is shared, or copied if it lies otherwise in its memory.
+    def _assign(self, new: Tensor) -> None:
+        """Take `new` in the place of the tensor inside: shared, or copied if it lies otherwise.
 
         Raises:
             ValueError: its class, shape, dtype or device is another.
         """
-        view: Tensor = _tensor_data.__get__(self)
-        return view
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
         values = high_precision(new)
         got, expected = _described(values), _described(self._inner)
         if got != expected:
