@@ -177,7 +177,7 @@ def fusing(module: nn.Module) -> tuple[bool, str | None]:
 
 
 def _seen(module: nn.Module) -> tuple[FeedForward | Norm | None, str | None]:
-    """What a module is that is not fused, and why it cannot be, if it looks like one that could."""
+    """What a module not yet fused computes, and why it is not to be fused; nothing for others."""
     parts = recognised(module, type(module).forward)
     return parts, _looks_like_one(module) if parts is None else _why_left_alone(module, parts)
 

@@ -112,13 +112,13 @@ class _FeedForward(torch.autograd.Function):
         x8, kept = input_operand(x, norm_weight, call, (gate, up))
         gate_out, gate_scale = gate.output(x8, w_gate, dtype, record)
         up_out, up_scale = up.output(x8, w_up, dtype, record)
-        of_product, states = (gate_out, up_out, plan.input), down.scales.input
-        product8 = kernels.swiglu_cast(*of_product, states, record=record)
+        factors = gate_out, up_out
+        product8 = kernels.swiglu_cast(*factors, plan.input, down.scales.input, record=record)
         if down.across.input is not None:
             mine = product8.scale
             del product8
             whole = scale_of_all(mine, down.across.input)
-            product8 = kernels.swiglu_cast(*of_product, whole)
+            product8 = kernels.swiglu_cast(*factors, plan.input, whole)
         y, down_scale = down.output(product8, w_down, dtype, record)
         if down.across.output is not None:
             y = down.across.output.scatter(y)

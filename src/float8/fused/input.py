@@ -66,7 +66,7 @@ def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | N
 
 
 class Kept(NamedTuple):
-    """What backward makes column data of the input of: one of them, with its scale."""
+    """From what backward makes column data of the input: `norm`, `col` or `rows`; the scale."""
 
     scale: Tensor
     norm: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
@@ -90,8 +90,7 @@ def input_operand(
 ) -> tuple[Part, Kept]:
     """The input of `readers`, x [M, K] or its norm: row data, and what is kept for backward.
 
-    Of a norm that is x: backward casts it once more by `rms_norm_recast`; unless there are row data
-    of other ranks.
+    Of a norm x is kept, and cast again in backward; or the row data, if those were gathered.
     """
     first, record = readers[0], call.record
     spec, state = first.plan.input, first.scales.input
@@ -130,7 +129,7 @@ def input_operand(
 
 
 def input_columns(kept: Kept, spec: CastSpec, made: Columns | None) -> Part:
-    """Column data of the same, in backward; `made`: shared with others who read x."""
+    """Column data of that input, in backward; `made`: those that all readers of x share."""
     if kept.col is not None:
         return Part(kept.col, kept.scale)
     if kept.rows is not None:

@@ -90,7 +90,7 @@ class Call(NamedTuple):
     record: bool
     need_grad_x: bool
     everyone: Tokens | Copies | None
-    """Who else has the input of a norm, or parts of it; None: nobody, or there is no norm."""
+    """The ranks that have the input of a norm, or share its tokens; None: only this one."""
 
     def for_backward(self) -> "Call":
         """Without what only forward reads: what is on a context lives as long as the graph."""
@@ -98,7 +98,7 @@ class Call(NamedTuple):
 
 
 def placed(x: Any, *modules: Any) -> Any:
-    """`x` as hooks of styles hand it to the first of `modules`, that to the next; else as it is."""
+    """`x` after the input hooks that styles have put on `modules`, one module after the other."""
     for module in modules:
         style = ParallelStyle.of(module)
         if style is not None:
@@ -154,7 +154,10 @@ def take_apart(
 def _on_this_rank(
     x: Any, weights: Sequence[Any], layers: Sequence[Float8Linear], before_norm: bool
 ) -> tuple[Tensor, Tokens | Copies | None, tuple[Across, ...]]:
-    """What this rank has of x, gathered unless it is that of a norm, and how layers ask others."""
+    """What this rank has of x, who has the rest, and what each layer asks of other ranks.
+
+    Gathered, and nobody has more, unless a norm is to read x.
+    """
     functional.require_input(x, weights[0])  # before ranks are asked
     acrosses = tuple(
         across_of(weight, x.shape, layer.tokens_dim, layer.knows_scales, layer.weight_scale)
@@ -185,7 +188,7 @@ def _on_this_rank(
 
 
 def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> Any:
-    """The output [M, N] of a layer with the leading dims of `like`, and past hooks of its style."""
+    """The output [M, N] with the leading dims of `like`, after the output hooks of its style."""
     y = with_leading_dims(y, like, across.output)
     if layer.parallel_style is None:
         return y
@@ -200,7 +203,7 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
 
 
 def like_input(rows: Tensor, x: Tensor, on_mesh: Any) -> Tensor:
-    """[M, K] as x lies, which is a DTensor where x is one, `placed` as `on_mesh`."""
+    """`rows` [M, K] in the shape of x; where x is a DTensor one like `on_mesh`, x as `placed`."""
     if not is_dtensor(x):
         return rows.view(x.shape)
     made: Tensor = dtensor_like(rows.view(on_mesh.to_local().shape), on_mesh)
@@ -208,7 +211,7 @@ def like_input(rows: Tensor, x: Tensor, on_mesh: Any) -> Tensor:
 
 
 def shared_columns(x: Tensor, rows: Tensor | None) -> Columns | None:
-    """Column data that others who read x make or use, too, as `functional` shares them."""
+    """The column data that all layers share which read the same x in float8; None: it is not."""
     if rows is None or not isinstance(x, Float8Tensor) or torch.compiler.is_compiling():
         return None
     return x._columns.expect()

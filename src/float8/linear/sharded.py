@@ -26,7 +26,7 @@ from float8.tensor.float8_tensor import to_float8
 
 
 class ParallelStyle(NamedTuple):
-    """What a style of this library does around a module, in hooks of its own."""
+    """What hooks of a style of this library do to the input and the output of a module."""
 
     input: Any
     """The placement of an input that is no DTensor yet."""
@@ -35,7 +35,7 @@ class ParallelStyle(NamedTuple):
     """The placement of what the module returns."""
 
     hooks: frozenset[int]
-    """Their keys among the hooks of the module."""
+    """The keys of these hooks."""
 
     @staticmethod
     def of(module: torch.nn.Module | None) -> "ParallelStyle | None":

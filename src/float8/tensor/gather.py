@@ -169,7 +169,7 @@ torch.serialization.add_safe_globals(
 )
 
 
-# ---------------------------------------------------------------- what is computed ahead
+# ---------------------------------------------------------------- scales and casts that are kept
 
 
 def remember(weight: Tensor, made: Tensor | Quantized, *of: Any) -> None:
