@@ -23,10 +23,10 @@ def has_hooks(module: nn.Module) -> bool:
 
     Those of this library's styles do not: fused functions know what they do.
     """
-    style = ParallelStyle.of(module)
-    own = frozenset() if style is None else style.hooks
-    found = [key for hooks in _HOOKS for key in getattr(module, hooks)]
-    return any(key not in own for key in found) or has_global_module_hooks()
+    found = {key for hooks in _HOOKS for key in getattr(module, hooks)}
+    if style := ParallelStyle.of(module):
+        found -= style.hooks
+    return bool(found) or has_global_module_hooks()
 
 
 def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:
@@ -54,6 +54,7 @@ def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | No
         return reason
     first: Any = layers[0]
     weights: list[Tensor] = []
+    parallel = False
     for layer in layers:
         if not is_float8_linear(layer):
             return f"one layer is a {type(layer).__name__}, not a Float8Linear"
@@ -64,18 +65,20 @@ def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | No
         bias: Tensor | None = layer.bias
         if bias is not None:
             return "one layer has a bias"
+        shared = is_parallel(layer)
         if has_hooks(layer):
-            parallel = ", other than those of Float8ColwiseParallel and Float8RowwiseParallel"
-            return f"one layer has hooks{parallel if is_parallel(layer) else ''}"
+            but = ", other than those of Float8ColwiseParallel and Float8RowwiseParallel"
+            return f"one layer has hooks{but if shared else ''}"
         weight = local_tensor(layer.weight)
         if type(weight) not in _WEIGHTS and not isinstance(weight, Float8GatherWeight):
             return f"one weight is a {type(weight).__name__}"
-        if weight.dtype != first.weight.dtype:
+        if weights and weight.dtype != weights[0].dtype:
             return "the weights have different dtypes"
         if any(weight is other for other in weights):  # Dynamo takes no tensor twice
             return "two layers share a weight"
         weights.append(weight)
-    if reason := _why_not_parallel(*layers):
+        parallel = parallel or shared
+    if parallel and (reason := _why_not_parallel(*layers)):
         return reason
     plan: LinearPlan = first.plan
     if None in (plan.output, plan.grad_input, plan.grad_weight):
@@ -124,9 +127,7 @@ def is_parallel(layer: Any) -> bool:
 
 
 def _why_not_parallel(*layers: Any) -> str | None:
-    """`why_not_fused` of `Float8Linear` layers, if ranks share one of them."""
-    if not any(is_parallel(layer) for layer in layers):
-        return None
+    """`why_not_fused` of `Float8Linear` layers, one of which at least ranks share."""
     first, last = layers[0], layers[-1]
     for layer in layers:
         weight = layer.weight
