@@ -85,11 +85,11 @@ class StatefulLayer(nn.Module):
         self.config, self.delayed = config, delayed_sites(config)
         self.held = None
         self.agreed = frozenset()
-        self._register_buffers(self.weight.device)
+        self._register_buffers()
         self.reset_state()
 
-    def _register_buffers(self, device: torch.device) -> None:
-        history_len = self.config.delayed_scaling_config.history_len
+    def _register_buffers(self) -> None:
+        history_len, device = self.config.delayed_scaling_config.history_len, self.weight.device
         for site in self.delayed:
             for name, shape in zip(site.buffers, ((), (history_len,), ()), strict=True):
                 self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
@@ -285,7 +285,7 @@ class StatefulLayer(nn.Module):
             self._parameters["weight"] = gathered_like(weight, old_weight)
         after = self._state()
         if not self.weight.is_meta and any(buffer.is_meta for buffer in after.values()):
-            self._register_buffers(self.weight.device)
+            self._register_buffers()
             self.reset_state()
         else:
             for name, new in after.items():

@@ -35,10 +35,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`: the input is gathered in float8.
 
     Args:
-        input_layouts: as for `ColwiseParallel`; an input that `PrepareFloat8ModuleInput` has cast
-            is taken as it is.
-        output_layouts: likewise.
-        use_local_output: likewise.
+        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`; an input that
+            `PrepareFloat8ModuleInput` has cast is taken as it is.
     """
 
     @staticmethod
@@ -71,9 +69,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     """`RowwiseParallel` for a `Float8Linear`: in backward grad_output is gathered in float8.
 
     Args:
-        input_layouts: as for `RowwiseParallel`.
-        output_layouts: likewise.
-        use_local_output: likewise.
+        input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -113,11 +109,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     """`PrepareModuleInput` that casts inputs once for all layers of a module, then gathers bytes.
 
     Args:
-        input_layouts: as for `PrepareModuleInput`, as are all but the last two.
-        desired_input_layouts: see there.
-        input_kwarg_layouts: see there.
-        desired_input_kwarg_layouts: see there.
-        use_local_output: see there.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
+            use_local_output: as for `PrepareModuleInput`.
         float8_dtype: None, or the format that the layers cast their input to.
         fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` that says how
             to cast; None: all of them must say the same.
