@@ -52,12 +52,17 @@ def require_changeable(layer: Float8Layer, fqn: str) -> None:
         do = "apply it to the block around it"
     elif is_parametrized(layer):
         got, do = "a layer that is parametrized", "remove the parametrization first"
-    elif not isinstance(layer.weight, Float8GatherWeight) and isinstance(
-        local_tensor(layer.weight),
-        Float8GatherWeight if layer.keeps_no_master else Float8GatherWeight | Float8Tensor,
-    ):
+    elif _fsdp_has_weight(layer):
         got = "a weight that FSDP2 gathers in float8"
         do = "make the change before fully_shard, or load a state dict of it into a new model"
     else:
         return
     raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
+
+
+def _fsdp_has_weight(layer: Float8Layer) -> bool:
+    """Whether the weight is one that FSDP2 gathers in float8: a shard, or gathered now."""
+    weight = layer.weight
+    local = local_tensor(weight)
+    shard = isinstance(local, Float8GatherWeight) and local is not weight
+    return shard or (isinstance(local, Float8Tensor) and not layer.keeps_no_master)

@@ -92,7 +92,8 @@ def _view_with_scales(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dic
             return x._like(data, lambda scale: func(scale, rest[0], 1.0))
         if func in _SHAPES and _same_rows(x._data, data):
             return x._like(data, lambda scale: scale.reshape(*data.shape[:-1], 1))
-        if func in _PIECES and x.dim() > 1 and (*rest[1:], *kwargs.values()) in ((), (0,)):
+        dim = (*rest[1:], *kwargs.values(), 0)[0]
+        if func in _PIECES and x.dim() > 1 and dim == 0:
             pairs = zip(data, func(x._scale, *rest, **kwargs), strict=True)
             return [x._like(piece, lambda _, own=scale: own) for piece, scale in pairs]
     for each in [data] if isinstance(data, Tensor) else data:
