@@ -91,10 +91,10 @@ def linear_of_shards(
 
 def shared_by_rows(weight: Any) -> bool:
     """Whether ranks share the rows of a weight, not its columns; raises as `linear_of_shards`."""
-    placement = torch.distributed.tensor  # somebody made DTensors, so it is imported
+    dtensors = torch.distributed.tensor  # imported: somebody made DTensors
     placements = tuple(weight.placements)
-    by_rows = placements == (placement.Shard(0),)
-    if not by_rows and placements != (placement.Shard(1),):
+    by_rows = placements == (dtensors.Shard(0),)
+    if not by_rows and placements != (dtensors.Shard(1),):
         raise ValueError(
             f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
             f"mesh of one dim, as tensor parallel's styles place it"
@@ -116,7 +116,7 @@ def local_input(
             f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
-    placement, by_rows = torch.distributed.tensor, shared_by_rows(weight)
+    dtensors, by_rows = torch.distributed.tensor, shared_by_rows(weight)
     if input.device_mesh != weight.device_mesh:
         raise ValueError(
             f"Float8Linear: got an input on {input.device_mesh} for a weight on "
@@ -126,14 +126,14 @@ def local_input(
     require_parts(weight.shape, 0 if by_rows else 1, weight.device_mesh.size(), plan)
     if by_rows and gather and not input.placements[0].is_replicate():
         input = dtensor_in_float8(input, plan, scales, scales_known)
-        input = input.redistribute(placements=[placement.Replicate()])
-    expected: Any = placement.Replicate() if by_rows else placement.Shard(input.dim() - 1)
+        input = input.redistribute(placements=[dtensors.Replicate()])
+    expected: Any = dtensors.Replicate() if by_rows else dtensors.Shard(input.dim() - 1)
     if tuple(input.placements) != (expected,):
         raise ValueError(
             f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
             f"{tuple(weight.placements)}, expected {expected}; redistribute it"
         )
-    return input.to_local(grad_placements=(placement.Partial(),) if by_rows else None)
+    return input.to_local(grad_placements=(dtensors.Partial(),) if by_rows else None)
 
 
 def across_of(
@@ -176,15 +176,15 @@ def tokens_along(dim: int, shape: torch.Size, group: str, ranks: int) -> Tokens:
 
 def of_all_ranks(y: torch.Tensor, weight: Any, across: Across) -> Any:
     """The output as a DTensor, of which this rank has `y`: features, summands or tokens."""
-    placement, mesh = torch.distributed.tensor, weight.device_mesh
+    dtensors, mesh = torch.distributed.tensor, weight.device_mesh
     if not shared_by_rows(weight):
-        to = placement.Partial() if across.output is None else placement.Shard(across.output.dim)
-        return placement.DTensor.from_local(y, mesh, (to,), run_check=False)
+        to = dtensors.Partial() if across.output is None else dtensors.Shard(across.output.dim)
+        return dtensors.DTensor.from_local(y, mesh, (to,), run_check=False)
     # Maybe not evenly.
     shape = torch.Size([*y.shape[:-1], weight.shape[0]])
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    last = (placement.Shard(y.dim() - 1),)
-    return placement.DTensor.from_local(y, mesh, last, run_check=False, shape=shape, stride=stride)
+    last = (dtensors.Shard(y.dim() - 1),)
+    return dtensors.DTensor.from_local(y, mesh, last, run_check=False, shape=shape, stride=stride)
 
 
 def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_known: bool) -> Any:
@@ -229,7 +229,7 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
     padding what each has must be as the plan wants it.
     """
     size = shape[dim]
-    fits = size > (ranks - 1) * -(-size // ranks) if dim == 0 else size % ranks == 0
+    fits = all_have_some(size, ranks) if dim == 0 else size % ranks == 0
     if not fits:
         expected = "that dim divisible by" if dim else "rows on each of"
         raise ValueError(
@@ -239,3 +239,11 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
     if not plan.pad:
         what = f"a weight of shape {tuple(shape)} shared along dim {dim} by {ranks} ranks"
         require_aligned(what, (-(-size // ranks),), plan.alignment)
+
+
+def all_have_some(size: int, ranks: int) -> bool:
+    """Whether each rank has some of a dim in torch's chunks: all but the last as long as the first.
+
+    Behind the last there may be empty ones.
+    """
+    return -(-size // ranks) * (ranks - 1) < size

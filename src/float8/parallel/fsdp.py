@@ -16,6 +16,7 @@ from float8 import kernels
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity
 from float8.linear import WEIGHT_SCALE, Float8Linear
+from float8.linear.sharded import all_have_some
 from float8.parallel.amax import (
     all_gather_rows,
     all_reduce_amax,
@@ -305,7 +306,7 @@ def _on_all_ranks(weight: Any) -> bool:
     for mesh_dim, placement in enumerate(weight.placements):
         if not placement.is_replicate():
             ranks[placement.dim] = ranks.get(placement.dim, 1) * weight.device_mesh.size(mesh_dim)
-    return all(-(-weight.shape[dim] // n) * (n - 1) < weight.shape[dim] for dim, n in ranks.items())
+    return all(all_have_some(weight.shape[dim], n) for dim, n in ranks.items())
 
 
 # ---------------------------------------------------------------- which weights
