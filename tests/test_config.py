@@ -242,13 +242,6 @@ def test_a_disabled_cast_has_no_dtype() -> None:
     assert dataclasses.replace(config) == config
 
 
-def test_differences_name_the_fields() -> None:
-    assert Float8LinearConfig().differences(Float8LinearConfig()) == ""
-    assert Float8LinearConfig().differences(mixed(DYNAMIC, DELAYED, DYNAMIC, emulate=True)) == (
-        "cast_config_weight: dynamic/e4m3, not delayed/e4m3; emulate: False, not True"
-    )
-
-
 @pytest.mark.parametrize("gemm", ["output", "grad_input"])
 def test_float8_all_gather_needs_the_gemms_of_the_weight_in_float8(gemm: str) -> None:
     roles = {"output": ("input", "weight"), "grad_input": ("grad_output", "weight_for_grad_input")}

@@ -18,7 +18,7 @@ from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
-from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.untraced import untraced
 
 
@@ -104,7 +104,7 @@ def sync_float8_amax_and_scale_history(
 
 def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
-    shared = [x for x in layers if x.holds_part or hasattr(x.weight, "device_mesh")]
+    shared = [x for x in layers if x.holds_part or is_dtensor(x.weight)]
     unknown = [layer for layer in shared if casts_delayed(layer.plan) and not layer.scales_known]
     if unknown:  # asks the device, in the first steps
         scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
@@ -166,38 +166,26 @@ def update_float8_weights(model: nn.Module) -> None:
         return
     done: dict[Any, HeldWeight] = {}
     others: list[str] = []
-    sharded = _under_fsdp(model)
+    under_fsdp = _under_fsdp(model)
     for layer, name in layers.items():
         layer.held = None
         weight: Any = layer._parameters.get("weight")
-        gathers = isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
-        if layer in sharded and not layer.config.enable_fsdp_float8_all_gather:
+        if layer in under_fsdp and not layer.config.enable_fsdp_float8_all_gather:
             raise ValueError(
                 f"layer {name or '(root)'!r}: got float8_weights=HELD for a weight that FSDP "
                 f"gathers in high precision, expected one that fully_shard gathers in float8; "
                 f"convert with enable_fsdp_float8_all_gather=True, or with "
                 f"Float8Weights.ON_THE_FLY"
             )
-        reason = None
-        if layer.transposed:
-            reason = "of a Conv1D"
-        elif layer.holds_part:
-            reason = "a part of one, of model parallel"
-        elif layer in sharded:
-            reason = None if gathers else "gathered in high precision"
-        elif weight is None:
-            reason = "computed at each use"
-        elif not can_hold(weight):
-            reason = None if weight.is_meta else f"a {type(weight).__name__}"
-        else:
+        if reason := _why_on_the_fly(layer, weight, layer in under_fsdp):
+            others.append(f"{name or '(root)'} ({reason})")
+        elif layer not in under_fsdp and not weight.is_meta:
             scale = layer._buffers.get(WEIGHT_SCALE)
             # With delayed scaling each layer has a scale of its own.
             key = (weight, layer.plan.weight, layer if layer.plan.weight.delayed else None)
             if key not in done:
                 done[key] = HeldWeight(weight, hold(weight, layer.plan.weight, scale))
             layer.held = done[key]
-        if reason is not None:
-            others.append(f"{name or '(root)'} ({reason})")
     if others:
         more = ", ..." if len(others) > 3 else ""
         warnings.warn(
@@ -207,10 +195,24 @@ def update_float8_weights(model: nn.Module) -> None:
         )
 
 
+def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | None:
+    """Which kind of weight it is that a layer with `HELD` cannot hold, or None."""
+    if layer.transposed:
+        return "of a Conv1D"
+    if layer.holds_part:
+        return "a part of one, of model parallel"
+    if under_fsdp:  # there the hooks of a weight that is gathered in float8 hold it
+        gathers = isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
+        return None if gathers else "gathered in high precision"
+    if weight is None:
+        return "computed at each use"
+    return None if weight.is_meta or can_hold(weight) else f"a {type(weight).__name__}"
+
+
 def _under_fsdp(model: nn.Module) -> set[nn.Module]:
     """All modules whose weights FSDP1 or FSDP2 puts into place, writing past version counters."""
-    methods = ("reshard", "summon_full_params")  # of modules under FSDP2, FSDP1
-    wrappers = [x for x in model.modules() if any(hasattr(type(x), name) for name in methods)]
+    fsdp1 = "summon_full_params"  # a method of its modules
+    wrappers = [x for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1)]
     return {module for wrapper in wrappers for module in wrapper.modules()}
 
 
@@ -393,5 +395,5 @@ def _beside(layers: Sequence[Float8Layer], model: nn.Module) -> Iterator[Tensor]
     """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
     inside = set(layers)
     for module in model.modules():
-        if hasattr(type(module), "reshard") and not inside.isdisjoint(module.modules()):
+        if is_fsdp_module(module) and not inside.isdisjoint(module.modules()):
             yield from module.parameters()

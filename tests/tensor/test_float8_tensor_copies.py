@@ -150,6 +150,7 @@ def test_an_empty_one_takes_what_is_copied_into_it(device: str) -> None:
         assert torch.empty_like(t, memory_format=torch.contiguous_format).is_contiguous()
         assert torch.empty_like(t, device="meta")._scale.is_meta
         assert type(torch.empty_like(t, dtype=torch.int64)) is torch.Tensor
+        assert torch.empty_like(t, dtype=torch.int64).dtype == torch.int64
     with pytest.raises(ValueError, match="got a Float8Tensor and a high-precision tensor"):
         got.copy_(t.to_original_precision())
 

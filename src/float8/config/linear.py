@@ -1,6 +1,7 @@
 """The configuration of `Float8Linear`: six casts, three GEMMs and a few switches."""
 
 import enum
+import functools
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import get_args
 
@@ -179,14 +180,6 @@ class Float8LinearConfig:
                 wide = BASE_SITE.get(site, site) is CastSite.GRAD_OUTPUT
                 dtype = E5M2 if wide and given.scaling_granularity is _T else E4M3
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
-        # Kept, since it is asked for at every optimizer step, of every layer.
-        delayed = tuple(
-            site
-            for site in CAST_SITES
-            if self.owner(site) is site
-            and self.cast_config(site).scaling_type is ScalingType.DELAYED
-        )
-        object.__setattr__(self, "_delayed_sites", delayed)
         self._check_gemms()
         if self.enable_fsdp_float8_all_gather:
             self._check_one_cast("enable_fsdp_float8_all_gather", True, row_only=True)
@@ -266,7 +259,7 @@ class Float8LinearConfig:
 
     def _check_delayed_only(self) -> None:
         given, default = self.delayed_scaling_config, DelayedScalingConfig()
-        if given != default and not self.delayed_sites:
+        if not self.delayed_sites and given != default:
             raise ValueError(
                 f"delayed_scaling_config: got {given!r} without delayed scaling, expected the "
                 f"default {default!r}: it only matters to delayed scaling; leave it out or use "
@@ -287,11 +280,11 @@ class Float8LinearConfig:
         """Whether the GEMM `"output"`, `"grad_input"` or `"grad_weight"` runs in float8."""
         return self.cast_config(GEMM_OPERANDS[gemm][0]).is_float8
 
-    @property
+    @functools.cached_property
     def delayed_sites(self) -> tuple[CastSite, ...]:
         """The sites that own delayed-scaling state, in a fixed order."""
-        sites: tuple[CastSite, ...] = self.__dict__["_delayed_sites"]
-        return sites
+        own = (site for site in CAST_SITES if self.owner(site) is site)
+        return tuple(x for x in own if self.cast_config(x).scaling_type is ScalingType.DELAYED)
 
     @property
     def scales_by_blocks(self) -> bool:
@@ -326,15 +319,6 @@ class Float8LinearConfig:
                 parts.append(switch if value else f"{switch}=False")
         return ", ".join(parts)
 
-    def differences(self, other: "Float8LinearConfig") -> str:
-        """The fields that differ, as text: `name: this one's value, not other's`."""
-
-        def text(value: object) -> str:
-            return value.short_str() if isinstance(value, CastConfig) else repr(value)
-
-        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return "; ".join(f"{name}: {text(a)}, not {text(b)}" for name, a, b in pairs if a != b)
-
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
         """The configuration of a named recipe.
@@ -354,34 +338,37 @@ class Float8LinearConfig:
             )
         return RECIPES[name]
 
-    @staticmethod
-    def _of_recipe(recipe: Float8LinearRecipeName) -> "Float8LinearConfig":
-        of = Float8LinearRecipeName
-        per_tensor, high = CastConfig(), CastConfig(ScalingType.DISABLED)
-        input = weight = grad_output = per_tensor
-        if recipe is of.DELAYED:
-            input = weight = grad_output = CastConfig(ScalingType.DELAYED)
-        elif recipe is of.BLOCKWISE:
-            input = grad_output = CastConfig(scaling_granularity=_B1)
-            weight = CastConfig(scaling_granularity=_B2)
-        elif recipe is not of.TENSORWISE:
-            input = weight = grad_output = CastConfig(scaling_granularity=_A)
-        mixed = recipe is of.ROWWISE_WITH_GW_HP
-        return Float8LinearConfig(
-            cast_config_input=input,
-            cast_config_weight=weight,
-            cast_config_grad_output=grad_output,
-            cast_config_input_for_grad_weight=high if mixed else None,
-            cast_config_weight_for_grad_input=per_tensor if mixed else None,
-            cast_config_grad_output_for_grad_weight=high if mixed else None,
-            round_scales_to_power_of_2=recipe in (of.ROWWISE, of.ROWWISE_WITH_GW_HP),
-        )
 
+_delayed, _high = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
+_rows, _runs = CastConfig(scaling_granularity=_A), CastConfig(scaling_granularity=_B1)
+_rowwise = Float8LinearConfig(
+    cast_config_input=_rows,
+    cast_config_weight=_rows,
+    cast_config_grad_output=_rows,
+    round_scales_to_power_of_2=True,
+)
 
 RECIPES: dict[str, Float8LinearConfig] = {
-    recipe.value: Float8LinearConfig._of_recipe(recipe) for recipe in Float8LinearRecipeName
+    "tensorwise": Float8LinearConfig(),
+    "delayed": Float8LinearConfig(
+        cast_config_input=_delayed,
+        cast_config_weight=_delayed,
+        cast_config_grad_output=_delayed,
+    ),
+    "rowwise": _rowwise,
+    "rowwise_with_gw_hp": replace(
+        _rowwise,
+        cast_config_input_for_grad_weight=_high,
+        cast_config_weight_for_grad_input=CastConfig(),
+        cast_config_grad_output_for_grad_weight=_high,
+    ),
+    "blockwise": Float8LinearConfig(
+        cast_config_input=_runs,
+        cast_config_weight=CastConfig(scaling_granularity=_B2),
+        cast_config_grad_output=_runs,
+    ),
 }
-"""What each recipe stands for."""
+"""What each recipe stands for, by the values of `Float8LinearRecipeName`."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""

@@ -13,10 +13,15 @@ from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
 from float8.convert.fuse import fuse_modules
 from float8.convert.replace import replace_modules
 from float8.convert.report import conversion_report, set_skip_reason
-from float8.convert.restore import require_changeable, ungather
+from float8.convert.restore import require_changeable
 from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
 from float8.parallel.ddp import tell_ddp_what_to_ignore
-from float8.parallel.fsdp import check_gatherable, enable_float8_all_gather
+from float8.parallel.fsdp import (
+    check_gatherable,
+    disable_float8_all_gather,
+    enable_float8_all_gather,
+)
+from float8.tensor import is_dtensor, is_fsdp_module
 
 
 def convert_to_float8_training(
@@ -87,7 +92,7 @@ def convert_to_float8_training(
     )
     reasons: dict[Any, str | None] = {}
     again: list[Float8Layer] = []
-    under_fsdp = [part for part in module.modules() if hasattr(type(part), "reshard")]
+    under_fsdp = [part for part in module.modules() if is_fsdp_module(part)]
     sharded = {layer for part in under_fsdp for layer in part.modules()}
     for fqn, linear in module.named_modules():
         if isinstance(linear, Float8Layer):
@@ -100,7 +105,7 @@ def convert_to_float8_training(
             reasons[linear] = skip_reason(linear, fqn)
             if reasons[linear] is None:
                 _require_not_sharded(linear, fqn, sharded)
-                _require_gatherable(linear, fqn, config)
+                check_gatherable(linear, fqn, config)
 
     replacements = {
         linear: Float8Linear.from_float(linear, config, linear_classes=linear_classes)
@@ -113,7 +118,7 @@ def convert_to_float8_training(
     module = replace_modules(module, replacements)
     for linear, replacement in replacements.items():
         move_hooks(linear, replacement)
-    ungather(again)
+    disable_float8_all_gather(again)
     for layer in again:
         layer.set_up(config)
     enable_float8_all_gather(module)
@@ -137,21 +142,16 @@ def _require_convertible_again(layer: Float8Layer, fqn: str, config: Float8Linea
             f"layer {fqn or '(root)'!r}: got a layer already converted, which cannot take the new "
             f"config: {problem}; leave it out with module_filter_fn"
         )
-    _require_gatherable(layer, fqn, config)
+    check_gatherable(layer, fqn, config)
 
 
 def _require_not_sharded(layer: nn.Module, fqn: str, sharded: set[nn.Module]) -> None:
-    if layer in sharded and hasattr(layer.weight, "device_mesh"):
+    if layer in sharded and is_dtensor(layer.weight):
         raise ValueError(
             f"layer {fqn!r}: got a DTensor as weight, of which fully_shard has shards, expected a "
             f"plain tensor: it would gather into the layer that it knows, not its replacement; "
             f"convert the model first, then call fully_shard"
         )
-
-
-def _require_gatherable(layer: nn.Module, fqn: str, config: Float8LinearConfig) -> None:
-    if config.enable_fsdp_float8_all_gather and isinstance(layer, nn.Linear):
-        check_gatherable(layer, fqn)
 
 
 def _warn_if_nothing_is(module: nn.Module, fuse: bool) -> None:

@@ -1,15 +1,10 @@
 """Modules of other people's classes, computed by fused functions.
 
-A class is known by what its forward computes, not by its name. Its code must have no branches and
-read nothing but attributes of the module and a few pure functions of torch: so it computes one
-expression, always, and does nothing else. Run once on symbols, it says which; that is compared
-with what a fused function computes. What is not proven so is left alone. No tensor is touched, and
-no library imported.
+A class is known by what its forward computes, not by its name: see `symbols`. That is compared with
+what a fused function computes. What is not proven so is left alone. No library is imported.
 """
 
-import dis
 import functools
-import inspect
 import types
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -18,22 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8.convert.symbols import Symbol, expression_of
+from float8.formats import autocast_dtype
 from float8.fused import swiglu_feed_forward, why_not_fused
-from float8.fused.layers import has_hooks
+from float8.fused.reasons import has_hooks, why_norm_weight_not_read
 from float8.linear.held import PLAIN
+from float8.tensor import is_fsdp_module
 
 _NOT_FUSED = "_float8_not_fused"
-_JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_PURE = {"torch", "nn", "functional", "silu", "float32", "dtype", "to", "pow", "mean", "rsqrt"}
-"""Names that a forward may read of torch and of tensors, besides attributes of its own."""
-
-_NO_PLAIN_FUNCTION = (
-    inspect.CO_VARARGS
-    | inspect.CO_VARKEYWORDS
-    | inspect.CO_GENERATOR
-    | inspect.CO_COROUTINE
-    | inspect.CO_ASYNC_GENERATOR
-)
 
 
 @dataclass(frozen=True)
@@ -82,18 +69,14 @@ class Norm:
         weight = module.weight
         if torch.compiler.is_compiling() or type(weight) not in PLAIN or x.dtype != weight.dtype:
             return None
-        device = x.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
+        autocast = autocast_dtype(x.device) is not None
         if x.shape[-1:] != weight.shape or (autocast and x.dtype != torch.float32):
             return None
         return F.rms_norm(x, weight.shape, weight, getattr(module, self.eps))
 
     def why_not(self, module: Any) -> str | None:
         """Why it is not fused as it is now, whatever the input."""
-        weight = module.weight
-        if hasattr(weight, "device_mesh"):
-            return "its weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
-        return None if type(weight) in PLAIN else f"its weight is a {type(weight).__name__}"
+        return why_norm_weight_not_read(module.weight)
 
     def changed(self, module: Any) -> str | None:
         """Nothing that a module could change without its class."""
@@ -154,7 +137,7 @@ def fuse_modules(model: nn.Module) -> None:
         if isinstance(module, Fused):
             if module._float8_known.changed() is None:
                 continue
-            unfuse(module)
+            _unfuse(module)
         source = type(module)
         parts, reason = _seen(module)
         module.__dict__.pop(_NOT_FUSED, None)
@@ -172,10 +155,10 @@ def unfuse_modules(model: nn.Module) -> None:
     """Give fused modules their own classes back, and forget why others are not fused."""
     for module in model.modules():
         module.__dict__.pop(_NOT_FUSED, None)
-        unfuse(module)
+        _unfuse(module)
 
 
-def unfuse(module: nn.Module) -> None:
+def _unfuse(module: nn.Module) -> None:
     """Give a module its own class back, if it is fused."""
     if isinstance(module, Fused) and "_float8_known" in vars(type(module)):
         module.__class__ = module._float8_known.source
@@ -194,7 +177,7 @@ def fusing(module: nn.Module) -> tuple[bool, str | None]:
 
 
 def _seen(module: nn.Module) -> tuple[FeedForward | Norm | None, str | None]:
-    """What a module is that is not fused, and why it cannot be, if it looks like one that could."""
+    """What a module not yet fused computes, and why it is not to be fused; nothing for others."""
     parts = recognised(module, type(module).forward)
     return parts, _looks_like_one(module) if parts is None else _why_left_alone(module, parts)
 
@@ -215,7 +198,7 @@ def _why_left_alone(module: nn.Module, parts: FeedForward | Norm) -> str | None:
     """Why a module that was recognised is not fused."""
     if own := _own_forward(module):
         return own
-    if hasattr(type(module), "reshard"):
+    if is_fsdp_module(module):
         return "it is sharded: convert, then fully_shard"
     cls: Any = parts.activation_class if isinstance(parts, FeedForward) else None
     if cls is not None and not _is_silu(cls):
@@ -264,82 +247,13 @@ def _new(source: Any, parts: FeedForward | Norm) -> Any:
     return cls.__new__(cls)
 
 
-# ---------------------------------------------------------------- what a forward computes
-
-
-class _Symbol:
-    """What a forward makes of its input: an expression of nested tuples."""
-
-    def __init__(self, *expression: Any) -> None:
-        self.expression = expression
-
-    def __getattr__(self, name: str) -> "_Symbol":
-        return _Symbol("attribute", self.expression, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> "_Symbol":
-        return _Symbol("call", self.expression, *_plain(args), *sorted(kwargs.items()))
-
-    def __mul__(self, other: Any) -> "_Symbol":
-        return _Symbol("product", self.expression, *_plain([other]))
-
-    def __add__(self, other: Any) -> "_Symbol":
-        return _Symbol("sum", self.expression, *_plain([other]))
-
-    def __bool__(self) -> bool:
-        raise TypeError("a symbol has no value")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> "_Symbol":
-        asked = sorted((name, value) for name, value in (kwargs or {}).items() if value)
-        return _Symbol("call", func, *_plain(args), *asked)
-
-
-def _plain(values: Any) -> list[Any]:
-    return [value.expression if isinstance(value, _Symbol) else value for value in values]
-
-
-def _expression(forward: Any, attributes: set[str]) -> tuple[Any, list[str]]:
-    """What `forward` makes of its input, if that is certain, and which `attributes` it reads."""
-    read = _attributes_read(forward, attributes)
-    if read is None:
-        return None, []
-    this = types.SimpleNamespace(**{name: _Symbol("self", name) for name in attributes})
-    try:
-        made = forward(this, _Symbol("x"))
-    except Exception:  # whatever symbols cannot do
-        return None, []
-    return (made.expression if isinstance(made, _Symbol) else None), read
-
-
-def _attributes_read(forward: Any, attributes: set[str]) -> list[str] | None:
-    """All reads of `attributes` in `forward(self, x)`; None if it branches or knows other names."""
-    code = getattr(forward, "__code__", None)
-    if code is None or code.co_argcount != 2 or code.co_kwonlyargcount or code.co_freevars:
-        return None
-    if code.co_flags & _NO_PLAIN_FUNCTION or any(inspect.iscode(x) for x in code.co_consts):
-        return None
-    if getattr(code, "co_exceptiontable", b""):  # of `with` and `try`, from Python 3.11 on
-        return None
-    known, read = attributes | _PURE, []
-    for each in dis.get_instructions(code):
-        if each.opname == "LOAD_GLOBAL":
-            value = forward.__globals__.get(each.argval)
-            if all(value is not x for x in (torch, nn, F, F.silu)):
-                return None
-            known.add(each.argval)
-        if each.opcode in _JUMPS or each.opname.startswith(("IMPORT_", "DELETE_")):
-            return None
-        if each.opname.startswith("STORE_") and not each.opname.startswith("STORE_FAST"):
-            return None
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in attributes:
-            read.append(each.argval)
-    return read if known.issuperset(code.co_names) else None
+# ---------------------------------------------------------------- what a module computes
 
 
 def _feed_forward(module: nn.Module, forward: Any) -> FeedForward | None:
     """The parts of a module that computes `down(activation(gate(x)) * up(x))` and nothing else."""
     children = {x for x, found in module._modules.items() if getattr(module, x, None) is found}
-    match _expression(forward, children):
+    match expression_of(forward, children):
         case ("call", ("self", down), ("product", first, second)), read:
             for gated, other in ((first, second), (second, first)):
                 match gated, other, len(read):  # as many reads: nothing else is called
@@ -360,7 +274,7 @@ def _feed_forward(module: nn.Module, forward: Any) -> FeedForward | None:
 
 def _is_silu(cls: Any) -> bool:
     """Whether the forward of `cls` computes silu and nothing else."""
-    return cls is nn.SiLU or _expression(cls.forward, set())[0] == ("call", F.silu, ("x",))
+    return cls is nn.SiLU or expression_of(cls.forward, set())[0] == ("call", F.silu, ("x",))
 
 
 def _rms_norm(x: Any, weight: Any, eps: Any) -> Any:
@@ -375,7 +289,7 @@ def _norm(module: nn.Module, forward: Any) -> Norm | None:
     if set(module._parameters) != {"weight"}:
         return None
     for eps in ("variance_epsilon", "eps"):
-        wanted = _rms_norm(_Symbol("x"), _Symbol("self", "weight"), _Symbol("self", eps))
-        if _expression(forward, {"weight", eps})[0] == wanted.expression:
+        wanted = _rms_norm(Symbol("x"), Symbol("self", "weight"), Symbol("self", eps))
+        if expression_of(forward, {"weight", eps})[0] == wanted.expression:
             return Norm(eps)
     return None

@@ -1,10 +1,5 @@
 """The way back: layers in high precision again."""
 
-import warnings
-from collections.abc import Iterable
-from typing import Any
-
-import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -13,7 +8,8 @@ from float8.convert.encoder import leave_fast_path
 from float8.convert.fuse import unfuse_modules
 from float8.linear import Float8Layer
 from float8.parallel.ddp import tell_ddp_what_to_ignore
-from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
+from float8.parallel.fsdp import disable_float8_all_gather
+from float8.tensor import Float8GatherWeight, Float8Tensor, is_fsdp_module, local_tensor
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
@@ -40,7 +36,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     layers = {layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Layer)}
     for layer, fqn in layers.items():
         require_changeable(layer, fqn)
-    ungather(layers)
+    disable_float8_all_gather(layers)
     unfuse_modules(module)
     for layer in layers:
         layer.become_high_precision()
@@ -51,15 +47,12 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 def require_changeable(layer: Float8Layer, fqn: str) -> None:
     """Raise a `ValueError` if somebody relies on what `layer` is."""
-    if hasattr(type(layer), "reshard"):
+    if is_fsdp_module(layer):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"
     elif is_parametrized(layer):
         got, do = "a layer that is parametrized", "remove the parametrization first"
-    elif not isinstance(layer.weight, Float8GatherWeight) and isinstance(
-        local_tensor(layer.weight),
-        Float8GatherWeight if layer.keeps_no_master else Float8GatherWeight | Float8Tensor,
-    ):
+    elif _fsdp_has_weight(layer):
         got = "a weight that FSDP2 gathers in float8"
         do = "make the change before fully_shard, or load a state dict of it into a new model"
     else:
@@ -67,25 +60,9 @@ def require_changeable(layer: Float8Layer, fqn: str) -> None:
     raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
 
 
-def ungather(layers: Iterable[Float8Layer]) -> None:
-    """Make weights that were to be gathered in float8 ordinary Parameters again."""
-    users: dict[Any, list[Float8Layer]] = {}
-    for layer in layers:
-        weight: Any = layer._parameters.get("weight")
-        if isinstance(weight, Float8GatherWeight):
-            users.setdefault(weight, []).append(layer)
-    for weight, of_layers in users.items():
-        plain: Any = nn.Parameter(weight.high_precision, requires_grad=weight.requires_grad)
-        plain.grad = weight.grad
-        ours = {*Float8GatherWeight.__annotations__, "_is_param"}
-        plain.__dict__.update({k: v for k, v in vars(weight).items() if k not in ours})
-        try:
-            torch.utils.swap_tensors(weight, plain)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # nothing has changed then
-            for layer in of_layers:
-                layer._parameters["weight"] = plain
-            warnings.warn(
-                "float8: a weight is a new Parameter, because something refers to the old one (a "
-                "graph, a weakref): make the optimizer anew",
-                stacklevel=3,
-            )
+def _fsdp_has_weight(layer: Float8Layer) -> bool:
+    """Whether the weight is one that FSDP2 gathers in float8: a shard, or gathered now."""
+    weight = layer.weight
+    local = local_tensor(weight)
+    shard = isinstance(local, Float8GatherWeight) and local is not weight
+    return shard or (isinstance(local, Float8Tensor) and not layer.keeps_no_master)

@@ -13,9 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.fused import layers as fused
-from float8.fused.layers import Call, fusable, is_parallel, placed, returned, take_apart
-from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
+from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
+from float8.fused.layers import (
+    Call,
+    placed,
+    returned,
+    scale_of_all,
+    shared_columns,
+    take_apart,
+)
+from float8.fused.reasons import fusable, is_parallel
 from float8.linear import Float8Linear
 from float8.linear.functional import gathered
 from float8.linear.weight import kept_weight
@@ -56,26 +63,26 @@ def swiglu_feed_forward(
     Raises:
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
-    source, layers, norm_weight, eps = x, fusable(x, (gate, up, down)), None, 0.0
-    if layers is not None and not _fit(x, layers, residual):
-        layers = None  # whose own forward says what is wrong
-    if layers is not None:
-        taken, norm_weight, eps = fused_norm(norm, x, layers[0])
-        x = placed(norm(x), gate) if norm is not None and taken is None else taken
-    elif norm is not None:
-        x = norm(x)
-    if layers is None:
-        y = down(F.silu(gate(x)) * up(x))
+    layers = fusable(x, (gate, up, down))
+    if layers is None or not _fit(x, layers, residual):  # their own forward says what is wrong
+        normed = x if norm is None else norm(x)
+        y = down(F.silu(gate(normed)) * up(normed))
+        return x + y if residual else y  # type: ignore[no-any-return]
+    norm_weight, eps = None, 0.0
+    if norm is None:
+        taken = placed(x, gate)
+    elif with_norm := fused_norm(norm, x, layers[0]):
+        taken, norm_weight, eps = with_norm
     else:
-        rows, weights, call = take_apart(x, layers, norm_weight, eps, residual)
-        across = call.layers[-1].across
-        # A sum over ranks is not there yet when x is to be added.
-        fused_residual = residual and norm_weight is not None and call.everyone == across.output
-        call = call._replace(residual=fused_residual)
-        y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
-        y = returned(y, x, layers[-1], across)
-        residual = residual and not fused_residual
-    return source + y if residual else y  # type: ignore[no-any-return]
+        taken = placed(norm(x), gate)
+    rows, weights, call = take_apart(taken, layers, norm_weight, eps, residual)
+    across = call.layers[-1].across
+    # A sum over ranks is not there yet when x is to be added.
+    fused_residual = residual and norm_weight is not None and call.everyone == across.output
+    call = call._replace(residual=fused_residual)
+    y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
+    y = returned(y, taken, layers[-1], across)
+    return x + y if residual and not fused_residual else y  # type: ignore[no-any-return]
 
 
 def _fit(x: Tensor, layers: tuple[Float8Linear, ...], residual: bool) -> bool:
@@ -103,16 +110,16 @@ class _FeedForward(torch.autograd.Function):
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
         x8, kept = input_operand(x, norm_weight, call, (gate, up))
-        gate_out, gate_scale = fused.output(x8, w_gate, gate, dtype, record)
-        up_out, up_scale = fused.output(x8, w_up, up, dtype, record)
-        of_product, states = (gate_out, up_out, plan.input), down.scales.input
-        product8 = kernels.swiglu_cast(*of_product, states, record=record)
+        gate_out, gate_scale = gate.output(x8, w_gate, dtype, record)
+        up_out, up_scale = up.output(x8, w_up, dtype, record)
+        factors = gate_out, up_out
+        product8 = kernels.swiglu_cast(*factors, plan.input, down.scales.input, record=record)
         if down.across.input is not None:
             mine = product8.scale
             del product8
-            whole = fused.scale_of_all(mine, down.across.input)
-            product8 = kernels.swiglu_cast(*of_product, whole)
-        y, down_scale = fused.output(product8, w_down, down, dtype, record)
+            whole = scale_of_all(mine, down.across.input)
+            product8 = kernels.swiglu_cast(*factors, plan.input, whole)
+        y, down_scale = down.output(product8, w_down, dtype, record)
         if down.across.output is not None:
             y = down.across.output.scatter(y)
         if call.residual:
@@ -125,7 +132,7 @@ class _FeedForward(torch.autograd.Function):
             *(kept_weight(weight, layer.ready) for weight, layer in weights),
             *(gate_scale, up_scale, down_scale),
         )
-        ctx.columns = fused.shared_columns(x, kept.rows)
+        ctx.columns = shared_columns(x, kept.rows)
         ctx.call = call.for_backward()
         return y
 
@@ -151,7 +158,7 @@ class _FeedForward(torch.autograd.Function):
                 reduce=down.across.grad_output,
             ).row  # fmt: skip
         assert g_row is not None
-        grad_product = fused.grad_input(g_row, w_down, down_scale, down, dtype)
+        grad_product = down.grad_input(g_row, w_down, down_scale, dtype)
         tensors = grad_product, gate_out, up_out, product_scale, plan.input.dtype, spec
         states = gate.scales.grad_output, up.scales.grad_output
         product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states, record=record)
@@ -159,7 +166,7 @@ class _FeedForward(torch.autograd.Function):
         if reduce is not None:
             mine = torch.stack([gate8.scale, up8.scale])
             del product8, gate8, up8
-            both, unread = fused.scale_of_all(mine, reduce)
+            both, unread = scale_of_all(mine, reduce)
             # Copies: Inductor (torch 2.11) takes no view of a larger tensor for a scale.
             states = (
                 DelayedScale(both[0].clone(), unread[0]),
@@ -173,20 +180,20 @@ class _FeedForward(torch.autograd.Function):
                 g_col = quantize(grad_output, spec, col=True, scale=g_row.scale).col
             else:
                 g_col = columns(g_row, spec)
-            grad_down = fused.grad_weight(g_col, product8, down)
+            grad_down = down.grad_weight(g_col, product8)
             del g_col
         del g_row, product8
         of_gate = of_up = None
         if gate.need_grad_weight or up.need_grad_weight:
             x_part = input_columns(kept, plan.input, ctx.columns)
         if call.need_grad_x:
-            of_gate = fused.grad_input(gate8, w_gate, gate_scale, gate, dtype)
-            of_up = fused.grad_input(up8, w_up, up_scale, up, dtype)
+            of_gate = gate.grad_input(gate8, w_gate, gate_scale, dtype)
+            of_up = up.grad_input(up8, w_up, up_scale, dtype)
         if gate.need_grad_weight:
-            grad_gate = fused.grad_weight(columns(gate8, gate.plan.grad_output), x_part, gate)
+            grad_gate = gate.grad_weight(columns(gate8, gate.plan.grad_output), x_part)
         del gate8
         if up.need_grad_weight:
-            grad_up = fused.grad_weight(columns(up8, up.plan.grad_output), x_part, up)
+            grad_up = up.grad_weight(columns(up8, up.plan.grad_output), x_part)
         if of_gate is not None and of_up is not None:
             if kept.norm[0] is None:
                 grad_x = of_gate + of_up

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from float8.fused.layers import is_float8_linear
+from float8.fused.reasons import is_float8_linear
 
 
 def linear_keeping_input(x: Tensor, layer: nn.Module) -> Tensor:

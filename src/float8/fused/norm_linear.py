@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.fused import layers as fused
-from float8.fused.layers import Call, fusable, like_input, returned, take_apart
-from float8.fused.norm import Kept, fused_norm, input_columns, input_operand, norm_gradients
+from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
+from float8.fused.layers import Call, like_input, returned, take_apart
+from float8.fused.reasons import fusable
 from float8.linear.weight import kept_weight
 from float8.once import once_differentiable
 from float8.quantize.quantize import quantize
@@ -38,17 +38,16 @@ def rms_norm_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
-    linears, norm_weight, eps = fusable(x, layers), None, 0.0
-    taken: Any = None
+    linears = fusable(x, layers)
     fit = linears is not None and all(
         layer.in_features == x.shape[-1] and not layer.sums_over_ranks for layer in linears
     )
-    if linears is not None and fit:
-        taken, norm_weight, eps = fused_norm(norm, x, linears[0])
-    if linears is None or norm_weight is None:
+    with_norm = fused_norm(norm, x, linears[0]) if linears is not None and fit else None
+    if linears is None or with_norm is None:
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
         return (*outputs, x) if residual else outputs
+    taken, norm_weight, eps = with_norm
     rows, weights, call = take_apart(taken, linears, norm_weight, eps, residual)
     outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
     products = tuple(
@@ -66,7 +65,7 @@ class _NormLinear(torch.autograd.Function):
         x8, of_x = input_operand(x, norm_weight, call, call.layers)
         outputs, scales, kept = [], [], []
         for layer, weight in zip(call.layers, weights, strict=True):
-            y, scale = fused.output(x8, weight, layer, x.dtype, call.record)
+            y, scale = layer.output(x8, weight, x.dtype, call.record)
             outputs.append(y)
             scales.append(scale)
             kept.append(kept_weight(weight, layer.ready))
@@ -99,9 +98,9 @@ class _NormLinear(torch.autograd.Function):
             )  # fmt: skip
             assert g8.row is not None
             if call.need_grad_x:
-                grads_x.append(fused.grad_input(g8.row, weight, scale, layer, grad.dtype))
+                grads_x.append(layer.grad_input(g8.row, weight, scale, grad.dtype))
             if need and x_col is not None:
-                grad_weights[i] = fused.grad_weight(g8.col, x_col, layer)
+                grad_weights[i] = layer.grad_weight(g8.col, x_col)
         grad_x = grad_norm = None
         residual_grad = grad_outputs[n] if call.residual else None
         if grads_x:

@@ -1,4 +1,7 @@
-"""Amaxes of tensors that several ranks hold parts of, as code that compilers follow."""
+"""What one layer asks of other ranks, as code that compilers follow.
+
+Amaxes of whole tensors, of which each rank holds a part; tokens that ranks gather, or sum up.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,11 +14,15 @@ Reduction = Callable[[Tensor], Tensor]
 
 
 class Tokens(NamedTuple):
-    """Rows [R, C], tokens with the leading dims of a tensor, which ranks share along one dim."""
+    """Rows [R, C]: the flattened leading dims of a tensor that is sharded along one of them."""
 
     group: str
+    """The name of the ranks' process group."""
+
     ranks: int
     dim: int
+    """Along which the tensor is sharded."""
+
     before: int
     """The product of the dims before that one."""
 
@@ -39,7 +46,7 @@ class Tokens(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Rows [R, C] that each rank of a group has, as `Tokens` are those that they share."""
+    """Rows [R, C] of a tensor that is replicated: each rank has all of them."""
 
     group: str
 
@@ -50,15 +57,16 @@ class Copies(NamedTuple):
 
 
 class Across(NamedTuple):
-    """How the amaxes of one layer's tensors become those of the whole; None: they are that."""
+    """What one layer asks of other ranks; None: nothing."""
 
     input: Reduction | None = None
+    """Makes the amax of this rank's part that of the whole input, as do the next two."""
     weight: Reduction | None = None
     grad_output: Reduction | None = None
     output: Tokens | None = None
     """Where the output is a sum over ranks, of which each keeps its tokens."""
     weight_scale: Tensor | None = None
-    """That of the whole weight, if somebody asked all ranks for it already."""
+    """That of the whole weight, if all ranks were asked for it already."""
 
 
 HERE = Across()

@@ -10,6 +10,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from float8.tensor import is_fsdp_module
+
 
 def path(cls: type) -> str:
     """The class with its module, as one imports it."""
@@ -43,7 +45,7 @@ def computes_something_else(mod: nn.Module, linear_classes: Collection[type]) ->
             f"{got}, expected an nn.Linear that is called: nn.MultiheadAttention reads the weight "
             f"of this one itself"
         )
-    if hasattr(cls, "reshard"):
+    if is_fsdp_module(mod):
         return f"{got}, which is sharded, expected an nn.Linear: convert, then fully_shard"
     if _class_with_forward(cls) is nn.Linear or is_conv1d(mod):
         return None

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.linear.foreign_state import as_loadable
 from float8.linear.held import PLAIN, HeldWeight
-from float8.linear.other_state import as_loadable
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
-from float8.tensor import Float8Tensor, dequantise, high_precision, local_tensor, with_plan_of
+from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
 
 WEIGHT_AMAX = "fp8_amax_weight"
 WEIGHT_SCALE = "fp8_scale_weight"
@@ -28,10 +28,14 @@ class DelayedSite(NamedTuple):
     """A cast site with delayed scaling: constants, which a compiler can follow."""
 
     name: str
-    """As in `CastSite`; then the largest value of its format, and the names of its buffers."""
+    """The value of its `CastSite`."""
 
     float8_max: float
+    """The largest value of its format."""
+
     amax: str
+    """The name of a buffer, as are the next two."""
+
     history: str
     scale: str
 
@@ -64,7 +68,7 @@ class StatefulLayer(nn.Module):
     attached = 0
     """How many optimizers sync it; if any does, no sync can be missing."""
     agreed: frozenset[Any] = frozenset()
-    """Numbers of layers and groups of ranks that were found to have the same layers."""
+    """What a sync has compared already: numbers of layers, each with its groups of ranks."""
     _weight_scale_known = False
     holds_part = False
     """Whether the weight, though no DTensor, is the part of this rank."""
@@ -81,11 +85,11 @@ class StatefulLayer(nn.Module):
         self.config, self.delayed = config, delayed_sites(config)
         self.held = None
         self.agreed = frozenset()
-        self._register_buffers(self.weight.device)
+        self._register_buffers()
         self.reset_state()
 
-    def _register_buffers(self, device: torch.device) -> None:
-        history_len = self.config.delayed_scaling_config.history_len
+    def _register_buffers(self) -> None:
+        history_len, device = self.config.delayed_scaling_config.history_len, self.weight.device
         for site in self.delayed:
             for name, shape in zip(site.buffers, ((), (history_len,), ()), strict=True):
                 self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
@@ -95,9 +99,8 @@ class StatefulLayer(nn.Module):
 
         They stay plain tensors here, the same on all ranks.
         """
-        for site in self.delayed:
-            for name in site.buffers:
-                self._buffers[name] = local_tensor(self._buffers[name])
+        for name, buffer in self._state().items():
+            self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
 
     @torch.no_grad()
@@ -162,7 +165,7 @@ class StatefulLayer(nn.Module):
             self._synced_version = self._amax_version()
 
     def forget_weights(self) -> None:
-        """Take the weights as they are at the next forward for those of the step it is in."""
+        """Have `check_synced` count writes to the weights from the next forward on."""
         self._seen = None
 
     def _amax_version(self) -> int:
@@ -268,15 +271,9 @@ class StatefulLayer(nn.Module):
         missing: list[str] = []
         key = prefix + "weight"
         values: Any = state_dict.get(key)
-        if isinstance(values, Float8Tensor) and not self.keeps_no_master:
-            state_dict = {**state_dict, key: dequantise(values)}
-        fits = getattr(values, "shape", None) == self.weight.shape  # else torch says so
-        fits = fits and values.dtype in HIGH_PRECISION_DTYPES
-        if self.keeps_no_master and type(values) in PLAIN and fits:
-            if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
-                values = values.to(self.weight.dtype)
-            values = values if self.weight.is_meta else values.to(self.weight.device)
-            state_dict = {**state_dict, key: in_float8_only(values, self.plan.weight)}
+        loadable = self._loadable_weight(values, local_metadata)
+        if loadable is not values:
+            state_dict = {**state_dict, key: loadable}
         before, old_weight = self._state(), self._parameters.get("weight")
         state_dict = as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(
@@ -285,10 +282,10 @@ class StatefulLayer(nn.Module):
         # For assign=True, which replaces tensors by others.
         weight = self._parameters.get("weight")  # none of its own where it is computed
         if weight is not old_weight and weight is not None:
-            self._parameters["weight"] = with_plan_of(weight, old_weight)
+            self._parameters["weight"] = gathered_like(weight, old_weight)
         after = self._state()
         if not self.weight.is_meta and any(buffer.is_meta for buffer in after.values()):
-            self._register_buffers(self.weight.device)
+            self._register_buffers()
             self.reset_state()
         else:
             for name, new in after.items():
@@ -301,3 +298,16 @@ class StatefulLayer(nn.Module):
                 self.reset_state()  # what they knew was of other weights
         missing_keys.extend(missing)
         self._state_was_written()  # but no amax was recorded
+
+    def _loadable_weight(self, values: Any, local_metadata: dict[str, Any]) -> Any:
+        """A weight of a checkpoint: in float8 where this layer has no other, else dequantised."""
+        if not self.keeps_no_master:
+            return dequantise(values) if isinstance(values, Float8Tensor) else values
+        weight = self.weight
+        fits = getattr(values, "shape", None) == weight.shape  # else torch says so
+        if type(values) not in PLAIN or not fits or values.dtype not in HIGH_PRECISION_DTYPES:
+            return values
+        if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
+            values = values.to(weight.dtype)
+        values = values if weight.is_meta else values.to(weight.device)
+        return in_float8_only(values, self.plan.weight)

@@ -107,17 +107,21 @@ def _is_recording(weight: Tensor) -> bool:
 
 
 def _traced(weight: Tensor, operand: Quantized, spec: CastSpec, scale: Tensor | None) -> Quantized:
-    row, col = operand.row, operand.col
+    data, small = _flat(operand)
+    kind = spec.dtype, spec.granularity.value, spec.power_of_2
+    small = torch.ops.float8.held_weight.default(weight, data, small, scale, *kind)
+    scales, amax = (small, None) if operand.amax is None else (small[:-1], small[-1])
+    return Quantized(Part(data[0], scales[0]), Part(data[1], scales[-1]), spec, amax)
+
+
+def _flat(operand: Quantized) -> tuple[list[Tensor], list[Tensor]]:
+    """Row and column data; the scales of both, or the one of both, then the amax, if any."""
+    row, col, spec, amax = operand
     assert row is not None
     assert col is not None
     one_scale = spec.granularity is ScalingGranularity.TENSORWISE
     scales = [row.scale] if one_scale else [row.scale, col.scale]
-    small = scales if operand.amax is None else [*scales, operand.amax]
-    kind = spec.dtype, spec.granularity.value, spec.power_of_2
-    out = torch.ops.float8.held_weight.default(weight, [row.data, col.data], small, scale, *kind)
-    amax = None if operand.amax is None else out[-1]
-    row, col = Part(row.data, out[0]), Part(col.data, out[0 if one_scale else 1])
-    return Quantized(row, col, spec, amax)
+    return [row.data, col.data], scales if amax is None else [*scales, amax]
 
 
 def held_weight(
@@ -136,8 +140,8 @@ def held_weight(
 
     Args:
         weight: [N, K].
-        data: row and column data.
-        small: the scales of both, or the one of both; then the amax under delayed scaling.
+        data: as `_flat` lists them, as is what follows.
+        small: see there.
         scale: as for `hold`.
         dtype: of the data.
         granularity: the value of a `ScalingGranularity`.
@@ -146,16 +150,9 @@ def held_weight(
     recording = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     if recording or not is_current(data[0], weight, scale):
         spec = CastSpec(dtype, ScalingGranularity(granularity), power_of_2=power_of_2)
-        made = hold(weight, spec, scale)
-        assert made.row is not None
-        assert made.col is not None
-        new = [made.row.data, made.col.data, made.row.scale]
-        if spec.granularity is not ScalingGranularity.TENSORWISE:
-            new.append(made.col.scale)
-        if made.amax is not None:
-            new.append(made.amax)
+        new_data, new_small = _flat(hold(weight, spec, scale))
         old = [*data, *small]
-        for target, source in zip(old, new, strict=True):
+        for target, source in zip(old, [*new_data, *new_small], strict=True):
             target.copy_(source)
         torch.autograd.graph.increment_version(old)  # a backward still to come shall notice
         data[0].__dict__["float8_made_of"] = None if recording else _stamp(weight, scale)

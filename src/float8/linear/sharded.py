@@ -15,17 +15,18 @@ import torch
 
 from float8 import kernels
 from float8.config import ScalingGranularity
+from float8.formats import autocast_dtype
 from float8.linear.across import Across, Tokens, reduction
 from float8.linear.functional import DelayedScales, apply_linear, require_aligned, require_input
 from float8.linear.plan import LinearPlan, casts_input_once
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Tensor, dtensor_like
 from float8.tensor.float8_tensor import to_float8
 
 
 class ParallelStyle(NamedTuple):
-    """What a style of this library does around a module, in hooks of its own."""
+    """What hooks of a style of this library do to the input and the output of a module."""
 
     input: Any
     """The placement of an input that is no DTensor yet."""
@@ -34,7 +35,7 @@ class ParallelStyle(NamedTuple):
     """The placement of what the module returns."""
 
     hooks: frozenset[int]
-    """Their keys among the hooks of the module."""
+    """The keys of these hooks."""
 
     @staticmethod
     def of(module: torch.nn.Module | None) -> "ParallelStyle | None":
@@ -90,10 +91,10 @@ def linear_of_shards(
 
 def shared_by_rows(weight: Any) -> bool:
     """Whether ranks share the rows of a weight, not its columns; raises as `linear_of_shards`."""
-    placement = torch.distributed.tensor  # somebody made DTensors, so it is imported
+    dtensors = torch.distributed.tensor  # imported: somebody made DTensors
     placements = tuple(weight.placements)
-    by_rows = placements == (placement.Shard(0),)
-    if not by_rows and placements != (placement.Shard(1),):
+    by_rows = placements == (dtensors.Shard(0),)
+    if not by_rows and placements != (dtensors.Shard(1),):
         raise ValueError(
             f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
             f"mesh of one dim, as tensor parallel's styles place it"
@@ -115,7 +116,7 @@ def local_input(
             f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
             f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
         )
-    placement, by_rows = torch.distributed.tensor, shared_by_rows(weight)
+    dtensors, by_rows = torch.distributed.tensor, shared_by_rows(weight)
     if input.device_mesh != weight.device_mesh:
         raise ValueError(
             f"Float8Linear: got an input on {input.device_mesh} for a weight on "
@@ -125,14 +126,14 @@ def local_input(
     require_parts(weight.shape, 0 if by_rows else 1, weight.device_mesh.size(), plan)
     if by_rows and gather and not input.placements[0].is_replicate():
         input = dtensor_in_float8(input, plan, scales, scales_known)
-        input = input.redistribute(placements=[placement.Replicate()])
-    expected: Any = placement.Replicate() if by_rows else placement.Shard(input.dim() - 1)
+        input = input.redistribute(placements=[dtensors.Replicate()])
+    expected: Any = dtensors.Replicate() if by_rows else dtensors.Shard(input.dim() - 1)
     if tuple(input.placements) != (expected,):
         raise ValueError(
             f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
             f"{tuple(weight.placements)}, expected {expected}; redistribute it"
         )
-    return input.to_local(grad_placements=(placement.Partial(),) if by_rows else None)
+    return input.to_local(grad_placements=(dtensors.Partial(),) if by_rows else None)
 
 
 def across_of(
@@ -144,18 +145,13 @@ def across_of(
 ) -> Across:
     """How the tensors of one layer become those of all ranks; see `linear_of_shards`.
 
-    Args:
-        weight: as there, as are the last three.
-        shape: of the whole input, of which only the leading dims count.
-        tokens_dim: see there.
-        scales_known: see there.
-        weight_scale: see there.
+    `shape` is that of the whole input, of which only the leading dims count.
     """
     mesh = weight.device_mesh
     group, ranks = mesh.get_group(0).group_name, mesh.size()
     reduce = None if scales_known else reduction((group,))
     if shared_by_rows(weight):
-        return Across(None, reduce, reduce, None, weight_scale)
+        return Across(weight=reduce, grad_output=reduce, weight_scale=weight_scale)
     tokens = None
     if tokens_dim is not None and not -len(shape) <= tokens_dim < len(shape):
         raise ValueError(
@@ -180,15 +176,15 @@ def tokens_along(dim: int, shape: torch.Size, group: str, ranks: int) -> Tokens:
 
 def of_all_ranks(y: torch.Tensor, weight: Any, across: Across) -> Any:
     """The output as a DTensor, of which this rank has `y`: features, summands or tokens."""
-    placement, mesh = torch.distributed.tensor, weight.device_mesh
+    dtensors, mesh = torch.distributed.tensor, weight.device_mesh
     if not shared_by_rows(weight):
-        to = placement.Partial() if across.output is None else placement.Shard(across.output.dim)
-        return placement.DTensor.from_local(y, mesh, (to,), run_check=False)
+        to = dtensors.Partial() if across.output is None else dtensors.Shard(across.output.dim)
+        return dtensors.DTensor.from_local(y, mesh, (to,), run_check=False)
     # Maybe not evenly.
     shape = torch.Size([*y.shape[:-1], weight.shape[0]])
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    last = (placement.Shard(y.dim() - 1),)
-    return placement.DTensor.from_local(y, mesh, last, run_check=False, shape=shape, stride=stride)
+    last = (dtensors.Shard(y.dim() - 1),)
+    return dtensors.DTensor.from_local(y, mesh, last, run_check=False, shape=shape, stride=stride)
 
 
 def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_known: bool) -> Any:
@@ -206,13 +202,11 @@ def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_kn
         or isinstance(local, Float8Tensor)
     ):
         return x
-    if torch.is_autocast_enabled(local.device.type):
-        local = local.to(torch.get_autocast_dtype(local.device.type))
+    if dtype := autocast_dtype(local.device):
+        local = local.to(dtype)
     whole_here = scales_known or placement.is_replicate()
     reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
-    local = to_float8(local, plan.input, state=scales.input, reduce=reduce)
-    like = {"run_check": False, "shape": x.shape, "stride": x.stride()}
-    return type(x).from_local(local, x.device_mesh, x.placements, **like)
+    return dtensor_like(to_float8(local, plan.input, state=scales.input, reduce=reduce), x)
 
 
 def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor, ...]:
@@ -235,7 +229,7 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
     padding what each has must be as the plan wants it.
     """
     size = shape[dim]
-    fits = size > (ranks - 1) * -(-size // ranks) if dim == 0 else size % ranks == 0
+    fits = all_have_some(size, ranks) if dim == 0 else size % ranks == 0
     if not fits:
         expected = "that dim divisible by" if dim else "rows on each of"
         raise ValueError(
@@ -245,3 +239,11 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
     if not plan.pad:
         what = f"a weight of shape {tuple(shape)} shared along dim {dim} by {ranks} ranks"
         require_aligned(what, (-(-size // ranks),), plan.alignment)
+
+
+def all_have_some(size: int, ranks: int) -> bool:
+    """Whether each rank has some of a dim in torch's chunks: all but the last as long as the first.
+
+    Behind the last there may be empty ones.
+    """
+    return -(-size // ranks) * (ranks - 1) < size

@@ -69,14 +69,7 @@ def problem(
     config: Float8LinearConfig,
     linear_classes: Collection[type],
 ) -> TypeError | ValueError | None:
-    """Why `mod` cannot become a layer of class `base`; None: it can.
-
-    Args:
-        mod: an `nn.Linear` of any subclass, a `Conv1D`, or either converted.
-        base: `Float8Linear`, a subclass, or `Float8Conv1D`.
-        config: its configuration.
-        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
-    """
+    """Why `mod` cannot become a layer of class `base`; None: it can. See `unsupported`."""
     # What is converted is one of ours, whatever it was made of; a parametrized one is not.
     if reason := computes_something_else(mod, (*linear_classes, StatefulLayer)):
         return TypeError(reason)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
@@ -48,7 +48,7 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
     return {
         x.device_mesh
         for x in tensors
-        if hasattr(x, "device_mesh") and not isinstance(local_tensor(x), Float8Tensor)
+        if is_dtensor(x) and not isinstance(local_tensor(x), Float8Tensor)
     }
 
 
@@ -65,11 +65,14 @@ def sharding_groups(weight: Any) -> tuple[Group, ...]:
     )
 
 
-def _require_whole_weights(parted: Iterable[Group], got: list[int], what: str, do: str) -> None:
+def _require_whole_weights(parted: Iterable[Group], got: list[int], *, given: bool) -> None:
     """Raise a `ValueError` if ranks other than `got` hold parts of a weight.
 
     They would get other scales, and what is gathered from all be read under that of one.
     """
+    what, do = "None and weights on a mesh of ranks", "give"
+    if given:
+        what, do = "ranks", "leave group= out, or give"
     for ranks in map(dist.get_process_group_ranks, parted):
         if not set(ranks) <= set(got):
             raise ValueError(
@@ -99,9 +102,9 @@ def sync_groups(
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
-        sharded = {x for w in weights if hasattr(w, "device_mesh") for x in sharding_groups(w)}
+        sharded = {x for w in weights if is_dtensor(w) for x in sharding_groups(w)}
         ranks = dist.get_process_group_ranks(group)
-        _require_whole_weights({*parted, *sharded}, ranks, "ranks", "leave group= out, or give")
+        _require_whole_weights({*parted, *sharded}, ranks, given=True)
         return (group,)
     meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:
@@ -111,9 +114,7 @@ def sync_groups(
         )
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
-            ranks = mesh.mesh.flatten().tolist()
-            what = "None and weights on a mesh of ranks"
-            _require_whole_weights(parted, ranks, what, "give")
+            _require_whole_weights(parted, mesh.mesh.flatten().tolist(), given=False)
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()

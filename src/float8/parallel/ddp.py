@@ -24,7 +24,7 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             f"{prefix}.{own}" if prefix else own
             for prefix, layer in root.named_modules()
             if isinstance(layer, Float8Layer)
-            for own in (*(site.amax for site in layer.delayed), *["weight"] * layer.keeps_no_master)
+            for own in _of_each_rank(layer)
         ]
         before = root.__dict__.pop(_OURS, [])
         if names or before:
@@ -33,3 +33,8 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             root.__dict__[_IGNORED] = [*theirs, *ours]
             if ours:
                 root.__dict__[_OURS] = ours
+
+
+def _of_each_rank(layer: Float8Layer) -> list[str]:
+    amaxes = [site.amax for site in layer.delayed]
+    return [*amaxes, "weight"] if layer.keeps_no_master else amaxes

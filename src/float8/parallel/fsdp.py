@@ -6,7 +6,7 @@ as `uint8`: not every backend knows float8.
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import Float8Weights, ScalingGranularity
+from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity
 from float8.linear import WEIGHT_SCALE, Float8Linear
+from float8.linear.sharded import all_have_some
 from float8.parallel.amax import (
     all_gather_rows,
     all_reduce_amax,
@@ -29,6 +30,7 @@ from float8.quantize.spec import BLOCK, Part, Quantized
 from float8.tensor import (
     Float8GatherWeight,
     Float8Tensor,
+    is_dtensor,
     local_tensor,
     remember,
     remembered,
@@ -304,18 +306,20 @@ def _on_all_ranks(weight: Any) -> bool:
     for mesh_dim, placement in enumerate(weight.placements):
         if not placement.is_replicate():
             ranks[placement.dim] = ranks.get(placement.dim, 1) * weight.device_mesh.size(mesh_dim)
-    return all(-(-weight.shape[dim] // n) * (n - 1) < weight.shape[dim] for dim, n in ranks.items())
+    return all(all_have_some(weight.shape[dim], n) for dim, n in ranks.items())
 
 
 # ---------------------------------------------------------------- which weights
 
 
-def check_gatherable(linear: nn.Linear, fqn: str) -> None:
-    """Raise a `ValueError` if the weight of a layer to be converted is sharded or has hooks."""
+def check_gatherable(layer: nn.Module, fqn: str, config: Float8LinearConfig) -> None:
+    """Raise a `ValueError` if `config` asks to gather a weight that is sharded or has hooks."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    if hasattr(linear.weight, "device_mesh"):
+    if not (config.enable_fsdp_float8_all_gather and isinstance(layer, nn.Linear)):
+        return
+    if is_dtensor(layer.weight):
         got, do = "a DTensor as weight", "convert the model first, then call fully_shard"
-    elif any(getattr(linear.weight, name, None) for name in hooks):
+    elif any(getattr(layer.weight, name, None) for name in hooks):
         got = "a weight with gradient hooks, which would be lost"
         do = "register them on the weight after the conversion"
     else:
@@ -352,14 +356,8 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         # `.data`: no view that refers to the weight.
         wrapped = FSDPFloat8Weight(weight.data, layers[0].plan.weight)
         new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
-        new.grad = weight.grad
-        new.__dict__.update(weight.__dict__)  # what users and optimizers wrote on it
-        try:
-            torch.utils.swap_tensors(weight, new)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # nothing has changed then
+        if not _take_place(weight, new, layers):
             new_objects.append(uses[0][0] or "(root)")
-            for layer in layers:
-                layer._parameters["weight"] = new
     if new_objects:
         warnings.warn(
             f"float8: the weights of {len(new_objects)} layer(s) are new Parameters, because "
@@ -368,3 +366,38 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             f"train them: make it afterwards",
             stacklevel=3,
         )
+
+
+def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
+    """Make weights that were to be gathered in float8 ordinary Parameters again."""
+    users: dict[Float8GatherWeight, list[nn.Module]] = {}
+    for layer in layers:
+        weight: Any = layer._parameters.get("weight")
+        if isinstance(weight, Float8GatherWeight):
+            users.setdefault(weight, []).append(layer)
+    for weight, of_layers in users.items():
+        plain = nn.Parameter(weight.high_precision, requires_grad=weight.requires_grad)
+        if not _take_place(weight, plain, of_layers):
+            warnings.warn(
+                "float8: a weight is a new Parameter, because something refers to the old one (a "
+                "graph, a weakref): make the optimizer anew",
+                stacklevel=3,
+            )
+
+
+def _take_place(old: Any, new: Any, layers: Iterable[nn.Module]) -> bool:
+    """Make `old`, the weight of `layers`, what `new` is: the same object over the same memory.
+
+    With the gradient and what users and optimizers wrote on it. False where torch cannot, because
+    something refers to `old`: then `layers` have `new`.
+    """
+    new.grad = old.grad
+    ours = {*Float8GatherWeight.__annotations__, "_is_param"}
+    new.__dict__.update({name: x for name, x in vars(old).items() if name not in ours})
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # nothing has changed then
+        for layer in layers:
+            layer._parameters["weight"] = new
+        return False
+    return True

@@ -25,7 +25,7 @@ from float8.config import ScalingGranularity
 from float8.linear import Float8Layer, Float8Linear
 from float8.linear.plan import casts_weight_dynamically
 from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 Placements = tuple[Placement, ...]
 BY_ROWS = ScalingGranularity.AXISWISE
@@ -35,10 +35,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`: the input is gathered in float8.
 
     Args:
-        input_layouts: as for `ColwiseParallel`; an input that `PrepareFloat8ModuleInput` has cast
-            is taken as it is.
-        output_layouts: likewise.
-        use_local_output: likewise.
+        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`; an input that
+            `PrepareFloat8ModuleInput` has cast is taken as it is.
     """
 
     @staticmethod
@@ -71,9 +69,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     """`RowwiseParallel` for a `Float8Linear`: in backward grad_output is gathered in float8.
 
     Args:
-        input_layouts: as for `RowwiseParallel`.
-        output_layouts: likewise.
-        use_local_output: likewise.
+        input_layouts, output_layouts, use_local_output: as for `RowwiseParallel`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -113,11 +109,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     """`PrepareModuleInput` that casts inputs once for all layers of a module, then gathers bytes.
 
     Args:
-        input_layouts: as for `PrepareModuleInput`, as are all but the last two.
-        desired_input_layouts: see there.
-        input_kwarg_layouts: see there.
-        desired_input_kwarg_layouts: see there.
-        use_local_output: see there.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
+            use_local_output: as for `PrepareModuleInput`.
         float8_dtype: None, or the format that the layers cast their input to.
         fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` that says how
             to cast; None: all of them must say the same.
@@ -199,7 +192,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             weight: Any = getattr(layer, "weight", None)
             if not isinstance(layer, Float8Linear) or not casts_weight_dynamically(layer.plan):
                 continue
-            if not hasattr(weight, "device_mesh") or isinstance(local_tensor(weight), Float8Tensor):
+            if not is_dtensor(weight) or isinstance(local_tensor(weight), Float8Tensor):
                 continue
             mine = layer.plan.weight, weight.device_mesh
             if not alike or mine == (alike[0].plan.weight, alike[0].weight.device_mesh):
@@ -279,7 +272,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
         raise TypeError(
             f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; {do}"
         )
-    if hasattr(module.weight, "device_mesh"):
+    if is_dtensor(module.weight):
         raise ValueError(
             f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
             f"that nobody has shared; parallelize each layer once, and before fully_shard"

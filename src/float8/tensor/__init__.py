@@ -1,23 +1,26 @@
 """`Float8Tensor` and what each op does to it; weights that are gathered in float8."""
 
 from float8.tensor import ops  # noqa: F401  registers the op handlers
+from float8.tensor.dtensor import dtensor_like, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor, dequantise
 from float8.tensor.gather import (
     Float8GatherWeight,
+    gathered_like,
     high_precision,
     remember,
     remembered,
-    with_plan_of,
 )
-from float8.tensor.wrapper import local_tensor
 
 __all__ = [
     "Float8GatherWeight",
     "Float8Tensor",
     "dequantise",
+    "dtensor_like",
+    "gathered_like",
     "high_precision",
+    "is_dtensor",
+    "is_fsdp_module",
     "local_tensor",
     "remember",
     "remembered",
-    "with_plan_of",
 ]

@@ -41,9 +41,6 @@ class Columns:
         return made
 
 
-_tensor_data: Any = Tensor.data
-
-
 class Float8Tensor(Wrapper):
     """A tensor held as float8 data and a scale, which reports its original dtype.
 
@@ -149,18 +146,8 @@ class Float8Tensor(Wrapper):
         """Dequantise; differentiable, the gradient passes through unchanged."""
         return _ToOriginalPrecision.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
-    @property
-    def data(self) -> Tensor:
-        """As of any tensor.
-
-        Raises:
-            RuntimeError: on assignment, which nothing here would notice.
-        """
-        view: Tensor = _tensor_data.__get__(self)
-        return view
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
+    def _assign(self, new: Tensor) -> None:
+        """Refuse what nothing here would notice."""
         raise RuntimeError(
             "data: got a tensor to take the place of float8 data and scale, expected none; assign "
             "a new Float8Tensor or Parameter to the attribute that holds this one"

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.config import ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize.spec import CastSpec, Quantized
-from float8.tensor.wrapper import Wrapper, as_inference_as, local_tensor
+from float8.tensor.dtensor import dtensor_like, local_tensor
+from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
-_tensor_data: Any = Tensor.data
 
 
 class Float8GatherWeight(Wrapper):
@@ -67,20 +67,12 @@ class Float8GatherWeight(Wrapper):
         with torch.inference_mode(self._counted.is_inference()):
             return self._counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
-    @property
-    def data(self) -> Tensor:
-        """As of any tensor. A tensor that is assigned takes the place of the one inside.
-
-        It is shared, or copied if it lies otherwise in its memory.
+    def _assign(self, new: Tensor) -> None:
+        """Take `new` in the place of the tensor inside: shared, or copied if it lies otherwise.
 
         Raises:
             ValueError: its class, shape, dtype or device is another.
         """
-        view: Tensor = _tensor_data.__get__(self)
-        return view
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
         values = high_precision(new)
         got, expected = _described(values), _described(self._inner)
         if got != expected:
@@ -177,7 +169,7 @@ torch.serialization.add_safe_globals(
 )
 
 
-# ---------------------------------------------------------------- what is computed ahead
+# ---------------------------------------------------------------- scales and casts that are kept
 
 
 def remember(weight: Tensor, made: Tensor | Quantized, *of: Any) -> None:
@@ -221,8 +213,8 @@ def high_precision(x: Tensor) -> Tensor:
     return new  # type: ignore[no-any-return]
 
 
-def with_plan_of(new: Any, old: Tensor | None) -> nn.Parameter:
-    """`new` as a weight that is gathered as `old`, which it replaces; itself if that is plain."""
+def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
+    """`new` as a weight that is gathered like `old`; itself if `old` is a plain tensor."""
     model, values = local_tensor(old), local_tensor(new)
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]
@@ -230,6 +222,5 @@ def with_plan_of(new: Any, old: Tensor | None) -> nn.Parameter:
     tensor.param_dtype = model.param_dtype
     if values is not new:
         with torch.no_grad():
-            like = {"run_check": False, "shape": new.shape, "stride": new.stride()}
-            tensor = type(new).from_local(tensor, new.device_mesh, new.placements, **like)
+            tensor = dtensor_like(tensor, new)
     return nn.Parameter(tensor, requires_grad=new.requires_grad)

@@ -59,24 +59,11 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     with as_inference_as(x):
         result = func(x._data, *rest, **kwargs)
-        whole = isinstance(result, Tensor) and _same_rows(x._data, result)
-        made = None
-        if x._granularity is ScalingGranularity.AXISWISE:
-            if func is aten.slice.Tensor and _keeps_rows(x, *rest) and result.is_contiguous():
-                made = x._like(result, lambda scale: func(scale, *rest, **kwargs))
-            elif func is aten.constant_pad_nd.default and not any(rest[0][:2]):
-                made = x._like(result, lambda scale: func(scale, rest[0], 1.0))
-            elif whole and func in _SHAPES:
-                made = x._like(result, lambda scale: scale.reshape(*result.shape[:-1], 1))
-            elif func in _PIECES and x.dim() > 1 and (*rest[1:], *kwargs.values()) in ((), (0,)):
-                scales = func(x._scale, *rest, **kwargs)
-                pairs = zip(result, scales, strict=True)
-                return [x._like(data, lambda _, own=scale: own) for data, scale in pairs]
-        if made is None:
-            if x._granularity is not ScalingGranularity.TENSORWISE:
-                _require_whole(func, x, result)
+        if x._granularity is ScalingGranularity.TENSORWISE:
             made = tree_map_only(Tensor, x._like, result)
-        if whole:
+        else:
+            made = _view_with_scales(func, x, result, rest, kwargs)
+        if isinstance(result, Tensor) and _same_rows(x._data, result):
             made._columns = x._columns
         return made
 
@@ -96,38 +83,34 @@ def _same_rows(x: Tensor, view: Tensor) -> bool:
     return alike and x.is_contiguous() and view.is_contiguous()
 
 
-def _require_whole(func: Any, x: Any, result: Any) -> None:
-    """Raise a `ValueError` for a view that has other scales than `x`."""
-    for data in [result] if isinstance(result, Tensor) else result:
-        if (data.shape, data.stride()) != (x._data.shape, x._data.stride()):
+def _view_with_scales(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`data`, made by `func` of that of `x`, with the scales of the same rows, or with all."""
+    if x._granularity is ScalingGranularity.AXISWISE:
+        if func is aten.slice.Tensor and _keeps_rows(x, *rest) and data.is_contiguous():
+            return x._like(data, lambda scale: func(scale, *rest, **kwargs))
+        if func is aten.constant_pad_nd.default and not any(rest[0][:2]):
+            return x._like(data, lambda scale: func(scale, rest[0], 1.0))
+        if func in _SHAPES and _same_rows(x._data, data):
+            return x._like(data, lambda scale: scale.reshape(*data.shape[:-1], 1))
+        dim = (*rest[1:], *kwargs.values(), 0)[0]
+        if func in _PIECES and x.dim() > 1 and dim == 0:
+            pairs = zip(data, func(x._scale, *rest, **kwargs), strict=True)
+            return [x._like(piece, lambda _, own=scale: own) for piece, scale in pairs]
+    for each in [data] if isinstance(data, Tensor) else data:
+        if (each.shape, each.stride()) != (x._data.shape, x._data.stride()):
             raise ValueError(
                 f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE: a part "
                 f"of the data does not have all of the scales; call .to_original_precision() first"
             )
+    return tree_map_only(Tensor, x._like, data)
 
 
-@implements(aten.clone.default)
-def _clone(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    (x,) = args
-    return x._like(func(x._data, **kwargs), torch.clone)
-
-
-@implements(aten.empty_like.default)
-def _empty_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """To be copied or received into; of another dtype it is plain, like any change of dtype."""
-    (x,) = args
-    if kwargs.pop("dtype", x._orig_dtype) not in (None, x._orig_dtype):
-        return func(dequantise(x), *args[1:], **kwargs)
-    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return x._like(func(x._data, **kwargs), lambda field: func(field, **rest))
-
-
-@implements(aten._to_copy.default)
-def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`.to(device)` keeps float8; `.to(dtype)` dequantises, like any change of dtype."""
+@implements(aten.clone.default, aten.empty_like.default, aten._to_copy.default)
+def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A copy, maybe on another device, or room for one; of another dtype it is dequantised."""
     (x,) = args
     dtype = kwargs.pop("dtype", None)
-    if dtype is not None and dtype != x._orig_dtype:
+    if dtype not in (None, x._orig_dtype):
         return func(dequantise(x), dtype=dtype, **kwargs)
     rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return x._like(func(x._data, **kwargs), lambda field: func(field, **rest))

@@ -1,4 +1,4 @@
-"""What tensor subclasses around plain tensors have in common, and DTensors seen from below."""
+"""What tensor subclasses around plain tensors have in common."""
 
 import copy
 import hashlib
@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 from float8.formats import FLOAT8_MAX
 
+_tensor_data: Any = Tensor.data
+
 
 class Wrapper(torch.Tensor):
-    """A tensor subclass that holds plain tensors; `__tensor_flatten__` says which."""
+    """A tensor subclass that holds plain tensors; `__tensor_flatten__` says which.
+
+    Subclasses say with `_assign(new)` what `tensor.data = new` does.
+    """
 
     @classmethod
     def _around(cls, inner: Tensor, dtype: torch.dtype) -> Any:
@@ -26,6 +31,16 @@ class Wrapper(torch.Tensor):
             device=inner.device,
             layout=inner.layout,
         )
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor."""
+        view: Tensor = _tensor_data.__get__(self)
+        return view
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        self._assign(new)  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -91,11 +106,3 @@ def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
     if not torch.is_inference_mode_enabled() or source.is_inference():
         return nullcontext()
     return torch.inference_mode(False)
-
-
-# DTensors by their attributes: importing DTensor takes longer than importing all of float8.
-
-
-def local_tensor(x: Any) -> Any:
-    """The shard of a DTensor; anything else as it is."""
-    return getattr(x, "_local_tensor", x)

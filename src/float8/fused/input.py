@@ -8,39 +8,36 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.fused.layers import Call, FusedLayer, placed, scale_of_all, why_norm_not_fused
+from float8.formats import autocast_dtype
+from float8.fused.layers import Call, FusedLayer, placed, scale_of_all
+from float8.fused.reasons import why_norm_not_fused
 from float8.linear import Float8Linear
 from float8.linear.across import Tokens
 from float8.linear.functional import gathered_rows, input_in_float8
 from float8.linear.weight import record_amax
 from float8.quantize.quantize import padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part
-from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.float8_tensor import Columns
 
 
-def fused_norm(module: Any, x: Any, layer: Float8Linear) -> tuple[Any, Tensor | None, float]:
+def fused_norm(module: Any, x: Any, layer: Float8Linear) -> tuple[Any, Tensor, float] | None:
     """What a fused function takes of x and of a norm before `layer`.
 
-    Returns x, `placed` under tensor parallel, and the weight [K] and the eps of the norm. Three
-    times nothing where the norm is called by itself: under tensor parallel also where a rank has
-    parts of rows of x, or not as many as others.
+    Returns x, `placed` under tensor parallel, and the weight [K] and the eps of the norm. None
+    where the norm is called by itself: under tensor parallel also where a rank has parts of rows
+    of x, or not as many as others.
     """
-    if module is None:
-        return placed(x, layer), None, 0.0
-    by_itself = None, None, 0.0
     if why_norm_not_fused(module) is not None:
-        return by_itself
+        return None
     taken, weight = placed(x, module, layer), module.weight
-    if hasattr(taken, "device_mesh"):
+    if is_dtensor(taken):
         weight = _weight_on_mesh(weight, x, taken, layer)
-    elif hasattr(weight, "device_mesh"):
-        return by_itself
-    device, dtype = x.device.type, layer.weight.dtype
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
-        dtype = torch.get_autocast_dtype(device)
+    elif is_dtensor(weight):
+        return None
+    dtype = autocast_dtype(x.device) or layer.weight.dtype
     if weight is None or x.dtype != dtype or isinstance(local_tensor(taken), Float8Tensor):
-        return by_itself  # the norm takes x as it is, the layer casts it
+        return None  # the norm takes x as it is, the layer casts it
     eps: Any = module.eps  # None means float32's, in which torch computes
     return taken, weight, torch.finfo(torch.float32).eps if eps is None else eps
 
@@ -55,9 +52,9 @@ def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | N
         tokens = placement.is_shard() and placement.dim % on_mesh.dim() != on_mesh.dim() - 1
         if not tokens or layer.gathered != "input" or on_mesh.shape[placement.dim] % mesh.size():
             return None
-    if not hasattr(weight, "device_mesh"):
+    if not is_dtensor(weight):
         # Of DTensors and others torch says what it thinks.
-        return None if hasattr(x, "device_mesh") else weight
+        return None if is_dtensor(x) else weight
     if weight.device_mesh != mesh:
         return None
     if placement.is_replicate():
@@ -69,7 +66,7 @@ def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | N
 
 
 class Kept(NamedTuple):
-    """What backward makes column data of the input of: one of them, with its scale."""
+    """From what backward makes column data of the input: `norm`, `col` or `rows`; the scale."""
 
     scale: Tensor
     norm: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
@@ -81,14 +78,19 @@ class Kept(NamedTuple):
     rows: Tensor | None = None
     """x itself, or row data."""
 
+    def of_norm(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`norm`, where there is one."""
+        x, weight, rstd = self.norm
+        assert x is not None and weight is not None and rstd is not None  # noqa: PT018
+        return x, weight, rstd
+
 
 def input_operand(
     x: Tensor, norm_weight: Tensor | None, call: Call, readers: tuple[FusedLayer, ...]
 ) -> tuple[Part, Kept]:
     """The input of `readers`, x [M, K] or its norm: row data, and what is kept for backward.
 
-    Of a norm that is x: backward casts it once more by `rms_norm_recast`; unless there are row data
-    of other ranks.
+    Of a norm x is kept, and cast again in backward; or the row data, if those were gathered.
     """
     first, record = readers[0], call.record
     spec, state = first.plan.input, first.scales.input
@@ -127,17 +129,14 @@ def input_operand(
 
 
 def input_columns(kept: Kept, spec: CastSpec, made: Columns | None) -> Part:
-    """Column data of the same, in backward; `made`: shared with others who read x."""
+    """Column data of that input, in backward; `made`: those that all readers of x share."""
     if kept.col is not None:
         return Part(kept.col, kept.scale)
     if kept.rows is not None:
         if made is not None:
             return made.of(Part(kept.rows, kept.scale), spec)
         return recast(kept.rows, spec, kept.scale)
-    x, weight, rstd = kept.norm
-    assert x is not None
-    assert weight is not None
-    assert rstd is not None
+    x, weight, rstd = kept.of_norm()
     return Part(kernels.rms_norm_recast(x, weight, rstd, kept.scale, spec.dtype), kept.scale)
 
 
@@ -145,10 +144,7 @@ def norm_gradients(
     grads: Sequence[Tensor], kept: Kept, call: Call, residual_grad: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the norm's weight, of those [M, K] of the norm's readers."""
-    x, weight, rstd = kept.norm
-    assert x is not None
-    assert weight is not None
-    assert rstd is not None
+    x, weight, rstd = kept.of_norm()
     if call.everyone is not None:  # who have summands
         grads = [call.everyone.scatter(functools.reduce(torch.add, grads))]
     return kernels.rms_norm_backward(grads, x, weight, rstd, residual_grad)
