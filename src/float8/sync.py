@@ -75,7 +75,7 @@ def sync_float8_amax_and_scale_history(
         config, history = layer.config, layer.config.delayed_scaling_config
         kind = history.history_len, history.scale_fn_name, config.round_scales_to_power_of_2
         for site in layer.delayed:
-            buffers = [layer.get_buffer(name) for name in site.buffers]
+            buffers: list[Any] = [layer._buffers[name] for name in site.buffers]
             formats = alike.setdefault((*kind, buffers[0].device), {})
             formats.setdefault(site.float8_max, []).append(buffers)
     for (_, scale_fn_name, rounds, device), formats in alike.items():
