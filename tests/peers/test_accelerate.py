@@ -4,11 +4,15 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from float8 import all_linears, convert_to_float8_training
+from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
 from support.fresh import in_fresh_process
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 accelerated = importlib.import_module("support.accelerated")
 
@@ -33,3 +37,29 @@ def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(order: str, tmp_path: Pa
     whole = accelerated.run(tmp_path, order, range(4))
     rest = in_fresh_process(accelerated.run, tmp_path, order, range(2, 4), 1)
     assert all(same_bits(x, rest[name]) for name, x in whole.items())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_model_converted_on_the_meta_device_loads_a_plain_checkpoint(
+    recipe: str, tmp_path: Path
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    plain = model()
+    path = str(tmp_path / "model.safetensors")
+    safetensors.save_file(plain.state_dict(), path, {"format": "pt"})
+    with accelerate.init_empty_weights():
+        empty = model()
+    convert_to_float8_training(empty, config=recipe, module_filter_fn=all_linears)
+    loaded = accelerate.load_checkpoint_and_dispatch(empty, path, device_map={"": "cpu"})
+    convert_to_float8_training(plain, config=recipe, module_filter_fn=all_linears)
+    x = torch.randn(32, 64)
+    for each in (plain, loaded):
+        each(x).square().mean().backward()
+        sync(each)
+        each(x).square().mean().backward()
+    state = plain.state_dict()
+    assert all(same_bits(y, state[name]) for name, y in loaded.state_dict().items())
+    for p, q in zip(plain.parameters(), loaded.parameters(), strict=True):
+        assert same_bits(p.grad, q.grad)
