@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from float8 import all_linears, convert_to_float8_training
+from float8 import (
+    all_linears,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
 from support.fresh import in_fresh_process
@@ -63,3 +67,30 @@ def test_a_model_converted_on_the_meta_device_loads_a_plain_checkpoint(
     assert all(same_bits(y, state[name]) for name, y in loaded.state_dict().items())
     for p, q in zip(plain.parameters(), loaded.parameters(), strict=True):
         assert same_bits(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_hooks_of_accelerate(recipe: str, tmp_path: Path) -> None:
+    """Which hold the forwards of layers, as those of a `device_map` over several devices do."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+
+    def converted(model: nn.Module) -> nn.Module:
+        return convert_to_float8_training(model, config=recipe, module_filter_fn=all_linears)
+
+    hooked = accelerate.dispatch_model(model(), {"": "cpu"}, force_hooks=True)
+    with pytest.warns(UserWarning, match="convert before accelerate"):
+        converted(hooked)
+    accelerate.hooks.remove_hook_from_submodules(hooked)
+    offloaded, alone = converted(model()), converted(model())
+    accelerate.disk_offload(offloaded, tmp_path, torch.device("cpu"))
+    x = torch.randn(32, 64)
+    assert torch.equal(offloaded(x), alone(x))
+    assert torch.equal(converted(hooked)(x), alone(x))
+    with pytest.raises(ValueError, match="layer '0': got a layer with a `forward` of its own"):
+        convert_to_high_precision(offloaded)
+    assert torch.equal(offloaded(x), alone(x))
+    accelerate.hooks.remove_hook_from_submodules(offloaded)
+    assert torch.equal(convert_to_high_precision(offloaded)(x), model()(x))
