@@ -1,5 +1,6 @@
 """Delayed scaling on ranks: the same layers everywhere, pipelines, evaluation under FSDP2."""
 
+import copy
 from pathlib import Path
 from unittest import mock
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from float8 import (
+    all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
     forget_float8_amax,
@@ -195,6 +199,57 @@ def test_a_pipeline_that_is_told_its_shapes_is_resumed_bit_by_bit(tmp_path: Path
         counts = {name: int((x > 0).sum()) for name, x in whole.items() if "history" in name}
         assert set(counts.values()) == {4}, counts
         assert all(torch.equal(x, rest[name]) for name, x in whole.items())
+
+
+def pipelined(name: str, recipe: str) -> None:
+    """Each stage is trained as in a model without a pipeline that accumulates microbatches."""
+    rank, schedule_class = dist.get_rank(), getattr(pipelining, name)
+    stages = 4 if issubclass(schedule_class, PipelineScheduleMulti) else 2
+    torch.manual_seed(0)
+    alone = [nn.Sequential(nn.Linear(16, 16), nn.SiLU()) for _ in range(stages)]
+    for part in alone:
+        convert_to_float8_training(part, config=recipe, module_filter_fn=all_linears)
+    mine = {index: copy.deepcopy(alone[index]) for index in range(rank, stages, 2)}
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    like = torch.zeros(4, 16, requires_grad=True)
+    made = [
+        PipelineStage(part, index, stages, torch.device("cpu"), like, like)
+        for index, part in mine.items()
+    ]
+
+    def loss_fn(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    schedule = schedule_class(made if stages == 4 else made[0], 4, loss_fn=loss_fn)
+    whole = nn.Sequential(*alone)
+    ours, theirs = nn.ModuleList(mine.values()), torch.optim.SGD(whole.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    attach_to_optimizer(ours, optimizer, group=groups[rank])
+    attach_to_optimizer(whole, theirs, group=groups[rank])
+    for step in range(3):
+        x, target = seeded(step, 16, 16), seeded(10 + step, 16, 16)
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target, losses=[])
+        for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
+            loss_fn(whole(part), wanted).backward()
+        for parameter in whole.parameters():
+            parameter.grad /= 4  # as a schedule does
+        optimizer.step()
+        theirs.step()
+        for index, part in mine.items():
+            state = alone[index].state_dict()
+            for key, y in part.state_dict().items():
+                assert torch.equal(y, state[key]), (step, index, key)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_schedules_train_as_a_model_without_stages(two: Ranks, name: str, recipe: str) -> None:
+    two.run(pipelined, name, recipe)
 
 
 # ---------------------------------------------------------------- FSDP2

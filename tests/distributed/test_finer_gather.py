@@ -98,14 +98,15 @@ def test_ranks_without_rows(four: Ranks, recipe: str, N: int) -> None:
     four.run(one_layer, recipe, N)
 
 
-def training(recipe: str, hidden: int) -> None:
+def training(recipe: str, hidden: int, replicas: int = 1) -> None:
     """As with a gather in 16 bits; sharded twice, the same bits."""
+    mesh = mesh_of(replicas, dist.get_world_size() // replicas)["shard"]
     runs = []
     for all_gather in (True, False):
-        model = shard(convert(model_of(hidden), recipe, all_gather), param_dtype=torch.bfloat16)
-        runs.append(train(model, 4))
+        model = convert(model_of(hidden), recipe, all_gather)
+        runs.append(train(shard(model, mesh, torch.bfloat16), 4))
     runs[0].assert_close(runs[1], loss=0.02, grad=0.1)
-    again = shard(convert(model_of(hidden), recipe), param_dtype=torch.bfloat16)
+    again = shard(convert(model_of(hidden), recipe), mesh, torch.bfloat16)
     train(again, 4).assert_equal(runs[0])
 
 
@@ -114,3 +115,8 @@ def training(recipe: str, hidden: int) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_training(two: Ranks, recipe: str, hidden: int) -> None:
     two.run(training, recipe, hidden)
+
+
+def test_training_on_meshes_of_one_rank(two: Ranks) -> None:
+    """Where FSDP2 gathers nothing, as beside tensor parallel on all ranks."""
+    two.run(training, "rowwise", 40, 2)

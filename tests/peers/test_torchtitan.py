@@ -1,6 +1,7 @@
 """Our converter in torchtitan: its debug model, built, sharded, initialised and trained on the CPU.
 
-Its `Trainer` needs a GPU, and its attention one for backward: here it is PyTorch's own.
+Its attention needs a GPU for backward: here it is PyTorch's own. Its `Trainer` is in
+`test_torchtitan_trainer`.
 """
 
 import importlib

@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 hf = importlib.import_module("support.hugging_face")
+Float8Callback = hf.Float8Callback
 
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 SETTINGS = {
@@ -32,6 +33,7 @@ SETTINGS = {
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "bf16": {"bf16": True},
     "sgd": {"optim": "sgd"},
+    "callbacks anew": {"restore_callback_states_from_checkpoint": True},
 }
 
 
@@ -54,6 +56,49 @@ def test_a_run_is_resumed_bit_by_bit(recipe: str, settings: str, tmp_path: Path)
     for name, x in model.state_dict().items():
         assert same_bits(state[name], x), name
     assert not same_bits(state["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_what_is_saved_after_a_training_is_of_the_plain_model(tmp_path: Path) -> None:
+    model = hf.converted("delayed")
+    trainer = hf.trainer(model, tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "by the trainer"))
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "in shards", max_shard_size="100KB")
+    assert len([*(tmp_path / "in shards").glob("*.safetensors")]) > 1
+    for name in ("checkpoint-4", "by the trainer", "whole", "in shards"):
+        for (key, p), q in zip(
+            model.named_parameters(), loaded(tmp_path / name).parameters(), strict=True
+        ):
+            assert same_bits(p, q), key
+
+
+def test_lora_is_resumed_bit_by_bit(tmp_path: Path) -> None:
+    """Its checkpoints have adapters alone."""
+    peft = pytest.importorskip("peft")
+
+    def lora() -> torch.nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(hf.converted("delayed"), config)
+
+    whole, rest = lora(), lora()
+    hf.trainer(whole, tmp_path).train()
+    trainer = hf.trainer(rest, tmp_path / "rest")
+    for _ in range(2):  # the second time from the state of the last step back to that of step 2
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        state = rest.state_dict()
+        assert all(same_bits(x, state[name]) for name, x in whole.state_dict().items())
+    assert any((x > 0).sum() == 4 for name, x in fp8_state(rest).items() if "history" in name)
+
+
+def test_a_run_begun_without_the_callback_is_resumed_with_it(tmp_path: Path) -> None:
+    first = hf.trainer(hf.converted("tensorwise"), tmp_path)
+    first.remove_callback(Float8Callback)
+    first.train()
+    second = hf.trainer(hf.converted("tensorwise"), tmp_path / "rest")
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (tmp_path / "rest" / "checkpoint-4").exists()
 
 
 def test_a_training_that_fails_leaves_nothing_attached(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits, sqnr
 from support.devices import on_devices
+from support.models import fp8_state
 
 transformers = pytest.importorskip("transformers")
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -57,13 +58,32 @@ def test_it_trains_as_in_high_precision(recipe: str, device: str) -> None:
             assert sqnr(grad, got[name]) > tolerances.MODEL, name
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @recipes
-def test_activation_checkpointing_changes_no_bit(recipe: str) -> None:
+def test_activation_checkpointing_changes_no_bit(recipe: str, reentrant: bool) -> None:
     model, checkpointed = (converted(llama("cpu"), recipe).train() for _ in range(2))
-    checkpointed.gradient_checkpointing_enable()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointed.enable_input_require_grads()
     for seed in range(2):
         wanted, got = step(model, seed), step(checkpointed, seed)
         assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_generation_after_training(recipe: str) -> None:
+    """With and without a cache, also in training mode, whose state it leaves alone."""
+    model = converted(llama("cpu"), recipe)
+    step(model)
+    before = {name: x.clone() for name, x in fp8_state(model).items()}
+    prompt = torch.randint(256, (2, 7), generator=torch.Generator().manual_seed(0))
+    for training in (False, True):
+        model.train(training)
+        how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        cached, whole = (model.generate(prompt, use_cache=x, **how) for x in (True, False))
+        assert cached.shape == (2, 15)
+        # One scale per tensor depends on which tokens are computed together.
+        assert torch.equal(cached, whole) or recipe != "rowwise"
+    assert all(torch.equal(x, before[name]) for name, x in fp8_state(model).items())
 
 
 @recipes

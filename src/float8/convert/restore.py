@@ -6,7 +6,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from float8.arguments import require_module
 from float8.convert.encoder import leave_fast_path
 from float8.convert.fuse import unfuse_modules
-from float8.linear import Float8Layer
+from float8.linear import Float8Layer, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import disable_float8_all_gather
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_fsdp_module, local_tensor
@@ -30,7 +30,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     Raises:
         TypeError: `module` is no `nn.Module`.
         ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or
-            parametrized; nothing is changed then.
+            parametrized, or has a `forward` as attribute; nothing is changed then.
     """
     require_module(module, "module")
     layers = {layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Layer)}
@@ -50,6 +50,9 @@ def require_changeable(layer: Float8Layer, fqn: str) -> None:
     if is_fsdp_module(layer):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"
+    elif replaced_forward(layer):
+        got = "a layer with a `forward` of its own as attribute, which holds that of float8"
+        do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
     elif is_parametrized(layer):
         got, do = "a layer that is parametrized", "remove the parametrization first"
     elif _fsdp_has_weight(layer):

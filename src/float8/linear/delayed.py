@@ -103,6 +103,14 @@ class StatefulLayer(nn.Module):
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
 
+    def _leave_meta(self) -> bool:
+        """Make buffers anew that a checkpoint left on the meta device and the weight left."""
+        left = not self.weight.is_meta and any(x.is_meta for x in self._state().values())
+        if left:
+            self._register_buffers()
+            self.reset_state()
+        return left
+
     @torch.no_grad()
     def reset_state(self) -> None:
         """Set the buffers to their initial state, in place."""
@@ -226,8 +234,10 @@ class StatefulLayer(nn.Module):
         return replica  # type: ignore[no-any-return]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
-        before: dict[str, Tensor] = self._state()
         weight: Any = self._parameters.get("weight")
+        if weight is not None:
+            self._leave_meta()
+        before: dict[str, Tensor] = self._state()
         self.held = None
         in_float8 = self.keeps_no_master and isinstance(weight, Float8Tensor)
         if in_float8:  # another dtype would have it dequantised
@@ -283,12 +293,8 @@ class StatefulLayer(nn.Module):
         weight = self._parameters.get("weight")  # none of its own where it is computed
         if weight is not old_weight and weight is not None:
             self._parameters["weight"] = gathered_like(weight, old_weight)
-        after = self._state()
-        if not self.weight.is_meta and any(buffer.is_meta for buffer in after.values()):
-            self._register_buffers()
-            self.reset_state()
-        else:
-            for name, new in after.items():
+        if not self._leave_meta():
+            for name, new in self._state().items():
                 if new is not before[name]:  # it may lie in another's storage
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
         ours = {prefix + name for name in before}

@@ -118,6 +118,7 @@ class Float8Layer(StatefulLayer):
         """Turn this very object back into what it was made of."""
         self._take_back_master()
         self._drop_state()
+        self.__dict__.pop("forward", None)  # as in `copied_from`
         source = self.source_class  # may be the layer's own
         cls: Any = self.base_class or type(self)  # without what is of the source's
         for name in own_names(cls) & vars(self).keys():

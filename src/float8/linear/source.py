@@ -28,8 +28,16 @@ def copied_from(old: nn.Module, cls: Any) -> Any:
     new = cls.__new__(cls)
     new.__dict__.update(old.__dict__)
     new.__dict__.update(_own_containers(old))
+    new.__dict__.pop("forward", None)  # that of the class of `old`, else there was a problem
     _rebind_hooks(old, new)
     return new
+
+
+def replaced_forward(mod: nn.Module) -> bool:
+    """Whether an attribute hides the forward of the class; accelerate leaves it as one behind."""
+    own: Any = vars(mod).get("forward")
+    of_class = getattr(own, "__func__", None) is type(mod).forward and own.__self__ is mod
+    return own is not None and not of_class
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
@@ -77,9 +85,10 @@ def problem(
         return ValueError(reason)
     if reason := _needs_whole_weight(mod, base, config):
         return ValueError(reason)
-    if "forward" in mod.__dict__:  # it would win over ours
+    if replaced_forward(mod):  # it would win over ours
         return ValueError(
-            "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
+            "got a layer with a `forward` of its own as attribute, expected nn.Linear's; convert "
+            "before accelerate, or whoever else gives it one, dispatches the model"
         )
     if mod._compiled_call_impl is not None:  # bound to the layer it was made for
         return ValueError(

@@ -96,10 +96,11 @@ class FSDPFloat8Weight(Float8GatherWeight):
         data, scale = cast.row
         bytes_ = _padded(data.contiguous().view(torch.uint8), rows)
         if self.spec.granularity is not ScalingGranularity.TENSORWISE:
-            if even:
+            if not even:
+                scale = all_gather_rows(_padded(scale, rows), mesh.get_group())[: outer_size[0]]
+            elif mesh.size() > 1:  # of one rank FSDP2 takes the first tensor alone
                 sent = bytes_, scale.contiguous().view(torch.uint8)
                 return sent, GatherMetadata(None, None, outer_size)
-            scale = all_gather_rows(_padded(scale, rows), mesh.get_group())[: outer_size[0]]
         return (bytes_,), GatherMetadata(scale, cast.amax, outer_size)
 
     def _not_in_float8(self, rows: int, by_rows: bool, even: bool) -> str | None:

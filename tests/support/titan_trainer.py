@@ -1,0 +1,92 @@
+"""torchtitan's own training program on the CPU: its debug Llama 3, by configs as users write them.
+
+    python titan_trainer.py FOLDER --module titan_trainer --config delayed ...
+
+FOLDER has a tokenizer, and documents in `data`.
+
+What torchtitan lacks on a CPU it is given here: the name and the memory of the device, an attention
+whose backward runs there (its own, without masks), and sums that Gloo has. `set_timeout` is missing
+in torch 2.13.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+CPU = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
+    get_device_name=lambda device: "CPU",
+    get_device_properties=lambda device: SimpleNamespace(total_memory=2**33),
+    memory_stats=lambda device: {},
+    reset_peak_memory_stats=lambda: None,
+    empty_cache=lambda: None,
+)
+CPU.current_device = lambda: 0  # as of others, an index
+torch._utils._get_available_device_type = lambda: "cpu"
+torch._utils._get_device_module = lambda device: CPU
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = lambda *_: None
+
+# ruff: isort: split
+# ruff: noqa: E402
+from torchtitan import train
+from torchtitan.models.common import attention
+from torchtitan.models.llama3 import config_registry, model_registry
+from torchtitan.trainer import Trainer
+
+from float8.integrations.torchtitan import Float8Converter, attach_to_optimizers
+
+
+def plain(converters: Any = ()) -> Trainer.Config:
+    config = config_registry.llama3_debugmodel()
+    spec = config.model_spec = model_registry("debugmodel", converters=[*converters])
+    for _, _, parent, name in list(spec.model.traverse(attention.FlexAttention.Config)):
+        setattr(parent, name, attention.ScaledDotProductAttention.Config())
+    parallelize = spec.parallelize_fn
+
+    def with_sums_of_gloo(model: nn.Module, **more: Any) -> nn.Module:
+        model = parallelize(model, **more)
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(float(more["parallel_dims"].dp_shard))
+        return model
+
+    spec.parallelize_fn = with_sums_of_gloo
+    config.optimizer.implementation = "foreach"
+    config.training.disable_cuda_graphs = True
+    config.training.local_batch_size, config.training.seq_len = 2, 64
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.checkpoint.enable, config.checkpoint.interval = True, 2
+    config.validator.enable = False
+    config.debug.seed = 0
+    return config
+
+
+def converted(recipe: str) -> Trainer.Config:
+    config = plain([Float8Converter.Config(recipe_name=recipe, enable_fsdp_float8_all_gather=True)])
+    config.model_spec.post_optimizer_build_fn = attach_to_optimizers
+    return config
+
+
+def tensorwise() -> Trainer.Config:
+    return converted("tensorwise")
+
+
+def delayed() -> Trainer.Config:
+    return converted("delayed")
+
+
+def rowwise() -> Trainer.Config:
+    return converted("rowwise")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv.pop(1))
+    sys.argv += ["--hf_assets_path", str(folder), "--dataloader.dataset_path", str(folder / "data")]
+    train.main()
