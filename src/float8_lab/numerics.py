@@ -169,8 +169,12 @@ def watch(
             see(call, "weight", layer.weight)
         if not output.requires_grad:
             return None
+
+        def see_gradient(gradient: Tensor) -> None:
+            see(call, "grad_output", gradient.reshape(-1, gradient.shape[-1]))
+
         output = output + probe
-        output.register_hook(lambda g: see(call, "grad_output", g.reshape(-1, g.shape[-1])))  # type: ignore[no-untyped-call]
+        output.register_hook(see_gradient)  # type: ignore[no-untyped-call]
         return output
 
     devices = {p.device for p in model.parameters() if p.is_cuda}

@@ -15,6 +15,7 @@ from float8.convert.measure import WrongResultError
 from float8.gemm import Gemm
 from float8.quantize.spec import Part
 from float8_lab.bench import cast, linear, matmul
+from float8_lab.bench import step as step_module
 from float8_lab.bench.block import StackSize, bench_block, stack_step
 from float8_lab.bench.profile import kind_of, profile_block
 from float8_lab.bench.shapes import Shape
@@ -201,6 +202,20 @@ def test_the_held_variant_casts_each_weight_once() -> None:
             step()
         casts.append(count.casts)
     assert casts[0] - casts[1] == 7 * (2 * 3 - 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "due"), [("tensorwise", 0), ("blockwise", 0), ("delayed", 1), ("rowwise+held", 1)]
+)
+def test_a_step_syncs_where_something_is_due(
+    recipe: str, due: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, variant = make_variants([recipe], ["eager"])
+    once = stack_step(variant, TINY, CPU)
+    calls: list[object] = []
+    monkeypatch.setattr(step_module, "sync_float8_amax_and_scale_history", calls.append)
+    once()
+    assert len(calls) == due
 
 
 def test_recipes_with_switches() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8.kernels.runtime import ops
-from float8.kernels.runtime.launch import Launch
+from float8.kernels.runtime.launch import Launch, Program, Slot
 
 triton = pytest.importorskip("triton")
 
@@ -104,6 +104,36 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "norm": norm,
     "transpose": lambda x: ops.cuda.transpose(empty(*x.shape, dtype=E4M3)),
 }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_are_not_specialised_on_what_may_start_anywhere(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that was compiled for multiples of 16 bytes would read other tensors, too."""
+    asked = []
+    init = Program.__init__
+
+    def check(
+        self: Program,
+        given: Sequence[Slot],
+        results: Sequence[Slot],
+        launches: Sequence[Launch],
+        *,
+        anywhere: int = 0,
+    ) -> None:
+        init(self, given, results, launches, anywhere=anywhere)
+        for slot in given[len(given) - anywhere :]:
+            for launch in launches:
+                places = [at for at, each in enumerate(launch.slots) if each is slot]
+                parameters = [launch.kernel.params[at] for at in places]
+                asked.append(all(each.do_not_specialize_on_alignment for each in parameters))
+
+    monkeypatch.setattr(Program, "__init__", check)
+    monkeypatch.setattr(Launch, "plainly", lambda self, tensors: None)
+    CASES[case](empty(80, 48, dtype=BF16))  # of a shape that nobody else plans
+    assert all(asked)
+    assert bool(asked) == (case in ("cast", "cast_delayed", "swiglu", "swiglu backward", "norm"))
 
 
 @pytest.mark.parametrize("shape", [(4096, 2048), (100, 72)], ids=str)

@@ -98,6 +98,19 @@ def test_rms_norm(shape, scale: float | None, dtype, triton_device) -> None:
             assert_close(*pair)
 
 
+def test_rms_norm_of_one_column_that_lies_as_a_row(triton_device: torch.device) -> None:
+    """It counts as contiguous, whatever the stride of its one column."""
+    x = torch.randn(1, 33, device=triton_device).t()
+    weight = torch.tensor([0.7], device=triton_device)
+    got = _rms_norm_cast_triton(x, weight, 1e-5, E4M3, None, None, False, False)
+    want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, None, None, False, False)
+    for pair in zip(got, want, strict=True):
+        assert_close(*pair)
+    rstd, scale, _ = got
+    col = _rms_norm_recast_triton(x, weight, rstd, scale, E4M3)
+    assert_close(col, rms_norm_recast_reference(x, weight, *want[:2], E4M3))
+
+
 @source
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm_recast(shape, dtype, triton_device) -> None:

@@ -66,7 +66,7 @@ def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | N
 
 
 class Kept(NamedTuple):
-    """From what backward makes column data of the input: `norm`, `col` or `rows`; the scale."""
+    """What backward makes column data of the input from: `norm`, `col` or `rows`; and the scale."""
 
     scale: Tensor
     norm: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)

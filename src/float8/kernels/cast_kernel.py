@@ -79,7 +79,10 @@ def casting(
         weight: [C], with ``rstd``.
         config: the launch configuration; None: by `launch_config`.
     """
-    (R, C), (stride_r, stride_c) = x.shape, x.strides
+    R, C = x.shape
+    # Strides of what is contiguous may be any where a dim has one element.
+    strides = x.strides if y is None and rstd is None else (C, 1)
+    stride_r, stride_c = strides
     used = None if parts is None else new((), torch.float32)
     along = new((ceil16(R) if pad_rows else R, ceil16(C)), dtype) if row else None
     across = new((ceil16(C), ceil16(R)), dtype) if col else None
@@ -88,7 +91,7 @@ def casting(
         return results, []
     makes = (_PADDED_ROWS if pad_rows else _EXACT_ROWS) if row else _ABSENT
     makes_across = _PADDED_ROWS if col else _ABSENT
-    if not reads_along_rows(x.strides):  # the kernel reads x.t()
+    if not reads_along_rows(strides):  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         along, across, makes, makes_across = across, along, makes_across, makes
     if config is None:

@@ -60,9 +60,11 @@ class Across(NamedTuple):
     """What one layer asks of other ranks; None: nothing."""
 
     input: Reduction | None = None
-    """Makes the amax of this rank's part that of the whole input, as do the next two."""
+    """Takes the amax of this rank's part of the input, and returns that of the whole input."""
     weight: Reduction | None = None
+    """The same for the weight."""
     grad_output: Reduction | None = None
+    """The same for the gradient of the output."""
     output: Tokens | None = None
     """Where the output is a sum over ranks, of which each keeps its tokens."""
     weight_scale: Tensor | None = None

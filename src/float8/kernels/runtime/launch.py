@@ -46,7 +46,7 @@ _Way = TypeVar("_Way")
 
 
 def planned(plan: Callable[..., _Way]) -> Callable[..., _Way]:
-    """``plan``, worked out once for tensors that look alike: asked with a tensor, told its slot."""
+    """A function of tensors of ``plan``, a function of slots: worked out once for all alike."""
 
     @functools.lru_cache(maxsize=4096)
     def known(
@@ -165,7 +165,7 @@ class Program:
 
     def _first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run once more by Triton, unless all kernels are known: then by PyTorch from now on."""
-        if not self._ready:
+        if not self._ready or any(x.data_ptr() & 15 for x in tensors[: self._aligned]):
             return self._plainly(tensors)
         binaries = [_binaries.get((self.device, launch.key), _UNKNOWN) for launch in self.launches]
         if _UNKNOWN in binaries:
@@ -197,7 +197,9 @@ class Program:
 
     def _step(self, launch: Launch, binary: "_Binary") -> tuple[Any, ...]:
         """What `__call__` needs of a launch."""
-        take = operator.itemgetter(*(self._slots.index(slot) for slot in launch.slots if slot))
+        at = [self._slots.index(slot) for slot in launch.slots if slot is not None]
+        assert len(at) > 1  # of one the getter would return no tuple
+        take = operator.itemgetter(*at)
         rest = (*(n for n in launch.integers if n != 1), *binary.scratch)
         about = binary.num_warps, binary.shared, binary.types
         return binary.function, launch.programs, *about, take, rest
