@@ -1,6 +1,7 @@
 """A `Float8Tensor` inside a DTensor: what styles of one's own are made of."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import Float8Tensor, Float8Weights
 from float8.config import ScalingGranularity
@@ -123,6 +125,27 @@ def test_distributing_sends_bytes_and_scales_of_one_rank(either: Ranks) -> None:
     either.run(distributed)
 
 
+class Waitable(TorchDispatchMode):
+    """Whether each collective of plain tensors was asked for a work to wait for.
+
+    NCCL makes none for those that were not, and to wait for that ends the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, Float8Tensor) for kind in types):
+            return NotImplemented  # it will call what it is made of
+        if func.namespace == "c10d":
+            at = [argument.name for argument in func._schema.arguments].index("async_op")
+            self.asked.append(len(args) <= at or args[at])
+        return func(*args, **kwargs or {})
+
+
 def moved() -> None:
     """Whole tensors, each with its own scale and amax to record."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
@@ -137,8 +160,10 @@ def moved() -> None:
 
     for make in (of, amaxed):
         x = make(rank)
-        dist.broadcast(x, src=1)
+        with Waitable() as works:
+            dist.broadcast(x, src=1)
         assert same(x, make(1))
+        assert works.asked == [True] * len(x.__tensor_flatten__()[0])
         both = [make(7), make(8)]
         dist.all_gather(both, make(rank))
         assert all(same(got, make(n)) for n, got in enumerate(both))

@@ -274,7 +274,9 @@ class FunctionalTraffic(TorchDispatchMode):
             return NotImplemented  # it will call what it is made of
         name = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional" and "wait" not in name:
-            self.seen.append((name, args[0].dtype, args[0].nbytes))
+            dtype = args[0].dtype
+            dtype = torch.uint8 if dtype.itemsize == 1 else dtype  # GPUs send float8 as it is
+            self.seen.append((name, dtype, args[0].nbytes))
         return func(*args, **kwargs or {})
 
     def bytes_of(self, name: str) -> dict[torch.dtype, int]:

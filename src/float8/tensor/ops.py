@@ -280,6 +280,10 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     for x in written:
         x._columns.forget()
+    # NCCL makes no work to wait for unless it is asked to; torch waits for that of the last field.
+    at = [argument.name for argument in func._schema.arguments].index("async_op")
+    if len(args) > at:
+        args = (*args[:at], True, *args[at + 1 :])
     done: Any = None
     for name in names:
         if done is not None:
