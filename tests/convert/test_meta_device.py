@@ -79,3 +79,14 @@ def test_forward_on_meta_gives_shape_and_dtype(config: Float8LinearConfig, autoc
     assert y.dtype == torch.float32
     y.sum().backward()
     assert model[0].weight.grad.shape == (48, 32)
+
+
+def test_emptied_buffers_of_a_weight_that_came_first_are_as_new() -> None:
+    model = on_meta(delayed())
+    for layer in model:
+        layer.weight, layer.bias = (
+            nn.Parameter(torch.randn(p.shape)) for p in (layer.weight, layer.bias)
+        )
+    new = fp8_state(convert_to_float8_training(nn.Linear(8, 8), config=delayed()))
+    for name, x in fp8_state(model.to_empty(device="cpu")).items():
+        assert torch.equal(x, new[name.rpartition(".")[2]]), name

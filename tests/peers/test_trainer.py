@@ -3,10 +3,14 @@
 import copy
 import gc
 import importlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from float8 import (
     convert_to_float8_training,
@@ -90,6 +94,48 @@ def test_lora_is_resumed_bit_by_bit(tmp_path: Path) -> None:
         state = rest.state_dict()
         assert all(same_bits(x, state[name]) for name, x in whole.state_dict().items())
     assert any((x > 0).sum() == 4 for name, x in fp8_state(rest).items() if "history" in name)
+
+
+def test_state_is_found_whatever_wraps_the_model_and_however_often_it_was_saved(
+    tmp_path: Path,
+) -> None:
+    model = hf.converted("delayed")
+
+    def is_mlp(module: torch.nn.Module) -> bool:
+        return type(module).__name__.endswith("MLP")
+
+    apply_activation_checkpointing(model, check_fn=is_mlp)  # wraps them, in their names, too
+    trainer = hf.trainer(model, tmp_path)
+    trainer.add_callback(Float8Callback())  # a second one
+    trainer.train()
+    model.save_pretrained(tmp_path / "whole")
+    assert loaded(tmp_path / "whole") is not None
+    rest = hf.converted("delayed")
+    hf.trainer(rest, tmp_path / "rest").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    state = rest.state_dict()
+    assert all(same_bits(x, state[name]) for name, x in model.state_dict().items())
+
+
+def test_other_layers_than_those_saved_are_told(tmp_path: Path) -> None:
+    hf.trainer(hf.converted("delayed"), tmp_path).train()
+    fewer = convert_to_float8_training(
+        hf.llama(), config="delayed", module_filter_fn=lambda mod, fqn: fqn.endswith("q_proj")
+    )
+    trainer = hf.trainer(fewer, tmp_path / "rest")
+    with pytest.warns(UserWarning, match="delayed scaling in different layers"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_state_that_is_saved_last_is_the_last(tmp_path: Path) -> None:
+    model = hf.converted("delayed")
+    trainer = hf.trainer(model, tmp_path, save_strategy="no")
+    trainer.train()
+    trainer.save_state()
+    entry = json.loads((tmp_path / "trainer_state.json").read_text())["stateful_callbacks"]
+    saved = entry["Float8Callback"]["attributes"]["delayed"]
+    ours = fp8_state(model)
+    found = {f"{name}.{key}": x for name, state in saved.items() for key, x in state.items()}
+    assert found == {name: x.tolist() for name, x in ours.items()}
 
 
 def test_a_run_begun_without_the_callback_is_resumed_with_it(tmp_path: Path) -> None:

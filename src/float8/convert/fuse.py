@@ -17,6 +17,7 @@ from float8.convert.symbols import Symbol, expression_of
 from float8.formats import autocast_dtype
 from float8.fused import swiglu_feed_forward, why_not_fused
 from float8.fused.reasons import has_hooks, why_norm_weight_not_read
+from float8.linear import replaced_forward
 from float8.linear.held import PLAIN
 from float8.tensor import is_fsdp_module
 
@@ -161,6 +162,8 @@ def unfuse_modules(model: nn.Module) -> None:
 def _unfuse(module: nn.Module) -> None:
     """Give a module its own class back, if it is fused."""
     if isinstance(module, Fused) and "_float8_known" in vars(type(module)):
+        if not replaced_forward(module):
+            module.__dict__.pop("forward", None)  # its own, left behind by accelerate
         module.__class__ = module._float8_known.source
 
 

@@ -5,7 +5,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
 from float8.convert.encoder import leave_fast_path
-from float8.convert.fuse import unfuse_modules
+from float8.convert.fuse import Fused, unfuse_modules
 from float8.linear import Float8Layer, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import disable_float8_all_gather
@@ -30,12 +30,16 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     Raises:
         TypeError: `module` is no `nn.Module`.
         ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or
-            parametrized, or has a `forward` as attribute; nothing is changed then.
+            parametrized; or one, or a fused module, has a `forward` of its own as attribute.
+            Nothing is changed then.
     """
     require_module(module, "module")
     layers = {layer: fqn for fqn, layer in module.named_modules() if isinstance(layer, Float8Layer)}
     for layer, fqn in layers.items():
         require_changeable(layer, fqn)
+    for fqn, part in module.named_modules():
+        if isinstance(part, Fused) and replaced_forward(part):
+            raise _unchangeable(fqn, *_OWN_FORWARD)
     disable_float8_all_gather(layers)
     unfuse_modules(module)
     for layer in layers:
@@ -51,8 +55,7 @@ def require_changeable(layer: Float8Layer, fqn: str) -> None:
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"
     elif replaced_forward(layer):
-        got = "a layer with a `forward` of its own as attribute, which holds that of float8"
-        do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
+        got, do = _OWN_FORWARD
     elif is_parametrized(layer):
         got, do = "a layer that is parametrized", "remove the parametrization first"
     elif _fsdp_has_weight(layer):
@@ -60,7 +63,17 @@ def require_changeable(layer: Float8Layer, fqn: str) -> None:
         do = "make the change before fully_shard, or load a state dict of it into a new model"
     else:
         return
-    raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
+    raise _unchangeable(fqn, got, do)
+
+
+_OWN_FORWARD = (
+    "a layer with a `forward` of its own as attribute, which holds that of float8",
+    "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)",
+)
+
+
+def _unchangeable(fqn: str, got: str, do: str) -> ValueError:
+    return ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
 
 
 def _fsdp_has_weight(layer: Float8Layer) -> bool:

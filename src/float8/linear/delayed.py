@@ -235,8 +235,7 @@ class StatefulLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
-        if weight is not None:
-            self._leave_meta()
+        left_meta = weight is not None and self._leave_meta()
         before: dict[str, Tensor] = self._state()
         self.held = None
         in_float8 = self.keeps_no_master and isinstance(weight, Float8Tensor)
@@ -251,8 +250,8 @@ class StatefulLayer(nn.Module):
             new = self.get_buffer(name)
             if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits
                 self._buffers[name] = old.to(new.device)
-        if any(old.is_meta for old in before.values()):
-            self.reset_state()  # `to_empty()` left them undefined
+        if left_meta or any(old.is_meta for old in before.values()):
+            self.reset_state()  # after `to_empty()` they would be undefined
         self._state_was_written()
         return self
 
