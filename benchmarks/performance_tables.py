@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 PLAIN = "plain-rebuild.json"
 HUGGING_FACE = "hugging-face.json"
-PLAIN_COMMIT = "ca2477b"  # the newest run of the whole stack, compiled and eager
+PLAIN_COMMIT = "ca2477b"  # the newest run of the whole stack beside torchao
 FINER_COMMIT = "301e755"  # the newest run with scales per row and block
 HELD_COMMIT = "f96af7a"  # the newest run with held weights and fuse=True
 SMALL_COMMIT = "ca2477b"  # the newest run with small layers

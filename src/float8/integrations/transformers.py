@@ -70,10 +70,9 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the `Trainer` writes into `trainer_state.json`."""
-        layers = self._delayed().items()
         saved = {
             _plain(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
-            for name, layer in layers
+            for name, layer in self._delayed().items()
         }
         return {"args": {}, "attributes": {"delayed": saved}}
 

@@ -14,7 +14,13 @@ from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, ceil16
 from float8.kernels.amax import float32_bits, magnitude_bits
 from float8.kernels.cast import check_cast, to_float8
-from float8.kernels.cast_kernel import launch_config, mantissa, reads_along_rows
+from float8.kernels.cast_kernel import (
+    ABSENT,
+    launch_config,
+    mantissa,
+    outputs,
+    reads_along_rows,
+)
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_bits, to_float32
 from float8.kernels.quads import (
     inside_of,
@@ -163,9 +169,6 @@ def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
 WIDEST_ROW = 32768
 """Programs hold rows of up to this many elements in registers; longer ones are read twice."""
 
-# What a kernel makes of one of its two outputs, as in `cast`.
-_ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
-
 
 class RowLaunch(NamedTuple):
     """Launch configuration of the kernel that holds whole rows in registers."""
@@ -261,8 +264,7 @@ def casting(
         new_part((ceil16(C), ceil16(R)), dtype, col),
     )
     results = [slot for slot in (*along, *across) if slot is not None]
-    makes = (_PADDED_ROWS if pad_rows else _EXACT_ROWS) if row else _ABSENT
-    makes_across = _PADDED_ROWS if col else _ABSENT
+    makes, makes_across = outputs(row, col, pad_rows)
     if not reads_along_rows(x.strides):  # the kernels read x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         along, across, makes, makes_across = across, along, makes_across, makes
@@ -274,7 +276,7 @@ def casting(
     )
     integers = (R, C, stride_r, stride_c)
 
-    if makes_across == _ABSENT and C <= WIDEST_ROW and walk is None and tile is None:
+    if makes_across == ABSENT and C <= WIDEST_ROW and walk is None and tile is None:
         held = row_config(R, C)
         constants = (makes, *format_constants, held.even, held.rows, held.block_c)
         launch = Launch(
@@ -289,10 +291,10 @@ def casting(
         walk.programs,
         (x, amaxes),
         (*integers, walk.rounds),
-        (makes != _ABSENT, makes_across != _ABSENT, walk.even, walk.block_r, walk.block_c),
+        (makes != ABSENT, makes_across != ABSENT, walk.even, walk.block_r, walk.block_c),
         walk.num_warps,
     )
-    tile = tile or tile_config(R, C, across=makes_across != _ABSENT, sms=sm_count(x.device))
+    tile = tile or tile_config(R, C, across=makes_across != ABSENT, sms=sm_count(x.device))
     cast = Launch(
         _cast_axiswise_kernel,
         tile.programs,

@@ -30,8 +30,8 @@ _PLAIN, _SWIGLU, _RMS_NORM = 0, 1, 2
 # the history, and measured only where that knows none.
 GIVEN, MEASURED, HISTORY = 0, 1, 2
 
-# What the kernel makes of one of its two outputs.
-_ABSENT, _EXACT_ROWS, _PADDED_ROWS = 0, 1, 2
+# What a kernel makes of one of its two outputs.
+ABSENT, EXACT_ROWS, PADDED_ROWS = 0, 1, 2
 
 
 def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
@@ -89,8 +89,7 @@ def casting(
     results = [slot for slot in (used, along, across) if slot is not None]
     if R * C == 0:
         return results, []
-    makes = (_PADDED_ROWS if pad_rows else _EXACT_ROWS) if row else _ABSENT
-    makes_across = _PADDED_ROWS if col else _ABSENT
+    makes, makes_across = outputs(row, col, pad_rows)
     if not reads_along_rows(strides):  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         along, across, makes, makes_across = across, along, makes_across, makes
@@ -115,6 +114,12 @@ def casting(
     integers = (R, C, stride_r, stride_c, joined)
     launch = Launch(_cast_kernel, config.programs, slots, integers, constants, config.num_warps)
     return results, [launch]
+
+
+def outputs(row: bool, col: bool, pad_rows: bool) -> tuple[int, int]:
+    """What a kernel makes of row data, and of column data."""
+    made = PADDED_ROWS if pad_rows else EXACT_ROWS
+    return made if row else ABSENT, PADDED_ROWS if col else ABSENT
 
 
 def mantissa(dtype: torch.dtype) -> int:
