@@ -1,7 +1,9 @@
 """Fused functions under tensor parallel: against one device, and against layer by layer."""
 
 import copy
+import itertools
 import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -226,6 +228,53 @@ REST = [pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE]
 def test_a_fused_block_is_one_graph(two: Ranks, recipe: str, sequence: bool) -> None:
     for fuse in (True, False):
         two.run(blocks, recipe, sequence, "aot_eager", fuse)
+
+
+def stack(make: Any, plan: dict[str, Any], mesh: DeviceMesh, sharded: bool) -> None:
+    """Blocks that were made alike, each compiled by itself as trainers do."""
+    torch._dynamo.reset()
+    layers, tensor = [make() for _ in range(3)], mesh["tensor"]
+    for block in layers:
+        parallelize_module(block, tensor, plan)
+        block.compile(fullgraph=True, backend="eager")  # guards are Dynamo's
+        if sharded:
+            fully_shard(block, mesh=mesh["data"])
+    x = eighths(1, 2, TOKENS, DIM).requires_grad_()
+    for _ in range(2):
+        y = x
+        # One of each code object: the next would fail.
+        with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+            for block in layers:
+                y = block(y)
+        y.sum().backward()
+
+
+def stacks(recipe: str, dp: int, fused: bool) -> None:
+    mesh = init_device_mesh(
+        here().type, (dp, dist.get_world_size() // dp), mesh_dim_names=("data", "tensor")
+    )
+    if fused:
+        stack(lambda: fused_block(recipe), fused_plan(False), mesh, dp > 1)
+    for kind, fuse in (("float8", True),) if fused else (("float8", False), ("torch", False)):
+        stack(partial(block_of, recipe, fuse=fuse), plan_of(kind, False), mesh, dp > 1)
+
+
+SHARED = [("two", "tensorwise", True), ("four", "delayed", True)]
+OTHERS = [
+    pytest.param(ranks, recipe, fused, marks=pytest.mark.exhaustive)
+    for ranks, recipe, fused in itertools.product(
+        ("two", "four"), ("tensorwise", "delayed"), (True, False)
+    )
+    if (ranks, recipe, fused) not in SHARED
+]
+
+
+@pytest.mark.parametrize(("ranks", "recipe", "fused"), SHARED + OTHERS)
+def test_all_blocks_of_a_model_share_one_compilation(
+    request: pytest.FixtureRequest, ranks: str, recipe: str, fused: bool
+) -> None:
+    there: Ranks = request.getfixturevalue(ranks)
+    there.run(stacks, recipe, 2 if ranks == "four" else 1, fused)
 
 
 @pytest.mark.exhaustive

@@ -98,13 +98,11 @@ class Call(NamedTuple):
 
 
 def placed(x: Any, *modules: Any) -> Any:
-    """`x` after the input hooks that styles have put on `modules`, one module after the other."""
+    """`x` after the input hooks of `modules`, one module after the other: all are of styles."""
     for module in modules:
-        style = ParallelStyle.of(module)
-        if style is not None:
-            for key, hook in module._forward_pre_hooks.items():
-                if key in style.hooks:
-                    x = hook(module, (x,))
+        if ParallelStyle.of(module) is not None:
+            for hook in module._forward_pre_hooks.values():
+                x = hook(module, (x,))
     return x
 
 
@@ -193,9 +191,8 @@ def returned(y: Tensor, like: Tensor, layer: Float8Linear, across: Across) -> An
     if layer.parallel_style is None:
         return y
     output = of_all_ranks(y, layer.weight, across)
-    for key, hook in layer._forward_hooks.items():
-        if key in layer.parallel_style.hooks:
-            output = hook(layer, (), output)
+    for hook in layer._forward_hooks.values():
+        output = hook(layer, (), output)
     if is_dtensor(output):
         return output
     # `to_local` made a view, and FSDP2 warns of modules that return one.

@@ -23,10 +23,9 @@ def has_hooks(module: nn.Module) -> bool:
 
     Those of this library's styles do not: fused functions know what they do.
     """
-    found = {key for hooks in _HOOKS for key in getattr(module, hooks)}
-    if style := ParallelStyle.of(module):
-        found -= style.hooks
-    return bool(found) or has_global_module_hooks()
+    found = sum(len(getattr(module, hooks)) for hooks in _HOOKS)
+    style = ParallelStyle.of(module)
+    return found != (0 if style is None else style.hooks) or has_global_module_hooks()
 
 
 def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:

@@ -34,8 +34,8 @@ class ParallelStyle(NamedTuple):
     output: Any
     """The placement of what the module returns."""
 
-    hooks: frozenset[int]
-    """The keys of these hooks."""
+    hooks: int
+    """How many they are. Their keys differ from module to module: compiled code would, too."""
 
     @staticmethod
     def of(module: torch.nn.Module | None) -> "ParallelStyle | None":
