@@ -1,0 +1,33 @@
+"""`benchmarks/one_start.py`: recipes that go on from the same weights and moments."""
+
+import copy
+from pathlib import Path
+
+import torch
+
+from float8_lab.trainer import data
+from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
+from support.scripts import ROOT, load_script
+
+
+def test_runs_go_on_from_one_start_and_leave_it_alone() -> None:
+    script = load_script("one_start")
+    config = TrainConfig.create(
+        model="tiny", steps=5, batch_size=2, seq_len=64, eval_batches=1, eval_interval=0,
+        data=str(ROOT / "src" / "float8"), checkpoint_interval=0, final_checkpoint=False,
+        tensorboard=False, device="cpu",
+    )  # fmt: skip
+    corpus = data.load_corpus(Path(config.data))
+    start = script.started(config, corpus, 2)
+    before = copy.deepcopy(start)
+    runs = {}
+    for name in (HIGH_PRECISION, "delayed", "again"):
+        recipe = HIGH_PRECISION if name == "again" else name
+        runs[name] = script.continued(config.replace(recipe=recipe), corpus, start, 2)
+        assert len(runs[name].train) == 3
+    assert runs["again"].train == runs[HIGH_PRECISION].train != runs["delayed"].train
+    assert all(torch.equal(before["model"][n], x) for n, x in start["model"].items())
+    rows = [script.row(name, losses, 2) for name, losses in runs.items()]
+    script.gaps(rows[:1])
+    assert rows[0]["mean_gap_percent"] == rows[0]["val_loss_gap_percent"] == 0
+    assert rows[0]["mean"] == sum(runs[HIGH_PRECISION].train[-2:]) / 2
