@@ -82,6 +82,8 @@ def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int 
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine[0], theirs[0])
         assert torch.equal(mine[1], theirs[1])
+    with torch.inference_mode():
+        assert torch.equal(layer(own_x.detach()), own_y)
     close(own_y, y if out_dim is None else part(y, out_dim))
     close(own_x.grad, x.grad if in_dim is None else part(x.grad, in_dim))
     for mine, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
