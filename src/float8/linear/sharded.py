@@ -85,8 +85,10 @@ def linear_of_shards(
     output = of_all_ranks(y, weight, across)
     if bias is None or by_rows:
         return output
-    # What the ranks' tokens say of the bias is summed in backward.
-    return output + bias.redistribute(placements=bias.placements)
+    if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
+        # What the ranks' tokens say of the bias is summed in backward.
+        bias = bias.redistribute(placements=bias.placements)
+    return output + bias
 
 
 def shared_by_rows(weight: Any) -> bool:

@@ -185,8 +185,14 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return forward
 
     def _find_weight_scales(self, module: nn.Module) -> list[Float8Linear]:
-        """Ask all ranks at once for the scales of all weights, and tell the layers."""
+        """Ask all ranks at once for the scales of all weights, and tell the layers.
+
+        In compiled code each layer asks for its own: Dynamo lets nothing that is checkpointed write
+        to a module.
+        """
         alike: list[Any] = []
+        if torch.compiler.is_compiling():
+            return alike
         for name in self.layer_names:
             layer: Any = module.get_submodule(name)
             weight: Any = getattr(layer, "weight", None)
