@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -267,11 +267,11 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     inner = _unwrapped(optimizer)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _closure(args, kwargs) is None:
+        if not _has_closure(args, kwargs):
             sync_float8_amax_and_scale_history(model, group=group)
 
     def after_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _closure(args, kwargs) is not None:
+        if _has_closure(args, kwargs):
             sync_float8_amax_and_scale_history(model, group=group)
         precompute_float8_dynamic_scale_for_fsdp(model)
         update_float8_weights(model)
@@ -289,10 +289,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     return attachment
 
 
-def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """In the arguments of a step, of which the first is the optimizer."""
-    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step is given one, by its arguments: the first is the optimizer."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
