@@ -14,7 +14,6 @@ from float8.arguments import require_module
 from float8.config import Float8Weights
 from float8.linear import WEIGHT_AMAX, WEIGHT_SCALE, Float8Layer
 from float8.linear.held import HeldWeight, can_hold, hold
-from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
@@ -105,7 +104,7 @@ def sync_float8_amax_and_scale_history(
 def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
     shared = [x for x in layers if x.holds_part or is_dtensor(x.weight)]
-    unknown = [layer for layer in shared if casts_delayed(layer.plan) and not layer.scales_known]
+    unknown = [x for x in shared if x.plan.casts_delayed() and not x.scales_known]
     if unknown:  # asks the device, in the first steps
         scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
         flags = torch.stack([(each != UNKNOWN_SCALE).all() for each in scales]).tolist()

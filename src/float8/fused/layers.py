@@ -20,7 +20,7 @@ from float8.linear.functional import (
     require_input,
     with_leading_dims,
 )
-from float8.linear.plan import LinearPlan, casts_weight_dynamically
+from float8.linear.plan import LinearPlan
 from float8.linear.sharded import (
     ParallelStyle,
     across_of,
@@ -163,7 +163,7 @@ def _on_this_rank(
     else:  # refuses what is no DTensor
         here = local_input(first, x, weights[0], first.delayed_scales())
     ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
-    if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
+    if first.weight_scale is None and first.plan.casts_weight_dynamically() and not ready:
         scales = weight_scales(weights, first.plan.weight)  # asked for at once
         pairs = zip(acrosses, scales, strict=True)
         acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)

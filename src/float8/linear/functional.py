@@ -20,12 +20,7 @@ from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
-from float8.linear.plan import (
-    LinearPlan,
-    casts_grad_output_once,
-    casts_input_once,
-    plan_linear,
-)
+from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.weight import kept_weight, record_amax, weight_columns, weight_rows
 from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
@@ -235,7 +230,7 @@ def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
 def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of an input that was cast for several layers at once."""
     operand = _operand_of(
-        "input", input, plan.input, None if casts_input_once(plan) else "grad_weight"
+        "input", input, plan.input, None if plan.casts_input_once() else "grad_weight"
     )
     return operand._replace(row=padded(operand.row, plan.input, pad_rows=False))
 
@@ -272,7 +267,7 @@ def cast_tokens(
     """Cast `x` [R, C]; or, of `tokens` that ranks share, [R / ranks, C] here, and gather bytes.
 
     Under one scale for all ranks, or under one for each row, which travel, too: see
-    `casts_grad_output_once`.
+    `LinearPlan.casts_grad_output_once`.
     """
     if tokens is None:
         return quantize(x, spec, row=row, col=col, state=state, record=record, reduce=reduce)
@@ -402,7 +397,7 @@ class _Linear(torch.autograd.Function):
         tokens, reduce = across.output, across.grad_output
         if tokens is not None:
             M *= tokens.ranks
-            if not casts_grad_output_once(plan):
+            if not plan.casts_grad_output_once():
                 grad_output, tokens, reduce = tokens.gather(grad_output), None, None
         shared_col = col and plan.share_grad_output
         if row or shared_col:

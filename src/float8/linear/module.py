@@ -17,7 +17,7 @@ from float8.linear.functional import (
     weight_in_float8,
 )
 from float8.linear.held import current
-from float8.linear.plan import casts_grad_output_once, casts_input_once, plan_linear
+from float8.linear.plan import plan_linear
 from float8.linear.sharded import ParallelStyle, dtensor_in_float8, linear_of_shards
 from float8.linear.source import copied_from, own_names, problem
 from float8.linear.weight import in_float8_only
@@ -104,9 +104,8 @@ class Float8Layer(StatefulLayer):
             self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
 
     def _drop_state(self) -> None:
-        for site in self.delayed:
-            for name in site.buffers:
-                del self._buffers[name]
+        for name in self._state():
+            del self._buffers[name]
 
     def become_high_precision(self) -> None:
         """Turn this very object back into what it was made of."""
@@ -221,7 +220,8 @@ class Float8Layer(StatefulLayer):
             parts.append(f"weight {self.config.float8_weights.value} in float8")
         of_input = self.gathered == "input"
         if self.gathered is not None and not (of_input and self.sums_over_ranks):
-            once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)
+            plan = self.plan
+            once = plan.casts_input_once() if of_input else plan.casts_grad_output_once()
             parts.append(f"{self.gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)
 

@@ -23,7 +23,7 @@ from float8.linear.functional import (
     require_aligned,
     require_input,
 )
-from float8.linear.plan import LinearPlan, casts_input_once
+from float8.linear.plan import LinearPlan
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
 from float8.tensor import Float8Tensor, dtensor_like
@@ -181,7 +181,7 @@ def dtensor_in_float8(layer: Any, x: Any, scales: DelayedScales) -> Any:
     if (
         placement.is_partial()
         or (by_rows and placement.is_shard() and placement.dim % x.dim() == x.dim() - 1)
-        or not casts_input_once(plan)
+        or not plan.casts_input_once()
         or isinstance(local, Float8Tensor)
     ):
         return x
