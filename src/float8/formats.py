@@ -39,13 +39,6 @@ def sendable(data: torch.Tensor) -> torch.Tensor:
     return data if data.is_cuda else data.view(torch.uint8)
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which autocast has GEMMs compute on a device; None: it is off."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # meta knows none
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
 @functools.cache
 def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.

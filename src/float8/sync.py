@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from float8.arguments import require_module
 from float8.config import Float8Weights
 from float8.linear import WEIGHT_AMAX, WEIGHT_SCALE, Float8Layer
 from float8.linear.held import HeldWeight, can_hold, hold
-from float8.linear.plan import casts_delayed
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
@@ -105,7 +104,7 @@ def sync_float8_amax_and_scale_history(
 def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
     shared = [x for x in layers if x.holds_part or is_dtensor(x.weight)]
-    unknown = [layer for layer in shared if casts_delayed(layer.plan) and not layer.scales_known]
+    unknown = [x for x in shared if x.plan.casts_delayed() and not x.scales_known]
     if unknown:  # asks the device, in the first steps
         scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
         flags = torch.stack([(each != UNKNOWN_SCALE).all() for each in scales]).tolist()
@@ -267,11 +266,11 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     inner = _unwrapped(optimizer)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _closure(args, kwargs) is None:
+        if not _has_closure(args, kwargs):
             sync_float8_amax_and_scale_history(model, group=group)
 
     def after_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _closure(args, kwargs) is not None:
+        if _has_closure(args, kwargs):
             sync_float8_amax_and_scale_history(model, group=group)
         precompute_float8_dynamic_scale_for_fsdp(model)
         update_float8_weights(model)
@@ -289,10 +288,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     return attachment
 
 
-def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """In the arguments of a step, of which the first is the optimizer."""
-    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step is given one, by its arguments: the first is the optimizer."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:

@@ -141,7 +141,7 @@ def test_wrong_arguments_say_what_was_expected() -> None:
         Float8Tensor(torch.zeros(4, 4), scale, torch.float32)
     with pytest.raises(TypeError, match=r"scale: got dtype torch.float64, expected torch.float32"):
         Float8Tensor(data, scale.double(), torch.float32)
-    with pytest.raises(ValueError, match=r"scale: got shape \(4,\), expected one element"):
+    with pytest.raises(ValueError, match=r"scale: got shape \(4,\) .*, expected one element"):
         Float8Tensor(data, torch.ones(4), torch.float32)
     with pytest.raises(TypeError, match=r"orig_dtype: got torch.float64, expected one of"):
         Float8Tensor(data, scale, torch.float64)

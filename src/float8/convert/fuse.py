@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.convert.symbols import Symbol, expression_of
-from float8.formats import autocast_dtype
 from float8.fused import swiglu_feed_forward, why_not_fused
 from float8.fused.reasons import has_hooks, why_norm_weight_not_read
 from float8.linear import replaced_forward
+from float8.linear.functional import autocast_dtype
 from float8.linear.held import PLAIN
 from float8.tensor import is_fsdp_module
 
@@ -93,12 +93,6 @@ class Known(NamedTuple):
 
     parts: FeedForward | Norm
 
-    @property
-    def argument(self) -> str:
-        """The name of what it takes besides itself."""
-        name: str = self.forward.__code__.co_varnames[1]
-        return name
-
     def changed(self) -> str | None:
         """Why the class may be another than the one that was recognised."""
         same = self.source.forward is self.forward
@@ -114,7 +108,8 @@ class Fused(nn.Module):
         """What the forward of its own class computes; runs that one where it cannot be fused."""
         known = self._float8_known
         changed = known.changed() or known.parts.changed(self)
-        one = len(args) + len(kwargs) == 1 and kwargs.keys() <= {known.argument}
+        argument = known.forward.__code__.co_varnames[1]  # besides `self`
+        one = len(args) + len(kwargs) == 1 and kwargs.keys() <= {argument}
         if one and changed is None:
             y = known.parts.compute(self, *args, *kwargs.values())
             if y is not None:

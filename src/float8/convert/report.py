@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -99,20 +98,19 @@ class ConversionReport:
 
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"
-        lines = [f"{count}, {self.share:.1%} of all matmul weights"]
-        named: tuple[Any, ...] = (*self.layers, *self.others, *self.fused)
-        width = max((len(each.fqn) for each in named), default=0)
+        rows = []
         for layer in self.layers:
-            shape = f"[{layer.out_features}, {layer.in_features}]"
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
-            lines.append(f"  {layer.fqn:<{width}}  {shape:<16} {fate}")
+            rows.append((layer.fqn, f"[{layer.out_features}, {layer.in_features}]", fate))
         for other in self.others:
             fate = f"not converted: a weight of {other.module}, no linear layer"
-            lines.append(f"  {other.fqn:<{width}}  {[*other.shape]!s:<16} {fate}")
+            rows.append((other.fqn, str([*other.shape]), fate))
         for each in self.fused:
             fate = "fused" if each.reason is None else f"not fused: {each.reason}"
-            lines.append(f"  {each.fqn:<{width}}  {each.module:<16} {fate}")
-        return "\n".join(lines)
+            rows.append((each.fqn, each.module, fate))
+        width = max((len(fqn) for fqn, _, _ in rows), default=0)
+        table = (f"  {fqn:<{width}}  {what:<16} {fate}" for fqn, what, fate in rows)
+        return "\n".join([f"{count}, {self.share:.1%} of all matmul weights", *table])
 
 
 def set_skip_reason(linear: nn.Module, reason: str | None) -> None:

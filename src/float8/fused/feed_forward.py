@@ -24,7 +24,7 @@ from float8.fused.layers import (
 )
 from float8.fused.reasons import fusable, is_parallel
 from float8.linear import Float8Linear
-from float8.linear.functional import gathered
+from float8.linear.functional import cast_tokens
 from float8.linear.weight import kept_weight
 from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
@@ -127,7 +127,7 @@ class _FeedForward(torch.autograd.Function):
 
         weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         ctx.save_for_backward(
-            *(kept.scale, *kept.norm, kept.col, kept.rows),
+            *kept,
             *(gate_out, up_out, product8.scale),
             *(kept_weight(weight, layer.ready) for weight, layer in weights),
             *(gate_scale, up_scale, down_scale),
@@ -141,7 +141,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
-        kept = Kept(saved[0], saved[1:4], *saved[4:6])
+        kept = Kept(*saved[:6])
         gate_out, up_out, product_scale = saved[6:9]
         w_gate, w_up, w_down, gate_scale, up_scale, down_scale = saved[9:]
         del saved
@@ -149,15 +149,11 @@ class _FeedForward(torch.autograd.Function):
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
 
         spec, state, tokens = plan.grad_output, down.scales.grad_output, down.across.output
-        if tokens is None:
-            # The residual connection around it keeps grad_output alive: column data can wait.
-            g_row = quantize(grad_output, spec, row=True, state=state, record=record).row
-        else:
-            g_row = gathered(
-                grad_output, spec, tokens, row=True, col=False, state=state, record=record,
-                reduce=down.across.grad_output,
-            ).row  # fmt: skip
-        assert g_row is not None
+        # The residual connection around it keeps grad_output alive: column data can wait.
+        g_row = cast_tokens(
+            grad_output, spec, tokens, row=True, col=False, state=state, record=record,
+            reduce=down.across.grad_output,
+        ).row  # fmt: skip
         grad_product = down.grad_input(g_row, w_down, down_scale, dtype)
         tensors = grad_product, gate_out, up_out, product_scale, plan.input.dtype, spec
         states = gate.scales.grad_output, up.scales.grad_output
@@ -195,7 +191,7 @@ class _FeedForward(torch.autograd.Function):
         if up.need_grad_weight:
             grad_up = up.grad_weight(columns(up8, up.plan.grad_output), x_part)
         if of_gate is not None and of_up is not None:
-            if kept.norm[0] is None:
+            if kept.x is None:
                 grad_x = of_gate + of_up
             else:
                 residual_grad = grad_output if call.residual else None

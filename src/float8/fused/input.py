@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.formats import autocast_dtype
 from float8.fused.layers import Call, FusedLayer, placed, scale_of_all
 from float8.fused.reasons import why_norm_not_fused
 from float8.linear import Float8Linear
 from float8.linear.across import Tokens
-from float8.linear.functional import gathered_rows, input_in_float8
+from float8.linear.functional import autocast_dtype, gathered_rows, input_in_float8
 from float8.linear.weight import record_amax
 from float8.quantize.quantize import padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part
@@ -66,23 +65,17 @@ def _weight_on_mesh(weight: Any, x: Any, on_mesh: Any, layer: Any) -> Tensor | N
 
 
 class Kept(NamedTuple):
-    """What backward makes column data of the input from: `norm`, `col` or `rows`; and the scale."""
+    """What backward makes column data of the input from: its scale, and one of three.
+
+    Of a norm x [M, K], the weight and rstd [M]; `col`: column data; `rows`: x itself, or row data.
+    """
 
     scale: Tensor
-    norm: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    """x [M, K], the norm's weight, and rstd [M]."""
-
+    x: Tensor | Any = None
+    norm_weight: Tensor | Any = None
+    rstd: Tensor | Any = None
     col: Tensor | None = None
-    """Column data."""
-
     rows: Tensor | None = None
-    """x itself, or row data."""
-
-    def of_norm(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`norm`, where there is one."""
-        x, weight, rstd = self.norm
-        assert x is not None and weight is not None and rstd is not None  # noqa: PT018
-        return x, weight, rstd
 
 
 def input_operand(
@@ -97,7 +90,6 @@ def input_operand(
     col = any(reader.need_grad_weight for reader in readers)
     if norm_weight is None and isinstance(x, Float8Tensor):
         operand = input_in_float8(x, first.plan)
-        assert operand.row is not None
         for reader in readers:
             record_amax(reader.scales.input if record else None, operand.amax)
         return operand.row, Kept(operand.row.scale, rows=x._data if col else None)
@@ -109,11 +101,10 @@ def input_operand(
             x, spec, row=True, col=col and rows is None, state=state, record=record, fuse_amax=True
         )
         row = made.row
-        assert row is not None
         kept = Kept(row.scale, col=None if made.col is None else made.col.data, rows=rows)
     else:
         rstd, row = kernels.rms_norm_cast(x, norm_weight, call.eps, spec, state, record=record)
-        norm, rows = (x, norm_weight, rstd), None
+        rows = None
         if isinstance(call.everyone, Tokens):
             if first.across.input is not None:
                 whole = scale_of_all(row.scale, first.across.input)
@@ -121,7 +112,7 @@ def input_operand(
             row = gathered_rows(row, spec, call.everyone, x.shape[1])
             rows = row.data if col else None
             row = padded(row, spec, pad_rows=False)
-        kept = Kept(row.scale, norm, rows=rows)
+        kept = Kept(row.scale, x, norm_weight, rstd, rows=rows)
     for reader in readers:
         if record and state is not None:
             record_amax(reader.scales.input, state.amax)
@@ -136,15 +127,14 @@ def input_columns(kept: Kept, spec: CastSpec, made: Columns | None) -> Part:
         if made is not None:
             return made.of(Part(kept.rows, kept.scale), spec)
         return recast(kept.rows, spec, kept.scale)
-    x, weight, rstd = kept.of_norm()
-    return Part(kernels.rms_norm_recast(x, weight, rstd, kept.scale, spec.dtype), kept.scale)
+    col = kernels.rms_norm_recast(kept.x, kept.norm_weight, kept.rstd, kept.scale, spec.dtype)
+    return Part(col, kept.scale)
 
 
 def norm_gradients(
     grads: Sequence[Tensor], kept: Kept, call: Call, residual_grad: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the norm's weight, of those [M, K] of the norm's readers."""
-    x, weight, rstd = kept.of_norm()
     if call.everyone is not None:  # who have summands
         grads = [call.everyone.scatter(functools.reduce(torch.add, grads))]
-    return kernels.rms_norm_backward(grads, x, weight, rstd, residual_grad)
+    return kernels.rms_norm_backward(grads, kept.x, kept.norm_weight, kept.rstd, residual_grad)

@@ -11,10 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.linear import Float8Linear, functional
+from float8.linear import Float8Linear
 from float8.linear.across import HERE, Across, Copies, Reduction, Tokens, reduction
-from float8.linear.functional import DelayedScales, with_leading_dims
-from float8.linear.plan import LinearPlan, casts_weight_dynamically
+from float8.linear.functional import (
+    DelayedScales,
+    check_input,
+    product,
+    require_input,
+    with_leading_dims,
+)
+from float8.linear.plan import LinearPlan
 from float8.linear.sharded import (
     ParallelStyle,
     across_of,
@@ -26,12 +32,7 @@ from float8.linear.sharded import (
 from float8.linear.weight import weight_columns, weight_rows
 from float8.quantize.history import DelayedScale
 from float8.quantize.spec import Part, Quantized
-from float8.tensor import (
-    Float8Tensor,
-    dtensor_like,
-    is_dtensor,
-    local_tensor,
-)
+from float8.tensor import Float8Tensor, dtensor_like, is_dtensor, local_tensor
 from float8.tensor.float8_tensor import Columns
 
 
@@ -56,13 +57,10 @@ class FusedLayer(NamedTuple):
         self, x: Part, weight: Tensor, dtype: torch.dtype, record: bool
     ) -> tuple[Tensor, Tensor]:
         """`x @ weight.T` [M, out_features], and the weight's scale."""
-        plan, across = self.plan, self.across
+        plan = self.plan
         assert plan.output is not None  # else the layers are not fused
-        w = weight_rows(
-            weight, self.ready, plan.weight, self.scales.weight, record, across.weight,
-            across.weight_scale,
-        )  # fmt: skip
-        y = functional.output(x, w, plan.output, dtype, x.data.shape[0], self.out_features)
+        w = weight_rows(weight, self.ready, plan.weight, self.scales.weight, record, self.across)
+        y = product(x, w, plan.output, dtype, x.data.shape[0], self.out_features)
         return y, w.scale
 
     def grad_input(self, g: Part, kept: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,15 +68,13 @@ class FusedLayer(NamedTuple):
         plan = self.plan
         assert plan.grad_input is not None
         w = weight_columns(kept, scale, plan.weight, self.kept_transposed, g.scale)
-        M, K = g.data.shape[0], self.in_features
-        return functional.grad_input(g, w, plan.grad_input, dtype, M, K)
+        return product(g, w, plan.grad_input, dtype, g.data.shape[0], self.in_features)
 
-    def grad_weight(self, g: Part | None, x: Part) -> Tensor:
+    def grad_weight(self, g: Part, x: Part) -> Tensor:
         """`g.T @ x` [out_features, in_features] of column data, dtype of the weight."""
         gemm, shape = self.plan.grad_weight, (self.out_features, self.in_features)
-        assert g is not None
         assert gemm is not None
-        return functional.grad_weight(g, x, gemm, self.weight_dtype, *shape)
+        return product(g, x, gemm, self.weight_dtype, *shape)
 
 
 class Call(NamedTuple):
@@ -125,7 +121,7 @@ def take_apart(
     if is_dtensor(weights[0]):
         x, everyone, acrosses = _on_this_rank(x, weights, layers, norm_weight is not None)
         weights = tuple(weight.to_local() for weight in weights)
-    x = functional.check_input(x, weights[0])
+    x = check_input(x, weights[0])
     grad = torch.is_grad_enabled()
     taken = []
     for layer, weight, across in zip(layers, weights, acrosses, strict=True):
@@ -156,20 +152,18 @@ def _on_this_rank(
 
     Gathered, and nobody has more, unless a norm is to read x.
     """
-    functional.require_input(x, weights[0])  # before ranks are asked
+    require_input(x, weights[0])  # before ranks are asked
     acrosses = tuple(
-        across_of(weight, x.shape, layer.tokens_dim, layer.knows_scales, layer.weight_scale)
-        for weight, layer in zip(weights, layers, strict=True)
+        across_of(layer, weight, x.shape) for weight, layer in zip(weights, layers, strict=True)
     )
     first = layers[0]
     of_norm = before_norm and is_dtensor(x)
     if of_norm:
         here = x.to_local()
     else:  # refuses what is no DTensor
-        gather, known = first.gathered == "input", first.knows_scales
-        here = local_input(x, weights[0], first.plan, first.delayed_scales(), gather, known)
+        here = local_input(first, x, weights[0], first.delayed_scales())
     ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
-    if first.weight_scale is None and casts_weight_dynamically(first.plan) and not ready:
+    if first.weight_scale is None and first.plan.casts_weight_dynamically() and not ready:
         scales = weight_scales(weights, first.plan.weight)  # asked for at once
         pairs = zip(acrosses, scales, strict=True)
         acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)

@@ -39,10 +39,11 @@ def rms_norm_linear(
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
     linears = fusable(x, layers)
-    fit = linears is not None and all(
+    with_norm = None
+    if linears is not None and all(
         layer.in_features == x.shape[-1] and not layer.sums_over_ranks for layer in linears
-    )
-    with_norm = fused_norm(norm, x, linears[0]) if linears is not None and fit else None
+    ):
+        with_norm = fused_norm(norm, x, linears[0])
     if linears is None or with_norm is None:
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
@@ -62,7 +63,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        x8, of_x = input_operand(x, norm_weight, call, call.layers)
+        x8, kept_x = input_operand(x, norm_weight, call, call.layers)
         outputs, scales, kept = [], [], []
         for layer, weight in zip(call.layers, weights, strict=True):
             y, scale = layer.output(x8, weight, x.dtype, call.record)
@@ -71,7 +72,7 @@ class _NormLinear(torch.autograd.Function):
             kept.append(kept_weight(weight, layer.ready))
         # In eager mode an output without use has no gradient, not a zero one.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(of_x.scale, *of_x.norm, of_x.rows, *kept, *scales)
+        ctx.save_for_backward(*kept_x, *kept, *scales)
         ctx.call = call.for_backward()
         return (*outputs, x.view_as(x)) if call.residual else tuple(outputs)
 
@@ -80,11 +81,11 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         saved = ctx.saved_tensors
-        of_x, rest, n = Kept(saved[0], saved[1:4], rows=saved[4]), saved[5:], len(call.layers)
+        kept_x, rest, n = Kept(*saved[:6]), saved[6:], len(call.layers)
         of_layers = tuple(zip(call.layers, rest[:n], rest[n:], grad_outputs[:n], strict=True))
         x_col = None
         if any(layer.need_grad_weight and grad is not None for layer, _, _, grad in of_layers):
-            x_col = input_columns(of_x, call.layers[0].plan.input, None)
+            x_col = input_columns(kept_x, call.layers[0].plan.input, None)
         grads_x: list[Tensor] = []
         grad_weights: list[Tensor | None] = [None] * n
         for i, (layer, weight, scale, grad) in enumerate(of_layers):
@@ -96,7 +97,6 @@ class _NormLinear(torch.autograd.Function):
                 grad, spec, row=True, col=need, state=state, record=call.record,
                 reduce=layer.across.grad_output,
             )  # fmt: skip
-            assert g8.row is not None
             if call.need_grad_x:
                 grads_x.append(layer.grad_input(g8.row, weight, scale, grad.dtype))
             if need and x_col is not None:
@@ -104,7 +104,7 @@ class _NormLinear(torch.autograd.Function):
         grad_x = grad_norm = None
         residual_grad = grad_outputs[n] if call.residual else None
         if grads_x:
-            grad_x, grad_norm = norm_gradients(grads_x, of_x, call, residual_grad)
+            grad_x, grad_norm = norm_gradients(grads_x, kept_x, call, residual_grad)
         elif call.need_grad_x:
             grad_x = residual_grad
         return grad_x, grad_norm, None, *grad_weights

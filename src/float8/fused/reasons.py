@@ -53,7 +53,6 @@ def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | No
         return reason
     first: Any = layers[0]
     weights: list[Tensor] = []
-    parallel = False
     for layer in layers:
         if not is_float8_linear(layer):
             return f"one layer is a {type(layer).__name__}, not a Float8Linear"
@@ -64,10 +63,9 @@ def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | No
         bias: Tensor | None = layer.bias
         if bias is not None:
             return "one layer has a bias"
-        shared = is_parallel(layer)
         if has_hooks(layer):
             but = ", other than those of Float8ColwiseParallel and Float8RowwiseParallel"
-            return f"one layer has hooks{but if shared else ''}"
+            return f"one layer has hooks{but if is_parallel(layer) else ''}"
         weight = local_tensor(layer.weight)
         if type(weight) not in _WEIGHTS and not isinstance(weight, Float8GatherWeight):
             return f"one weight is a {type(weight).__name__}"
@@ -76,8 +74,7 @@ def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | No
         if any(weight is other for other in weights):  # Dynamo takes no tensor twice
             return "two layers share a weight"
         weights.append(weight)
-        parallel = parallel or shared
-    if parallel and (reason := _why_not_parallel(*layers)):
+    if any(is_parallel(layer) for layer in layers) and (reason := _why_not_parallel(*layers)):
         return reason
     plan: LinearPlan = first.plan
     if None in (plan.output, plan.grad_input, plan.grad_weight):

@@ -27,9 +27,9 @@ class Float8ParallelLinear(Float8Linear):
     """What both layers have in common; see `swap_tp_linear_with_float8_linear`."""
 
     source_class: type[nn.Module]  # type: ignore[misc]
-    mesh: DeviceMesh
+    mesh: DeviceMesh | Any = None
     """The ranks that hold parts of the weight, as a mesh of one dim."""
-    placements: tuple[Placement, Placement]
+    placements: tuple[Placement, Placement] | Any = None
     """Of the input as it comes, and of the output as it goes."""
     sharded_dim = 0
     """Of the weight."""
@@ -61,12 +61,6 @@ class Float8ParallelLinear(Float8Linear):
         """Say how input and output of `mod` lie."""
         raise NotImplementedError
 
-    def become_high_precision(self) -> None:
-        """As `Float8Linear`."""
-        super().become_high_precision()
-        for name in ("source_class", "mesh", "placements", "tokens_dim", "gathered"):
-            self.__dict__.pop(name, None)
-
     def forward(self, input: Tensor, *, keep_input: bool = False) -> Tensor:
         """As the fairscale layer, with tokens shared where sequence parallel was asked for.
 
@@ -91,9 +85,7 @@ class Float8ParallelLinear(Float8Linear):
         x = self._on_mesh(input, before)
         if not by_rows and before.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
-        how = self.plan, self.delayed_scales(), keep_input, self.gathered == "input"
-        more = self.tokens_dim, self.knows_scales, None
-        y = linear_of_shards(x, weight, bias, *how, *more)
+        y = linear_of_shards(self, x, weight, bias, self.delayed_scales(), keep_input)
         local: Tensor = y.redistribute(placements=[after]).to_local()
         return local
 

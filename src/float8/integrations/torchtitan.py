@@ -72,9 +72,8 @@ class Float8Converter(ModelConfigConverter):
 
     def __init__(self, config: Config) -> None:
         self._filter_fqns = config.filter_fqns
-        self._float8 = Float8LinearConfig.from_recipe_name(config.recipe_name)
         self._float8 = replace(
-            self._float8,
+            Float8LinearConfig.from_recipe_name(config.recipe_name),
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
             emulate=config.emulate,
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.linear.foreign_state import as_loadable
+from float8.linear.foreign_state import as_loadable, state_keys
 from float8.linear.held import PLAIN, HeldWeight
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
@@ -51,8 +51,7 @@ def delayed_sites(config: Float8LinearConfig) -> tuple[DelayedSite, ...]:
     for site in config.delayed_sites:
         dtype = config.cast_config(site).target_dtype
         assert dtype is not None
-        names = (f"fp8_{kind}_{site.value}" for kind in ("amax", "amax_history", "scale"))
-        sites.append(DelayedSite(site.value, FLOAT8_MAX[dtype], *names))
+        sites.append(DelayedSite(site.value, FLOAT8_MAX[dtype], *state_keys("", site.value)))
     return tuple(sites)
 
 
@@ -70,6 +69,8 @@ class StatefulLayer(nn.Module):
     agreed: frozenset[Any] = frozenset()
     """What a sync has compared already: numbers of layers, each with its groups of ranks."""
     _weight_scale_known = False
+    transposed = False
+    """Whether the weight is [K, N]."""
     holds_part = False
     """Whether the weight, though no DTensor, is the part of this rank."""
     scales_known = False
@@ -142,15 +143,6 @@ class StatefulLayer(nn.Module):
 
     # ---------------------------------------------------------------- which steps it is in
 
-    @property
-    def uses_history(self) -> bool:
-        """Whether casts take scales from the history: in training mode.
-
-        With gradients or without: the first forward of reentrant activation checkpointing has none.
-        Amaxes are recorded wherever gradients are taken.
-        """
-        return self.training
-
     def knows_weight_scale(self) -> bool:
         """Whether a gather takes the scale from the history; asks the device until there is one."""
         if self.training and not self._weight_scale_known:
@@ -160,7 +152,7 @@ class StatefulLayer(nn.Module):
     @property
     def knows_scales(self) -> bool:
         """Whether all casts take scales from histories that a sync made alike on all ranks."""
-        return self.uses_history and self.scales_known
+        return self.training and self.scales_known
 
     def has_unsynced_amax(self) -> bool:
         """Whether an amax of the weight was recorded since the last sync, compiled or not."""

@@ -11,8 +11,6 @@ import torch
 
 from float8.config import CastSite
 
-_KINDS = ("amax", "amax_history", "scale")
-
 _FIRST_NAMES = {"x": "input", "w": "weight", "dL_dY": "grad_output"}
 """What float8_experimental called the sites until July 2024."""
 
@@ -26,12 +24,12 @@ def as_loadable(
     """`state_dict` with the state that `layer` has, if it has any of that; not changed itself."""
     for first, name in _FIRST_NAMES.items():
         if f"{prefix}fp8_scale_{first}" in state_dict:
-            new = dict(zip(_keys(prefix, first), _keys(prefix, name), strict=True))
+            new = dict(zip(state_keys(prefix, first), state_keys(prefix, name), strict=True))
             state_dict = {new.get(key, key): x for key, x in state_dict.items()}
     there = {
         site.value
         for site in CastSite
-        if not state_dict.keys().isdisjoint(_keys(prefix, site.value))
+        if not state_dict.keys().isdisjoint(state_keys(prefix, site.value))
     }
     if not there:
         return state_dict
@@ -40,21 +38,21 @@ def as_loadable(
     told = []
     for name in sorted(there - here.keys()):
         told.append(f"dropped the state of {name}, which is not delayed here")
-        for key in _keys(prefix, name):
+        for key in state_keys(prefix, name):
             loaded.pop(key, None)
     for name, site in here.items():
         own = layer.get_buffer(site.history)
         if name not in there:
             told.append(f"found no state of {name}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
-            others = (key for other in there for key in _keys(prefix, other))
+            others = (key for other in there for key in state_keys(prefix, other))
             device = next(state_dict[key].device for key in others if key in state_dict)
             fresh = (
                 torch.zeros((), device=device),
                 torch.zeros(own.shape, device=device),
                 torch.tensor(layer.first_scale, device=device),
             )
-            loaded.update(zip(_keys(prefix, name), fresh, strict=True))
+            loaded.update(zip(state_keys(prefix, name), fresh, strict=True))
         history = loaded.get(prefix + site.history)
         if not isinstance(history, torch.Tensor) or history.dim() != 1:
             continue
@@ -73,8 +71,9 @@ def as_loadable(
     return loaded
 
 
-def _keys(prefix: str, site: str) -> list[str]:
-    return [f"{prefix}fp8_{kind}_{site}" for kind in _KINDS]
+def state_keys(prefix: str, site: str) -> list[str]:
+    """The names of a site's buffers: of the amax, the history and the scale."""
+    return [f"{prefix}fp8_{kind}_{site}" for kind in ("amax", "amax_history", "scale")]
 
 
 def _with_our_scales(

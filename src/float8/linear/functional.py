@@ -20,12 +20,7 @@ from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
-from float8.linear.plan import (
-    LinearPlan,
-    casts_grad_output_once,
-    casts_input_once,
-    plan_linear,
-)
+from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.weight import kept_weight, record_amax, weight_columns, weight_rows
 from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
@@ -167,21 +162,18 @@ def check_input(input: Tensor, weight: Tensor) -> Tensor:
             f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
             f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
         )
-    autocast = require_input(input, weight)
-    if autocast and not isinstance(input, Float8Tensor):
-        return input.to(torch.get_autocast_dtype(input.device.type))
-    return input
+    dtype = require_input(input, weight)
+    return input if dtype is None or isinstance(input, Float8Tensor) else input.to(dtype)
 
 
-def require_input(input: Tensor, weight: Tensor) -> bool:
+def require_input(input: Tensor, weight: Tensor) -> torch.dtype | None:
     """Raise what `linear` does for the dtypes, and the features, of both; they may be DTensors.
 
-    Returns whether autocast chooses the compute dtype.
+    Returns the dtype that autocast asks for: see `autocast_dtype`.
     """
-    device = input.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta knows none
+    autocast = autocast_dtype(input.device)
     # What is float8 was cast from the compute dtype.
-    same = autocast or input.dtype == weight.dtype
+    same = autocast is not None or input.dtype == weight.dtype
     if not same and not isinstance(local_tensor(input), Float8Tensor):
         raise TypeError(
             f"Float8Linear: got input of dtype {input.dtype} and weight of dtype "
@@ -199,6 +191,13 @@ def require_input(input: Tensor, weight: Tensor) -> bool:
             f"[..., {weight.shape[1]}]"
         )
     return autocast
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast has GEMMs compute on a device; None: it is off."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # meta knows none
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
@@ -231,9 +230,8 @@ def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
 def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
     """The operand of an input that was cast for several layers at once."""
     operand = _operand_of(
-        "input", input, plan.input, None if casts_input_once(plan) else "grad_weight"
+        "input", input, plan.input, None if plan.casts_input_once() else "grad_weight"
     )
-    assert operand.row is not None
     return operand._replace(row=padded(operand.row, plan.input, pad_rows=False))
 
 
@@ -252,13 +250,13 @@ def _operand_of(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -
             f"cast to {expected}{'' if other is None else f', and in another way for {other}'}; "
             f"call {role}.to_original_precision(), or configure its casts alike"
         )
-    return Quantized(Part(x._data, x._scale), None, spec, x._amax)
+    return Quantized(Part(x._data, x._scale), amax=x._amax)
 
 
-def gathered(
+def cast_tokens(
     x: Tensor,
     spec: CastSpec,
-    tokens: Tokens,
+    tokens: Tokens | None,
     *,
     row: bool,
     col: bool,
@@ -266,17 +264,18 @@ def gathered(
     record: bool,
     reduce: Reduction | None,
 ) -> Quantized:
-    """Cast the tokens of this rank [R / ranks, C] and gather bytes: see `casts_grad_output_once`.
+    """Cast `x` [R, C]; or, of `tokens` that ranks share, [R / ranks, C] here, and gather bytes.
 
-    Under one scale for all ranks, or under one for each row, which travel, too.
+    Under one scale for all ranks, or under one for each row, which travel, too: see
+    `LinearPlan.casts_grad_output_once`.
     """
+    if tokens is None:
+        return quantize(x, spec, row=row, col=col, state=state, record=record, reduce=reduce)
     made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
-    assert made is not None
     bytes_ = gathered_rows(made, spec, tokens, x.shape[1])
     return Quantized(
         padded(bytes_, spec, pad_rows=False) if row else None,
         columns(bytes_, spec) if col else None,
-        spec,
     )
 
 
@@ -287,27 +286,10 @@ def gathered_rows(mine: Part, spec: CastSpec, tokens: Tokens, width: int) -> Par
     return Part(data, mine.scale if one else tokens.gather(mine.scale))
 
 
-# ---------------------------------------------------------------- the three GEMMs
-
-
-def output(x: Part, w: Part, gemm: Gemm, dtype: torch.dtype, M: int, N: int) -> Tensor:
-    """`input @ weight.T` [M, N] of row data of both."""
-    return _trimmed(matmul(x, w, gemm=gemm, out_dtype=dtype), M, N, gemm)
-
-
-def grad_input(g: Part, w: Part, gemm: Gemm, dtype: torch.dtype, M: int, K: int) -> Tensor:
-    """`grad_output @ weight` [M, K] of row data of grad_output and column data of the weight."""
-    return _trimmed(matmul(g, w, gemm=gemm, out_dtype=dtype), M, K, gemm)
-
-
-def grad_weight(g: Part, x: Part, gemm: Gemm, dtype: torch.dtype, N: int, K: int) -> Tensor:
-    """`grad_output.T @ input` [N, K] of column data of both."""
-    return _trimmed(matmul(g, x, gemm=gemm, out_dtype=dtype), N, K, gemm)
-
-
-def _trimmed(x: Tensor, rows: int, columns: int, gemm: Gemm) -> Tensor:
-    """Cut what padding added; contiguous, so that `.view()` and in-place ops work."""
-    if x.shape[1] != columns:
+def product(a: Part, b: Part, gemm: Gemm, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """Any of the three GEMMs: `a @ b.T` [rows, columns], without what padding added."""
+    x = matmul(a, b, gemm=gemm, out_dtype=dtype)
+    if x.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
         return x[:rows, :columns].contiguous()
     # A compiler is not asked, since it would compile again for numbers that need no padding.
     pads_rows = gemm.granularities[0] is ScalingGranularity.BLOCK_1x128
@@ -333,20 +315,11 @@ class _Linear(torch.autograd.Function):
         keep_input: bool,
         across: Across,
     ) -> Tensor:
-        """`output` [M, N], dtype of `input`.
+        """`output` [M, N], dtype of `input`; arguments are those of `apply_linear`.
 
-        Args:
-            ctx: autograd context.
-            input: [M, K], the compute dtype; or a `Float8Tensor` of it.
-            weight: [N, K], the compute dtype, or float32 under autocast.
-            ready: as for `apply_linear`.
-            plan: as for `apply_linear`.
-            scales: as for `apply_linear`; updated if `record`.
-            record: whether amaxes are recorded.
-            need_grad_input: whether backward will compute grad_input.
-            need_grad_weight: whether backward will compute grad_weight.
-            keep_input: save `input` itself, not its column data, for a grad_weight in float8.
-            across: as for `apply_linear`.
+        But `input` is [M, K] in the compute dtype, and `keep_input` only counts for a grad_weight
+        in float8: whether to save `input` itself, not its column data. `record`: the amaxes, in
+        `scales`.
         """
         N, K = weight.shape
         float8_grad_weight = need_grad_weight and plan.grad_weight is not None
@@ -367,10 +340,8 @@ class _Linear(torch.autograd.Function):
                     input, spec, row=True, col=col, state=state, record=record,
                     reduce=across.input, fuse_amax=True,
                 )  # fmt: skip
-            assert x.row is not None
-            whole = across.weight, across.weight_scale
-            w = weight_rows(weight, ready, plan.weight, scales.weight, record, *whole)
-            y = output(x.row, w, plan.output, input.dtype, input.shape[0], N)
+            w = weight_rows(weight, ready, plan.weight, scales.weight, record, across)
+            y = product(x.row, w, plan.output, input.dtype, input.shape[0], N)
             x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
         else:
             y = input @ weight.to(input.dtype).t()
@@ -381,11 +352,10 @@ class _Linear(torch.autograd.Function):
             x_col = quantize(input, spec, col=True, state=state, record=record, reduce=reduce).col
         if x_col is not None:
             saved_input, input_scale = x_col
-        elif isinstance(input, Float8Tensor):
-            if need_grad_weight:
-                saved_input = input._data
-                if not torch.compiler.is_compiling():
-                    ctx.columns = input._columns.expect()
+        elif need_grad_weight and isinstance(input, Float8Tensor):
+            saved_input = input._data
+            if not torch.compiler.is_compiling():
+                ctx.columns = input._columns.expect()
         elif need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
@@ -419,55 +389,47 @@ class _Linear(torch.autograd.Function):
         saved_input, input_scale, kept, weight_scale = ctx.saved_tensors
         (N, K), dtype, M = ctx.shape, grad_output.dtype, grad_output.shape[0]
 
-        row = ctx.need_grad_input and plan.grad_input is not None
-        col = ctx.need_grad_weight and plan.grad_weight is not None
-        g: Quantized | None = None
+        gemm_for_input = plan.grad_input if ctx.need_grad_input else None
+        gemm_for_weight = plan.grad_weight if ctx.need_grad_weight else None
+        row, col = gemm_for_input is not None, gemm_for_weight is not None
+        g = Quantized()
         spec, state = plan.grad_output, scales.grad_output
         tokens, reduce = across.output, across.grad_output
         if tokens is not None:
             M *= tokens.ranks
-        if tokens is not None and casts_grad_output_once(plan):
-            g = gathered(
-                grad_output, spec, tokens, row=row, col=col, state=state, record=record,
+            if not plan.casts_grad_output_once():
+                grad_output, tokens, reduce = tokens.gather(grad_output), None, None
+        shared_col = col and plan.share_grad_output
+        if row or shared_col:
+            g = cast_tokens(
+                grad_output, spec, tokens, row=row, col=shared_col, state=state, record=record,
                 reduce=reduce,
             )  # fmt: skip
-        else:
-            if tokens is not None:
-                grad_output, reduce = tokens.gather(grad_output), None
-            if row or (col and plan.share_grad_output):
-                both = col and plan.share_grad_output
-                g = quantize(
-                    grad_output, spec, row=row, col=both, state=state, record=record, reduce=reduce
-                )
 
         dx: Tensor | None = None
-        if row:
-            assert g is not None and g.row is not None and plan.grad_input is not None  # noqa: PT018
+        if gemm_for_input is not None:
             spec, state = plan.weight_for_grad_input, scales.weight_for_grad_input
-            w: Part | None
             if plan.share_weight:
                 after = g.row.scale
                 w = weight_columns(kept, weight_scale, spec, ctx.weight_is_transposed, after)
             else:
                 of_all = across.weight
                 w = quantize(kept, spec, col=True, state=state, record=record, reduce=of_all).col
-            assert w is not None
-            dx = grad_input(g.row, w, plan.grad_input, dtype, M, K)
+            dx = product(g.row, w, gemm_for_input, dtype, M, K)
         elif ctx.need_grad_input:
             dx = grad_output @ kept.to(dtype)
 
         dw: Tensor | None = None
-        if col:
+        if gemm_for_weight is not None:
             if not plan.share_grad_output:
                 spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
                 g = quantize(grad_output, spec, col=True, state=state, record=record, reduce=reduce)
-            assert g is not None and g.col is not None and plan.grad_weight is not None  # noqa: PT018
             x = Part(saved_input, input_scale)
             if ctx.columns is not None:
                 x = ctx.columns.of(x, plan.input)
             elif not ctx.input_is_transposed:
                 x = recast(saved_input, plan.input, input_scale)
-            dw = grad_weight(g.col, x, plan.grad_weight, ctx.weight_dtype, N, K)
+            dw = product(g.col, x, gemm_for_weight, ctx.weight_dtype, N, K)
         elif ctx.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 

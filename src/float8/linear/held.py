@@ -47,12 +47,10 @@ def hold(weight: Tensor, spec: CastSpec, scale: Tensor | None) -> Quantized:
         scale: the buffer of delayed scaling with the scale to use, or None. Nothing is recorded
             yet: the operand carries its amax, for each forward to record that would have cast.
     """
-    amax = None if scale is None else torch.zeros_like(scale)
-    state = None if scale is None or amax is None else DelayedScale(scale, amax)
+    state = None if scale is None else DelayedScale(scale, torch.zeros_like(scale))
     made = quantize(weight, spec, row=True, col=True, pad_rows=True, state=state, record=True)
-    assert made.row is not None
     made.row.data.__dict__["float8_made_of"] = _stamp(weight, scale)
-    return made._replace(amax=amax)
+    return made._replace(amax=None if state is None else state.amax)
 
 
 def is_current(data: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
@@ -87,7 +85,6 @@ def current(held: HeldWeight, spec: CastSpec, scale: Tensor | None) -> HeldWeigh
         return HeldWeight(weight, _traced(weight, operand, spec, scale))
     if _is_recording(weight):
         return None
-    assert operand.row is not None
     if is_current(operand.row.data, weight, scale):
         return held
     # Not where the old one lies, which a backward still to come may read.
@@ -107,18 +104,16 @@ def _is_recording(weight: Tensor) -> bool:
 
 
 def _traced(weight: Tensor, operand: Quantized, spec: CastSpec, scale: Tensor | None) -> Quantized:
-    data, small = _flat(operand)
+    data, small = _flat(operand, spec)
     kind = spec.dtype, spec.granularity.value, spec.power_of_2
     small = torch.ops.float8.held_weight.default(weight, data, small, scale, *kind)
     scales, amax = (small, None) if operand.amax is None else (small[:-1], small[-1])
-    return Quantized(Part(data[0], scales[0]), Part(data[1], scales[-1]), spec, amax)
+    return Quantized(Part(data[0], scales[0]), Part(data[1], scales[-1]), amax)
 
 
-def _flat(operand: Quantized) -> tuple[list[Tensor], list[Tensor]]:
+def _flat(operand: Quantized, spec: CastSpec) -> tuple[list[Tensor], list[Tensor]]:
     """Row and column data; the scales of both, or the one of both, then the amax, if any."""
-    row, col, spec, amax = operand
-    assert row is not None
-    assert col is not None
+    row, col, amax = operand
     one_scale = spec.granularity is ScalingGranularity.TENSORWISE
     scales = [row.scale] if one_scale else [row.scale, col.scale]
     return [row.data, col.data], scales if amax is None else [*scales, amax]
@@ -150,7 +145,7 @@ def held_weight(
     recording = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     if recording or not is_current(data[0], weight, scale):
         spec = CastSpec(dtype, ScalingGranularity(granularity), power_of_2=power_of_2)
-        new_data, new_small = _flat(hold(weight, spec, scale))
+        new_data, new_small = _flat(hold(weight, spec, scale), spec)
         old = [*data, *small]
         for target, source in zip(old, [*new_data, *new_small], strict=True):
             target.copy_(source)

@@ -17,11 +17,7 @@ from float8.linear.functional import (
     weight_in_float8,
 )
 from float8.linear.held import current
-from float8.linear.plan import (
-    casts_grad_output_once,
-    casts_input_once,
-    plan_linear,
-)
+from float8.linear.plan import plan_linear
 from float8.linear.sharded import ParallelStyle, dtensor_in_float8, linear_of_shards
 from float8.linear.source import copied_from, own_names, problem
 from float8.linear.weight import in_float8_only
@@ -40,8 +36,6 @@ class Float8Layer(StatefulLayer):
     """`Float8Linear` or `Float8Conv1D`, in classes that `class_of` made of it."""
     source_class: ClassVar[type[nn.Module]] = nn.Linear
     """What it was made of, and becomes again in `convert_to_high_precision`."""
-    transposed: ClassVar[bool] = False
-    """Whether the weight is [K, N]."""
     tokens_dim: int | None = None
     """Under tensor parallel: the dim along which ranks share the tokens of an output that is a sum
     over ranks. None: the sum is left to others."""
@@ -110,9 +104,8 @@ class Float8Layer(StatefulLayer):
             self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
 
     def _drop_state(self) -> None:
-        for site in self.delayed:
-            for name in site.buffers:
-                del self._buffers[name]
+        for name in self._state():
+            del self._buffers[name]
 
     def become_high_precision(self) -> None:
         """Turn this very object back into what it was made of."""
@@ -152,9 +145,7 @@ class Float8Layer(StatefulLayer):
         if self.transposed:
             weight = weight.t()
         if hasattr(weight, "device_mesh"):
-            how = self.plan, scales, keep_input, self.gathered == "input", self.tokens_dim
-            known = self.knows_scales, self.weight_scale
-            sharded: Tensor = linear_of_shards(input, weight, self.bias, *how, *known)
+            sharded: Tensor = linear_of_shards(self, input, weight, self.bias, scales, keep_input)
             return sharded
         if weight.requires_grad and self.config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
@@ -171,7 +162,7 @@ class Float8Layer(StatefulLayer):
             TypeError, ValueError: as `forward`, of its dtype and shape.
         """
         require_input(input, self.weight.t() if self.transposed else self.weight)
-        return dtensor_in_float8(input, self.plan, self.delayed_scales(), self.knows_scales)
+        return dtensor_in_float8(self, input, self.delayed_scales())
 
     @property
     def sums_over_ranks(self) -> bool:
@@ -193,21 +184,22 @@ class Float8Layer(StatefulLayer):
         return weight_in_float8(weight, self.plan) if isinstance(weight, Float8Tensor) else None
 
     def delayed_scales(self) -> DelayedScales:
-        """The state of the casts: they take scales from it in training, and record amaxes."""
+        """The state of the casts: they take scales from it in training mode, and record amaxes.
+
+        With gradients or without: the first forward of reentrant activation checkpointing has none.
+        Amaxes are recorded wherever gradients are taken.
+        """
         record = torch.is_grad_enabled()
-        if not self.delayed or not (record or self.uses_history):
+        if not self.delayed or not (record or self.training):
             return NO_SCALES
         # A compiled graph counts as written what its ops may write: so where nothing is recorded,
         # they are given another tensor, since version counters of amaxes tell of training.
         record = record or not torch.compiler.is_compiling()
-        return self._scales(history=self.uses_history, record=record)
-
-    def _scales(self, *, history: bool, record: bool) -> DelayedScales:
         scales = {}
         for site in self.delayed:
             amax, scale = getattr(self, site.amax), getattr(self, site.scale)
             scales[site.name] = DelayedScale(
-                scale if history else torch.full_like(scale, UNKNOWN_SCALE),
+                scale if self.training else torch.full_like(scale, UNKNOWN_SCALE),
                 amax if record else torch.empty_like(amax),
             )
         return DelayedScales(**scales)
@@ -228,7 +220,8 @@ class Float8Layer(StatefulLayer):
             parts.append(f"weight {self.config.float8_weights.value} in float8")
         of_input = self.gathered == "input"
         if self.gathered is not None and not (of_input and self.sums_over_ranks):
-            once = (casts_input_once if of_input else casts_grad_output_once)(self.plan)
+            plan = self.plan
+            once = plan.casts_input_once() if of_input else plan.casts_grad_output_once()
             parts.append(f"{self.gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)
 

@@ -39,34 +39,30 @@ class LinearPlan(NamedTuple):
     alignment: int
     """What dims are padded to, or must be multiples of."""
 
+    def casts_input_once(self) -> bool:
+        """Whether the bytes of one cast of the input, with their scales, are all its GEMMs read."""
+        gemms = self.output is not None and self.grad_weight is not None
+        return gemms and self.share_input and _serves_columns(self.input)
 
-def casts_input_once(plan: LinearPlan) -> bool:
-    """Whether the bytes of one cast of the input, with their scales, are all its GEMMs read."""
-    gemms = plan.output is not None and plan.grad_weight is not None
-    return gemms and plan.share_input and _serves_columns(plan.input)
+    def casts_grad_output_once(self) -> bool:
+        """The same of grad_output."""
+        gemms = self.grad_input is not None and self.grad_weight is not None
+        return gemms and self.share_grad_output and _serves_columns(self.grad_output)
 
+    def casts_weight_dynamically(self) -> bool:
+        """Whether forward casts the weight under one scale of its values."""
+        in_float8 = self.output is not None and self.weight.granularity is TENSORWISE
+        return in_float8 and not self.weight.delayed
 
-def casts_grad_output_once(plan: LinearPlan) -> bool:
-    """The same of grad_output."""
-    gemms = plan.grad_input is not None and plan.grad_weight is not None
-    return gemms and plan.share_grad_output and _serves_columns(plan.grad_output)
+    def casts_delayed(self) -> bool:
+        """Whether all scales come from histories."""
+        return all(spec.delayed for spec in self if isinstance(spec, CastSpec))
 
 
 def _serves_columns(spec: CastSpec) -> bool:
     """Whether column data are made of row data without rounding again: see `columns`."""
     by_rows = spec.granularity is ScalingGranularity.AXISWISE and spec.power_of_2
     return spec.granularity is TENSORWISE or by_rows
-
-
-def casts_weight_dynamically(plan: LinearPlan) -> bool:
-    """Whether forward casts the weight under one scale of its values."""
-    in_float8 = plan.output is not None and plan.weight.granularity is TENSORWISE
-    return in_float8 and not plan.weight.delayed
-
-
-def casts_delayed(plan: LinearPlan) -> bool:
-    """Whether all scales come from histories."""
-    return all(spec.delayed for spec in plan if isinstance(spec, CastSpec))
 
 
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:

@@ -15,10 +15,15 @@ import torch
 
 from float8 import kernels
 from float8.config import ScalingGranularity
-from float8.formats import autocast_dtype
 from float8.linear.across import Across, Tokens, reduction
-from float8.linear.functional import DelayedScales, apply_linear, require_aligned, require_input
-from float8.linear.plan import LinearPlan, casts_input_once
+from float8.linear.functional import (
+    DelayedScales,
+    apply_linear,
+    autocast_dtype,
+    require_aligned,
+    require_input,
+)
+from float8.linear.plan import LinearPlan
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
 from float8.tensor import Float8Tensor, dtensor_like
@@ -44,44 +49,35 @@ class ParallelStyle(NamedTuple):
         return noted if isinstance(noted, ParallelStyle) else None
 
 
+# In what follows `layer` is a `Float8Layer`, which stands above this module.
+
+
 def linear_of_shards(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    plan: LinearPlan,
-    scales: DelayedScales,
-    keep_input: bool,
-    gather: bool,
-    tokens_dim: int | None,
-    scales_known: bool,
-    weight_scale: torch.Tensor | None,
+    layer: Any, input: Any, weight: Any, bias: Any, scales: DelayedScales, keep_input: bool
 ) -> Any:
     """`apply_linear` of DTensors on a mesh of one dim.
 
     Args:
+        layer: says how. With Shard(0), if it is to have the input gathered, one that is placed
+            otherwise is: in float8 if one cast is all that its plan makes of it. With Shard(1) its
+            `tokens_dim` is the dim of Shard that the output gets, which ranks sum up here; the
+            gradient is gathered in float8 likewise.
         input: [..., K], placed as above; a `Float8Tensor` inside is not cast again.
         weight: [N, K]; Shard(0), of which each rank has rows; or Shard(1), with K divisible by the
             number of ranks.
         bias: [N], Shard(0) with the weight, else Replicate; or None.
-        plan: as for `apply_linear`.
-        scales: likewise.
+        scales: as for `apply_linear`.
         keep_input: likewise.
-        gather: with Shard(0): whether to gather an input that is placed otherwise, in float8 if one
-            cast is all that the plan makes of it.
-        tokens_dim: with Shard(1): the dim of Shard that the output gets, which ranks sum up here;
-            its gradient is gathered in float8, if one cast is all that the plan makes of it.
-        scales_known: whether all ranks have all scales from the same histories.
-        weight_scale: that of the whole weight, if it is known already.
 
     Raises:
         TypeError: `input` is no DTensor.
         ValueError: a placement is another one, or ranks cannot share a dim so.
     """
     by_rows = shared_by_rows(weight)
-    x = local_input(input, weight, plan, scales, gather, scales_known)
-    across = across_of(weight, input.shape, tokens_dim, scales_known, weight_scale)
+    x = local_input(layer, input, weight, scales)
+    across = across_of(layer, weight, input.shape)
     here = bias.to_local() if by_rows and bias is not None else None
-    y = apply_linear(x, weight.to_local(), here, plan, scales, None, keep_input, across)
+    y = apply_linear(x, weight.to_local(), here, layer.plan, scales, None, keep_input, across)
     output = of_all_ranks(y, weight, across)
     if bias is None or by_rows:
         return output
@@ -104,14 +100,7 @@ def shared_by_rows(weight: Any) -> bool:
     return by_rows
 
 
-def local_input(
-    input: Any,
-    weight: Any,
-    plan: LinearPlan,
-    scales: DelayedScales,
-    gather: bool,
-    scales_known: bool,
-) -> Any:
+def local_input(layer: Any, input: Any, weight: Any, scales: DelayedScales) -> Any:
     """What this rank multiplies its part of `weight` with; see `linear_of_shards`."""
     if not hasattr(input, "placements"):
         raise TypeError(
@@ -125,9 +114,9 @@ def local_input(
             f"{weight.device_mesh}, expected one mesh; parallelize both over the same"
         )
     require_input(input, weight)
-    require_parts(weight.shape, 0 if by_rows else 1, weight.device_mesh.size(), plan)
-    if by_rows and gather and not input.placements[0].is_replicate():
-        input = dtensor_in_float8(input, plan, scales, scales_known)
+    require_parts(weight.shape, 0 if by_rows else 1, weight.device_mesh.size(), layer.plan)
+    if by_rows and layer.gathered == "input" and not input.placements[0].is_replicate():
+        input = dtensor_in_float8(layer, input, scales)
         input = input.redistribute(placements=[dtensors.Replicate()])
     expected: Any = dtensors.Replicate() if by_rows else dtensors.Shard(input.dim() - 1)
     if tuple(input.placements) != (expected,):
@@ -138,23 +127,17 @@ def local_input(
     return input.to_local(grad_placements=(dtensors.Partial(),) if by_rows else None)
 
 
-def across_of(
-    weight: Any,
-    shape: torch.Size,
-    tokens_dim: int | None,
-    scales_known: bool,
-    weight_scale: torch.Tensor | None,
-) -> Across:
+def across_of(layer: Any, weight: Any, shape: torch.Size) -> Across:
     """How the tensors of one layer become those of all ranks; see `linear_of_shards`.
 
     `shape` is that of the whole input, of which only the leading dims count.
     """
     mesh = weight.device_mesh
     group, ranks = mesh.get_group(0).group_name, mesh.size()
-    reduce = None if scales_known else reduction((group,))
+    reduce = None if layer.knows_scales else reduction((group,))
     if shared_by_rows(weight):
-        return Across(weight=reduce, grad_output=reduce, weight_scale=weight_scale)
-    tokens = None
+        return Across(weight=reduce, grad_output=reduce, weight_scale=layer.weight_scale)
+    tokens, tokens_dim = None, layer.tokens_dim
     if tokens_dim is not None and not -len(shape) <= tokens_dim < len(shape):
         raise ValueError(
             f"Float8Linear: got an input of {len(shape)} dims and an output to be sharded along "
@@ -168,7 +151,7 @@ def across_of(
                 f"sharded along dim {tokens.dim} over {ranks} ranks, expected that dim divisible "
                 f"by {ranks}; pad it"
             )
-    return Across(reduce, reduce, reduce if tokens else None, tokens, weight_scale)
+    return Across(reduce, reduce, reduce if tokens else None, tokens, layer.weight_scale)
 
 
 def tokens_along(dim: int, shape: torch.Size, group: str, ranks: int) -> Tokens:
@@ -189,24 +172,24 @@ def of_all_ranks(y: torch.Tensor, weight: Any, across: Across) -> Any:
     return dtensors.DTensor.from_local(y, mesh, last, run_check=False, shape=shape, stride=stride)
 
 
-def dtensor_in_float8(x: Any, plan: LinearPlan, scales: DelayedScales, scales_known: bool) -> Any:
-    """The DTensor `x` in float8 as the plan casts it, if bytes and one scale are all it takes.
+def dtensor_in_float8(layer: Any, x: Any, scales: DelayedScales) -> Any:
+    """The DTensor `x` in float8 as `layer` casts it, if bytes and one scale are all it takes.
 
     On a mesh of one dim; else `x` itself, as also where it is a sum still to be made, or where
     ranks hold parts of rows that have a scale each.
     """
-    local, (placement,) = x.to_local(), x.placements
+    local, (placement,), plan = x.to_local(), x.placements, layer.plan
     by_rows = plan.input.granularity is not ScalingGranularity.TENSORWISE
     if (
         placement.is_partial()
         or (by_rows and placement.is_shard() and placement.dim % x.dim() == x.dim() - 1)
-        or not casts_input_once(plan)
+        or not plan.casts_input_once()
         or isinstance(local, Float8Tensor)
     ):
         return x
     if dtype := autocast_dtype(local.device):
         local = local.to(dtype)
-    whole_here = scales_known or placement.is_replicate()
+    whole_here = layer.knows_scales or placement.is_replicate()
     reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
     return dtensor_like(to_float8(local, plan.input, state=scales.input, reduce=reduce), x)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
-from float8.linear.classes import class_of, computes_something_else, is_conv1d, path
+from float8.linear.classes import class_of, computes_something_else, path
 from float8.linear.delayed import StatefulLayer, delayed_sites
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
@@ -81,9 +81,11 @@ def problem(
     # What is converted is one of ours, whatever it was made of; a parametrized one is not.
     if reason := computes_something_else(mod, (*linear_classes, StatefulLayer)):
         return TypeError(reason)
-    if reason := _name_taken(mod, base, config) or _cannot_be_both(type(mod), base):
-        return ValueError(reason)
-    if reason := _needs_whole_weight(mod, base, config):
+    if reason := (
+        _name_taken(mod, base, config)
+        or _cannot_be_both(type(mod), base)
+        or _needs_whole_weight(mod, base, config)
+    ):
         return ValueError(reason)
     if replaced_forward(mod):  # it would win over ours
         return ValueError(
@@ -111,9 +113,8 @@ def problem(
             f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
             f"pad_inner_dim=True to have them padded"
         )
-    transposed = is_conv1d(mod) or getattr(mod, "transposed", False)
-    if config.float8_weights is Float8Weights.ONLY and (weight.requires_grad or transposed):
-        what = "a Conv1D" if transposed else "a weight with requires_grad=True"
+    if config.float8_weights is Float8Weights.ONLY and (weight.requires_grad or base.transposed):
+        what = "a Conv1D" if base.transposed else "a weight with requires_grad=True"
         return ValueError(
             f"got {what} with float8_weights=ONLY, expected an nn.Linear whose weight is frozen; "
             f"call weight.requires_grad_(False) first, or convert it with another config"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.linear.across import Reduction
+from float8.linear.across import Across
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -23,27 +23,22 @@ def weight_rows(
     spec: CastSpec,
     state: DelayedScale | None,
     record: bool,
-    reduce: Reduction | None = None,
-    scale: Tensor | None = None,
+    across: Across,
 ) -> Part:
     """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
     if ready is None:
-        made = quantize(
-            weight, spec, row=True, pad_rows=True, state=state, record=record, scale=scale,
-            reduce=reduce,
-        )  # fmt: skip
-        assert made.row is not None
-        return made.row
+        return quantize(
+            weight, spec, row=True, pad_rows=True, state=state, record=record,
+            scale=across.weight_scale, reduce=across.weight,
+        ).row  # fmt: skip
     if record:
         record_amax(state, ready.amax)
-    assert ready.row is not None
     return padded(ready.row, spec)
 
 
 def in_float8_only(weight: Tensor, spec: CastSpec) -> Float8Tensor:
     """`weight` [N, K] as a tensor that has no high-precision values, cast by `spec`."""
     made = quantize(weight, spec, row=True).row
-    assert made is not None
     data = made.data[: weight.shape[0], : weight.shape[1]].contiguous()
     return Float8Tensor(data, made.scale, weight.dtype, spec.granularity)
 
@@ -74,9 +69,7 @@ def kept_weight(weight: Tensor, ready: Quantized | None) -> Tensor:
     """What forward saves for `weight_columns`: nothing that it would have to make."""
     if ready is None:
         return weight
-    kept = ready.row if ready.col is None else ready.col
-    assert kept is not None
-    return kept.data
+    return (ready.row if ready.col is None else ready.col).data
 
 
 def weight_columns(
@@ -97,6 +90,4 @@ def weight_columns(
     if kept.dtype in FLOAT8_MAX:
         return columns(Part(kept, scale), spec, after)
     known = scale if spec.granularity is ScalingGranularity.TENSORWISE else None
-    made = quantize(kept, spec, col=True, scale=known, after=after).col
-    assert made is not None
-    return made
+    return quantize(kept, spec, col=True, scale=known, after=after).col

@@ -92,7 +92,6 @@ class FSDPFloat8Weight(Float8GatherWeight):
             shard = _padded(self.high_precision.to(param_dtype), rows)
             return (shard,), GatherMetadata(None, None, outer_size)
         cast = self.cast_shard(module, param_dtype)
-        assert cast.row is not None
         data, scale = cast.row
         bytes_ = _padded(data.contiguous().view(torch.uint8), rows)
         if self.spec.granularity is not ScalingGranularity.TENSORWISE:
@@ -173,10 +172,9 @@ class FSDPFloat8Weight(Float8GatherWeight):
     def _cast(self, module: Any, param_dtype: torch.dtype, scale: Tensor | None) -> Quantized:
         shard = self.high_precision.to(param_dtype)
         if self.spec.granularity is not ScalingGranularity.TENSORWISE:
-            made = quantize(shard, self.spec, row=True)
-            assert made.row is not None
-            data = made.row.data[: shard.shape[0], : shard.shape[1]]
-            return Quantized(Part(data, made.row.scale), None, self.spec)
+            row = quantize(shard, self.spec, row=True).row
+            data = row.data[: shard.shape[0], : shard.shape[1]]
+            return Quantized(Part(data, row.scale))
         state = amax = None
         if scale is not None:
             scale = scale.to(shard.device)  # it may be offloaded
@@ -192,12 +190,10 @@ class FSDPFloat8Weight(Float8GatherWeight):
             return own
 
         reduce = of_all if state is None else None  # the sync reduces what a history records
-        made = quantize(
+        row = quantize(
             shard, self.spec, row=True, state=state, record=True, scale=scale, reduce=reduce
-        )
-        assert made.row is not None
-        row = Part(made.row.data[:, : shard.shape[1]], made.row.scale)
-        return Quantized(row, None, self.spec, amax)
+        ).row
+        return Quantized(Part(row.data[:, : shard.shape[1]], row.scale), amax=amax)
 
 
 # FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as

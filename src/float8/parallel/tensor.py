@@ -23,7 +23,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import ScalingGranularity
 from float8.linear import Float8Layer, Float8Linear
-from float8.linear.plan import casts_weight_dynamically
 from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
 from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
@@ -196,7 +195,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         for name in self.layer_names:
             layer: Any = module.get_submodule(name)
             weight: Any = getattr(layer, "weight", None)
-            if not isinstance(layer, Float8Linear) or not casts_weight_dynamically(layer.plan):
+            if not isinstance(layer, Float8Linear) or not layer.plan.casts_weight_dynamically():
                 continue
             if not is_dtensor(weight) or isinstance(local_tensor(weight), Float8Tensor):
                 continue

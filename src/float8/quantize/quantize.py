@@ -62,8 +62,9 @@ def quantize(
                 f"scales come from the tensor at hand"
             )
         fuse = fuse_amax and torch.compiler.is_compiling()
-        parts = _finer(x, spec, row=row, col=col, pad_rows=pad_rows, after=after, fuse=fuse)
-        return Quantized(*parts, spec)
+        return Quantized(
+            *_finer(x, spec, row=row, col=col, pad_rows=pad_rows, after=after, fuse=fuse)
+        )
     if scale is None and state is not None and reduce is None:
         scale, row_data, col_data = kernels.cast_delayed(
             x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
@@ -87,7 +88,6 @@ def quantize(
     return Quantized(
         None if row_data is None else Part(row_data, scale),
         None if col_data is None else Part(col_data, scale),
-        spec,
     )
 
 
@@ -97,9 +97,9 @@ def _finer(
     *,
     row: bool,
     col: bool,
-    pad_rows: bool = False,
-    after: Tensor | None = None,
-    fuse: bool = False,
+    pad_rows: bool,
+    after: Tensor | None,
+    fuse: bool,
 ) -> tuple[Part | None, Part | None]:
     """Cast under finer scales than one per tensor; `fuse`: in code that a compiler sees."""
     if spec.granularity is ScalingGranularity.AXISWISE:
@@ -132,9 +132,7 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
         row = Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
         return columns(row, spec)
     known = scale if one_scale else None
-    made = quantize(x.detach(), spec, col=True, scale=known, fuse_amax=True).col
-    assert made is not None
-    return made
+    return quantize(x.detach(), spec, col=True, scale=known, fuse_amax=True).col
 
 
 def padded(row: Part, spec: CastSpec, pad_rows: bool = True) -> Part:
@@ -176,6 +174,4 @@ def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
     # Times a power of two a float8 value is exact in bfloat16, too.
     dtype = torch.bfloat16 if spec.power_of_2 else torch.float32
     values = dequantised(row, spec.granularity, dtype)
-    made = quantize(values, spec, col=True, after=after).col
-    assert made is not None
-    return made
+    return quantize(values, spec, col=True, after=after).col

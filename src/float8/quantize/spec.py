@@ -1,6 +1,6 @@
 """The only description of a cast, and what casts and GEMMs hand to each other."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,15 +40,16 @@ class Part(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A tensor [R, C] in float8, in the layouts that were asked for."""
+    """A tensor [R, C] in float8, in the layouts that were asked for; the others are None.
 
-    row: Part | None
+    `| Any`: a type checker is not to ask of those who know which.
+    """
+
+    row: Part | Any = None
     """[R, C], contracted over C."""
 
-    col: Part | None
+    col: Part | Any = None
     """The transposed copy [C, R], contracted over R."""
-
-    spec: CastSpec
 
     amax: Tensor | None = None
     """0-dim float32: what delayed scaling still has to record at each use, if anything."""
@@ -61,9 +62,9 @@ BLOCK = 128
 def check_scale(part: Part, granularity: ScalingGranularity) -> None:
     """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
 
-    One element under `TENSORWISE`; [R, 1] under `AXISWISE`; [R, ceil(C / 128)], column-major, under
-    `BLOCK_1x128`; [ceil(R / 128), ceil(C / 128)] with the columns padded to 4 under
-    `BLOCK_128x128`, as cuBLASLt wants them.
+    One element under `TENSORWISE`; [R, 1] under `AXISWISE`, where both may have more leading dims;
+    [R, ceil(C / 128)], column-major, under `BLOCK_1x128`; [ceil(R / 128), ceil(C / 128)] with the
+    columns padded to 4 under `BLOCK_128x128`, as cuBLASLt wants them.
     """
     got = tuple(part.scale.shape)
     if granularity is ScalingGranularity.TENSORWISE:
@@ -71,9 +72,10 @@ def check_scale(part: Part, granularity: ScalingGranularity) -> None:
     elif torch.compiler.is_compiling():  # sizes may be symbols, of which nothing should be asked
         return
     else:
-        R, C = part.data.shape
+        *leading, C = part.data.shape
+        R = leading[0]
         wanted = {
-            ScalingGranularity.AXISWISE: (R, 1),
+            ScalingGranularity.AXISWISE: (*leading, 1),
             ScalingGranularity.BLOCK_1x128: (R, blocks(C)),
             ScalingGranularity.BLOCK_128x128: (blocks(R), ceil4(blocks(C))),
         }[granularity]

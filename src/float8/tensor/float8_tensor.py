@@ -91,23 +91,14 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        if granularity is ScalingGranularity.TENSORWISE:
-            if scale.numel() != 1:
-                raise ValueError(f"scale: got shape {tuple(scale.shape)}, expected one element")
-        elif not data.is_contiguous() or (
-            data.dim() < 2 or (data.dim() > 2 and granularity is not ScalingGranularity.AXISWISE)
-        ):
+        by_rows = granularity is ScalingGranularity.AXISWISE and data.dim() > 2
+        is_matrix = data.is_contiguous() and (data.dim() == 2 or by_rows)
+        if granularity is not ScalingGranularity.TENSORWISE and not is_matrix:
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
-        elif data.dim() == 2:
-            check_scale(Part(data, scale), granularity)
-        elif scale.shape != (*data.shape[:-1], 1):
-            raise ValueError(
-                f"scale: got shape {tuple(scale.shape)} for data of {tuple(data.shape)}, expected "
-                f"{(*data.shape[:-1], 1)} under {granularity}"
-            )
+        check_scale(Part(data, scale), granularity)
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
@@ -227,7 +218,6 @@ class _ToFloat8(torch.autograd.Function):
         made = quantize(
             rows, spec, row=True, state=state, record=True, scale=scale, reduce=reduce
         ).row
-        assert made is not None
         data = made.data
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
