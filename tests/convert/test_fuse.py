@@ -296,6 +296,11 @@ class Twice(nn.SiLU):
         return 2 * F.silu(input)
 
 
+class Called(Own):
+    def __call__(self, input: Tensor) -> Tensor:
+        return 2 * super().__call__(input)
+
+
 @pytest.mark.parametrize("activation", [nn.SiLU(inplace=True), Own()])
 def test_activations_that_are_silu(activation: nn.Module) -> None:
     assert fate(converted(with_activation(activation))) is None
@@ -328,6 +333,7 @@ def tied() -> nn.Module:
     [
         (lambda: with_activation(nn.GELU()), "its activation is a GELU, not SiLU"),
         (lambda: with_activation(Twice()), "its activation is a Twice, not SiLU"),
+        (lambda: with_activation(Called()), "its activation is a Called, not SiLU"),
         (
             lambda: with_activation(hooked(nn.SiLU())),
             "its activation has hooks, or a `forward` of its own",

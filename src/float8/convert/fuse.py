@@ -284,7 +284,10 @@ def _feed_forward(module: nn.Module, forward: Any) -> FeedForward | None:
 
 def _is_silu(cls: Any) -> bool:
     """Whether the forward of `cls` computes silu and nothing else."""
-    return cls is nn.SiLU or expression_of(cls.forward, set())[0] == ("call", F.silu, ("x",))
+    if cls is nn.SiLU:
+        return True
+    computes: Any = expression_of(cls.forward, set())[0]
+    return computes == ("call", F.silu, ("x",)) and cls.__call__ is nn.Module.__call__
 
 
 def _rms_norm(x: Any, weight: Any, eps: Any) -> Any:
