@@ -96,6 +96,18 @@ class Gelu(Layers):
         return self.w2(F.gelu(self.w1(x)) * self.w3(x))
 
 
+class Packed(nn.Module):
+    """Gate and up in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = (nn.Linear(*dims, bias=False) for dims in ((32, 96), (48, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
 class Scales(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x) * 2)
@@ -179,6 +191,7 @@ UNKNOWN = [
     Overrides,
     DropsOut,
     Gelu,
+    Packed,
     Scales,
     OtherFunction,
     MovesActivation,
@@ -252,7 +265,7 @@ def test_known_by_what_they_compute(kind: type[Layers]) -> None:
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
-def test_whatever_may_compute_something_else_is_left_alone(kind: type[Layers]) -> None:
+def test_whatever_may_compute_something_else_is_left_alone(kind: type[nn.Module]) -> None:
     seed, seen[:] = torch.initial_seed(), []
     with pytest.warns(UserWarning, match="nothing of .* was fused: .* is not known to be down"):
         model = converted(kind())
@@ -281,6 +294,11 @@ class Own(nn.Module):
 class Twice(nn.SiLU):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * F.silu(input)
+
+
+class Called(Own):
+    def __call__(self, input: Tensor) -> Tensor:
+        return 2 * super().__call__(input)
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(inplace=True), Own()])
@@ -315,6 +333,7 @@ def tied() -> nn.Module:
     [
         (lambda: with_activation(nn.GELU()), "its activation is a GELU, not SiLU"),
         (lambda: with_activation(Twice()), "its activation is a Twice, not SiLU"),
+        (lambda: with_activation(Called()), "its activation is a Called, not SiLU"),
         (
             lambda: with_activation(hooked(nn.SiLU())),
             "its activation has hooks, or a `forward` of its own",
@@ -626,7 +645,8 @@ def test_norms_are_one_operation_in_eager_mode(dtype, scale: float, device: str)
 
 @pytest.mark.parametrize("kind", [PlusOne, Unbiased])
 def test_other_norms_are_left_alone(kind: type[Norm]) -> None:
-    with pytest.warns(UserWarning, match="nothing of Sequential was fused"):
+    why = f"{kind.__name__}.forward is not known to be an RMSNorm"
+    with pytest.warns(UserWarning, match=f"nothing of Sequential was fused: {why}"):
         _, fused = normed(kind, torch.bfloat16)
     assert type(fused) is kind
 

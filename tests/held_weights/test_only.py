@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from float8 import (
@@ -245,6 +246,17 @@ def test_each_state_dict_loads_into_each_model(config) -> None:
     own = FeedForward(32, 48)
     own.load_state_dict(saved(wanted.state_dict()), strict=False)  # more than weights, if delayed
     assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
+
+
+@EACH
+def test_distributed_checkpoints(config, tmp_path) -> None:
+    wanted, model = model_of(config), model_of(config, seed=7)
+    dcp.save(wanted.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    model.load_state_dict(state)
+    bytes_of(model)
+    assert_same(wanted, model)
 
 
 def test_a_checkpoint_in_float32_is_rounded_to_the_dtype_of_the_model_first() -> None:

@@ -156,6 +156,18 @@ def test_others_are_left_alone(name: str, more: dict[str, Any], reason: str) -> 
     assert type(fused.model.layers[0].mlp) is type(plain.model.layers[0].mlp)
 
 
+@pytest.mark.parametrize("name", ["Gemma", "Olmo2", "Phi3"])
+def test_each_feed_forward_and_norm_is_listed(name: str) -> None:
+    model = converted(model_of(name))
+    modules = {fqn for fqn, _ in model.named_modules() if fqn.endswith(("mlp", "norm"))}
+    reasons = {each.fqn: each.reason for each in conversion_report(model).fused}
+    assert reasons.keys() == modules
+    if name == "Phi3":
+        assert "not known to be down(silu(gate(x)) * up(x))" in reasons["model.layers.0.mlp"]
+    else:
+        assert reasons["model.norm"].endswith("Norm.forward is not known to be an RMSNorm")
+
+
 def test_lora_put_in_later_is_computed(tmp_path) -> None:
     peft = pytest.importorskip("peft")
     apart, fused = (converted(model_of("Llama"), fuse=fuse) for fuse in (False, True))

@@ -47,6 +47,7 @@ OTHERS = {
     aten.empty_like.default: "has no values yet",
     aten.equal.default: "makes a bool",
     aten.is_same_size.default: "makes a bool",
+    aten.is_pinned.default: "makes a bool",
     aten.mm.default: "makes a plain tensor, of other values",
     aten.addmm.default: "makes a plain tensor, of other values",
     torch.ops.c10d.broadcast_.default: "see tests/distributed",

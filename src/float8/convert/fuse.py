@@ -205,12 +205,19 @@ def _why_left_alone(module: nn.Module, parts: FeedForward | Norm) -> str | None:
 
 
 def _looks_like_one(module: nn.Module) -> str | None:
-    """Why a module with the layers of a feed-forward is none; None: it has no such layers."""
-    linears = [child for child in module.children() if isinstance(child, nn.Linear)]
+    """Why a module that is made as a feed-forward or a norm is none; None: it is not made so."""
+    what, linears = "", [child for child in module.children() if isinstance(child, nn.Linear)]
     shapes = [(linear.in_features, linear.out_features) for linear in linears]
-    if any(a != b and shapes.count((a, b)) > 1 and (b, a) in shapes for a, b in shapes):
-        return f"{type(module).__name__}.forward is not known to be down(silu(gate(x)) * up(x))"
-    return None
+    for dim, width in shapes:
+        apart = shapes.count((dim, width)) > 1 and (width, dim) in shapes
+        packed = width % 2 == 0 and (width // 2, dim) in shapes  # gate and up in one layer
+        if (apart and dim != width) or (packed and 2 * dim != width):
+            what = "down(silu(gate(x)) * up(x))"
+    has_eps = hasattr(module, "eps") or hasattr(module, "variance_epsilon")
+    of_torch = type(module).__module__.startswith("torch.nn.")
+    if has_eps and module._parameters.keys() == {"weight"} and not of_torch:
+        what = "an RMSNorm"
+    return f"{type(module).__name__}.forward is not known to be {what}" if what else None
 
 
 # ---------------------------------------------------------------- classes
@@ -272,7 +279,10 @@ def _feed_forward(module: nn.Module, forward: Any) -> FeedForward | None:
 
 def _is_silu(cls: Any) -> bool:
     """Whether the forward of `cls` computes silu and nothing else."""
-    return cls is nn.SiLU or expression_of(cls.forward, set())[0] == ("call", F.silu, ("x",))
+    if cls is nn.SiLU:
+        return True
+    computes: Any = expression_of(cls.forward, set())[0]
+    return computes == ("call", F.silu, ("x",)) and cls.__call__ is nn.Module.__call__
 
 
 def _rms_norm(x: Any, weight: Any, eps: Any) -> Any:

@@ -181,6 +181,13 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
+@implements(aten.is_pinned.default)
+def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """As `torch.distributed.checkpoint` asks."""
+    (x, *device) = args
+    return func(x._data, *device, **kwargs)
+
+
 @implements(aten.new_zeros.default)
 def _new_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     raise NotImplementedError(
