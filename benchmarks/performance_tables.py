@@ -30,6 +30,7 @@ PLAIN_COMMIT = "ca2477b"  # the newest run of the whole stack beside torchao
 FINER_COMMIT = "301e755"  # the newest run with scales per row and block
 HELD_COMMIT = "f96af7a"  # the newest run with held weights and fuse=True
 SMALL_COMMIT = "ca2477b"  # the newest run with small layers
+NARROW_COMMIT = "9763af4"  # the newest run of narrower blocks
 
 WIDTH = 96  # of a command, which goes on in the next line
 REMOVED = ("speculative",)  # recipes that results files of former versions have
@@ -64,12 +65,14 @@ def updated(page: str, name: str, content: str) -> str:
 # ---------------------------------------------------------------- plain models
 
 
-def plain_stack(folder: Path, commit: str = PLAIN_COMMIT, page: Path = README) -> str:
+def plain_stack(
+    folder: Path, commit: str = PLAIN_COMMIT, page: Path = README, what: str = "8B stack"
+) -> str:
     """The stack of blocks of a plain model: a row per recipe, compiled and eager."""
     run = plain_run(folder, commit)
     heads = ["recipe", "compiled ms", "speedup", "peak GiB", "eager ms", "speedup", "peak GiB"]
     rows = []
-    for recipe, modes in by_recipe(plain_rows(run, "8B stack")).items():
+    for recipe, modes in by_recipe(plain_rows(run, what)).items():
         cells = [label(recipe, run)]
         for mode in ("compiled", "eager"):
             row = modes.get(mode, {})
@@ -86,6 +89,11 @@ def plain_finer(folder: Path) -> str:
 def plain_held(folder: Path) -> str:
     """The same with weights held in float8, and with fuse=True."""
     return plain_stack(folder, HELD_COMMIT, PERFORMANCE)
+
+
+def plain_narrow(folder: Path) -> str:
+    """Blocks of half the width."""
+    return plain_stack(folder, NARROW_COMMIT, PERFORMANCE, "1b stack")
 
 
 def plain_small(folder: Path) -> str:
@@ -300,6 +308,7 @@ SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
     (PERFORMANCE, "finer scales"): plain_finer,
     (PERFORMANCE, "held and fused"): plain_held,
     (PERFORMANCE, "Hugging Face"): hugging_face,
+    (PERFORMANCE, "narrow"): plain_narrow,
     (PERFORMANCE, "small layers"): plain_small,
     (PERFORMANCE, "performance"): tables,
 }
