@@ -23,6 +23,7 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
     high_precision_state_dict,
+    linear,
 )
 from sqnr import same_bits
 from support.configs import delayed, of_recipe, tensorwise
@@ -204,6 +205,17 @@ def test_to_another_recipe_and_back() -> None:
     assert type(model.w1) is nn.Linear
     values = wanted.w1.weight._data.float() * wanted.w1.weight._scale
     assert same_bits(model.w1.weight.detach(), values)
+
+
+def test_a_weight_that_somebody_sets_is_told() -> None:
+    model = model_of(tensorwise())
+    values = seeded(0, *model.w1.weight.shape, dtype=torch.bfloat16)
+    model.w1.weight = nn.Parameter(values, requires_grad=False)
+    assert "weight in high precision" in repr(model.w1)
+    assert "weight only in float8" in repr(model.w2)
+    x = seeded(1, 8, 32, dtype=torch.bfloat16)
+    expected = linear(x, values)
+    assert same_bits(model.w1(x), expected)
 
 
 def test_copies() -> None:

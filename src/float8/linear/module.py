@@ -23,7 +23,7 @@ from float8.linear.source import copied_from, own_names, problem
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
-from float8.tensor import Float8Tensor, dequantise
+from float8.tensor import Float8Tensor, dequantise, local_tensor
 
 
 class Float8Layer(StatefulLayer):
@@ -216,7 +216,10 @@ class Float8Layer(StatefulLayer):
         """What its class says, and how it runs: a recipe, or the scaling of each tensor."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         parts = [super().extra_repr() or sizes, self.config.short_str()]
-        if self.held is not None or self.keeps_no_master:
+        weight = local_tensor(self._parameters.get("weight"))
+        if self.keeps_no_master and not isinstance(weight, Float8Tensor):
+            parts.append("weight in high precision")  # which somebody has set
+        elif self.held is not None or self.keeps_no_master:
             parts.append(f"weight {self.config.float8_weights.value} in float8")
         of_input = self.gathered == "input"
         if self.gathered is not None and not (of_input and self.sums_over_ranks):
