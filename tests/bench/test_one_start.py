@@ -2,11 +2,13 @@
 
 import copy
 from pathlib import Path
+from threading import Event
 
 import torch
 
 from float8_lab.trainer import data
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
+from float8_lab.trainer.loop import Trainer
 from support.scripts import ROOT, load_script
 
 
@@ -26,6 +28,10 @@ def test_runs_go_on_from_one_start_and_leave_it_alone() -> None:
         runs[name] = script.continued(config.replace(recipe=recipe), corpus, start, 2)
         assert len(runs[name].train) == 3
     assert runs["again"].train == runs[HIGH_PRECISION].train != runs["delayed"].train
+    whole = script.Losses()
+    Trainer(config.replace(recipe=HIGH_PRECISION), corpus, [whole]).run(Event())
+    assert runs[HIGH_PRECISION].train == whole.train[2:]  # as if it had not stopped
+    assert runs[HIGH_PRECISION].validation == whole.validation
     assert all(torch.equal(before["model"][n], x) for n, x in start["model"].items())
     rows = [script.row(name, losses, 2) for name, losses in runs.items()]
     script.gaps(rows[:1])

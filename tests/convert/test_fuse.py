@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -614,6 +615,43 @@ class Unbiased(Norm):
         x = x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + self.variance_epsilon)
         return self.weight * x.to(dtype)
+
+
+class Attends(Layers):
+    """A fourth layer, and the shapes of a feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w4 = nn.Linear(32, 48, bias=False)
+
+
+class AttendsPacked(Packed):
+    """Keys and values in one layer, which is as wide as gate and up would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(32, 48, bias=False)
+
+
+class OwnRMSNorm(nn.RMSNorm):
+    """Computes what `nn.RMSNorm` does."""
+
+
+class Similarity(nn.Module):
+    """The weight is a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(32, 48)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, eps=self.eps) @ self.weight
+
+
+@pytest.mark.parametrize("kind", [Attends, AttendsPacked, partial(OwnRMSNorm, 32), Similarity])
+def test_what_is_made_otherwise_is_not_listed(kind: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(kind(), Meta())
+    assert [each.fqn for each in conversion_report(converted(model)).fused] == ["1"]
 
 
 def normed(kind: type[Norm], dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, ...]:

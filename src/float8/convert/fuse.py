@@ -209,14 +209,16 @@ def _looks_like_one(module: nn.Module) -> str | None:
     what, linears = "", [child for child in module.children() if isinstance(child, nn.Linear)]
     shapes = [(linear.in_features, linear.out_features) for linear in linears]
     for dim, width in shapes:
-        apart = shapes.count((dim, width)) > 1 and (width, dim) in shapes
-        packed = width % 2 == 0 and (width // 2, dim) in shapes  # gate and up in one layer
+        # As many layers and no more: attention may have the same shapes.
+        apart = len(shapes) == 3 and shapes.count((dim, width)) == 2 and (width, dim) in shapes
+        packed = len(shapes) == 2 and width % 2 == 0 and (width // 2, dim) in shapes
         if (apart and dim != width) or (packed and 2 * dim != width):
             what = "down(silu(gate(x)) * up(x))"
     has_eps = hasattr(module, "eps") or hasattr(module, "variance_epsilon")
-    of_torch = type(module).__module__.startswith("torch.nn.")
+    of_torch = type(module).forward.__module__.startswith("torch.nn.")
     if has_eps and module._parameters.keys() == {"weight"} and not of_torch:
-        what = "an RMSNorm"
+        weight = module._parameters["weight"]  # a matrix is not a norm's
+        what = "an RMSNorm" if weight is not None and weight.dim() == 1 else what
     return f"{type(module).__name__}.forward is not known to be {what}" if what else None
 
 
