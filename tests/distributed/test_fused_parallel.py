@@ -362,6 +362,12 @@ def hooked(model: nn.Module) -> None:
     model.ffn.w3.register_forward_hook(lambda *_: None)
 
 
+def exchanged(model: nn.Module) -> None:
+    """As many hooks as the style put there, but not all of them its own."""
+    model.ffn.w3._forward_pre_hooks.popitem()
+    model.ffn.w3.register_full_backward_hook(lambda *_: None)
+
+
 def undone(model: nn.Module) -> None:
     with torch.no_grad():
         model.ffn.w1.weight = nn.Parameter(model.ffn.w1.weight.full_tensor())
@@ -412,6 +418,7 @@ def test_layers_in_other_roles_are_not_fused(two: Ranks) -> None:
 def test_what_is_not_fused_says_why(two: Ranks) -> None:
     two.run(falls_back, "tensorwise", "torch", None, {}, "has hooks, other than those of Float8C")
     two.run(falls_back, "tensorwise", "float8", "hooked", {}, "has hooks, other than")
+    two.run(falls_back, "tensorwise", "float8", "exchanged", {}, "has hooks, other than")
     two.run(falls_back, "tensorwise", "float8", "undone", {}, "a DTensor, or was one, and another")
     two.run(falls_back, "rowwise", "float8", None, {}, "finer than one per tensor")
     whole = {

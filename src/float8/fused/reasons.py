@@ -11,11 +11,10 @@ from float8.kernels.runtime.private import has_global_module_hooks
 from float8.linear import Float8Linear
 from float8.linear.held import PLAIN
 from float8.linear.plan import LinearPlan
-from float8.linear.sharded import ParallelStyle
+from float8.linear.sharded import ParallelStyle, forward_hooks
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, local_tensor
 
 _WEIGHTS = (*PLAIN, Float8Tensor)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -23,9 +22,10 @@ def has_hooks(module: nn.Module) -> bool:
 
     Those of this library's styles do not: fused functions know what they do.
     """
-    found = sum(len(getattr(module, hooks)) for hooks in _HOOKS)
     style = ParallelStyle.of(module)
-    return found != (0 if style is None else style.hooks) or has_global_module_hooks()
+    if forward_hooks(module) != ((0, 0) if style is None else style.hooks):
+        return True
+    return bool(module._backward_hooks or module._backward_pre_hooks) or has_global_module_hooks()
 
 
 def is_float8_linear(layer: nn.Module) -> TypeGuard[Float8Linear]:

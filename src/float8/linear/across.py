@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
         """[R, C] of each rank, to be summed -> [R / ranks, C] of the sum."""
         x, group = self._swapped(x, self.before, self.ranks).contiguous(), self.group
         mine = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", self.ranks, group)
-        return torch.ops._c10d_functional.wait_tensor(mine)  # type: ignore[no-any-return]
+        return _waited(mine)
 
     def _swapped(self, x: Tensor, first: int, second: int) -> Tensor:
         if 1 in (first, second):
@@ -52,8 +52,17 @@ class Copies(NamedTuple):
 
     def scatter(self, x: Tensor) -> Tensor:
         """[R, C] of each rank, to be summed -> the sum."""
-        x = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group)
-        return torch.ops._c10d_functional.wait_tensor(x)  # type: ignore[no-any-return]
+        return _waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group))
+
+
+def _waited(x: Tensor) -> Tensor:
+    """`x` when it is there, as another tensor: waiting returns the very `x`.
+
+    When an autograd.Function returns what an op was given, the gradients that torch 2.11's Dynamo
+    traces for it are zero.
+    """
+    x = torch.ops._c10d_functional.wait_tensor(x)
+    return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
 
 class Across(NamedTuple):

@@ -30,6 +30,11 @@ from float8.tensor import Float8Tensor, dtensor_like
 from float8.tensor.float8_tensor import to_float8
 
 
+def forward_hooks(module: torch.nn.Module) -> tuple[int, int]:
+    """How many hooks run before its forward, and how many after it."""
+    return len(module._forward_pre_hooks), len(module._forward_hooks)
+
+
 class ParallelStyle(NamedTuple):
     """What hooks of a style of this library do to the input and the output of a module."""
 
@@ -39,8 +44,11 @@ class ParallelStyle(NamedTuple):
     output: Any
     """The placement of what the module returns."""
 
-    hooks: int
-    """How many they are. Their keys differ from module to module: compiled code would, too."""
+    hooks: tuple[int, int]
+    """How many they are, before forward and after it; see `forward_hooks`.
+
+    Their keys differ from module to module: code compiled for one would not fit the next.
+    """
 
     @staticmethod
     def of(module: torch.nn.Module | None) -> "ParallelStyle | None":

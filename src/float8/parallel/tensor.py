@@ -23,7 +23,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import ScalingGranularity
 from float8.linear import Float8Layer, Float8Linear
-from float8.linear.sharded import ParallelStyle, require_parts, weight_scales
+from float8.linear.sharded import (
+    ParallelStyle,
+    forward_hooks,
+    require_parts,
+    weight_scales,
+)
 from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 Placements = tuple[Placement, ...]
@@ -57,10 +62,10 @@ class Float8ColwiseParallel(ColwiseParallel):
         layer = _require_layer(self, module, 0, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
             layer.gathered = "input"
-        before = _hooks(layer)
+        before = forward_hooks(layer)
         super()._apply(layer, device_mesh)
         (input,), (output,) = self.input_layouts, self.output_layouts
-        layer.parallel_style = ParallelStyle(input, output, _hooks(layer) - before)
+        layer.parallel_style = ParallelStyle(input, output, _added(layer, before))
         return layer
 
 
@@ -75,9 +80,9 @@ class Float8RowwiseParallel(RowwiseParallel):
         layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
         if isinstance(to, Shard) and to.dim != -1:
             layer.tokens_dim, layer.gathered = to.dim, "grad_output"
-        before = _hooks(layer)
+        before = forward_hooks(layer)
         super()._apply(layer, device_mesh)
-        layer.parallel_style = ParallelStyle(*self.input_layouts, to, _hooks(layer) - before)
+        layer.parallel_style = ParallelStyle(*self.input_layouts, to, _added(layer, before))
         return layer
 
 
@@ -94,13 +99,13 @@ class Float8SequenceParallel(SequenceParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require_one_dim(self, device_mesh)
-        before, noted = _hooks(module), vars(module)
+        before, noted = forward_hooks(module), vars(module)
         frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         super()._apply(module, device_mesh)
         for name in frozen:  # torch's class makes new Parameters
             module.get_parameter(name).requires_grad_(False)
         (tokens,) = self.sequence_sharding
-        noted["parallel_style"] = ParallelStyle(tokens, tokens, _hooks(module) - before)
+        noted["parallel_style"] = ParallelStyle(tokens, tokens, _added(module, before))
         return module
 
 
@@ -261,8 +266,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return list(layers)
 
 
-def _hooks(module: nn.Module) -> int:
-    return len(module._forward_pre_hooks) + len(module._forward_hooks)
+def _added(module: nn.Module, before: tuple[int, int]) -> tuple[int, int]:
+    pre, post = forward_hooks(module)
+    return pre - before[0], post - before[1]
 
 
 def _named(module: nn.Module) -> str:
