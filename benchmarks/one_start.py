@@ -47,7 +47,7 @@ class Losses(Observer):
 
 def started(config: TrainConfig, corpus: data.Corpus, steps: int) -> dict[str, Any]:
     """Weights and the optimizer's state after `steps` in high precision."""
-    trainer = Trainer(config.replace(recipe=HIGH_PRECISION, stop_after=steps), corpus)
+    trainer = Trainer(config.replace(recipe=HIGH_PRECISION), corpus)
     trainer.model.train()
     while trainer.step < steps:
         trainer.train_step()

@@ -33,7 +33,16 @@ def test_runs_go_on_from_one_start_and_leave_it_alone() -> None:
     assert runs[HIGH_PRECISION].train == whole.train[2:]  # as if it had not stopped
     assert runs[HIGH_PRECISION].validation == whole.validation
     assert all(torch.equal(before["model"][n], x) for n, x in start["model"].items())
-    rows = [script.row(name, losses, 2) for name, losses in runs.items()]
-    script.gaps(rows[:1])
-    assert rows[0]["mean_gap_percent"] == rows[0]["val_loss_gap_percent"] == 0
-    assert rows[0]["mean"] == sum(runs[HIGH_PRECISION].train[-2:]) / 2
+
+
+def test_gaps_are_to_the_mean_of_the_runs_in_high_precision() -> None:
+    script, rows = load_script("one_start"), []
+    for name, last in ((HIGH_PRECISION, 3.0), (script.AGAIN, 5.0), ("tensorwise", 6.0)):
+        losses = script.Losses()
+        losses.train, losses.validation = [9.0, 7.0, last - 1, last + 1], last
+        rows.append(script.row(name, losses, last=2, window=2))
+    script.gaps(rows)
+    assert rows[2]["train_loss"] == [8.0, 6.0]
+    for column in ("mean", "val_loss"):
+        assert [row[column] for row in rows] == [3.0, 5.0, 6.0]
+        assert [row[f"{column}_gap_percent"] for row in rows] == [-25.0, 25.0, 50.0]

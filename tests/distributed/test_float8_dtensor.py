@@ -16,7 +16,7 @@ from float8.config import ScalingGranularity
 from float8.quantize.spec import CastSpec
 from float8.tensor.float8_tensor import to_float8
 from support.models import seeded
-from support.parallel import STYLES, close, mesh_of, off, part
+from support.parallel import STYLES, mesh_of, off, part
 from support.ranks import Ranks
 from support.sharded import FunctionalTraffic, convert, here
 
@@ -244,10 +244,11 @@ def only(kind: str) -> None:
         assert same(layer.weight.to_local(), part(single[dim].weight, dim))
     x, own = (seeded(1, 8, 32, device=here()).requires_grad_() for _ in "ab")
     y, own_y = single(x), model(own)
-    close(own_y, y)
+    most = 2e-2 if y.is_cuda else 1e-5  # tensor cores keep few bits of sums, and casts follow
+    assert off(own_y, y) < most
     y.sum().backward()
     own_y.sum().backward()
-    close(own.grad, x.grad)
+    assert off(own.grad, x.grad) < most
     rows = convert(copy.deepcopy(plain), "rowwise", False, **more)
     if kind == "float8":
         with pytest.raises(ValueError, match=r"ONLY whose weight has (.)*AXISWISE scales"):

@@ -254,7 +254,7 @@ def stacks(recipe: str, dp: int, fused: bool) -> None:
         here().type, (dp, dist.get_world_size() // dp), mesh_dim_names=("data", "tensor")
     )
     if fused:
-        stack(lambda: fused_block(recipe), fused_plan(False), mesh, dp > 1)
+        stack(partial(fused_block, recipe), fused_plan(False), mesh, dp > 1)
     for kind, fuse in (("float8", True),) if fused else (("float8", False), ("torch", False)):
         stack(partial(block_of, recipe, fuse=fuse), plan_of(kind, False), mesh, dp > 1)
 

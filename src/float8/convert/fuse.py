@@ -206,7 +206,8 @@ def _why_left_alone(module: nn.Module, parts: FeedForward | Norm) -> str | None:
 
 def _looks_like_one(module: nn.Module) -> str | None:
     """Why a module that is made as a feed-forward or a norm is none; None: it is not made so."""
-    what, linears = "", [child for child in module.children() if isinstance(child, nn.Linear)]
+    what = None
+    linears = [child for child in module.children() if isinstance(child, nn.Linear)]
     shapes = [(linear.in_features, linear.out_features) for linear in linears]
     for dim, width in shapes:
         # As many layers and no more: attention may have the same shapes.
@@ -214,12 +215,13 @@ def _looks_like_one(module: nn.Module) -> str | None:
         packed = len(shapes) == 2 and width % 2 == 0 and (width // 2, dim) in shapes
         if (apart and dim != width) or (packed and 2 * dim != width):
             what = "down(silu(gate(x)) * up(x))"
+    weight = module._parameters.get("weight")
+    only_weight = len(module._parameters) == 1 and weight is not None and weight.dim() == 1
     has_eps = hasattr(module, "eps") or hasattr(module, "variance_epsilon")
     of_torch = type(module).forward.__module__.startswith("torch.nn.")
-    if has_eps and module._parameters.keys() == {"weight"} and not of_torch:
-        weight = module._parameters["weight"]  # a matrix is not a norm's
-        what = "an RMSNorm" if weight is not None and weight.dim() == 1 else what
-    return f"{type(module).__name__}.forward is not known to be {what}" if what else None
+    if only_weight and has_eps and not of_torch:
+        what = "an RMSNorm"
+    return None if what is None else f"{type(module).__name__}.forward is not known to be {what}"
 
 
 # ---------------------------------------------------------------- classes

@@ -23,12 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import ScalingGranularity
 from float8.linear import Float8Layer, Float8Linear
-from float8.linear.sharded import (
-    ParallelStyle,
-    forward_hooks,
-    require_parts,
-    weight_scales,
-)
+from float8.linear.sharded import ParallelStyle, forward_hooks, require_parts, weight_scales
 from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 
 Placements = tuple[Placement, ...]
