@@ -21,8 +21,8 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
 
     Curves that coincide are all seen: the reference is a wide line below the others, whose dashes
     take turns; its dots are larger than theirs. Differences are whole lines, each thinner than the
-    one before. The first of `runs`, by their recipes, is the reference, high precision; the format
-    is that of the suffix of `path`.
+    one before. The first of `runs`, by their names, is the reference; the format is that of the suffix
+    of `path`.
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -52,7 +52,7 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     above.legend(handles=legend, frameon=False, ncols=2)
     above.set_ylabel("loss (nats per byte)")
     below.axhline(0.0, color=_COLORS[0], linewidth=1)
-    below.set_ylabel("loss minus high precision\n(nats per byte)")
+    below.set_ylabel(f"loss minus {next(iter(runs)).replace('_', ' ')}\n(nats per byte)")
     below.set_xlabel("optimizer step")
     for axes in (above, below):
         axes.grid(color="#e5e5e5", linewidth=0.8)
