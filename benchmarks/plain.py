@@ -154,13 +154,19 @@ def plain_variant(recipe: str, mode: str, every_layer: bool) -> Variant:
     return Variant(recipe, mode, convert, config=config)
 
 
-def plain_step(variant: Variant, make: Make, shape: tuple[int, ...], device: torch.device) -> Step:
+def plain_step(
+    variant: Variant,
+    make: Make,
+    shape: tuple[int, ...],
+    device: torch.device,
+    microbatches: int = 1,
+) -> Step:
     """Forward and backward on the same random data at every call; input and output of one shape."""
     torch.manual_seed(0)
     model = make()
     generator = torch.Generator(device).manual_seed(1)
     data = torch.randn((2, *shape), device=device, dtype=BF16, generator=generator)
-    return Step(variant, model, data[0], data[1], sync=True)
+    return Step(variant, model, data[0], data[1], microbatches=microbatches, sync=True)
 
 
 def compared(
@@ -171,6 +177,7 @@ def compared(
     device: torch.device,
     rounds: int,
     every_layer: bool = False,
+    microbatches: int = 1,
 ) -> list[Row]:
     """Rows of all variants; their memory is the peak of a step, with their own model.
 
@@ -188,7 +195,7 @@ def compared(
         return row
 
     made = (plain_variant(recipe, mode, every_layer) for recipe, mode in variants)
-    steps = (plain_step(variant, make, shape, device) for variant in made)
+    steps = (plain_step(variant, make, shape, device, microbatches) for variant in made)
     *_, rows = compare(what, steps, device, rounds, at_least=AT_LEAST, measure=size)
     bf16 = {}
     for row in rows:
@@ -237,6 +244,7 @@ def main() -> None:
         "--torchao", nargs="?", const="tensorwise", default="", help="its recipes to measure, too"
     )
     parser.add_argument("--fuse", action="store_true", help="the recipes with fuse=True, too")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step of a stack")
     parser.add_argument("--compiled", action="store_true", help="no stacks in eager mode")
     parser.add_argument("--tiny", action="store_true", help="a model for a laptop")
     parser.add_argument("--output", type=Path)
@@ -262,7 +270,9 @@ def main() -> None:
         if what in ("stack", "70b", "1b"):
             name = "8b" if what == "stack" else what
             title = "8B stack" if what == "stack" else f"{what} stack"
-            return compared(title, *llama(name), both, device, args.rounds)
+            if (many := args.microbatches) > 1:
+                title += f", {many} microbatches"
+            return compared(title, *llama(name), both, device, args.rounds, microbatches=many)
         if what == "small":
             title = "150m, every layer"
             return compared(title, *llama("150m"), compiled, device, args.rounds, True)

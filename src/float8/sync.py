@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.config import Float8Weights
-from float8.linear import WEIGHT_AMAX, WEIGHT_SCALE, Float8Layer
-from float8.linear.held import HeldWeight, can_hold, hold
+from float8.linear import WEIGHT_AMAX, Float8Layer
+from float8.linear.held import ToHold, can_hold, hold_all
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
@@ -163,7 +163,7 @@ def update_float8_weights(model: nn.Module) -> None:
     }
     if not layers:
         return
-    done: dict[Any, HeldWeight] = {}
+    due: dict[Any, tuple[ToHold, list[Float8Layer]]] = {}
     others: list[str] = []
     under_fsdp = _under_fsdp(model)
     for layer, name in layers.items():
@@ -179,17 +179,19 @@ def update_float8_weights(model: nn.Module) -> None:
         if reason := _why_on_the_fly(layer, weight, layer in under_fsdp):
             others.append(f"{name or '(root)'} ({reason})")
         elif layer not in under_fsdp and not weight.is_meta:
-            scale = layer._buffers.get(WEIGHT_SCALE)
+            to_hold = layer.to_hold(weight)
             # With delayed scaling each layer has a scale of its own.
-            key = (weight, layer.plan.weight, layer if layer.plan.weight.delayed else None)
-            if key not in done:
-                done[key] = HeldWeight(weight, hold(weight, layer.plan.weight, scale))
-            layer.held = done[key]
+            key = weight, to_hold.spec, layer if to_hold.spec.delayed else None
+            due.setdefault(key, (to_hold, []))[1].append(layer)
+    held = hold_all([to_hold for to_hold, _ in due.values()])
+    for each, (_, readers) in zip(held, due.values(), strict=True):
+        for layer in readers:
+            layer.held = each
     if others:
         more = ", ..." if len(others) > 3 else ""
         warnings.warn(
             f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
-            f"Parameter [N, K] of one device: {', '.join(others[:3])}{more}",
+            f"Parameter [N, K] or part of one: {', '.join(others[:3])}{more}",
             stacklevel=4,
         )
 

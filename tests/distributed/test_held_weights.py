@@ -3,7 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -11,24 +11,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
+    Float8ColwiseParallel,
     Float8Tensor,
     Float8Weights,
     all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
+    rms_norm_linear,
+    swiglu_feed_forward,
     update_float8_weights,
 )
 from float8.parallel.fsdp import FSDPFloat8Weight
 from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.configs import RECIPES
-from support.microbatches import layers_of, with_weights
+from support.microbatches import counting_casts, layers_of, with_weights
 from support.models import seeded
+from support.parallel import DIM, TOKENS, LlamaBlock, part, plan_of
+from support.parallel import mesh_of as parallel_mesh
 from support.ranks import Ranks
 from support.sharded import (
+    FunctionalTraffic,
     Run,
     batch,
     convert,
@@ -228,6 +236,113 @@ def wrapped_afterwards() -> None:
 
 def test_models_that_are_wrapped_afterwards(two: Ranks) -> None:
     two.run(wrapped_afterwards)
+
+
+# ---------------------------------------------------------------- tensor parallel
+
+
+class Block(LlamaBlock):
+    """Written as others do, or calling the fused functions."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            return super().forward(x)
+        q, k, v, x = rms_norm_linear(x, self.attention_norm, self.attention.layers, residual=True)
+        x = x + self.attention.mixed(q, k, v)
+        layers = self.ffn.w1, self.ffn.w3, self.ffn.w2
+        return swiglu_feed_forward(x, *layers, norm=self.ffn_norm, residual=True)
+
+
+def shared_block(recipe: str, how: str, weights: Float8Weights) -> nn.Module:
+    """`how`: "prepared" takes inputs once for all layers that read them, the others per layer."""
+    torch.manual_seed(0)
+    block = Block(how == "fused").to(here())
+    convert(block, recipe, all_gather=False, float8_weights=weights)
+    plan = plan_of("float8", sequence=True)
+    if how != "prepared":
+        first = Float8ColwiseParallel(input_layouts=Shard(1))
+        plan = {
+            name: style if name.endswith(("wo", "w2")) else first
+            for name, style in plan.items()
+            if "." in name
+        }
+    return parallelize_module(block, parallel_mesh(), plan)
+
+
+@torch.no_grad()
+def write_weights(block: nn.Module) -> None:
+    """On each rank alike, through each of the tensors that a DTensor is."""
+    for layer in layers_of(block):
+        layer.weight.mul_(3)
+        layer.weight.to_local().div_(2)
+
+
+def train_shared(
+    recipe: str, how: str, weights: Float8Weights, compiled: bool
+) -> tuple[dict[str, Tensor], list[int], Counter[int]]:
+    """Four AdamW steps of two microbatches; weights are written by hand before the third.
+
+    Returns all bits that come out, how often ranks are asked for a number in each step's
+    microbatches, and the casts to hold of each weight.
+    """
+    torch._dynamo.reset()
+    block = shared_block(recipe, how, weights)
+    model = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
+    found, asked = {}, []
+    with counting_casts() as casts:
+        attach_to_optimizer(block, optimizer)
+        for step in range(4):
+            if step == 2:
+                write_weights(block)
+            with nullcontext() if compiled else FunctionalTraffic() as seen:
+                for microbatch in range(2):
+                    x = seeded(10 * step + microbatch, 2, TOKENS, DIM, device=here())
+                    y = model(part(x, 1))
+                    y.square().mean().backward()
+                    found[f"output {step}.{microbatch}"] = y.detach()
+            asked.append(sum(size <= 16 for *_, size in seen.seen) if seen else 0)
+            for name, parameter in block.named_parameters():
+                found[f"grad {step} {name}"] = local_tensor(parameter.grad).clone()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: local_tensor(x).clone() for name, x in block.state_dict().items()}
+    return found | state, asked, casts
+
+
+def tensor_parallel(recipe: str, how: str, compiled: bool = False) -> None:
+    wanted, before, _ = train_shared(recipe, how, Float8Weights.ON_THE_FLY, compiled)
+    got, after, casts = train_shared(recipe, how, HELD, compiled)
+    assert got.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        assert same_bits(got[name], expected), name
+    # When attached, after each step, and after the writes.
+    assert [*casts.values()] == [6] * 7
+    if recipe == "tensorwise" and not compiled:
+        # In each microbatch one for what is prepared or fused together, else one per weight.
+        of_weights = 2 * {"prepared": 2, "fused": 3, "layer by layer": 7}[how]
+        assert before == [before[0]] * 4
+        assert after == [before[0] - of_weights + each for each in (0, 0, 7, 0)]
+
+
+@pytest.mark.parametrize("how", ["prepared", "layer by layer", "fused"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise", "blockwise"])
+def test_parts_of_tensor_parallel_are_held_under_the_scale_of_the_whole(
+    two: Ranks, recipe: str, how: str
+) -> None:
+    two.run(tensor_parallel, recipe, how)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    [("tensorwise", "prepared"), ("tensorwise", "fused"), ("delayed", "layer by layer")],
+)
+def test_parts_of_tensor_parallel_in_compiled_code(two: Ranks, recipe: str, how: str) -> None:
+    two.run(tensor_parallel, recipe, how, True)
 
 
 # ---------------------------------------------------------------- without a master

@@ -116,16 +116,16 @@ def take_apart(
     """
     for layer in layers:
         layer.check_synced()
-    weights: tuple[Any, ...] = tuple(layer.weight for layer in layers)  # they may be computed
-    everyone, acrosses = None, (HERE,) * len(layers)
-    if is_dtensor(weights[0]):
-        x, everyone, acrosses = _on_this_rank(x, weights, layers, norm_weight is not None)
-        weights = tuple(weight.to_local() for weight in weights)
+    whole: tuple[Any, ...] = tuple(layer.weight for layer in layers)  # they may be computed
+    everyone, acrosses, weights = None, (HERE,) * len(layers), whole
+    if is_dtensor(whole[0]):
+        x, everyone, acrosses = _on_this_rank(x, whole, layers, norm_weight is not None)
+        weights = tuple(weight.to_local() for weight in whole)
     x = check_input(x, weights[0])
     grad = torch.is_grad_enabled()
     taken = []
-    for layer, weight, across in zip(layers, weights, acrosses, strict=True):
-        ready = layer.ready_weight(weight)
+    for layer, own, weight, across in zip(layers, whole, weights, acrosses, strict=True):
+        ready = layer.ready_weight(own, weight)
         taken.append(
             FusedLayer(
                 plan=layer.plan,
@@ -162,11 +162,14 @@ def _on_this_rank(
         here = x.to_local()
     else:  # refuses what is no DTensor
         here = local_input(first, x, weights[0], first.delayed_scales())
-    ready = any(isinstance(local_tensor(weight), Float8Tensor) for weight in weights)
+    pairs = zip(layers, weights, strict=True)
+    ready = any(x.holds(w) or isinstance(local_tensor(w), Float8Tensor) for x, w in pairs)
     if first.weight_scale is None and first.plan.casts_weight_dynamically() and not ready:
         scales = weight_scales(weights, first.plan.weight)  # asked for at once
-        pairs = zip(acrosses, scales, strict=True)
-        acrosses = tuple(each._replace(weight_scale=scale) for each, scale in pairs)
+        acrosses = tuple(
+            across._replace(weight_scale=scale)
+            for across, scale in zip(acrosses, scales, strict=True)
+        )
     if not of_norm:
         return here, None, acrosses
     group, (placement,) = x.device_mesh.get_group(0).group_name, x.placements

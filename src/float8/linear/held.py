@@ -1,14 +1,16 @@
 """The float8 data of a weight, held beside the weight from one optimizer step to the next.
 
 `update_float8_weights` casts each weight once, to both layouts in one read; forwards, backwards,
-recomputation and microbatches of training read that. What was cast carries a stamp: the version
-counter of the weight, its memory and its address, and those of the scale under delayed scaling.
-Each use compares, and casts again what does not match. Eager code does so in Python. Compiled code,
-which Python does not follow, does so in an op: to the compiler it returns the scales, so that
-whatever reads the data waits for it.
+recomputation and microbatches of training read that. Of a weight that ranks share, each holds its
+part, under the scale of the whole. What was cast carries a stamp: the version counter of the
+weight, its memory and its address, and those of the scale under delayed scaling. Each use compares,
+and casts again what does not match. Eager code does so in Python. Compiled code, which Python does
+not follow, does so in an op: to the compiler it returns the scales, so that whatever reads the data
+waits for it.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +19,11 @@ from torch.torch_version import TorchVersion
 
 from float8.config import ScalingGranularity
 from float8.kernels.runtime.ops import register
+from float8.linear.across import reduction
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import quantize
+from float8.quantize.quantize import quantize, scales_of
 from float8.quantize.spec import CastSpec, Part, Quantized
+from float8.tensor import local_tensor
 
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 """Weights that are data in memory and nothing else: no shards, no wrappers."""
@@ -29,66 +33,99 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
 
 
+class ToHold(NamedTuple):
+    """A weight, and how it is cast."""
+
+    weight: nn.Parameter
+    """[N, K] float32, bfloat16 or float16; or a DTensor, of which this rank's part is cast."""
+
+    spec: CastSpec
+    scale: Tensor | None
+    """The buffer of delayed scaling with the scale to use, or None."""
+
+    group: str | None
+    """Of the ranks that must be asked for the amax of the whole weight, or None."""
+
+
 class HeldWeight(NamedTuple):
-    """What a layer holds: its weight, and that in float8."""
+    """What a layer holds: its weight in float8, and what that was made of."""
 
     weight: nn.Parameter
     operand: Quantized
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def hold_all(weights: Sequence[ToHold]) -> list[HeldWeight]:
+    """`hold` all of them. Those that take one dynamic scale each find it in a few kernels."""
+    alike: dict[Any, list[int]] = {}
+    for index, (weight, spec, _, group) in enumerate(weights):
+        if spec.granularity is ScalingGranularity.TENSORWISE and not spec.delayed:
+            key = weight.device, weight.dtype, spec, group
+            alike.setdefault(key, []).append(index)
+    found: dict[int, Tensor] = {}
+    for (_, dtype, spec, group), indices in alike.items():
+        tensors = [local_tensor(weights[index].weight) for index in indices]
+        reduce = None if group is None else reduction((group,))
+        found |= zip(indices, scales_of(tensors, spec, dtype, reduce), strict=True)
+    return [HeldWeight(each.weight, hold(each, found.get(at))) for at, each in enumerate(weights)]
+
+
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
-def hold(weight: Tensor, spec: CastSpec, scale: Tensor | None) -> Quantized:
-    """Cast `weight` [N, K] to both layouts in one read, and stamp the result.
+def hold(of: ToHold, found: Tensor | None = None) -> Quantized:
+    """Cast a weight to both layouts in one read, and stamp the result.
 
-    Args:
-        weight: float32, bfloat16 or float16.
-        spec: of the cast.
-        scale: the buffer of delayed scaling with the scale to use, or None. Nothing is recorded
-            yet: the operand carries its amax, for each forward to record that would have cast.
+    Under delayed scaling nothing is recorded yet: the operand carries its amax, for each forward to
+    record that would have cast. `found`: the scale, where it is dynamic and known.
     """
-    state = None if scale is None else DelayedScale(scale, torch.zeros_like(scale))
-    made = quantize(weight, spec, row=True, col=True, pad_rows=True, state=state, record=True)
-    made.row.data.__dict__["float8_made_of"] = _stamp(weight, scale)
+    state = None if of.scale is None else DelayedScale(of.scale, torch.zeros_like(of.scale))
+    made = quantize(
+        local_tensor(of.weight), of.spec, row=True, col=True, pad_rows=True, state=state,
+        record=True, scale=found, reduce=None if of.group is None else reduction((of.group,)),
+    )  # fmt: skip
+    made.row.data.__dict__["float8_made_of"] = of.weight, of.spec, _stamp(of)
     return made._replace(amax=None if state is None else state.amax)
 
 
-def is_current(data: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
-    """Whether row data of `hold` are those of `weight` and `scale` as they are now.
+def is_current(data: Tensor, of: ToHold) -> bool:
+    """Whether row data of `hold` are what it would make now.
 
     As far as version counters tell: they count what ops write, and not what fused optimizers do,
     nor what goes through `weight.data` or a raw pointer.
     """
-    return data.__dict__.get("float8_made_of") == _stamp(weight, scale)
+    return bool(data.__dict__["float8_made_of"][-1] == _stamp(of))
 
 
-def _stamp(*tensors: Tensor | None) -> tuple[Any, ...]:
-    # The memory, too: what is freed and allocated anew may have the same address.
-    return tuple(
+def _stamp(of: ToHold) -> tuple[Any, ...]:
+    # A DTensor counts some of the writes, its local tensor others. The memory, too: what is freed
+    # and allocated anew may have the same address.
+    return of.weight._version, *(
         None if x is None else (x._version, x.data_ptr(), weakref.ref(x.untyped_storage()))
-        for x in tensors
+        for x in (local_tensor(of.weight), of.scale)
     )
 
 
 def can_hold(weight: Any) -> bool:
-    """Whether `weight` is one whose writes are counted, and which is all of a weight."""
-    return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
+    """Whether `weight` is one whose writes are counted."""
+    plain = isinstance(weight, nn.Parameter) and type(local_tensor(weight)) in PLAIN
+    return plain and not weight.is_meta and not weight.is_inference()
 
 
-def current(held: HeldWeight, spec: CastSpec, scale: Tensor | None) -> HeldWeight | None:
-    """`held`, cast again if its weight was written; None if a recording must not keep it."""
-    weight, operand = held
+def current(operand: Quantized, of: ToHold, local: Tensor) -> Quantized | None:
+    """What is held, cast again if its weight was written; None if a recording must not keep it.
+
+    `local`: the weight, or this rank's part of it.
+    """
     exporting = torch.compiler.is_exporting()
     if exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling()):
         return None  # or the program would hold the data, too
     if torch.compiler.is_compiling():
-        return HeldWeight(weight, _traced(weight, operand, spec, scale))
-    if _is_recording(weight):
+        return _traced(of, local, operand)
+    if _is_recording(local):
         return None
-    if is_current(operand.row.data, weight, scale):
-        return held
     # Not where the old one lies, which a backward still to come may read.
-    return HeldWeight(weight, hold(weight, spec, scale))
+    return operand if is_current(operand.row.data, of) else hold(of)
 
 
 def _is_recording(weight: Tensor) -> bool:
@@ -103,10 +140,9 @@ def _is_recording(weight: Tensor) -> bool:
 # ---------------------------------------------------------------- in compiled code
 
 
-def _traced(weight: Tensor, operand: Quantized, spec: CastSpec, scale: Tensor | None) -> Quantized:
-    data, small = _flat(operand, spec)
-    kind = spec.dtype, spec.granularity.value, spec.power_of_2
-    small = torch.ops.float8.held_weight.default(weight, data, small, scale, *kind)
+def _traced(of: ToHold, local: Tensor, operand: Quantized) -> Quantized:
+    data, small = _flat(operand, of.spec)
+    small = torch.ops.float8.held_weight.default(local, data, small, of.scale, of.group)
     scales, amax = (small, None) if operand.amax is None else (small[:-1], small[-1])
     return Quantized(Part(data[0], scales[0]), Part(data[1], scales[-1]), amax)
 
@@ -124,9 +160,7 @@ def held_weight(
     data: list[Tensor],
     small: list[Tensor],
     scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_2: bool,
+    group: str | None,
 ) -> list[Tensor]:
     """Make what is held of `weight` current, in place, and return copies of what is `small`.
 
@@ -134,23 +168,22 @@ def held_weight(
     and after. A CUDA graph, which is replayed without this code, records the cast itself.
 
     Args:
-        weight: [N, K].
+        weight: [N, K], this rank's part of one that ranks share.
         data: as `_flat` lists them, as is what follows.
         small: see there.
-        scale: as for `hold`.
-        dtype: of the data.
-        granularity: the value of a `ScalingGranularity`.
-        power_of_2: whether scales are rounded up to powers of two.
+        scale: as in `ToHold`, as is what follows.
+        group: see there.
     """
+    whole, spec, _ = data[0].__dict__["float8_made_of"]
+    of = ToHold(whole, spec, scale, group)
     recording = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if recording or not is_current(data[0], weight, scale):
-        spec = CastSpec(dtype, ScalingGranularity(granularity), power_of_2=power_of_2)
-        new_data, new_small = _flat(hold(weight, spec, scale), spec)
+    if recording or not is_current(data[0], of):
+        new_data, new_small = _flat(hold(of), spec)
         old = [*data, *small]
         for target, source in zip(old, [*new_data, *new_small], strict=True):
             target.copy_(source)
         torch.autograd.graph.increment_version(old)  # a backward still to come shall notice
-        data[0].__dict__["float8_made_of"] = None if recording else _stamp(weight, scale)
+        data[0].__dict__["float8_made_of"] = whole, spec, None if recording else _stamp(of)
     return [x.clone() for x in small]
 
 

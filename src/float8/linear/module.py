@@ -6,7 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
+from float8.config import (
+    ConfigOrRecipe,
+    Float8LinearConfig,
+    Float8Weights,
+    ScalingGranularity,
+    as_config,
+)
 from float8.linear.classes import class_of, is_conv1d
 from float8.linear.delayed import WEIGHT_SCALE, StatefulLayer
 from float8.linear.functional import (
@@ -16,14 +22,14 @@ from float8.linear.functional import (
     require_input,
     weight_in_float8,
 )
-from float8.linear.held import current
+from float8.linear.held import HeldWeight, ToHold, current
 from float8.linear.plan import plan_linear
 from float8.linear.sharded import ParallelStyle, dtensor_in_float8, linear_of_shards
 from float8.linear.source import copied_from, own_names, problem
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
-from float8.tensor import Float8Tensor, dequantise, local_tensor
+from float8.tensor import Float8Tensor, dequantise, is_dtensor, local_tensor
 
 
 class Float8Layer(StatefulLayer):
@@ -152,7 +158,7 @@ class Float8Layer(StatefulLayer):
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
-        ready = self.ready_weight(weight) if self.held is not None else None
+        ready = None if self.held is None else self.ready_weight(weight, weight)
         return apply_linear(input, weight, self.bias, self.plan, scales, ready, keep_input)
 
     def in_float8(self, input: Any) -> Any:
@@ -170,18 +176,34 @@ class Float8Layer(StatefulLayer):
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
 
-    def ready_weight(self, weight: Tensor) -> Quantized | None:
-        """The operand of `weight`, this layer's, if it is in float8 already."""
-        held = self.held
-        # Another weight is somebody else's: of FSDP, or of `functional_call`. Evaluation casts the
-        # weight as it is: scales come from no history there, and averages are written into
-        # `weight.data`, past version counters.
-        if held is not None and held.weight is weight and self.training:
-            held = current(held, self.plan.weight, self._buffers.get(WEIGHT_SCALE))
-            if not torch.compiler.is_compiling() and held is not None:
-                self.held = held
-            return None if held is None else held.operand
-        return weight_in_float8(weight, self.plan) if isinstance(weight, Float8Tensor) else None
+    def holds(self, weight: Any) -> bool:
+        """Whether forward reads what is held of `weight`, this layer's.
+
+        Another weight is somebody else's: of FSDP, or of `functional_call`. Evaluation casts the
+        weight as it is: scales come from no history there, and averages are written into
+        `weight.data`, past version counters.
+        """
+        return self.held is not None and self.held.weight is weight and self.training
+
+    def to_hold(self, weight: Any) -> ToHold:
+        """How `weight` is held; of a DTensor this rank's part, under the scale of the whole."""
+        spec, group = self.plan.weight, None
+        one_scale = spec.granularity is ScalingGranularity.TENSORWISE
+        if is_dtensor(weight) and one_scale and not self.knows_scales:
+            group = weight.device_mesh.get_group(0).group_name
+        return ToHold(weight, spec, self._buffers.get(WEIGHT_SCALE), group)
+
+    def ready_weight(self, weight: Any, local: Tensor) -> Quantized | None:
+        """The operand of `weight`, this layer's, if it is in float8 already.
+
+        `local`: `weight` itself, or this rank's part of a DTensor.
+        """
+        if self.held is not None and self.holds(weight):
+            operand = current(self.held.operand, self.to_hold(weight), local)
+            if not torch.compiler.is_compiling() and operand is not None:
+                self.held = HeldWeight(weight, operand)
+            return operand
+        return weight_in_float8(local, self.plan) if isinstance(local, Float8Tensor) else None
 
     def delayed_scales(self) -> DelayedScales:
         """The state of the casts: they take scales from it in training mode, and record amaxes.

@@ -85,7 +85,9 @@ def linear_of_shards(
     x = local_input(layer, input, weight, scales)
     across = across_of(layer, weight, input.shape)
     here = bias.to_local() if by_rows and bias is not None else None
-    y = apply_linear(x, weight.to_local(), here, layer.plan, scales, None, keep_input, across)
+    local = weight.to_local()
+    ready = None if layer.held is None else layer.ready_weight(weight, local)
+    y = apply_linear(x, local, here, layer.plan, scales, ready, keep_input, across)
     output = of_all_ranks(y, weight, across)
     if bias is None or by_rows:
         return output

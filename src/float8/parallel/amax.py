@@ -13,15 +13,19 @@ Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
 
 
-def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | None = None) -> None:
+def all_reduce_amax(
+    amax: Tensor, groups: Sequence[Group], device_type: str | None = None
+) -> Tensor:
     """Raise `amax` to the maximum over all ranks of `groups`, one group after the other.
+
+    In place; returns it, too.
 
     A NaN on one rank is a NaN on all, which a maximum of floats does not promise: it is one of
     their bit patterns, whose order is that of the numbers, with NaN above all. `device_type` is
     where the groups can reduce, as `amax` may be offloaded; None: where it is.
     """
     if not groups:
-        return
+        return amax
     bits = amax.view(torch.int32)
     bits.bitwise_and_(0x7FFFFFFF)  # a NaN may carry a sign
     there = bits if device_type in (None, amax.device.type) else bits.to(device_type)
@@ -29,6 +33,7 @@ def all_reduce_amax(amax: Tensor, groups: Sequence[Group], device_type: str | No
         dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
     if there is not bits:
         bits.copy_(there)
+    return amax
 
 
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:

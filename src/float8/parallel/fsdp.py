@@ -4,6 +4,7 @@ Each rank casts its shard under the scale of the whole weight. What travels is a
 as `uint8`: not every backend knows float8.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,8 +25,7 @@ from float8.parallel.amax import (
     sharding_groups,
 )
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import quantize
-from float8.quantize.scale import amax_to_scale
+from float8.quantize.quantize import quantize, scales_of
 from float8.quantize.spec import BLOCK, Part, Quantized
 from float8.tensor import (
     Float8GatherWeight,
@@ -186,8 +186,7 @@ class FSDPFloat8Weight(Float8GatherWeight):
         def of_all(own: Tensor) -> Tensor:
             if amax is not None:
                 amax.copy_(own)
-            all_reduce_amax(own, sharding_groups(module.weight))
-            return own
+            return all_reduce_amax(own, sharding_groups(module.weight))
 
         reduce = of_all if state is None else None  # the sync reduces what a history records
         row = quantize(
@@ -256,14 +255,9 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.spec), []).append(weight)
     for (groups, device_type, _, _, param_dtype, spec), weights in alike.items():
         shards = [local_tensor(weight).high_precision for weight in weights]
-        norms = torch.stack(torch._foreach_norm(shards, float("inf")))
-        # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
-        amax = norms.to(param_dtype).to(torch.float32)
-        all_reduce_amax(amax, groups, device_type)
-        # Four floats apart: cuBLASLt takes scales at multiples of 16 bytes only.
-        spaced = amax.new_empty(len(weights), 4)
-        spaced[:, 0] = amax_to_scale(amax, spec.dtype, spec.power_of_2)
-        for weight, scale in zip(weights, spaced[:, 0].unbind(), strict=True):
+        reduce = functools.partial(all_reduce_amax, groups=groups, device_type=device_type)
+        scales = scales_of(shards, spec, param_dtype, reduce)
+        for weight, scale in zip(weights, scales, strict=True):
             remember(weight, scale, param_dtype)
 
 

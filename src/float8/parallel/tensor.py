@@ -199,6 +199,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 continue
             if not is_dtensor(weight) or isinstance(local_tensor(weight), Float8Tensor):
                 continue
+            if layer.holds(weight):
+                continue
             mine = layer.plan.weight, weight.device_mesh
             if not alike or mine == (alike[0].plan.weight, alike[0].weight.device_mesh):
                 alike.append(layer)

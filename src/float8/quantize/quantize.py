@@ -1,6 +1,6 @@
 """The one door for casts: choose the scale of a tensor, cast it, lay it out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -109,6 +109,33 @@ def _finer(
     if fuse:
         return kernels.cast_blockwise_traced(x, spec, row=row, col=col)
     return kernels.cast_blockwise(x, spec, row=row, col=col, after=after)
+
+
+def scales_of(
+    tensors: Sequence[Tensor],
+    spec: CastSpec,
+    dtype: torch.dtype,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:
+    """The scale of each of several tensors, all found in a few kernels.
+
+    Args:
+        tensors: float32, bfloat16 or float16, not empty; all of one dtype, on one device.
+        spec: of the casts, under one dynamic scale each.
+        dtype: what they are rounded to before they are cast.
+        reduce: takes all amaxes, float32 [len(tensors)], and returns those to use.
+
+    Returns:
+        As many float32 tensors of no dims, each with memory of its own.
+    """
+    amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
+    # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
+    amaxes = amaxes.to(dtype).to(torch.float32)
+    if reduce is not None:
+        amaxes = reduce(amaxes)
+    scales = amax_to_scale(amaxes, spec.dtype, spec.power_of_2)
+    # Copies, in one kernel: cuBLASLt takes scales at multiples of 16 bytes only.
+    return list(torch._foreach_abs(scales.unbind()))
 
 
 def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:

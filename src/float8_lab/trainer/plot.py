@@ -21,8 +21,8 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
 
     Curves that coincide are all seen: the reference is a wide line below the others, whose dashes
     take turns; its dots are larger than theirs. Differences are whole lines, each thinner than the
-    one before. The first of `runs`, by their names, is the reference; the format is that of the suffix
-    of `path`.
+    one before. The first of `runs`, by their names, is the reference. The format is that of the
+    suffix of `path`.
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
