@@ -144,8 +144,9 @@ def update_float8_weights(model: nn.Module) -> None:
     optimizers write, nor writes into `weight.data` or through a raw pointer: after those this must
     be called. `.to()` and a new Parameter end what is held.
 
-    Under FSDP2 each rank holds its shard in float8 instead, cast when it is first sent. A warning
-    names the layers whose weights are cast on the fly all the same, and says why.
+    Under tensor parallel each rank holds its part of a weight, under the scale of the whole; all
+    ranks must call it, and change weights alike. Under FSDP2 each rank holds its shard in float8
+    instead, cast when it is first sent. A warning names the layers whose weights are cast on the fly all the same, and says why.
 
     Args:
         model: the converted model, compiled or not.
@@ -167,7 +168,6 @@ def update_float8_weights(model: nn.Module) -> None:
     others: list[str] = []
     under_fsdp = _under_fsdp(model)
     for layer, name in layers.items():
-        layer.held = None
         weight: Any = layer._parameters.get("weight")
         if layer in under_fsdp and not layer.config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -183,6 +183,8 @@ def update_float8_weights(model: nn.Module) -> None:
             # With delayed scaling each layer has a scale of its own.
             key = weight, to_hold.spec, layer if to_hold.spec.delayed else None
             due.setdefault(key, (to_hold, []))[1].append(layer)
+            continue
+        layer.held = None
     held = hold_all([to_hold for to_hold, _ in due.values()])
     for each, (_, readers) in zip(held, due.values(), strict=True):
         for layer in readers:

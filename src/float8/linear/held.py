@@ -10,7 +10,7 @@ waits for it.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class ToHold(NamedTuple):
 
 
 class HeldWeight(NamedTuple):
-    """What a layer holds: its weight in float8, and what that was made of."""
+    """What a layer holds: its weight, and that in float8."""
 
     weight: nn.Parameter
     operand: Quantized
@@ -56,8 +56,11 @@ class HeldWeight(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def hold_all(weights: Sequence[ToHold]) -> list[HeldWeight]:
-    """`hold` all of them. Those that take one dynamic scale each find it in a few kernels."""
+def hold_all(weights: Sequence[ToHold]) -> Iterator[HeldWeight]:
+    """`hold` one after the other, the scales of all that take a dynamic one found in a few kernels.
+
+    What was held of a weight can go as soon as the next one comes.
+    """
     alike: dict[Any, list[int]] = {}
     for index, (weight, spec, _, group) in enumerate(weights):
         if spec.granularity is ScalingGranularity.TENSORWISE and not spec.delayed:
@@ -68,7 +71,8 @@ def hold_all(weights: Sequence[ToHold]) -> list[HeldWeight]:
         tensors = [local_tensor(weights[index].weight) for index in indices]
         reduce = None if group is None else reduction((group,))
         found |= zip(indices, scales_of(tensors, spec, dtype, reduce), strict=True)
-    return [HeldWeight(each.weight, hold(each, found.get(at))) for at, each in enumerate(weights)]
+    for index, each in enumerate(weights):
+        yield HeldWeight(each.weight, hold(each, found.get(index)))
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward

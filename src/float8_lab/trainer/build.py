@@ -39,7 +39,7 @@ def build_model(
     with torch.device("meta"):
         model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
     model.tie_head()
-    conversion = ranks.together(lambda: _convert(model, config, device, sharded=ranks.sharded))
+    conversion = ranks.together(lambda: _convert(model, config, device))
     mesh: Any = _make_mesh(config, device, ranks) if config.spread else None
     if config.tp > 1:
         ranks.together(lambda: _parallelize(model, config, mesh["tensor"]))
@@ -64,7 +64,7 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=DTYPES[config.dtype] if low else None, enabled=low)
 
 
-def _convert(model: Llama, config: TrainConfig, device: torch.device, *, sharded: bool) -> str:
+def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
     recipe = config.recipe
     settings = float8_config(recipe)
     if settings is None:
@@ -75,7 +75,7 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device, *, sharded
         gather = config.fsdp_float8_all_gather
         settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=gather)
         one_cast = settings.owner(CastSite.WEIGHT_FOR_GRAD_INPUT) is CastSite.WEIGHT
-        if config.accumulate > 1 and one_cast and (gather or not sharded):
+        if config.accumulate > 1 and one_cast and (gather or not config.fsdp):
             settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
         convert_to_float8_training(
             model, config=settings, module_filter_fn=lambda _, name: name != "output"
