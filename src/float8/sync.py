@@ -146,7 +146,8 @@ def update_float8_weights(model: nn.Module) -> None:
 
     Under tensor parallel each rank holds its part of a weight, under the scale of the whole; all
     ranks must call it, and change weights alike. Under FSDP2 each rank holds its shard in float8
-    instead, cast when it is first sent. A warning names the layers whose weights are cast on the fly all the same, and says why.
+    instead, cast when it is first sent. A warning names the layers whose weights are cast on the
+    fly all the same, and says why.
 
     Args:
         model: the converted model, compiled or not.
