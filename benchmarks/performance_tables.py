@@ -28,7 +28,7 @@ PLAIN = "plain-rebuild.json"
 HUGGING_FACE = "hugging-face.json"
 PLAIN_COMMIT = "ca2477b"  # the newest run of the whole stack beside torchao
 FINER_COMMIT = "301e755"  # the newest run with scales per row and block
-HELD_COMMIT = "f96af7a"  # the newest run with held weights and fuse=True
+HELD_COMMIT = "6b3c701"  # the newest run with held weights and fuse=True
 SMALL_COMMIT = "ca2477b"  # the newest run with small layers
 NARROW_COMMIT = "9763af4"  # the newest run of narrower blocks
 
@@ -69,7 +69,7 @@ def plain_stack(
     folder: Path, commit: str = PLAIN_COMMIT, page: Path = README, what: str = "8B stack"
 ) -> str:
     """The stack of blocks of a plain model: a row per recipe, compiled and eager."""
-    run = plain_run(folder, commit)
+    run = plain_run(folder, commit, what)
     heads = ["recipe", "compiled ms", "speedup", "peak GiB", "eager ms", "speedup", "peak GiB"]
     rows = []
     for recipe, modes in by_recipe(plain_rows(run, what)).items():
@@ -98,9 +98,10 @@ def plain_narrow(folder: Path) -> str:
 
 def plain_small(folder: Path) -> str:
     """What is slower in float8: one layer alone, and a model of small layers."""
-    run = plain_run(folder, SMALL_COMMIT)
+    both = "linear 8192,4096,4096", "150m, every layer"
+    run = plain_run(folder, SMALL_COMMIT, both[0])
     rows = []
-    for what in ("linear 8192,4096,4096", "150m, every layer"):
+    for what in both:
         for row in plain_rows(run, what):
             times = [number(row, "ms", 2), number(row, "speedup", 2), number(row, "peak_gib", 2)]
             rows.append([what, label(row["recipe"], run), *times])
@@ -128,12 +129,14 @@ def hugging_face(folder: Path) -> str:
     return "\n".join([*table(heads, rows), "", *shown])
 
 
-def plain_run(folder: Path, commit: str) -> Results:
-    """The run of exactly this commit."""
+def plain_run(folder: Path, commit: str, what: str) -> Results:
+    """The run of exactly this commit with rows of `what`."""
     runs: list[Results] = json.loads((folder / PLAIN).read_text())["runs"]
-    found = [run for run in runs if run["environment"]["commit"] == commit]
+    found = [
+        run for run in runs if run["environment"]["commit"] == commit and plain_rows(run, what)
+    ]
     if len(found) != 1:
-        raise ValueError(f"{PLAIN}: got {len(found)} runs of commit {commit}, expected one")
+        raise ValueError(f"{PLAIN}: got {len(found)} runs of {what}, {commit}, expected one")
     return found[0]
 
 
