@@ -20,6 +20,7 @@ from float8 import (
 )
 from float8.linear import held as held_module
 from float8.linear.held import hold
+from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.models import FeedForward, fp8_state, seeded
 
@@ -54,11 +55,11 @@ def by_hand(model: nn.Module) -> None:
 
 @contextmanager
 def counting_casts() -> Iterator[Counter[int]]:
-    """Casts of weights that are to be held, by the weight's id."""
+    """Casts of weights that are to be held, by the address of their data."""
     counts: Counter[int] = Counter()
 
     def counted(of, *args):
-        counts[id(of.weight)] += 1
+        counts[local_tensor(of.weight).data_ptr()] += 1
         return hold(of, *args)
 
     with mock.patch.object(held_module, "hold", counted):

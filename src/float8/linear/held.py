@@ -36,7 +36,7 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 class ToHold(NamedTuple):
     """A weight, and how it is cast."""
 
-    weight: nn.Parameter
+    weight: Tensor
     """[N, K] float32, bfloat16 or float16; or a DTensor, of which this rank's part is cast."""
 
     spec: CastSpec
@@ -50,7 +50,7 @@ class ToHold(NamedTuple):
 class HeldWeight(NamedTuple):
     """What a layer holds: its weight, and that in float8."""
 
-    weight: nn.Parameter
+    weight: Tensor
     operand: Quantized
 
 
@@ -88,25 +88,24 @@ def hold(of: ToHold, found: Tensor | None = None) -> Quantized:
         local_tensor(of.weight), of.spec, row=True, col=True, pad_rows=True, state=state,
         record=True, scale=found, reduce=None if of.group is None else reduction((of.group,)),
     )  # fmt: skip
-    made.row.data.__dict__["float8_made_of"] = of.weight, of.spec, _stamp(of)
+    made.row.data.__dict__[_MADE_OF] = of.weight, _stamp(of.weight, of.scale)
     return made._replace(amax=None if state is None else state.amax)
 
 
-def is_current(data: Tensor, of: ToHold) -> bool:
-    """Whether row data of `hold` are what it would make now.
+_MADE_OF = "float8_made_of"
+"""An attribute of row data: the weight, and its stamp when it was cast."""
 
-    As far as version counters tell: they count what ops write, and not what fused optimizers do,
-    nor what goes through `weight.data` or a raw pointer.
+
+def _stamp(weight: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
+    """What changes when a weight or its scale does, as far as version counters tell.
+
+    They count what ops write, and not what fused optimizers do, nor what goes through `weight.data`
+    or a raw pointer. Of a DTensor some writes count here, others at its local tensor.
     """
-    return bool(data.__dict__["float8_made_of"][-1] == _stamp(of))
-
-
-def _stamp(of: ToHold) -> tuple[Any, ...]:
-    # A DTensor counts some of the writes, its local tensor others. The memory, too: what is freed
-    # and allocated anew may have the same address.
-    return of.weight._version, *(
+    # The memory, too: what is freed and allocated anew may have the same address.
+    return weight._version, *(
         None if x is None else (x._version, x.data_ptr(), weakref.ref(x.untyped_storage()))
-        for x in (local_tensor(of.weight), of.scale)
+        for x in (local_tensor(weight), scale)
     )
 
 
@@ -128,8 +127,9 @@ def current(operand: Quantized, of: ToHold, local: Tensor) -> Quantized | None:
         return _traced(of, local, operand)
     if _is_recording(local):
         return None
+    _, stamp = operand.row.data.__dict__[_MADE_OF]
     # Not where the old one lies, which a backward still to come may read.
-    return operand if is_current(operand.row.data, of) else hold(of)
+    return operand if stamp == _stamp(of.weight, of.scale) else hold(of)
 
 
 def _is_recording(weight: Tensor) -> bool:
@@ -146,7 +146,8 @@ def _is_recording(weight: Tensor) -> bool:
 
 def _traced(of: ToHold, local: Tensor, operand: Quantized) -> Quantized:
     data, small = _flat(operand, of.spec)
-    small = torch.ops.float8.held_weight.default(local, data, small, of.scale, of.group)
+    kind = of.spec.dtype, of.spec.granularity.value, of.spec.power_of_2
+    small = torch.ops.float8.held_weight.default(local, data, small, of.scale, of.group, *kind)
     scales, amax = (small, None) if operand.amax is None else (small[:-1], small[-1])
     return Quantized(Part(data[0], scales[0]), Part(data[1], scales[-1]), amax)
 
@@ -165,6 +166,9 @@ def held_weight(
     small: list[Tensor],
     scale: Tensor | None,
     group: str | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_2: bool,
 ) -> list[Tensor]:
     """Make what is held of `weight` current, in place, and return copies of what is `small`.
 
@@ -177,17 +181,22 @@ def held_weight(
         small: see there.
         scale: as in `ToHold`, as is what follows.
         group: see there.
+        dtype: of the data.
+        granularity: the value of a `ScalingGranularity`.
+        power_of_2: whether scales are rounded up to powers of two.
     """
-    whole, spec, _ = data[0].__dict__["float8_made_of"]
-    of = ToHold(whole, spec, scale, group)
+    # A CUDA graph may be given copies of the data.
+    whole, stamp = data[0].__dict__.get(_MADE_OF, (weight, None))
+    now = _stamp(whole, scale)
     recording = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if recording or not is_current(data[0], of):
-        new_data, new_small = _flat(hold(of), spec)
+    if recording or stamp != now:
+        spec = CastSpec(dtype, ScalingGranularity(granularity), power_of_2=power_of_2)
+        new_data, new_small = _flat(hold(ToHold(weight, spec, scale, group)), spec)
         old = [*data, *small]
         for target, source in zip(old, [*new_data, *new_small], strict=True):
             target.copy_(source)
         torch.autograd.graph.increment_version(old)  # a backward still to come shall notice
-        data[0].__dict__["float8_made_of"] = whole, spec, None if recording else _stamp(of)
+        data[0].__dict__[_MADE_OF] = whole, None if recording else now
     return [x.clone() for x in small]
 
 
