@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from float8.arguments import require_module
 from float8.config import Float8Weights
 from float8.linear import WEIGHT_AMAX, Float8Layer
-from float8.linear.held import ToHold, can_hold, hold_all
+from float8.linear.held import HeldWeight, ToHold, can_hold, dynamic_scales, expire, hold
+from float8.linear.sharded import require_parts, shared_by_rows
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
@@ -144,10 +145,12 @@ def update_float8_weights(model: nn.Module) -> None:
     optimizers write, nor writes into `weight.data` or through a raw pointer: after those this must
     be called. `.to()` and a new Parameter end what is held.
 
-    Under tensor parallel each rank holds its part of a weight, under the scale of the whole; all
-    ranks must call it, and change weights alike. Under FSDP2 each rank holds its shard in float8
-    instead, cast when it is first sent. A warning names the layers whose weights are cast on the
-    fly all the same, and says why.
+    Under tensor parallel each rank holds its part of a weight, under the scale of the whole. All
+    ranks must call this, and write weights alike, else they wait for each other. Not counted are
+    there also writes of `torch._foreach_*`, as of optimizers with `foreach=True`, and into what was
+    detached, as `dcp.load(model.state_dict())` writes. Under FSDP2 each rank holds its shard in
+    float8 instead, cast when it is first sent. A warning names the layers whose weights are cast on
+    the fly all the same, and says why.
 
     Args:
         model: the converted model, compiled or not.
@@ -155,7 +158,8 @@ def update_float8_weights(model: nn.Module) -> None:
     Raises:
         TypeError: `model` is no `nn.Module`.
         ValueError: a weight is under FSDP1, or under FSDP2 without
-            `enable_fsdp_float8_all_gather=True`: there is nothing that could be held.
+            `enable_fsdp_float8_all_gather=True`: there is nothing that could be held. Or it is a
+            DTensor that is placed otherwise than tensor parallel's styles place it.
     """
     require_module(model, "model")
     layers = {
@@ -180,16 +184,22 @@ def update_float8_weights(model: nn.Module) -> None:
         if reason := _why_on_the_fly(layer, weight, layer in under_fsdp):
             others.append(f"{name or '(root)'} ({reason})")
         elif layer not in under_fsdp and not weight.is_meta:
+            if is_dtensor(weight):  # as forward does, but before ranks are asked for amaxes
+                dim, ranks = 0 if shared_by_rows(weight) else 1, weight.device_mesh.size()
+                require_parts(weight.shape, dim, ranks, layer.plan)
             to_hold = layer.to_hold(weight)
             # With delayed scaling each layer has a scale of its own.
             key = weight, to_hold.spec, layer if to_hold.spec.delayed else None
             due.setdefault(key, (to_hold, []))[1].append(layer)
             continue
         layer.held = None
-    held = hold_all([to_hold for to_hold, _ in due.values()])
-    for each, (_, readers) in zip(held, due.values(), strict=True):
+    scales = dynamic_scales([to_hold for to_hold, _ in due.values()])
+    for (to_hold, readers), scale in zip(due.values(), scales, strict=True):
+        for layer in readers:  # there is no room for both
+            layer.held = None
+        held = HeldWeight(to_hold.weight, hold(to_hold, scale))
         for layer in readers:
-            layer.held = each
+            layer.held = held
     if others:
         more = ", ..." if len(others) > 3 else ""
         warnings.warn(
@@ -250,9 +260,9 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     that is given a closure, right after it: what the closure runs, once or often, is of this step.
     With dynamic scaling of weights that FSDP2 gathers in float8
     `precompute_float8_dynamic_scale_for_fsdp(model)` right after the step. Through the optimizer's
-    own hooks. Weights with `Float8Weights.HELD` are cast now, and after each step:
-    `update_float8_weights(model)`. With several optimizers, attach the model to each. Harmless for
-    other models.
+    own hooks. Weights with `Float8Weights.HELD` are cast at their next use, whatever writes them
+    until then, and after each step: `update_float8_weights(model)`. With several optimizers, attach
+    the model to each. Harmless for other models.
 
     Args:
         model: the converted model, compiled or not.
@@ -280,9 +290,13 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         precompute_float8_dynamic_scale_for_fsdp(model)
         update_float8_weights(model)
 
-    update_float8_weights(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, Float8Layer)]
+    update_float8_weights(model)  # makes room for them
+    for layer in layers:
+        if layer.held is not None:
+            expire(layer.held)  # a checkpoint may be loaded next
     attachment = Attachment(
-        [layer for layer in model.modules() if isinstance(layer, Float8Layer)],
+        layers,
         [
             inner.register_step_pre_hook(untraced(before_step)),
             inner.register_step_post_hook(untraced(after_step)),

@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
@@ -320,13 +321,13 @@ def tensor_parallel(recipe: str, how: str, compiled: bool = False) -> None:
     assert got.keys() == wanted.keys()
     for name, expected in wanted.items():
         assert same_bits(got[name], expected), name
-    # When attached, after each step, and after the writes.
-    assert [*casts.values()] == [6] * 7
+    # When attached, at the first use, after each step, and after the writes.
+    assert [*casts.values()] == [7] * 7
     if recipe == "tensorwise" and not compiled:
         # In each microbatch one for what is prepared or fused together, else one per weight.
         of_weights = 2 * {"prepared": 2, "fused": 3, "layer by layer": 7}[how]
         assert before == [before[0]] * 4
-        assert after == [before[0] - of_weights + each for each in (0, 0, 7, 0)]
+        assert after == [before[0] - of_weights + each for each in (7, 0, 7, 0)]
 
 
 @pytest.mark.parametrize("how", ["prepared", "layer by layer", "fused"])
@@ -343,6 +344,44 @@ def test_parts_of_tensor_parallel_are_held_under_the_scale_of_the_whole(
 )
 def test_parts_of_tensor_parallel_in_compiled_code(two: Ranks, recipe: str, how: str) -> None:
     two.run(tensor_parallel, recipe, how, True)
+
+
+def loaded_after_attaching(folder: str) -> None:
+    """As one resumes: in place, through tensors of a state dict, which DTensors do not count."""
+    outputs = []
+    for weights in (Float8Weights.ON_THE_FLY, HELD):
+        block = shared_block("tensorwise", "prepared", weights)
+        attach_to_optimizer(block, torch.optim.AdamW(block.parameters(), foreach=True))
+        state = {name: 3 * x for name, x in block.state_dict().items()}
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(block.state_dict(), checkpoint_id=folder)
+        assert torch.equal(local_tensor(block.ffn.w1.weight), local_tensor(state["ffn.w1.weight"]))
+        outputs.append(block(part(seeded(0, 2, TOKENS, DIM, device=here()), 1)))
+    assert same_bits(*outputs)
+
+
+def test_what_is_loaded_after_attaching_is_used(two: Ranks, tmp_path) -> None:
+    two.run(loaded_after_attaching, str(tmp_path))
+
+
+def refused() -> None:
+    """On all ranks, before one of them asks the others."""
+    for features, style, expected in (
+        (1, ColwiseParallel(), r"shape \(1, 32\), to be sharded along dim 0 over 2 ranks"),
+        (32, None, r"got a weight placed \(Replicate\(\),\), expected Shard\(0\) or Shard\(1\)"),
+    ):
+        model = nn.Sequential(nn.Linear(32, features, bias=False)).to(here())
+        convert(model, "tensorwise", all_gather=False, float8_weights=HELD)
+        if style is None:
+            distribute_module(model, parallel_mesh())
+        else:
+            parallelize_module(model, parallel_mesh(), {"0": style})
+        with pytest.raises(ValueError, match=expected):
+            update_float8_weights(model)
+
+
+def test_weights_that_ranks_cannot_share_are_refused(two: Ranks) -> None:
+    two.run(refused)
 
 
 # ---------------------------------------------------------------- without a master

@@ -54,7 +54,8 @@ def test_accumulation_casts_weights_once_and_changes_no_bit(
 
     several: dict[str, Any] = {"dtype": dtype, "batch_size": 2, "accumulate": 2}
     with_held, counts = casts("with", **several)
-    assert set(counts.values()) == {1 + 6}  # when it begins, and once per step
+    # When it begins, at the first use, and once per step.
+    assert set(counts.values()) == {2 + 6}
     with monkeypatch.context() as patch:
         patch.setattr(build, "Float8Weights", SimpleNamespace(HELD=Float8Weights.ON_THE_FLY))
         without, counts = casts("without", **several)

@@ -116,33 +116,33 @@ def take_apart(
     """
     for layer in layers:
         layer.check_synced()
-    whole: tuple[Any, ...] = tuple(layer.weight for layer in layers)  # they may be computed
-    everyone, acrosses, weights = None, (HERE,) * len(layers), whole
-    if is_dtensor(whole[0]):
-        x, everyone, acrosses = _on_this_rank(x, whole, layers, norm_weight is not None)
-        weights = tuple(weight.to_local() for weight in whole)
-    x = check_input(x, weights[0])
+    weights: tuple[Any, ...] = tuple(layer.weight for layer in layers)  # they may be computed
+    everyone, acrosses, parts = None, (HERE,) * len(layers), weights
+    if is_dtensor(weights[0]):
+        x, everyone, acrosses = _on_this_rank(x, weights, layers, norm_weight is not None)
+        parts = tuple(weight.to_local() for weight in weights)
+    x = check_input(x, parts[0])
     grad = torch.is_grad_enabled()
     taken = []
-    for layer, own, weight, across in zip(layers, whole, weights, acrosses, strict=True):
-        ready = layer.ready_weight(own, weight)
+    for layer, weight, part, across in zip(layers, weights, parts, acrosses, strict=True):
+        ready = layer.ready_weight(weight, part)
         taken.append(
             FusedLayer(
                 plan=layer.plan,
                 scales=layer.delayed_scales(),
                 ready=ready,
                 kept_transposed=ready is not None and ready.col is not None,
-                in_features=weight.shape[1],
-                out_features=weight.shape[0],
-                weight_dtype=weight.dtype,
-                need_grad_weight=grad and weight.requires_grad,
+                in_features=part.shape[1],
+                out_features=part.shape[0],
+                weight_dtype=part.dtype,
+                need_grad_weight=grad and part.requires_grad,
                 across=across,
             )
         )
     norm_needs_grad = norm_weight is not None and norm_weight.requires_grad
     need_grad_x = grad and (x.requires_grad or norm_needs_grad)
     call = Call(tuple(taken), eps, residual, grad, need_grad_x, everyone)
-    return x.reshape(-1, x.shape[-1]), weights, call
+    return x.reshape(-1, x.shape[-1]), parts, call
 
 
 def _on_this_rank(
@@ -162,8 +162,10 @@ def _on_this_rank(
         here = x.to_local()
     else:  # refuses what is no DTensor
         here = local_input(first, x, weights[0], first.delayed_scales())
-    pairs = zip(layers, weights, strict=True)
-    ready = any(x.holds(w) or isinstance(local_tensor(w), Float8Tensor) for x, w in pairs)
+    ready = any(
+        isinstance(local_tensor(weight), Float8Tensor) or layer.held_of(weight) is not None
+        for layer, weight in zip(layers, weights, strict=True)
+    )
     if first.weight_scale is None and first.plan.casts_weight_dynamically() and not ready:
         scales = weight_scales(weights, first.plan.weight)  # asked for at once
         acrosses = tuple(

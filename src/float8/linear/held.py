@@ -10,7 +10,7 @@ waits for it.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,23 +56,20 @@ class HeldWeight(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def hold_all(weights: Sequence[ToHold]) -> Iterator[HeldWeight]:
-    """`hold` one after the other, the scales of all that take a dynamic one found in a few kernels.
-
-    What was held of a weight can go as soon as the next one comes.
-    """
+def dynamic_scales(weights: Sequence[ToHold]) -> list[Tensor | None]:
+    """The scales for `hold`, found in a few kernels and an all-reduce; None where it finds them."""
     alike: dict[Any, list[int]] = {}
     for index, (weight, spec, _, group) in enumerate(weights):
         if spec.granularity is ScalingGranularity.TENSORWISE and not spec.delayed:
             key = weight.device, weight.dtype, spec, group
             alike.setdefault(key, []).append(index)
-    found: dict[int, Tensor] = {}
+    found: list[Tensor | None] = [None] * len(weights)
     for (_, dtype, spec, group), indices in alike.items():
         tensors = [local_tensor(weights[index].weight) for index in indices]
         reduce = None if group is None else reduction((group,))
-        found |= zip(indices, scales_of(tensors, spec, dtype, reduce), strict=True)
-    for index, each in enumerate(weights):
-        yield HeldWeight(each.weight, hold(each, found.get(index)))
+        for index, scale in zip(indices, scales_of(tensors, spec, dtype, reduce), strict=True):
+            found[index] = scale
+    return found
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
@@ -100,7 +97,8 @@ def _stamp(weight: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
     """What changes when a weight or its scale does, as far as version counters tell.
 
     They count what ops write, and not what fused optimizers do, nor what goes through `weight.data`
-    or a raw pointer. Of a DTensor some writes count here, others at its local tensor.
+    or a raw pointer. Of a DTensor some writes count here, others at its local tensor, and those of
+    ops that take lists, or into what was detached, nowhere.
     """
     # The memory, too: what is freed and allocated anew may have the same address.
     return weight._version, *(
@@ -109,8 +107,13 @@ def _stamp(weight: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
     )
 
 
+def expire(held: HeldWeight) -> None:
+    """Have the next use cast the weight again."""
+    held.operand.row.data.__dict__[_MADE_OF] = held.weight, None
+
+
 def can_hold(weight: Any) -> bool:
-    """Whether `weight` is one whose writes are counted."""
+    """Whether `weight`, or this rank's part of it, is data in memory with a version counter."""
     plain = isinstance(weight, nn.Parameter) and type(local_tensor(weight)) in PLAIN
     return plain and not weight.is_meta and not weight.is_inference()
 

@@ -176,14 +176,15 @@ class Float8Layer(StatefulLayer):
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
 
-    def holds(self, weight: Any) -> bool:
-        """Whether forward reads what is held of `weight`, this layer's.
+    def held_of(self, weight: Any) -> HeldWeight | None:
+        """What forward reads instead of casting `weight`, this layer's.
 
         Another weight is somebody else's: of FSDP, or of `functional_call`. Evaluation casts the
         weight as it is: scales come from no history there, and averages are written into
         `weight.data`, past version counters.
         """
-        return self.held is not None and self.held.weight is weight and self.training
+        held = self.held
+        return held if held is not None and held.weight is weight and self.training else None
 
     def to_hold(self, weight: Any) -> ToHold:
         """How `weight` is held; of a DTensor this rank's part, under the scale of the whole."""
@@ -198,8 +199,8 @@ class Float8Layer(StatefulLayer):
 
         `local`: `weight` itself, or this rank's part of a DTensor.
         """
-        if self.held is not None and self.holds(weight):
-            operand = current(self.held.operand, self.to_hold(weight), local)
+        if (held := self.held_of(weight)) is not None:
+            operand = current(held.operand, self.to_hold(weight), local)
             if not torch.compiler.is_compiling() and operand is not None:
                 self.held = HeldWeight(weight, operand)
             return operand

@@ -207,6 +207,8 @@ def dtensor_in_float8(layer: Any, x: Any, scales: DelayedScales) -> Any:
 def weight_scales(weights: Sequence[Any], spec: CastSpec) -> tuple[torch.Tensor, ...]:
     """Those of whole weights, which ranks of one group hold parts of, through one all-reduce.
 
+    Code that compilers follow: see `scales_of` for fewer kernels in eager mode.
+
     For weights that are cast by `spec`, under one dynamic scale each.
     """
     group = weights[0].device_mesh.get_group(0).group_name

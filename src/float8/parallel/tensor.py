@@ -184,7 +184,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return forward
 
     def _find_weight_scales(self, module: nn.Module) -> list[Float8Linear]:
-        """Ask all ranks at once for the scales of all weights, and tell the layers.
+        """Ask all ranks at once for the scales of weights that are cast now, and tell the layers.
 
         In compiled code each layer asks for its own: Dynamo lets nothing that is checkpointed write
         to a module.
@@ -199,7 +199,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 continue
             if not is_dtensor(weight) or isinstance(local_tensor(weight), Float8Tensor):
                 continue
-            if layer.holds(weight):
+            if layer.held_of(weight) is not None:
                 continue
             mine = layer.plan.weight, weight.device_mesh
             if not alike or mine == (alike[0].plan.weight, alike[0].weight.device_mesh):
