@@ -136,7 +136,9 @@ def plain_run(folder: Path, commit: str, what: str) -> Results:
         run for run in runs if run["environment"]["commit"] == commit and plain_rows(run, what)
     ]
     if len(found) != 1:
-        raise ValueError(f"{PLAIN}: got {len(found)} runs of {what}, {commit}, expected one")
+        raise ValueError(
+            f"{PLAIN}: got {len(found)} runs of commit {commit} with {what}, expected one"
+        )
     return found[0]
 
 
