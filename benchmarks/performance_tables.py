@@ -30,6 +30,7 @@ PLAIN_COMMIT = "ca2477b"  # the newest run of the whole stack beside torchao
 FINER_COMMIT = "301e755"  # the newest run with scales per row and block
 HELD_COMMIT = "6b3c701"  # the newest run with held weights and fuse=True
 SMALL_COMMIT = "ca2477b"  # the newest run with small layers
+MICROBATCHES_COMMIT = "bb167fc"  # the newest run with several microbatches
 NARROW_COMMIT = "9763af4"  # the newest run of narrower blocks
 
 WIDTH = 96  # of a command, which goes on in the next line
@@ -89,6 +90,11 @@ def plain_finer(folder: Path) -> str:
 def plain_held(folder: Path) -> str:
     """The same with weights held in float8, and with fuse=True."""
     return plain_stack(folder, HELD_COMMIT, PERFORMANCE)
+
+
+def plain_microbatches(folder: Path) -> str:
+    """Steps of several forwards and backwards."""
+    return plain_stack(folder, MICROBATCHES_COMMIT, PERFORMANCE, "8B stack, 8 microbatches")
 
 
 def plain_narrow(folder: Path) -> str:
@@ -312,6 +318,7 @@ SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
     (README, "plain models"): plain_stack,
     (PERFORMANCE, "finer scales"): plain_finer,
     (PERFORMANCE, "held and fused"): plain_held,
+    (PERFORMANCE, "microbatches"): plain_microbatches,
     (PERFORMANCE, "Hugging Face"): hugging_face,
     (PERFORMANCE, "narrow"): plain_narrow,
     (PERFORMANCE, "small layers"): plain_small,
