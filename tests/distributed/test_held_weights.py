@@ -316,7 +316,8 @@ def train_shared(
 
 
 def tensor_parallel(recipe: str, how: str, compiled: bool = False) -> None:
-    wanted, before, _ = train_shared(recipe, how, Float8Weights.ON_THE_FLY, compiled)
+    # What `aot_eager` compiles has the bits of eager mode.
+    wanted, before, _ = train_shared(recipe, how, Float8Weights.ON_THE_FLY, False)
     got, after, casts = train_shared(recipe, how, HELD, compiled)
     assert got.keys() == wanted.keys()
     for name, expected in wanted.items():
