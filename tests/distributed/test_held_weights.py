@@ -12,19 +12,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
-    Float8ColwiseParallel,
     Float8Tensor,
     Float8Weights,
     all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
-    rms_norm_linear,
-    swiglu_feed_forward,
     update_float8_weights,
 )
 from float8.parallel.fsdp import FSDPFloat8Weight
@@ -33,7 +30,7 @@ from sqnr import same_bits
 from support.configs import RECIPES
 from support.microbatches import counting_casts, layers_of, with_weights
 from support.models import seeded
-from support.parallel import DIM, TOKENS, LlamaBlock, part, plan_of
+from support.parallel import DIM, TOKENS, FusedBlock, LlamaBlock, fused_plan, part, plan_of
 from support.parallel import mesh_of as parallel_mesh
 from support.ranks import Ranks
 from support.sharded import (
@@ -242,35 +239,12 @@ def test_models_that_are_wrapped_afterwards(two: Ranks) -> None:
 # ---------------------------------------------------------------- tensor parallel
 
 
-class Block(LlamaBlock):
-    """Written as others do, or calling the fused functions."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.fused:
-            return super().forward(x)
-        q, k, v, x = rms_norm_linear(x, self.attention_norm, self.attention.layers, residual=True)
-        x = x + self.attention.mixed(q, k, v)
-        layers = self.ffn.w1, self.ffn.w3, self.ffn.w2
-        return swiglu_feed_forward(x, *layers, norm=self.ffn_norm, residual=True)
-
-
 def shared_block(recipe: str, how: str, weights: Float8Weights) -> nn.Module:
     """`how`: "prepared" takes inputs once for all layers that read them, the others per layer."""
     torch.manual_seed(0)
-    block = Block(how == "fused").to(here())
+    block = (FusedBlock() if how == "fused" else LlamaBlock()).to(here())
     convert(block, recipe, all_gather=False, float8_weights=weights)
-    plan = plan_of("float8", sequence=True)
-    if how != "prepared":
-        first = Float8ColwiseParallel(input_layouts=Shard(1))
-        plan = {
-            name: style if name.endswith(("wo", "w2")) else first
-            for name, style in plan.items()
-            if "." in name
-        }
+    plan = plan_of("float8", sequence=True) if how == "prepared" else fused_plan(sequence=True)
     return parallelize_module(block, parallel_mesh(), plan)
 
 

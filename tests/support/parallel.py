@@ -21,8 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    Float8SequenceParallel,
     PrepareFloat8ModuleInput,
     attach_to_optimizer,
+    rms_norm_linear,
+    swiglu_feed_forward,
 )
 from float8.linear import functional
 from support.models import FeedForward, seeded
@@ -154,6 +157,29 @@ class LlamaBlock(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+class FusedBlock(nn.Module):
+    """A Llama block that calls the fused functions, as the reference model does."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in "ab")
+        self.attention, self.ffn = Attention(), FeedForward(DIM, HIDDEN)
+        self.apart = apart
+        for norm in self.norms:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention, ffn = self.attention, self.ffn
+        if self.apart:
+            normed = self.norms[0](x)
+            x = x + attention.mixed(*(each(normed) for each in attention.layers))
+            return x + ffn(self.norms[1](x))
+        q, k, v, x = rms_norm_linear(x, self.norms[0], attention.layers, residual=True)
+        x = x + attention.mixed(q, k, v)
+        layers = ffn.w1, ffn.w3, ffn.w2
+        return swiglu_feed_forward(x, *layers, norm=self.norms[1], residual=True)
+
+
 def block_of(recipe: str, bias: bool = False, *, fuse: bool = False) -> nn.Module:
     torch.manual_seed(0)
     return convert(LlamaBlock(bias), recipe, all_gather=False, fuse=fuse).to(here())
@@ -170,4 +196,17 @@ def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False)
         )
         plan |= {f"{part}.{name}": colwise() for name in first}
         plan[f"{part}.{last}"] = rowwise(output_layouts=tokens)
+    return plan
+
+
+def fused_plan(sequence: bool, norms: bool = False) -> dict[str, Any]:
+    """For `FusedBlock`, whose layers take what its norms make."""
+    tokens = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {"norms.*": Float8SequenceParallel()} if norms and sequence else {}
+    for part_, first, last in (
+        ("attention", ("wq", "wk", "wv"), "wo"),
+        ("ffn", ("w1", "w3"), "w2"),
+    ):
+        plan |= {f"{part_}.{n}": Float8ColwiseParallel(input_layouts=tokens) for n in first}
+        plan[f"{part_}.{last}"] = Float8RowwiseParallel(output_layouts=tokens)
     return plan
