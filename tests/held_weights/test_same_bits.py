@@ -16,9 +16,12 @@ from float8 import (
 )
 from float8_lab.models.llama import Block, rope_table
 from float8_lab.models.presets import ModelConfig
+from sqnr import same_bits
 from support.configs import MIXES, delayed, mixed, of_recipe, tensorwise
 from support.devices import E4M3, E5M2, on_devices
 from support.microbatches import (
+    HELD,
+    ON_THE_FLY,
     accumulate,
     assert_held_equals_on_the_fly,
     counting_casts,
@@ -212,3 +215,20 @@ def test_a_step_without_a_sync_is_noticed_as_ever() -> None:
     assert all(layer.held is not None for layer in layers_of(model))
     with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
         model(seeded(0, 8, 32))
+
+
+def test_compiled_code_that_is_handed_copies_casts_for_itself() -> None:
+    """As offloading of activations hands them to what backward computes again."""
+    torch._dynamo.reset()
+    grads = []
+    for weights in (ON_THE_FLY, HELD):
+        torch.manual_seed(0)
+        model = Wrapped(convert(FeedForward(32, 48), with_weights(None, weights)), "checkpoint")
+        update_float8_weights(model)
+        call = torch.compile(model, backend="aot_eager")
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            y = call(seeded(0, 8, 32))
+        y.square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for mine, expected in zip(*grads, strict=True):
+        assert same_bits(mine, expected)
