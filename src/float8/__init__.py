@@ -6,6 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from float8.checkpointing import save_gemm_outputs
 from float8.config import (
     CastConfig,
     DelayedScalingConfig,
@@ -87,6 +88,7 @@ __all__ = [
     "linear_requires_sync",
     "precompute_float8_dynamic_scale_for_fsdp",
     "rms_norm_linear",
+    "save_gemm_outputs",
     "swap_linear_with_float8_linear",
     "swiglu_feed_forward",
     "sync_float8_amax_and_scale_history",

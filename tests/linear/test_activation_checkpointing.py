@@ -6,32 +6,25 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from float8 import convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8 import (
+    convert_to_float8_training,
+    save_gemm_outputs,
+    sync_float8_amax_and_scale_history,
+)
 from sqnr import same_bits
 from support.configs import MIXES, delayed, mixed, tensorwise
 from support.devices import on_devices
 from support.models import FeedForward, forward_backward, fp8_state, seeded
 from support.spies import OpCounter, saved_tensors
 
-
-def keep_gemms(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    if op is torch.ops.aten._scaled_mm.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 KINDS = {
     "reentrant": {"use_reentrant": True},
     "non-reentrant": {"use_reentrant": False},
     "selective": {
         "use_reentrant": False,
-        "context_fn": partial(create_selective_checkpoint_contexts, keep_gemms),
+        "context_fn": partial(create_selective_checkpoint_contexts, save_gemm_outputs),
     },
 }
 

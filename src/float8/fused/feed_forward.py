@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8 import kernels
+from float8.autograd import computed_before, once_differentiable, own
 from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.layers import (
     Call,
@@ -26,9 +27,9 @@ from float8.fused.reasons import fusable, is_parallel
 from float8.linear import Float8Linear
 from float8.linear.functional import cast_tokens
 from float8.linear.weight import kept_weight
-from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, quantize
+from float8.tensor.float8_tensor import Columns
 
 
 def swiglu_feed_forward(
@@ -80,7 +81,9 @@ def swiglu_feed_forward(
     # A sum over ranks is not there yet when x is to be added.
     fused_residual = residual and norm_weight is not None and call.everyone == across.output
     call = call._replace(residual=fused_residual)
-    y = _FeedForward.apply(rows, norm_weight, *weights, call)  # type: ignore[no-untyped-call]
+    args = rows, norm_weight, *weights, call
+    computed = computed_before(_FeedForward, *args)
+    y = _FeedForward.apply(*args, computed)  # type: ignore[no-untyped-call]
     y = returned(y, taken, layers[-1], across)
     return x + y if residual and not fused_residual else y  # type: ignore[no-any-return]
 
@@ -98,15 +101,14 @@ def _fit(x: Tensor, layers: tuple[Float8Linear, ...], residual: bool) -> bool:
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
+    def compute(
         x: Tensor,
         norm_weight: Tensor | None,
         w_gate: Tensor,
         w_up: Tensor,
         w_down: Tensor,
         call: Call,
-    ) -> Tensor:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], Columns | None]:
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
         x8, kept = input_operand(x, norm_weight, call, (gate, up))
@@ -126,15 +128,21 @@ class _FeedForward(torch.autograd.Function):
             y = x + y
 
         weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
-        ctx.save_for_backward(
+        saved = (
             *kept,
             *(gate_out, up_out, product8.scale),
             *(kept_weight(weight, layer.ready) for weight, layer in weights),
             *(gate_scale, up_scale, down_scale),
         )
-        ctx.columns = shared_columns(x, kept.rows)
-        ctx.call = call.for_backward()
-        return y
+        return y, saved, shared_columns(x, kept.rows)
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *of_compute, computed = args
+        y, saved, ctx.columns = computed or _FeedForward.compute(*of_compute)
+        ctx.save_for_backward(*saved)
+        ctx.call = of_compute[-1].for_backward()
+        return y if computed is None else own(y)
 
     @staticmethod
     @once_differentiable
@@ -196,4 +204,4 @@ class _FeedForward(torch.autograd.Function):
             else:
                 residual_grad = grad_output if call.residual else None
                 grad_x, grad_norm = norm_gradients((of_gate, of_up), kept, call, residual_grad)
-        return grad_x, grad_norm, grad_gate, grad_up, grad_down, None
+        return grad_x, grad_norm, grad_gate, grad_up, grad_down, None, None

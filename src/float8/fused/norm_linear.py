@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.autograd import computed_before, once_differentiable, own
 from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.layers import Call, like_input, returned, take_apart
 from float8.fused.reasons import fusable
 from float8.linear.weight import kept_weight
-from float8.once import once_differentiable
 from float8.quantize.quantize import quantize
 
 
@@ -50,7 +50,10 @@ def rms_norm_linear(
         return (*outputs, x) if residual else outputs
     taken, norm_weight, eps = with_norm
     rows, weights, call = take_apart(taken, linears, norm_weight, eps, residual)
-    outputs = _NormLinear.apply(rows, norm_weight, call, *weights)  # type: ignore[no-untyped-call]
+    computed = computed_before(_NormLinear, rows, norm_weight, call, *weights)
+    outputs = _NormLinear.apply(  # type: ignore[no-untyped-call]
+        rows, norm_weight, call, computed, *weights
+    )
     products = tuple(
         returned(y, taken, layer, of_layer.across)
         for y, layer, of_layer in zip(outputs, linears, call.layers, strict=False)
@@ -60,9 +63,9 @@ def rms_norm_linear(
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def compute(
+        x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         x8, kept_x = input_operand(x, norm_weight, call, call.layers)
         outputs, scales, kept = [], [], []
         for layer, weight in zip(call.layers, weights, strict=True):
@@ -70,9 +73,19 @@ class _NormLinear(torch.autograd.Function):
             outputs.append(y)
             scales.append(scale)
             kept.append(kept_weight(weight, layer.ready))
+        return outputs, (*kept_x, *kept, *scales)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, computed: Any, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        if computed is None:
+            outputs, saved = _NormLinear.compute(x, norm_weight, call, *weights)
+        else:
+            outputs, saved = [own(y) for y in computed[0]], computed[1]
         # In eager mode an output without use has no gradient, not a zero one.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept_x, *kept, *scales)
+        ctx.save_for_backward(*saved)
         ctx.call = call.for_backward()
         return (*outputs, x.view_as(x)) if call.residual else tuple(outputs)
 
@@ -107,4 +120,4 @@ class _NormLinear(torch.autograd.Function):
             grad_x, grad_norm = norm_gradients(grads_x, kept_x, call, residual_grad)
         elif call.need_grad_x:
             grad_x = residual_grad
-        return grad_x, grad_norm, None, *grad_weights
+        return grad_x, grad_norm, None, None, *grad_weights

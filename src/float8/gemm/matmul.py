@@ -16,6 +16,9 @@ _RECIPES = {
     ScalingGranularity.BLOCK_128x128: Recipe.BlockWise128x128,
 }
 
+GEMM_OPS = (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default)
+"""What `matmul` calls, unless it emulates."""
+
 
 class Gemm(NamedTuple):
     """How a GEMM runs."""

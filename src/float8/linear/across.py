@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from float8.autograd import own
+
 Reduction = Callable[[Tensor], Tensor]
 
 
@@ -56,13 +58,8 @@ class Copies(NamedTuple):
 
 
 def _waited(x: Tensor) -> Tensor:
-    """`x` when it is there, as another tensor: waiting returns the very `x`.
-
-    When an autograd.Function returns what an op was given, the gradients that torch 2.11's Dynamo
-    traces for it are zero.
-    """
-    x = torch.ops._c10d_functional.wait_tensor(x)
-    return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
+    """`x` when it is there, as another tensor: waiting returns the very `x`."""
+    return own(torch.ops._c10d_functional.wait_tensor(x))
 
 
 class Across(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8.autograd import computed_before, once_differentiable, own
 from float8.config import ConfigOrRecipe, ScalingGranularity, as_config
 from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
@@ -22,7 +23,6 @@ from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradien
 from float8.linear.across import HERE, Across, Reduction, Tokens
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.weight import kept_weight, record_amax, weight_columns, weight_rows
-from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -136,18 +136,18 @@ def apply_linear(
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
         keep_input = keep_input or compiling or isinstance(input, Float8Tensor)
-        output = _Linear.apply(  # type: ignore[no-untyped-call]
-            rows,
-            weight,
-            ready,
+        call = Call(
             plan,
             scales,
-            grad,
-            grad and input.requires_grad,
-            need_grad_weight,
-            plan.share_input and keep_input,
             across,
+            record=grad,
+            need_grad_input=grad and input.requires_grad,
+            need_grad_weight=need_grad_weight,
+            keep_input=plan.share_input and keep_input,
         )
+        # A compiler traces what is computed before the autograd function: see `computed_before`.
+        made = computed_before(_Linear, rows, weight, ready, call) if compiling else None
+        output = _Linear.apply(rows, weight, ready, call, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
         output = with_leading_dims(output, input, across.output)
     return output if bias is None else output + bias.to(output.dtype)
@@ -298,39 +298,56 @@ def product(a: Part, b: Part, gemm: Gemm, dtype: torch.dtype, rows: int, columns
     return x
 
 
+class Call(NamedTuple):
+    """One call of a layer: what its autograd function takes besides tensors, and keeps."""
+
+    plan: LinearPlan
+    scales: DelayedScales
+    across: Across
+    record: bool
+    """Whether `scales` learn amaxes."""
+    need_grad_input: bool
+    need_grad_weight: bool
+    keep_input: bool
+    """Whether to save the input itself, not its column data, for a grad_weight in float8."""
+
+
+class Saved(NamedTuple):
+    """What backward reads of forward."""
+
+    input: Tensor | None = None
+    """[M, K] in high precision or as row data, or column data [K, M]; None: no grad_weight."""
+    input_scale: Tensor | None = None
+    weight: Tensor | None = None
+    """[N, K] in high precision or as row data, or column data [K, N]; None: no grad_input."""
+    weight_scale: Tensor | None = None
+    input_is_transposed: bool = False
+    weight_is_transposed: bool = False
+    columns_of: Any = None
+    """The `Columns` that all layers share which read one `Float8Tensor`; eager mode only."""
+
+
 class _Linear(torch.autograd.Function):
     """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        ready: Quantized | None,
-        plan: LinearPlan,
-        scales: DelayedScales,
-        record: bool,
-        need_grad_input: bool,
-        need_grad_weight: bool,
-        keep_input: bool,
-        across: Across,
-    ) -> Tensor:
+    def compute(
+        input: Tensor, weight: Tensor, ready: Quantized | None, call: Call
+    ) -> tuple[Tensor, Saved]:
         """`output` [M, N], dtype of `input`; arguments are those of `apply_linear`.
 
-        But `input` is [M, K] in the compute dtype, and `keep_input` only counts for a grad_weight
-        in float8: whether to save `input` itself, not its column data. `record`: the amaxes, in
-        `scales`.
+        But `input` is [M, K] in the compute dtype.
         """
-        N, K = weight.shape
-        float8_grad_weight = need_grad_weight and plan.grad_weight is not None
+        plan, scales, across, record = call.plan, call.scales, call.across, call.record
+        float8_grad_weight = call.need_grad_weight and plan.grad_weight is not None
         saved_input: Tensor | None = None
         input_scale: Tensor | None = None
         weight_scale: Tensor | None = None
         x_col: Part | None = None
-        ctx.columns = None
+        columns_of = None
 
         if plan.output is not None:
-            col = float8_grad_weight and plan.share_input and not keep_input
+            col = float8_grad_weight and plan.share_input and not call.keep_input
             spec, state = plan.input, scales.input
             if isinstance(input, Float8Tensor):
                 x = input_in_float8(input, plan)
@@ -341,7 +358,7 @@ class _Linear(torch.autograd.Function):
                     reduce=across.input, fuse_amax=True,
                 )  # fmt: skip
             w = weight_rows(weight, ready, plan.weight, scales.weight, record, across)
-            y = product(x.row, w, plan.output, input.dtype, input.shape[0], N)
+            y = product(x.row, w, plan.output, input.dtype, input.shape[0], weight.shape[0])
             x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
         else:
             y = input @ weight.to(input.dtype).t()
@@ -352,26 +369,44 @@ class _Linear(torch.autograd.Function):
             x_col = quantize(input, spec, col=True, state=state, record=record, reduce=reduce).col
         if x_col is not None:
             saved_input, input_scale = x_col
-        elif need_grad_weight and isinstance(input, Float8Tensor):
+        elif call.need_grad_weight and isinstance(input, Float8Tensor):
             saved_input = input._data
             if not torch.compiler.is_compiling():
-                ctx.columns = input._columns.expect()
-        elif need_grad_weight:
+                columns_of = input._columns.expect()
+        elif call.need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
             saved_input = input.clone() if torch.compiler.is_compiling() else input
 
         ready = ready if plan.share_weight else None
-        kept = kept_weight(weight, ready) if need_grad_input else None
+        kept = kept_weight(weight, ready) if call.need_grad_input else None
+        kept_transposed = ready is not None and ready.col is not None
         if ready is not None and ready.col is not None:  # what is kept then
             weight_scale = ready.col.scale
-        ctx.save_for_backward(saved_input, input_scale, kept, weight_scale)
-        ctx.input_is_transposed = x_col is not None
-        ctx.weight_is_transposed = ready is not None and ready.col is not None
-        ctx.plan, ctx.scales, ctx.record, ctx.across = plan, scales, record, across
-        ctx.need_grad_input, ctx.need_grad_weight = need_grad_input, need_grad_weight
-        ctx.shape, ctx.weight_dtype = (N, K), weight.dtype
-        return y if across.output is None else across.output.scatter(y)
+        saved = Saved(
+            saved_input, input_scale, kept, weight_scale,
+            x_col is not None, kept_transposed, columns_of,
+        )  # fmt: skip
+        return y if across.output is None else across.output.scatter(y), saved
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        ready: Quantized | None,
+        call: Call,
+        computed: tuple[Tensor, Saved] | None,
+    ) -> Tensor:
+        """The output; `computed` if a compiler has traced that by now."""
+        if computed is None:
+            y, saved = _Linear.compute(input, weight, ready, call)
+        else:
+            y, saved = own(computed[0]), computed[1]
+        ctx.save_for_backward(*saved[:4])
+        ctx.call, ctx.how_saved = call, saved[4:]
+        ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
+        return y
 
     @staticmethod
     @once_differentiable
@@ -382,15 +417,14 @@ class _Linear(torch.autograd.Function):
             or (is_batch_of_gradients is not None and is_batch_of_gradients(grad_output))
         ):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
-        plan: LinearPlan = ctx.plan
-        scales: DelayedScales = ctx.scales
-        record: bool = ctx.record
-        across: Across = ctx.across
+        call: Call = ctx.call
+        plan, scales, across, record = call.plan, call.scales, call.across, call.record
         saved_input, input_scale, kept, weight_scale = ctx.saved_tensors
+        input_is_transposed, weight_is_transposed, columns_of = ctx.how_saved
         (N, K), dtype, M = ctx.shape, grad_output.dtype, grad_output.shape[0]
 
-        gemm_for_input = plan.grad_input if ctx.need_grad_input else None
-        gemm_for_weight = plan.grad_weight if ctx.need_grad_weight else None
+        gemm_for_input = plan.grad_input if call.need_grad_input else None
+        gemm_for_weight = plan.grad_weight if call.need_grad_weight else None
         row, col = gemm_for_input is not None, gemm_for_weight is not None
         g = Quantized()
         spec, state = plan.grad_output, scales.grad_output
@@ -411,12 +445,12 @@ class _Linear(torch.autograd.Function):
             spec, state = plan.weight_for_grad_input, scales.weight_for_grad_input
             if plan.share_weight:
                 after = g.row.scale
-                w = weight_columns(kept, weight_scale, spec, ctx.weight_is_transposed, after)
+                w = weight_columns(kept, weight_scale, spec, weight_is_transposed, after)
             else:
                 of_all = across.weight
                 w = quantize(kept, spec, col=True, state=state, record=record, reduce=of_all).col
             dx = product(g.row, w, gemm_for_input, dtype, M, K)
-        elif ctx.need_grad_input:
+        elif call.need_grad_input:
             dx = grad_output @ kept.to(dtype)
 
         dw: Tensor | None = None
@@ -425,12 +459,12 @@ class _Linear(torch.autograd.Function):
                 spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
                 g = quantize(grad_output, spec, col=True, state=state, record=record, reduce=reduce)
             x = Part(saved_input, input_scale)
-            if ctx.columns is not None:
-                x = ctx.columns.of(x, plan.input)
-            elif not ctx.input_is_transposed:
+            if columns_of is not None:
+                x = columns_of.of(x, plan.input)
+            elif not input_is_transposed:
                 x = recast(saved_input, plan.input, input_scale)
             dw = product(g.col, x, gemm_for_weight, ctx.weight_dtype, N, K)
-        elif ctx.need_grad_weight:
+        elif call.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
-        return dx, dw, *[None] * 8
+        return dx, dw, None, None, None

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8.autograd import computed_before
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.history import DelayedScale
@@ -195,19 +196,20 @@ def to_float8(
     The rest is as for `quantize`. What delayed scaling has to record goes along with the result,
     for those who use it.
     """
-    return _ToFloat8.apply(x, spec, scale, state, reduce)  # type: ignore[no-any-return, no-untyped-call]
+    args = x, spec, scale, state, reduce
+    computed = computed_before(_ToFloat8, *args)
+    return _ToFloat8.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ToFloat8(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
+    def compute(
         x: Tensor,
         spec: CastSpec,
         scale: Tensor | None,
         state: DelayedScale | None,
         reduce: Callable[[Tensor], Tensor] | None,
-    ) -> Float8Tensor:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if spec.granularity not in (ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE):
             raise ValueError(f"to_float8: got {spec.granularity}, expected TENSORWISE or AXISWISE")
         amax = None
@@ -224,11 +226,19 @@ class _ToFloat8(torch.autograd.Function):
         scale = made.scale
         if spec.granularity is ScalingGranularity.AXISWISE:
             scale = scale.reshape(*x.shape[:-1], 1)
-        return Float8Tensor(data.reshape(x.shape), scale, x.dtype, spec.granularity, amax)
+        return data.reshape(x.shape), scale, amax
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: CastSpec, *args: Any) -> Float8Tensor:
+        *of_compute, computed = args
+        if computed is None:
+            computed = _ToFloat8.compute(x, spec, *of_compute)
+        data, scale, amax = computed
+        return Float8Tensor(data, scale, x.dtype, spec.granularity, amax)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 class _ToOriginalPrecision(torch.autograd.Function):

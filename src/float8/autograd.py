@@ -1,4 +1,8 @@
-"""The backward of an autograd function that has no derivative of its own."""
+"""What the autograd functions of this library share.
+
+Each has three methods. `compute` multiplies, and lists what backward reads; `forward` saves that;
+`backward` is differentiable once.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +10,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def computed_before(function: Any, *args: Any) -> Any:
+    """Return `function.compute(*args)` if a compiler is to trace it apart from forward, else None.
+
+    All that compiled code computes is traced before the autograd function, whose forward then only
+    saves. torch 2.11 forgets for what lies within one that `torch.utils.checkpoint` has it computed
+    again in backward: it kept the outputs of GEMMs. Call this without a name for the result, as an
+    argument of `function.apply`.
+
+    Args:
+        function: an autograd function with a static method `compute`.
+        args: those of `compute`, which forward takes, too.
+    """
+    if not torch.compiler.is_compiling():
+        return None
+    with torch.no_grad():
+        return function.compute(*args)
+
+
+def own(x: Tensor) -> Tensor:
+    """Return `x` as another tensor, without a copy: as what an autograd function may return.
+
+    When one returns what it was given, the gradients that torch 2.11's Dynamo traces for it are
+    zero.
+    """
+    return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
+
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 

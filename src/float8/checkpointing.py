@@ -1,0 +1,33 @@
+"""Selective activation checkpointing: what a checkpointed block keeps, not computes again."""
+
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from float8.gemm import GEMM_OPS
+
+
+def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the outputs of float8 GEMMs, and have all else computed again in backward.
+
+    A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, in eager mode and
+    under `torch.compile`:
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, save_gemm_outputs)
+        y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+    Kept are the [tokens, out_features] that layers return, in the compute dtype, where backward
+    reads them: twice the bytes of their float8 inputs, and most of the time of a recomputation.
+    Casts, norms, activation functions and attention run again, and so do GEMMs in high precision
+    and those that are emulated.
+
+    Args:
+        ctx: whether this is the recomputation, as torch tells; not read.
+        op: the `OpOverload` that is about to run.
+        args: its arguments; not read.
+        kwargs: likewise.
+
+    Returns:
+        `MUST_SAVE` for float8 GEMMs, else `PREFER_RECOMPUTE`.
+    """
+    return CheckpointPolicy.MUST_SAVE if op in GEMM_OPS else CheckpointPolicy.PREFER_RECOMPUTE
