@@ -144,6 +144,15 @@ class Float8Tensor(Wrapper):
             "a new Float8Tensor or Parameter to the attribute that holds this one"
         )
 
+    def storage(self) -> Any:
+        """Refuse what there are two of, as safetensors asks for them."""
+        raise RuntimeError(
+            "Float8Tensor: got a request for its storage, as save_pretrained and safetensors make, "
+            "expected tensors in high precision; save high_precision_state_dict(model), as in "
+            "model.save_pretrained(path, state_dict=high_precision_state_dict(model)), or call "
+            "convert_to_high_precision(model) first"
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"Float8Tensor(data={self._data}, scale={self._scale}, "
@@ -173,7 +182,8 @@ class Float8Tensor(Wrapper):
                 return result
             raise NotImplementedError(
                 f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
-                f"(views, copies, cat, mm); call .to_original_precision() first"
+                f"(views, copies, cat, mm); call .to_original_precision() first, or for weights "
+                f"that are in float8 only convert_to_high_precision(model)"
             )
         return handler(func, args, kwargs or {})
 
