@@ -214,6 +214,26 @@ def _index_put_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
+@implements(aten._foreach_lerp_.Scalar)
+def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """As averages of whole models are made: of equal float8 tensors nothing changes."""
+    targets, sources, weight = args
+    others: list[Any] = []
+    for target, source in zip(targets, sources, strict=True):
+        if not any(isinstance(x, Float8Tensor) for x in (target, source)):
+            others.append((target, source))
+            continue
+        _require_alike(str(func), target, source, scale=True)
+        if not torch.equal(target._data.view(torch.uint8), source._data.view(torch.uint8)):
+            raise ValueError(
+                f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
+                f"weights: the average has no bytes under their scale; average them in high "
+                f"precision, for a whole model after convert_to_high_precision(model)"
+            )
+    if others:
+        func(*map(list, zip(*others, strict=True)), weight, **kwargs)
+
+
 @implements(aten.mm.default, aten.addmm.default)
 def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     *bias, a, b = args
