@@ -51,12 +51,14 @@ class Float8Tensor(Wrapper):
 
     Args:
         data: float8, any shape and strides; 2-D and contiguous under finer scales, of which
-            `AXISWISE` allows more leading dims.
+            `AXISWISE` allows more leading dims, or the transpose of a contiguous matrix.
         scale: float32, the decode scales, in the shape of their granularity (`check_scale`), with
-            the leading dims of `data`.
+            the leading dims of `data`. For a matrix [R, C] under `AXISWISE` also [1, C]: one for
+            each column, as `.t()` makes them of those of rows.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
         granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
-            and dequantised, but not cut into views; under `AXISWISE` only into whole rows.
+            and dequantised, but not cut into views; under `AXISWISE` transposed, and where rows
+            have the scales cut into whole rows.
         amax: 0-dim float32: what delayed scaling has to record at each use in training, if
             anything.
 
@@ -69,6 +71,8 @@ class Float8Tensor(Wrapper):
     _scale: Tensor
     _orig_dtype: torch.dtype
     _granularity: ScalingGranularity
+    _by_columns: bool
+    """Whether each column has a scale, under `AXISWISE`, and not each row."""
     _amax: Tensor | None
     _columns: Columns
     """For layers that read the same rows in eager mode; a compiler merges equal transpositions."""
@@ -91,17 +95,20 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        by_rows = granularity is ScalingGranularity.AXISWISE and data.dim() > 2
-        is_matrix = data.is_contiguous() and (data.dim() == 2 or by_rows)
-        if granularity is not ScalingGranularity.TENSORWISE and not is_matrix:
+        axiswise = granularity is ScalingGranularity.AXISWISE
+        fits = data.is_contiguous() and (data.dim() == 2 or (axiswise and data.dim() > 2))
+        fits = fits or (axiswise and data.dim() == 2 and data.t().is_contiguous())
+        if granularity is not ScalingGranularity.TENSORWISE and not fits:
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
-        check_scale(Part(data, scale), granularity)
+        by_columns = axiswise and _has_scales_of_columns(data, scale)
+        check_scale(Part(data.t(), scale.t()) if by_columns else Part(data, scale), granularity)
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
+        self._by_columns = by_columns
         self._columns = Columns()
         return self
 
@@ -170,6 +177,11 @@ class Float8Tensor(Wrapper):
     ) -> "Float8Tensor":
         return Float8Tensor(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
 
+    @property
+    def _scaling(self) -> str:
+        """For messages: the granularity, and which dim has the scales where that differs."""
+        return f"{self._granularity}{' by columns' if self._by_columns else ''}"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -186,6 +198,13 @@ class Float8Tensor(Wrapper):
                 f"that are in float8 only convert_to_high_precision(model)"
             )
         return handler(func, args, kwargs or {})
+
+
+def _has_scales_of_columns(data: Tensor, scale: Tensor) -> bool:
+    """Whether a matrix has a scale for each column; of one with one element rows have it."""
+    # In this order: a compiler is then asked about the features, not about the tokens.
+    alike = data.dim() == scale.dim() == 2 and scale.shape[1] == data.shape[1]
+    return alike and scale.shape[0] == 1 and data.shape != (1, 1)
 
 
 OP_HANDLERS: dict[Any, Any] = {}
