@@ -1,5 +1,6 @@
 """`Float8Tensor`: float8 data and their scale as one tensor, for borders and for saving."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, quantize
 from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
+from float8.tensor.dtensor import dtensor_like, is_dtensor, whole_amax
 from float8.tensor.wrapper import Wrapper
 
 
@@ -130,15 +132,28 @@ class Float8Tensor(Wrapper):
         """Cast `x`; differentiable, the gradient passes through unchanged.
 
         Args:
-            x: float32, bfloat16 or float16, any shape.
+            x: float32, bfloat16 or float16, any shape. Or a DTensor of them, which becomes a
+                DTensor of `Float8Tensor`s under the scale of the whole; then all ranks must call.
             dtype: float8 format.
             scale: float32 with one element; None: from the amax of `x`.
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
 
         Raises:
             TypeError: a dtype is not one of those named above.
+            ValueError: a DTensor is a sum that is still to be made.
         """
-        return to_float8(x, CastSpec(dtype, power_of_2=round_scales_to_power_of_2), scale=scale)
+        spec = CastSpec(dtype, power_of_2=round_scales_to_power_of_2)
+        if not is_dtensor(x):
+            return to_float8(x, spec, scale=scale)
+        whole: Any = x
+        if any(placement.is_partial() for placement in whole.placements):
+            raise ValueError(
+                f"from_high_precision: got a DTensor placed {whole.placements}, expected no "
+                f"Partial: its values are still to be summed up; redistribute it first"
+            )
+        reduce = functools.partial(whole_amax, like=whole)
+        local = to_float8(whole.to_local(), spec, scale=scale, reduce=reduce)
+        return dtensor_like(local, whole)  # type: ignore[no-any-return]
 
     def to_original_precision(self) -> Tensor:
         """Dequantise; differentiable, the gradient passes through unchanged."""
