@@ -143,7 +143,9 @@ def test_weights_in_float8_only_say_what_to_do_before_merging_and_saving(tmp_pat
     with pytest.raises(NotImplementedError, match=r"convert_to_high_precision\(model\)"):
         lora.merge_and_unload()
     base = lora.unload()
-    message = r"(?s)state_dict=high_precision_state_dict\(model\).*convert_to_high_precision\(model\)"
+    message = (
+        r"(?s)state_dict=high_precision_state_dict\(model\).*convert_to_high_precision\(model\)"
+    )
     with pytest.raises(RuntimeError, match=message):
         base.save_pretrained(tmp_path / "base")
     base.save_pretrained(tmp_path / "base", state_dict=high_precision_state_dict(base))
