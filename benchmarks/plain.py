@@ -269,12 +269,12 @@ def main() -> None:
     def measured(what: str) -> list[Row]:
         if what in ("stack", "70b", "1b"):
             name = "8b" if what == "stack" else what
-            title = "8B stack" if what == "stack" else f"{what} stack"
+            title = f"{'tiny' if args.tiny else '8B' if what == 'stack' else what} stack"
             if (many := args.microbatches) > 1:
                 title += f", {many} microbatches"
             return compared(title, *llama(name), both, device, args.rounds, microbatches=many)
         if what == "small":
-            title = "150m, every layer"
+            title = f"{'tiny' if args.tiny else '150m'}, every layer"
             return compared(title, *llama("150m"), compiled, device, args.rounds, True)
         if what == "linear":
             title = "linear 8192,4096,4096"

@@ -16,6 +16,7 @@ from float8.linear import WEIGHT_AMAX, Float8Layer
 from float8.linear.held import HeldWeight, ToHold, can_hold, dynamic_scales, expire, hold
 from float8.linear.sharded import require_parts, shared_by_rows
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
+from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
@@ -59,6 +60,8 @@ def sync_float8_amax_and_scale_history(
             on different meshes, or weights are gathered in float8 at the moment and nothing tells
             their mesh. Or ranks that hold parts of a weight would not share its amaxes. Or ranks
             have different layers with delayed scaling; a rank that has none does not take part.
+        RuntimeError: DDP in `model` is within its `join()`, which goes on where ranks have run out
+            of inputs.
     """
     require_module(model, "model")
     layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
@@ -66,6 +69,7 @@ def sync_float8_amax_and_scale_history(
         return
     weights = [layer.weight for layer in layers]
     if ranks := sync_groups(weights, group, _beside(layers, model), _parted(layers)):
+        require_no_join(model)
         _require_same_layers(model, layers, ranks)
         _share_amaxes(layers, ranks)
     _join_tied(layers)

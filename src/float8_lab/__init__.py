@@ -1,4 +1,5 @@
 """What measures and shows the library: reference models, trainer, bench, the `float8` command.
 
-Needs the `cli` extra: `pip install "float8[cli]"`. The library itself imports nothing of it.
+Needs the `cli` extra: `pip install '.[cli]'` in a checkout. The library itself imports nothing of
+it.
 """

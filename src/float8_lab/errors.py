@@ -4,6 +4,8 @@ from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
+GET_EXTRAS = "pip install '.[cli]' in a checkout of float8"
+
 
 class LabError(Exception):
     """Base of everything this package raises on purpose; its text is written for the user."""

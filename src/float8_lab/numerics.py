@@ -221,7 +221,7 @@ class NumericsReport:
         lines = [
             f"{len(self.casts)} casts of {len(layers)} linear layers, worst first; SQNR in dB",
             f"{'layer':<{width}} role        GEMM           amax under- satu-  SQNR  even",
-            " " * (width + 32) + "flow rated         SQNR",
+            " " * (width + 35) + "flow rated        SQNR",
         ]
         for cast in self.casts:
             layer = cast.layer if len(cast.layer) <= width else "…" + cast.layer[1 - width :]

@@ -35,6 +35,14 @@ def test_plain_models_are_compared_as_users_convert_them() -> None:
         assert fused == ([None] * 2 if recipe.endswith("@fused") else [])
 
 
+def test_a_tiny_stack_is_not_called_one_of_8b(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, titles = load_script("plain"), []
+    monkeypatch.setattr(script, "compared", lambda title, *_, **__: titles.append(title) or [])
+    monkeypatch.setattr(sys, "argv", ["plain.py", "--what", "stack,70b,small", "--tiny"])
+    script.main()
+    assert titles == ["tiny stack", "tiny stack", "tiny, every layer"]
+
+
 def test_an_unknown_benchmark_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = load_script("plain")
     monkeypatch.setattr(sys, "argv", ["plain.py", "--what", "fast"])

@@ -263,5 +263,5 @@ def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert err == (
         "error: the command line needs typer, which is not installed: "
-        "run pip install 'float8[cli]'\n"
+        "run pip install '.[cli]' in a checkout of float8\n"
     )

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from float8 import sync_float8_amax_and_scale_history
+from float8 import attach_to_optimizer, sync_float8_amax_and_scale_history
 from support.configs import RECIPES
 from support.models import fp8_state
 from support.ranks import Ranks
@@ -70,3 +70,27 @@ def amaxes_survive(wrapped: str) -> None:
 @pytest.mark.parametrize("wrapped", ["model", "part"])
 def test_amaxes_of_all_ranks_and_microbatches_count(two: Ranks, wrapped: str) -> None:
     two.run(amaxes_survive, wrapped)
+
+
+def uneven_inputs(recipe: str, stop_all: bool) -> int:
+    ddp = DistributedDataParallel(convert(model_of(blocks=1), recipe, all_gather=False))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attach_to_optimizer(ddp, optimizer)
+    steps, rank = 0, dist.get_rank()
+    with ddp.join(throw_on_early_termination=stop_all):
+        for step in range(2 + rank):
+            ddp(batch(step, rank, torch.float32)).square().mean().backward()
+            optimizer.step()
+            steps += 1
+    return steps
+
+
+def refused(stop_all: bool, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        uneven_inputs("delayed", stop_all)
+
+
+def test_ranks_may_run_out_of_inputs_without_delayed_scaling(two: Ranks) -> None:
+    assert two.run(uneven_inputs, "tensorwise", False) == [2, 3]
+    two.run(refused, False, r"a sync of delayed scaling within DDP's join\(\)")
+    two.run(refused, True, "exhausted")

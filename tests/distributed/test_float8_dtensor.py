@@ -44,6 +44,35 @@ def test_redistributing_sends_bytes(two: Ranks) -> None:
     two.run(redistributed)
 
 
+def cast_whole() -> None:
+    mesh = mesh_of()
+    x = seeded(0, 5, 16, device=here())
+    expected = Float8Tensor.from_high_precision(x)
+    for placement in (Replicate(), Shard(0), Shard(1)):  # 3 and 2 rows
+        own = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        y = Float8Tensor.from_high_precision(own)
+        assert isinstance(y.to_local(), Float8Tensor)
+        assert (y.shape, y.placements) == (own.shape, (placement,))
+        whole = y.full_tensor()
+        assert torch.equal(whole._scale, expected._scale)
+        assert torch.equal(whole.to_original_precision(), expected.to_original_precision())
+        y.to_local().to_original_precision().sum().backward()
+        assert torch.equal(own.grad.full_tensor(), torch.ones_like(x))
+        scale = torch.full_like(expected._scale, 0.5)
+        given = Float8Tensor.from_high_precision(own, scale=scale).to_local()
+        assert torch.equal(given._scale, scale)
+    own = distribute_tensor(x, mesh, [Shard(0)])
+    if dist.get_rank() == 1:
+        own.to_local()[0, 0] = torch.nan
+    assert bool(Float8Tensor.from_high_precision(own).to_local()._scale.isnan())
+    with pytest.raises(ValueError, match="still to be summed up; redistribute"):
+        Float8Tensor.from_high_precision(DTensor.from_local(x, mesh, [Partial()]))
+
+
+def test_a_dtensor_is_cast_under_the_scale_of_the_whole(either: Ranks) -> None:
+    either.run(cast_whole)
+
+
 def multiplied() -> None:
     mesh = mesh_of()
     x, w = (

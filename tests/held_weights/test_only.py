@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from float8 import (
     CastConfig,
@@ -175,7 +176,7 @@ def test_a_write_into_the_weight_is_no_silent_loss() -> None:
     model = model_of(tensorwise())
     with torch.no_grad(), pytest.raises(NotImplementedError, match="to_original_precision"):
         model.w1.weight.add_(1)
-    with pytest.raises(NotImplementedError, match="to_original_precision"):
+    with pytest.raises(NotImplementedError, match=r"convert_to_high_precision\(model\)"):
         model.w1.reset_parameters()
 
 
@@ -222,6 +223,31 @@ def test_copies() -> None:
     model = model_of(of_recipe("blockwise"))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same(model, other)
+
+
+def test_sharing_memory_shares_that_of_weights_too() -> None:
+    weight = model_of(tensorwise()).share_memory().w1.weight
+    assert all(x.is_shared() for x in (weight, weight._data, weight._scale))
+
+
+@pytest.mark.parametrize("average", [get_ema_multi_avg_fn(0.9), get_swa_multi_avg_fn()])
+def test_averages_of_a_model_leave_frozen_weights_as_they_are(average) -> None:
+    torch.manual_seed(0)
+    model = convert_to_float8_training(nn.Sequential(Adapted()), config=with_weights(None, ONLY))
+    averaged, adapters = (
+        AveragedModel(each, multi_avg_fn=average) for each in (model, model[0].lora_a)
+    )
+    for _ in range(3):
+        averaged.update_parameters(model)
+        adapters.update_parameters(model[0].lora_a)
+        with torch.no_grad():
+            model[0].lora_a.weight.add_(1)
+    got, base = averaged.module[0], model[0].base.weight
+    assert same_bits(got.lora_a.weight, adapters.module.weight)
+    assert same_bits(got.base.weight._data, base._data)
+    base._data.view(torch.uint8).zero_()
+    with pytest.raises(ValueError, match=r"different values.*convert_to_high_precision\(model\)"):
+        averaged.update_parameters(model)
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from float8 import (
+    Float8Weights,
     attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    high_precision_state_dict,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.linear import Float8Layer
@@ -133,3 +135,19 @@ def test_merging_is_that_of_the_model_in_high_precision(model: str, order: str, 
     convert_to_high_precision(merged)
     assert torch.equal(logits(merged), logits(wanted))
     assert [*map(type, merged.modules())] == [*map(type, getattr(hf, model)().modules())]
+
+
+def test_weights_in_float8_only_say_what_to_do_before_merging_and_saving(tmp_path: Path) -> None:
+    lora = with_lora("llama", "LoRA first", tensorwise(float8_weights=Float8Weights.ONLY))
+    lora.save_pretrained(tmp_path / "adapter")  # has none of them
+    with pytest.raises(NotImplementedError, match=r"convert_to_high_precision\(model\)"):
+        lora.merge_and_unload()
+    base = lora.unload()
+    message = (
+        r"(?s)state_dict=high_precision_state_dict\(model\).*convert_to_high_precision\(model\)"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        base.save_pretrained(tmp_path / "base")
+    base.save_pretrained(tmp_path / "base", state_dict=high_precision_state_dict(base))
+    saved = type(base).from_pretrained(tmp_path / "base")
+    assert torch.equal(logits(saved), logits(convert_to_high_precision(base)))

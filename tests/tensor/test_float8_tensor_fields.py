@@ -41,6 +41,7 @@ OTHERS = {
     aten.cat.default: "see test_cat",
     aten.copy_.default: "see test_copy",
     aten.index_put_.default: "see test_index_put",
+    aten._foreach_lerp_.Scalar: "see tests/held_weights/test_only.py",
     aten.new_zeros.default: "refused, with what to do under FSDP2",
     aten.zeros_like.default: "makes a plain tensor, of other values",
     aten.ones_like.default: "makes a plain tensor, of other values",

@@ -4,6 +4,10 @@ import pytest
 import torch
 
 import tolerances
+from float8 import Float8Tensor
+from float8.config import ScalingGranularity
+from float8.quantize.spec import CastSpec
+from float8.tensor.float8_tensor import to_float8
 from sqnr import same_bits, sqnr
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
@@ -103,6 +107,27 @@ def test_linear_with_bias(device: str) -> None:
 def test_products_refuse_different_original_dtypes() -> None:
     with pytest.raises(ValueError, match=r"bfloat16 and .*float32, expected equal"):
         float8(0, 4, 16, dtype=torch.bfloat16) @ float8(1, 16, 4)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("M", "K", "N"), [(16, 32, 48), (5, 33, 7), (1, 1, 1)])
+def test_products_with_a_scale_for_each_row(device: str, dtype, M: int, K: int, N: int) -> None:
+    rows = CastSpec(E4M3, ScalingGranularity.AXISWISE)
+    a, w = seeded(0, M, K, dtype=dtype, device=device), seeded(1, N, K, dtype=dtype, device=device)
+    a8, w8 = to_float8(a, rows).requires_grad_(), to_float8(w, rows).requires_grad_()
+    one = Float8Tensor.from_high_precision(w)
+    for left, right in ((a8, w8), (a8, one), (Float8Tensor.from_high_precision(a), w8)):
+        wanted = left.to_original_precision().double() @ right.to_original_precision().double().t()
+        for got in (left @ right.t(), torch.nn.functional.linear(left, right)):
+            assert type(got) is torch.Tensor
+            assert got.dtype == dtype
+            assert sqnr(wanted, got) > tolerances.GEMM
+    (a8 @ w8.t()).sum().backward()
+    assert sqnr(a8.detach().to_original_precision().sum(0).expand(N, K), w8.grad) > tolerances.GEMM
+    if K > 1:
+        with pytest.raises(ValueError, match=r"mm: got .*by columns .*expected TENSORWISE"):
+            a8.t() @ a8
 
 
 def test_products_refuse_two_e5m2_operands() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import io
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from float8_lab.errors import CheckpointError
 from float8_lab.trainer import checkpoint
@@ -107,6 +110,27 @@ def test_a_failing_write_leaves_the_others(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoint, "save", full)
     with pytest.raises(CheckpointError, match=r"could not write .*step_00000002.*No space left"):
         save(tmp_path, 2, keep=1)
+    assert list(tmp_path.iterdir()) == [first]
+    check_checkpoint(first)
+
+
+class Full(io.FileIO):
+    """A file on a disk that is full after the first bytes."""
+
+    def write(self, data: Any) -> int:
+        if self.tell():
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_is_said_and_not_what_torch_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = save(tmp_path, 1)
+    monkeypatch.setattr(FileSystem, "create_stream", lambda _, path, mode: Full(path, mode))
+    message = r"step_00000002: \[Errno 28\] No space left.*; free some space .*--resume"
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path, 2)
     assert list(tmp_path.iterdir()) == [first]
     check_checkpoint(first)
 

@@ -232,8 +232,7 @@ class StatefulLayer(nn.Module):
         self.held = None
         in_float8 = self.keeps_no_master and isinstance(weight, Float8Tensor)
         if in_float8:  # another dtype would have it dequantised
-            like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
-            weight = nn.Parameter(moved(weight, like), requires_grad=False)
+            weight = nn.Parameter(moved(weight, fn), requires_grad=False)
             self._parameters["weight"] = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if in_float8:

@@ -237,20 +237,15 @@ def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
 
 def _operand_of(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -> Quantized:
     """The operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
-    got, expected = (
-        f"{dtype} under {granularity}"
-        for dtype, granularity in (
-            (x._data.dtype, x._granularity),
-            (spec.dtype, spec.granularity),
-        )
-    )
+    got = f"{x._data.dtype} under {x._scaling}"
+    expected = f"{spec.dtype} under {spec.granularity}"
     if got != expected or other is not None:
         raise ValueError(
             f"Float8Linear: got {role} in {got}, expected one in high precision: it is to be "
             f"cast to {expected}{'' if other is None else f', and in another way for {other}'}; "
             f"call {role}.to_original_precision(), or configure its casts alike"
         )
-    return Quantized(Part(x._data, x._scale), amax=x._amax)
+    return Quantized(Part(x._data.contiguous(), x._scale), amax=x._amax)
 
 
 def cast_tokens(

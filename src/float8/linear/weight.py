@@ -5,6 +5,8 @@ again straight to that layout; or float8 data that somebody keeps anyway (a gath
 held one), of which the transposed copy is an exact transpose of bytes.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,8 +45,13 @@ def in_float8_only(weight: Tensor, spec: CastSpec) -> Float8Tensor:
     return Float8Tensor(data, made.scale, weight.dtype, spec.granularity)
 
 
-def moved(weight: Float8Tensor, like: Tensor) -> Float8Tensor:
-    """`weight` on the device of `like`, and reporting its dtype; uninitialised if it was meta."""
+def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
+    """`weight` after `fn`, as `nn.Module._apply` takes it; a change of dtype is of what it reports.
+
+    `fn` is given bits, which it moves, pins, shares or leaves uninitialised as it does those of
+    any tensor.
+    """
+    like = fn(torch.empty((), dtype=weight.dtype, device=weight.device))
     if like.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"Float8Linear: got {like.dtype} for a weight that is in float8 only, expected one of "
@@ -53,7 +60,10 @@ def moved(weight: Float8Tensor, like: Tensor) -> Float8Tensor:
         )
 
     def move(x: Tensor) -> Tensor:
-        return torch.empty_like(x, device=like.device) if x.is_meta else x.to(like.device)
+        bits = torch.uint8 if x.dtype in FLOAT8_MAX else torch.int32
+        made = fn(x.view(bits))
+        # Some change the dtype of integers, too.
+        return made.view(x.dtype) if made.dtype == bits else x.to(like.device)
 
     data, scale = move(weight._data), move(weight._scale)
     return Float8Tensor(data, scale, like.dtype, weight._granularity)

@@ -1,6 +1,7 @@
 """What DistributedDataParallel must leave alone."""
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from float8.linear import Float8Layer
 
@@ -33,6 +34,23 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             root.__dict__[_IGNORED] = [*theirs, *ours]
             if ours:
                 root.__dict__[_OURS] = ours
+
+
+def require_no_join(model: nn.Module) -> None:
+    """Raise a `RuntimeError` within `DistributedDataParallel.join()` in `model`.
+
+    Ranks that have run out of inputs answer there what DDP sends, and nothing else: what they take
+    for the amaxes of a sync would end the process. Not where all ranks stop with the first of them.
+    """
+    for module in model.modules():
+        # Of torch's `Joinable`, where `join()` itself notes it.
+        join = isinstance(module, DistributedDataParallel) and module._join_config
+        if join and join.enable and not join.throw_on_early_termination:
+            raise RuntimeError(
+                "float8: got a sync of delayed scaling within DDP's join(), expected as many steps "
+                "on each rank: a rank without inputs cannot take part in it; use "
+                "join(throw_on_early_termination=True), or a recipe without delayed scaling"
+            )
 
 
 def _of_each_rank(layer: Float8Layer) -> list[str]:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def is_dtensor(x: Any) -> bool:
     """Whether `x` is a DTensor."""
@@ -23,6 +26,22 @@ def dtensor_like(local: Any, like: Any) -> Any:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def whole_amax(amax: Tensor, like: Any) -> Tensor:
+    """The amax of a whole DTensor, placed as `like`, of that of this rank's part; collective.
+
+    Through bit patterns, as a maximum of floats does not promise that a NaN on one rank is one on
+    all.
+    """
+    dtensors = torch.distributed.tensor  # imported: somebody made `like`
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
+    parts = [
+        dtensors.Partial("max") if placement.is_shard() else dtensors.Replicate()
+        for placement in like.placements
+    ]
+    whole: Any = dtensors.DTensor.from_local(bits, like.device_mesh, parts, run_check=False)
+    return whole.full_tensor().view(torch.float32)  # type: ignore[no-any-return]
 
 
 def is_fsdp_module(module: Any) -> bool:

@@ -1,5 +1,6 @@
 """`Float8Tensor`: float8 data and their scale as one tensor, for borders and for saving."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, quantize
 from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
+from float8.tensor.dtensor import dtensor_like, is_dtensor, whole_amax
 from float8.tensor.wrapper import Wrapper
 
 
@@ -52,12 +54,14 @@ class Float8Tensor(Wrapper):
 
     Args:
         data: float8, any shape and strides; 2-D and contiguous under finer scales, of which
-            `AXISWISE` allows more leading dims.
+            `AXISWISE` allows more leading dims, or the transpose of a contiguous matrix.
         scale: float32, the decode scales, in the shape of their granularity (`check_scale`), with
-            the leading dims of `data`.
+            the leading dims of `data`. For a matrix [R, C] under `AXISWISE` also [1, C]: one for
+            each column, as `.t()` makes them of those of rows.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
         granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
-            and dequantised, but not cut into views; under `AXISWISE` only into whole rows.
+            and dequantised, but not cut into views; under `AXISWISE` transposed, and where rows
+            have the scales cut into whole rows.
         amax: 0-dim float32: what delayed scaling has to record at each use in training, if
             anything.
 
@@ -70,6 +74,8 @@ class Float8Tensor(Wrapper):
     _scale: Tensor
     _orig_dtype: torch.dtype
     _granularity: ScalingGranularity
+    _by_columns: bool
+    """Whether each column has a scale, under `AXISWISE`, and not each row."""
     _amax: Tensor | None
     _columns: Columns
     """For layers that read the same rows in eager mode; a compiler merges equal transpositions."""
@@ -92,17 +98,20 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        by_rows = granularity is ScalingGranularity.AXISWISE and data.dim() > 2
-        is_matrix = data.is_contiguous() and (data.dim() == 2 or by_rows)
-        if granularity is not ScalingGranularity.TENSORWISE and not is_matrix:
+        axiswise = granularity is ScalingGranularity.AXISWISE
+        fits = data.is_contiguous() and (data.dim() == 2 or (axiswise and data.dim() > 2))
+        fits = fits or (axiswise and data.dim() == 2 and data.t().is_contiguous())
+        if granularity is not ScalingGranularity.TENSORWISE and not fits:
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
-        check_scale(Part(data, scale), granularity)
+        by_columns = axiswise and _has_scales_of_columns(data, scale)
+        check_scale(Part(data.t(), scale.t()) if by_columns else Part(data, scale), granularity)
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
+        self._by_columns = by_columns
         self._columns = Columns()
         return self
 
@@ -124,15 +133,28 @@ class Float8Tensor(Wrapper):
         """Cast `x`; differentiable, the gradient passes through unchanged.
 
         Args:
-            x: float32, bfloat16 or float16, any shape.
+            x: float32, bfloat16 or float16, any shape. Or a DTensor of them, which becomes a
+                DTensor of `Float8Tensor`s under the scale of the whole; then all ranks must call.
             dtype: float8 format.
             scale: float32 with one element; None: from the amax of `x`.
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
 
         Raises:
             TypeError: a dtype is not one of those named above.
+            ValueError: a DTensor is a sum that is still to be made.
         """
-        return to_float8(x, CastSpec(dtype, power_of_2=round_scales_to_power_of_2), scale=scale)
+        spec = CastSpec(dtype, power_of_2=round_scales_to_power_of_2)
+        if not is_dtensor(x):
+            return to_float8(x, spec, scale=scale)
+        whole: Any = x
+        if any(placement.is_partial() for placement in whole.placements):
+            raise ValueError(
+                f"from_high_precision: got a DTensor placed {whole.placements}, expected no "
+                f"Partial: its values are still to be summed up; redistribute it first"
+            )
+        reduce = functools.partial(whole_amax, like=whole)
+        local = to_float8(whole.to_local(), spec, scale=scale, reduce=reduce)
+        return dtensor_like(local, whole)  # type: ignore[no-any-return]
 
     def to_original_precision(self) -> Tensor:
         """Dequantise; differentiable, the gradient passes through unchanged."""
@@ -143,6 +165,15 @@ class Float8Tensor(Wrapper):
         raise RuntimeError(
             "data: got a tensor to take the place of float8 data and scale, expected none; assign "
             "a new Float8Tensor or Parameter to the attribute that holds this one"
+        )
+
+    def storage(self) -> Any:
+        """Refuse what there are two of, as safetensors asks for them."""
+        raise RuntimeError(
+            "Float8Tensor: got a request for its storage, as save_pretrained and safetensors make, "
+            "expected tensors in high precision; save high_precision_state_dict(model), as in "
+            "model.save_pretrained(path, state_dict=high_precision_state_dict(model)), or call "
+            "convert_to_high_precision(model) first"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -162,6 +193,11 @@ class Float8Tensor(Wrapper):
     ) -> "Float8Tensor":
         return Float8Tensor(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
 
+    @property
+    def _scaling(self) -> str:
+        """For messages: the granularity, and which dim has the scales where that differs."""
+        return f"{self._granularity}{' by columns' if self._by_columns else ''}"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -174,9 +210,17 @@ class Float8Tensor(Wrapper):
                 return result
             raise NotImplementedError(
                 f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
-                f"(views, copies, cat, mm); call .to_original_precision() first"
+                f"(views, copies, cat, mm); call .to_original_precision() first, or for weights "
+                f"that are in float8 only convert_to_high_precision(model)"
             )
         return handler(func, args, kwargs or {})
+
+
+def _has_scales_of_columns(data: Tensor, scale: Tensor) -> bool:
+    """Whether a matrix has a scale for each column; of one with one element rows have it."""
+    # In this order: a compiler is then asked about the features, not about the tokens.
+    alike = data.dim() == scale.dim() == 2 and scale.shape[1] == data.shape[1]
+    return alike and scale.shape[0] == 1 and data.shape != (1, 1)
 
 
 OP_HANDLERS: dict[Any, Any] = {}

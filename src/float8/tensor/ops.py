@@ -68,6 +68,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return made
 
 
+_TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 _SHAPES = (aten.view.default, aten._unsafe_view.default)
 _PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
@@ -85,7 +86,9 @@ def _same_rows(x: Tensor, view: Tensor) -> bool:
 
 def _view_with_scales(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     """`data`, made by `func` of that of `x`, with the scales of the same rows, or with all."""
-    if x._granularity is ScalingGranularity.AXISWISE:
+    if func in _TURNS and x._granularity is ScalingGranularity.AXISWISE and x.dim() == 2:
+        return x._like(data, lambda scale: func(scale, *rest, **kwargs))
+    if x._granularity is ScalingGranularity.AXISWISE and not x._by_columns:
         if func is aten.slice.Tensor and _keeps_rows(x, *rest) and data.is_contiguous():
             return x._like(data, lambda scale: func(scale, *rest, **kwargs))
         if func is aten.constant_pad_nd.default and not any(rest[0][:2]):
@@ -99,7 +102,7 @@ def _view_with_scales(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dic
     for each in [data] if isinstance(data, Tensor) else data:
         if (each.shape, each.stride()) != (x._data.shape, x._data.stride()):
             raise ValueError(
-                f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE: a part "
+                f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part "
                 f"of the data does not have all of the scales; call .to_original_precision() first"
             )
     return tree_map_only(Tensor, x._like, data)
@@ -124,9 +127,9 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
             f"call .to_original_precision() or Float8Tensor.from_high_precision() first"
         )
     same_dtype = op == "copy_" or a._orig_dtype == b._orig_dtype
-    same_dtype = same_dtype and a._granularity is b._granularity
+    same_dtype = same_dtype and a._scaling == b._scaling
     if a._data.dtype != b._data.dtype or not same_dtype:
-        got, other = (f"{x._data.dtype} for {x._orig_dtype}, {x._granularity}" for x in (a, b))
+        got, other = (f"{x._data.dtype} for {x._orig_dtype}, {x._scaling}" for x in (a, b))
         raise ValueError(f"{op}: got Float8Tensors of {got} and of {other}, expected equal")
     # Pieces of one tensor share the scale object; only others cost a look at the values.
     if scale and a._scale is not b._scale and not torch.equal(a._scale, b._scale):
@@ -139,7 +142,9 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
 @implements(aten.cat.default)
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
-    rows = getattr(pieces[0], "_granularity", None) is ScalingGranularity.AXISWISE
+    first: Any = pieces[0]
+    rows = getattr(first, "_granularity", None) is ScalingGranularity.AXISWISE
+    rows = rows and not first._by_columns
     for piece in pieces:
         _require_alike("cat", pieces[0], piece, scale=not rows)
     if rows and (*rest, *kwargs.values(), 0)[0] % pieces[0].dim() != pieces[0].dim() - 1:
@@ -148,7 +153,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return pieces[0]._like(data, lambda _: scales)
     if pieces[0]._granularity is not ScalingGranularity.TENSORWISE:
         raise ValueError(
-            f"cat: got Float8Tensors under {pieces[0]._granularity}, expected TENSORWISE, or whole "
+            f"cat: got Float8Tensors under {pieces[0]._scaling}, expected TENSORWISE, or whole "
             f"rows under AXISWISE; call .to_original_precision() first"
         )
     data = func([piece._data for piece in pieces], *rest, **kwargs)
@@ -214,6 +219,26 @@ def _index_put_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
+@implements(aten._foreach_lerp_.Scalar)
+def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """As averages of whole models are made: of equal float8 tensors nothing changes."""
+    targets, sources, weight = args
+    others: list[Any] = []
+    for target, source in zip(targets, sources, strict=True):
+        if not any(isinstance(x, Float8Tensor) for x in (target, source)):
+            others.append((target, source))
+            continue
+        _require_alike(str(func), target, source, scale=True)
+        if not torch.equal(target._data.view(torch.uint8), source._data.view(torch.uint8)):
+            raise ValueError(
+                f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
+                f"weights: the average has no bytes under their scale; average them in high "
+                f"precision, for a whole model after convert_to_high_precision(model)"
+            )
+    if others:
+        func(*map(list, zip(*others, strict=True)), weight, **kwargs)
+
+
 @implements(aten.mm.default, aten.addmm.default)
 def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     *bias, a, b = args
@@ -249,9 +274,10 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     x, *rest = args
     rows = x._granularity is ScalingGranularity.AXISWISE and func.name().endswith("into_tensor")
+    rows = rows and not x._by_columns
     if not rows and x._granularity is not ScalingGranularity.TENSORWISE:
         raise ValueError(
-            f"{func}: got a Float8Tensor under {x._granularity}, expected TENSORWISE, or an "
+            f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE, or an "
             f"all-gather of rows under AXISWISE: its scales would stay here; call "
             f".to_original_precision() first"
         )
@@ -336,20 +362,24 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
             f"mm: got two Float8Tensors of {E5M2}, expected at least one {E4M3}: tensor cores have "
             f"no e5m2 x e5m2; call .to_original_precision() on one of them"
         )
-    for x in (a, b):
-        if x._granularity is not ScalingGranularity.TENSORWISE:
+    # What the GEMM sums over must have one scale.
+    for x, one_each in ((a, not a._by_columns), (b, b._by_columns or b.numel() == 1)):
+        fits = one_each and x._granularity is ScalingGranularity.AXISWISE
+        if not fits and x._granularity is not ScalingGranularity.TENSORWISE:
             raise ValueError(
-                f"mm: got a Float8Tensor under {x._granularity}, expected TENSORWISE; call "
-                f".to_original_precision() first, or float8.linear"
+                f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
+                f"TENSORWISE, or AXISWISE by rows and by columns, which leaves one scale for what "
+                f"is summed up; call .to_original_precision() first, or float8.linear"
             )
     product = matmul(
-        _operand(a._data, a._scale),
-        _operand(b._data.t(), b._scale),
-        gemm=Gemm(),
+        _operand(a._data, a._scale, a._granularity),
+        _operand(b._data.t(), b._scale.t() if b._by_columns else b._scale, b._granularity),
+        gemm=Gemm(granularities=(a._granularity, b._granularity)),
         out_dtype=a._orig_dtype,
     )
     return product[: a.shape[0], : b.shape[1]]
 
 
-def _operand(data: Tensor, scale: Tensor) -> Part:
-    return Part(padded(Part(data, scale), CastSpec(data.dtype)).data.contiguous(), scale)
+def _operand(data: Tensor, scale: Tensor, granularity: ScalingGranularity) -> Part:
+    part = padded(Part(data, scale), CastSpec(data.dtype, granularity))
+    return Part(part.data.contiguous(), part.scale)

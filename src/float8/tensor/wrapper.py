@@ -42,6 +42,17 @@ class Wrapper(torch.Tensor):
     def data(self, new: Tensor) -> None:
         self._assign(new)  # type: ignore[attr-defined]
 
+    def share_memory_(self) -> "Wrapper":
+        """Move what is inside to shared memory."""
+        for name in self.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all of it is in shared memory."""
+        names = self.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return all(getattr(self, name).is_shared() for name in names)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {}

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from float8_lab.errors import LabError, RankFailedError, is_for_all
+from float8_lab.errors import GET_EXTRAS, LabError, RankFailedError, is_for_all
 
 # Seconds by which the rank with the cause ends before others: torchrun shows the first one.
 _LAST_WORDS = 2.0
@@ -63,7 +63,7 @@ def _run(words: list[str]) -> tuple[int, bool]:
         missing = (getattr(error, "name", None) or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and missing in _EXTRAS:
             needs = f"the command line needs {missing}, which is not installed"
-            return _fail(f"{needs}: run pip install 'float8[cli]'"), False
+            return _fail(f"{needs}: run {GET_EXTRAS}"), False
         if type(error).__module__.partition(".")[0] in ("typer", "click"):
             return getattr(error, "exit_code", 1), not first  # wrong words, which the first told
         elsewhere = isinstance(error, RankFailedError) or (is_for_all(error) and not first)

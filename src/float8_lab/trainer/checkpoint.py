@@ -10,6 +10,7 @@ DCP reads pickles: resume only from checkpoints that you trust.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -34,6 +36,7 @@ _UNFINISHED = ".unfinished-"
 _STATE = "state.json"
 _CHECKSUMS = "checksums.json"
 _CHUNK_BYTES = 1 << 23
+_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 _NO_MORE_SAVED = {"rng.cpu", "rng.cuda"}  # states of generators, which training does not use
 
 
@@ -67,7 +70,7 @@ def save_checkpoint(
     try:
         with _explained(f"could not write the checkpoint {target}"):
             ranks.once(lambda: _make_room(temporary, {"step": step, **state}))
-            save(values, checkpoint_id=temporary, no_dist=ranks.size == 1)
+            save(values, storage_writer=_Writer(temporary), no_dist=ranks.size == 1)
             # One list for all: what a shared folder shows may come late to some.
             paths = ranks.once(lambda: list(temporary.iterdir()))[ranks.rank :: ranks.size]
             mine = ranks.together(lambda: {path.name: _checksum(path) for path in paths})
@@ -81,6 +84,21 @@ def save_checkpoint(
         for path in others[::-1][keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+class _Writer(FileSystemWriter):
+    """DCP's, which raises what went wrong with the file: torch's own words on top hide it.
+
+    Here, since an error that is sent to other ranks comes without its context.
+    """
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
 
 def _make_room(temporary: Path, state: dict[str, Any]) -> None:
@@ -210,4 +228,9 @@ def _explained(what: str) -> Iterator[None]:
         if isinstance(cause, torch.OutOfMemoryError):  # whoever trains knows what to do about it
             raise cause from (None if cause is error else error)
         message = f"{what}: {str(cause) or type(cause).__name__}"
+        if any(words in message for words in _FULL):
+            message += (
+                "; free some space on the disk, then go on with --resume: the checkpoints before "
+                "this one are intact"
+            )
         raise for_all(CheckpointError(message), is_for_all(cause)) from error

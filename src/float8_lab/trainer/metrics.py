@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from float8_lab.errors import ConfigError
+from float8_lab.errors import GET_EXTRAS, ConfigError
 
 if TYPE_CHECKING:
     from float8_lab.trainer.loop import Trainer
@@ -123,7 +123,7 @@ class TensorBoard(Observer):
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "TensorBoard is not installed: run pip install 'float8[cli]' "
+                f"TensorBoard is not installed: run {GET_EXTRAS}, "
                 "or turn its events off with --no-tensorboard"
             ) from error
         purge = start_step + 1 if start_step else None
