@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.config import ConfigOrRecipe, ScalingGranularity, as_config
+from float8.config import ConfigOrRecipe, ScalingGranularity, config_meant_by
 from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
@@ -76,7 +76,7 @@ def linear(
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
             within a transform of torch.func.
     """
-    config = as_config(config)
+    config = config_meant_by(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "
