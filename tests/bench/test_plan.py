@@ -82,7 +82,6 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
 def test_faster_memory_makes_smaller_layers_gain(recipe: str) -> None:
     slow, fast = (SMALLEST[gpu][recipe] for gpu in ("H100", "H200"))
     assert all(a >= b for a, b in zip(slow, fast, strict=True))
-    assert slow != fast
 
 
 def test_measuring_leaves_random_numbers_alone() -> None:

@@ -15,10 +15,10 @@ class Smallest(NamedTuple):
     """tokens * K * N"""
 
 
-# GPU time, without what the CPU needs to issue it. Those of `tensorwise`, by a model of it that was
-# fitted to GEMMs measured on both GPUs and came within 9 % of measured speedups
-# (benchmarks/results/h100-linear-eager.json), stand for all recipes until theirs are measured.
+# GPU time, without what the CPU needs to issue it.
 # begin: written by benchmarks/smallest_layers.py
+# By a model of `tensorwise` that was fitted to GEMMs measured on both GPUs, and came within 9 % of
+# measured speedups (h100-linear-eager.json). They stand for all recipes until those are measured.
 SMALLEST = {
     "H100": {
         "tensorwise": Smallest(1024, 640, 32e9),
