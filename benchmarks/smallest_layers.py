@@ -316,8 +316,8 @@ def table(found: dict[str, dict[str, Found]], results: dict[str, Any], name: str
     right, loss = min(each.right for each in every), max(each.loss for each in every)
     lines = [
         f"# Fitted to {eager} sizes in eager mode and {compiled} compiled ({name}).",
-        f"# Of each recipe, at least {right:.0%} are judged rightly; the others cost {loss:.1%} of the",
-        "# time of all, or less. An H100 that was not measured: with its slower memory.",
+        f"# Of each recipe, {right:.0%} or more are judged rightly; the others cost {loss:.1%} of",
+        "# the time of all, or less. An H100 that was not measured: with its slower memory.",
         "SMALLEST = {",
     ]
     for gpu, recipes in found.items():

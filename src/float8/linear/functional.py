@@ -18,6 +18,7 @@ from torch import Tensor
 from float8.config import ConfigOrRecipe, ScalingGranularity, config_meant_by
 from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
+from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
 from float8.linear.plan import LinearPlan, plan_linear
@@ -155,6 +156,8 @@ def apply_linear(
 
 def check_input(input: Tensor, weight: Tensor) -> Tensor:
     """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(NO_ONNX)
     if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
         which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
         raise TypeError(
