@@ -156,8 +156,6 @@ def apply_linear(
 
 def check_input(input: Tensor, weight: Tensor) -> Tensor:
     """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
-    if torch.onnx.is_in_onnx_export():
-        raise RuntimeError(NO_ONNX)
     if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
         which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
         raise TypeError(
@@ -437,3 +435,8 @@ class _Linear(torch.autograd.Function):
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
         return dx, dw, *[None] * 8
+
+    @staticmethod
+    def symbolic(*_: Any) -> Any:
+        """Called by `torch.onnx.export`, where it exports what TorchScript traced."""
+        raise RuntimeError(NO_ONNX)

@@ -14,6 +14,7 @@ from float8.config import (
     ScalingGranularity,
     as_config,
 )
+from float8.kernels.runtime.ops import NO_ONNX
 from float8.linear.classes import class_of, is_conv1d
 from float8.linear.delayed import WEIGHT_SCALE, StatefulLayer
 from float8.linear.functional import (
@@ -32,6 +33,12 @@ from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor, dequantise, is_dtensor, local_tensor
+
+_NO_TRACE = (
+    "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
+    "gradients, which records no amaxes: TorchScript cannot express that; call model.eval() and "
+    "trace under torch.no_grad(), or use torch.compile or torch.export"
+)
 
 
 class Float8Layer(StatefulLayer):
@@ -224,13 +231,8 @@ class Float8Layer(StatefulLayer):
         record = torch.is_grad_enabled()
         if not self.delayed or not (record or self.training):
             return NO_SCALES
-        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if tracing and not torch.onnx.is_in_onnx_export():  # which is refused with other words
-            raise RuntimeError(
-                "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation "
-                "without gradients, which records no amaxes: TorchScript cannot express that; call "
-                "model.eval() and trace under torch.no_grad(), or use torch.compile or torch.export"
-            )
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else _NO_TRACE)
         # A compiled graph counts as written what its ops may write: so where nothing is recorded,
         # they are given another tensor, since version counters of amaxes tell of training.
         record = record or not torch.compiler.is_compiling()
