@@ -342,7 +342,7 @@ def page(found: dict[str, dict[str, Found]], results: dict[str, Any], name: str)
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         f"{rows}\n\nFitted to the GPU time of {eager} sizes in eager mode and {compiled} compiled, "
-        f"on one {results['environment']['device']}\n([{name}](../benchmarks/results/{name})). "
+        f"on one {results['environment']['device']}\n([{name}](../benchmarks/results/{name})).\n"
         f"Where an H100 was not measured, its slower memory is reckoned in."
     )
 
