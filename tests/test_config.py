@@ -342,6 +342,20 @@ def test_the_recipe_tensorwise_is_the_default() -> None:
     assert Float8LinearConfig.from_recipe_name("tensorwise") == Float8LinearConfig()
 
 
+def test_what_is_written_into_a_recipe_s_config_does_not_stay_in_the_recipe() -> None:
+    for config in (
+        Float8LinearConfig.from_recipe_name("rowwise"),
+        Float8Linear(16, 16, config="rowwise").config,
+        Float8Linear(16, 16).config,
+    ):
+        object.__setattr__(config, "emulate", True)
+        object.__setattr__(config.cast_config_input, "target_dtype", E5M2)
+    for name in ("rowwise", "tensorwise"):
+        config = Float8Linear(16, 16, config=name).config
+        assert not config.emulate
+        assert config.cast_config_input.target_dtype is E4M3
+
+
 @pytest.mark.parametrize("name", ["rowwise2", "", "TENSORWISE", None, 3])
 def test_unknown_recipe_lists_the_known_ones(name: Any) -> None:
     with pytest.raises(ValueError, match=r"got .*, expected one of 'tensorwise', 'delayed'"):

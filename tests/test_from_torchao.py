@@ -1,6 +1,7 @@
 """Code written for torchao.float8 or float8_experimental runs with another import."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import subprocess
@@ -28,6 +29,8 @@ NAMES = {
     "float8_linear": ["Float8Linear"],
     "float8_linear_utils": [
         "_auto_filter_for_recipe",
+        "_auto_filter_for_rowwise",
+        "_auto_filter_for_tensorwise",
         "convert_to_float8_training",
         "get_float8_layers",
         "linear_requires_sync",
@@ -111,6 +114,22 @@ def test_the_automatic_filter_leaves_names_and_small_layers(monkeypatch) -> None
     assert (takes(model["wide"], "wide"), takes(nn.Linear(64, 64), "small")) == (True, False)
     with pytest.raises(ValueError, match="recipe: got 'mx', expected one of 'tensorwise'"):
         float8._auto_filter_for_recipe("mx", [])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_automatic_filters_take_linear_layers_and_nothing_else(recipe: str) -> None:
+    from float8 import float8_linear_utils as names
+
+    takes = float8._auto_filter_for_recipe(recipe, ["left"])
+    alone = getattr(names, f"_auto_filter_for_{recipe}")
+    layer = nn.Linear(16, 16)
+    for mod, fqn, taken in (
+        (layer, "a", True),
+        (layer, "b.left", False),
+        (nn.ReLU(), "a", False),
+        (dataclasses.make_dataclass("Config", ["in_features"])(16), "a", False),
+    ):
+        assert (takes(mod, fqn), alone(mod, fqn, filter_fqns=["left"])) == (taken, taken)
 
 
 # ---------------------------------------------------------------- objects of torchao

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from float8 import Float8LinearConfig
-from float8.convert.filters import SMALLEST, too_small
+from float8 import Float8LinearConfig, Float8LinearRecipeName
+from float8.convert import smallest
 from float8.convert.measure import LinearTimes, measure_linear
+from float8.convert.smallest import SMALLEST, Smallest, too_small
 from float8_lab.cli.plan import plan_conversion
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -28,8 +29,16 @@ def model() -> nn.Module:
         )
 
 
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"tensorwise": Smallest(1024, 640, 32e9)}
+    monkeypatch.setattr(smallest, "SMALLEST", {"H100": limits})
+
+
+@pytest.mark.usefixtures("limits")
 def test_layers_are_grouped_by_shape_and_fate() -> None:
-    rows = plan_conversion(model(), 8192, lambda K, N: too_small("H100", 8192, K, N), head="head")
+    judge = lambda K, N: too_small("H100", "tensorwise", 8192, K, N)  # noqa: E731
+    rows = plan_conversion(model(), 8192, judge, head="head")
     found = [(row["layers"], row["count"], row["M"], row["K"], row["fate"]) for row in rows]
     assert found == [
         ("a b", 2, 8192, 4096, "convert"),
@@ -44,6 +53,7 @@ def test_the_model_is_not_changed() -> None:
     assert all(type(layer) is nn.Linear for layer in planned.children())
 
 
+@pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize(
     ("tokens", "K", "N", "compared"),
     [
@@ -54,9 +64,9 @@ def test_the_model_is_not_changed() -> None:
     ],
 )
 def test_a_size_that_is_too_small_is_named(tokens: int, K: int, N: int, compared: str) -> None:
-    slower = too_small("H100", tokens, K, N)
+    slower = too_small("H100", "tensorwise", tokens, K, N)
     assert slower is not None
-    assert re.fullmatch(f"{compared}: float8 is slower there on H100", slower)
+    assert re.fullmatch(f"{compared}: tensorwise is slower there on H100", slower)
 
 
 @pytest.mark.parametrize("gpu", SMALLEST)
@@ -65,18 +75,13 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
     gaining = [row for row in rows if row["K"] is not None and row["speedup"] > 1]
     assert len(gaining) == 24
     for row in gaining:
-        assert too_small(gpu, row["M"], row["K"], row["N"]) is None
+        assert too_small(gpu, row["recipe"], row["M"], row["K"], row["N"]) is None
 
 
-def test_faster_memory_makes_smaller_layers_gain() -> None:
-    shapes = [
-        (tokens, K, N) for tokens in (512, 1024, 4096) for K in (512, 2048) for N in (512, 8192)
-    ]
-    gains = {
-        gpu: {(M, K, N) for M, K, N in shapes if too_small(gpu, M, K, N) is None}
-        for gpu in SMALLEST
-    }
-    assert gains["H100"] < gains["H200"]
+@pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
+def test_faster_memory_makes_smaller_layers_gain(recipe: str) -> None:
+    slow, fast = (SMALLEST[gpu][recipe] for gpu in ("H100", "H200"))
+    assert all(a >= b for a, b in zip(slow, fast, strict=True))
 
 
 def test_measuring_leaves_random_numbers_alone() -> None:

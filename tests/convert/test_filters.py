@@ -1,5 +1,7 @@
 """Which layers are converted without a filter: those that float8 makes no slower."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -8,13 +10,16 @@ from float8 import (
     CastConfig,
     Float8Linear,
     Float8LinearConfig,
+    Float8LinearRecipeName,
+    Float8Weights,
     ScalingType,
     all_linears,
     conversion_report,
     convert_to_float8_training,
 )
-from float8.convert import filters
+from float8.convert import filters, smallest
 from float8.convert.measure import LinearTimes
+from float8.convert.smallest import Smallest, judged_as
 
 # Not what tests/conftest.py replaces.
 KNOWN_GPU = filters.known_gpu
@@ -31,6 +36,9 @@ def is_float8(module: nn.Module) -> list[str]:
 
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dict.fromkeys(smallest.SMALLEST["H100"], Smallest(2048, 16384, 1e12))
+    limits |= {"tensorwise": Smallest(1024, 640, 32e9), "delayed": Smallest(1024, 512, 1e9)}
+    monkeypatch.setattr(smallest, "SMALLEST", {"H100": limits})
     monkeypatch.setattr(filters, "known_gpu", lambda device: "H100")
 
 
@@ -45,7 +53,23 @@ def test_slower_layers_stay_and_the_report_says_why() -> None:
     assert is_float8(converted) == ["large"]
     (skipped,) = conversion_report(converted).skipped
     assert skipped.fqn == "small"
-    assert skipped.skip_reason == "K=512 is less than 640: float8 is slower there on H100"
+    assert skipped.skip_reason == "K=512 is less than 640: tensorwise is slower there on H100"
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_each_recipe_has_limits_of_its_own() -> None:
+    assert is_float8(convert_to_float8_training(model(), config="delayed")) == ["large", "small"]
+    with pytest.warns(UserWarning, match="K=8192 is less than 1.638e.04: rowwise is slower"):
+        convert_to_float8_training(model(), config="rowwise")
+
+
+@pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
+def test_a_config_is_judged_as_the_recipe_that_it_is_like(recipe: str) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    more = {"float8_weights": Float8Weights.HELD} if recipe != "rowwise_with_gw_hp" else {}
+    assert judged_as(dataclasses.replace(config, pad_inner_dim=False, **more)) == recipe
+    if recipe == "delayed":  # the weight is the smallest part
+        assert judged_as(dataclasses.replace(config, cast_config_weight=CastConfig())) == recipe
 
 
 @pytest.mark.usefixtures("on_h100")

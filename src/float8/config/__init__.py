@@ -13,6 +13,7 @@ from float8.config.linear import (
     Float8LinearRecipeName,
     Float8Weights,
     as_config,
+    config_meant_by,
     linear_requires_sync,
 )
 from float8.formats import E4M3 as e4m3_dtype  # noqa: N811  names of torchao
@@ -34,6 +35,7 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
     "as_config",
+    "config_meant_by",
     "e4m3_dtype",
     "e5m2_dtype",
     "linear_requires_sync",

@@ -1,5 +1,6 @@
 """The configuration of `Float8Linear`: six casts, three GEMMs and a few switches."""
 
+import copy
 import enum
 import functools
 from dataclasses import InitVar, dataclass, field, fields, replace
@@ -321,7 +322,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """The configuration of a named recipe.
+        """The configuration of a named recipe, a new object at each call.
 
         Args:
             recipe_name: a `Float8LinearRecipeName` or its value, for example `"delayed"`.
@@ -329,14 +330,7 @@ class Float8LinearConfig:
         Raises:
             ValueError: the name is unknown; the message lists the known ones.
         """
-        is_ours = isinstance(recipe_name, Float8LinearRecipeName)
-        name = recipe_name.value if is_ours else recipe_name  # type: ignore[union-attr]
-        if not isinstance(name, str) or name not in RECIPES:
-            known = ", ".join(f"'{known}'" for known in RECIPES)
-            raise ValueError(
-                f"recipe: got {recipe_name!r}, expected one of {known}{of_torchao(recipe_name)}"
-            )
-        return RECIPES[name]
+        return copy.deepcopy(_recipe(recipe_name))
 
 
 _delayed, _high = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
@@ -368,14 +362,37 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_grad_output=_runs,
     ),
 }
-"""What each recipe stands for, by the values of `Float8LinearRecipeName`."""
+"""What each recipe stands for, by the values of `Float8LinearRecipeName`. Hand out copies only."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""
 
 
+def _recipe(recipe_name: object) -> Float8LinearConfig:
+    """That of `RECIPES`; raises as `from_recipe_name`."""
+    name = recipe_name
+    if isinstance(recipe_name, Float8LinearRecipeName):
+        name = recipe_name.value
+    if not isinstance(name, str) or name not in RECIPES:
+        known = ", ".join(f"'{known}'" for known in RECIPES)
+        raise ValueError(
+            f"recipe: got {recipe_name!r}, expected one of {known}{of_torchao(recipe_name)}"
+        )
+    return RECIPES[name]
+
+
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """The configuration that an argument `config` means; None: dynamic tensorwise scaling.
+    """The configuration that an argument `config` means, to be kept; raises as `config_meant_by`.
+
+    Somebody may write into it, though it is frozen: a recipe becomes a new object.
+    """
+    if isinstance(config, Float8LinearConfig):
+        return config
+    return copy.deepcopy(config_meant_by(config))
+
+
+def config_meant_by(config: ConfigOrRecipe | None) -> Float8LinearConfig:
+    """The same, only to be read: compiled code copies nothing. None: dynamic tensorwise scaling.
 
     Raises:
         TypeError: it is something else.
@@ -386,7 +403,7 @@ def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
     if isinstance(config, Float8LinearConfig):
         return config
     if isinstance(config, Float8LinearRecipeName | str):
-        return Float8LinearConfig.from_recipe_name(config)
+        return _recipe(config)
     raise TypeError(
         f"config: got {type(config).__name__}, expected a Float8LinearConfig or the name of a "
         f"recipe, for example 'tensorwise'{of_torchao(config)}"
@@ -395,4 +412,4 @@ def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
 
 def linear_requires_sync(config: ConfigOrRecipe) -> bool:
     """Whether layers of this configuration need `sync_float8_amax_and_scale_history`."""
-    return bool(as_config(config).delayed_sites)
+    return bool(config_meant_by(config).delayed_sites)

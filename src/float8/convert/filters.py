@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.measure import measure_linear
+from float8.convert.smallest import SMALLEST, judged_as, too_small
 from float8.linear import Float8Layer, computes_something_else, is_conv1d, unsupported
 
 DEFAULT_TOKENS = 8192
@@ -27,25 +28,6 @@ WRAPPERS = {
     "_checkpoint_wrapped_module",
 }
 """Under which names a model is found in what wraps it."""
-
-
-class Smallest(NamedTuple):
-    """Below any of these a layer, forward and backward, takes longer in float8 than in bf16."""
-
-    tokens: int
-    features: int
-    """K and N alike."""
-    product: float
-    """tokens * K * N"""
-
-
-# GPU time of the recipe `tensorwise`, by a model of it that was fitted to GEMMs measured on both
-# GPUs and came within 9 % of measured speedups (benchmarks/results/h100-linear-eager.json). Of the
-# 9,477 shapes 95 % are judged as by that model; for the others its speedups lie from 0.86 to 1.11.
-SMALLEST = {
-    "H100": Smallest(tokens=1024, features=640, product=32e9),
-    "H200": Smallest(tokens=640, features=512, product=16e9),
-}
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
@@ -74,35 +56,37 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
     Args:
         recipe: of the conversion.
         filter_fqns: layers stay in high precision if their names contain one of these.
+
+    Returns:
+        A function that takes no more than linear layers: it returns False for all else, also for
+        what is no module.
     """
     skip = choose_filter(None, as_config(recipe), DEFAULT_TOKENS, False, ())
 
     def takes(mod: nn.Module, fqn: str) -> bool:
-        named = any(part in fqn for part in filter_fqns)
-        return not named and (isinstance(mod, Float8Layer) or skip(mod, fqn) is None)
+        if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Module):
+            return False
+        if isinstance(mod, Float8Layer):
+            return True
+        return (isinstance(mod, nn.Linear) or is_conv1d(mod)) and skip(mod, fqn) is None
 
     return takes
+
+
+def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
+    """Whether `_auto_filter_for_recipe("tensorwise", filter_fqns)` takes a layer."""
+    return _auto_filter_for_recipe("tensorwise", filter_fqns)(mod, fqn)
+
+
+def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
+    """Whether `_auto_filter_for_recipe("rowwise", filter_fqns)` takes a layer."""
+    return _auto_filter_for_recipe("rowwise", filter_fqns)(mod, fqn)
 
 
 def features(linear: Any) -> tuple[int, int]:
     """K and N of an `nn.Linear`, or of a `Conv1D`, whose weight is [K, N]."""
     K, N = linear.weight.shape if is_conv1d(linear) else (linear.in_features, linear.out_features)
     return K, N
-
-
-def too_small(gpu: str, tokens: int, in_features: int, out_features: int) -> str | None:
-    """Which limit of `SMALLEST[gpu]` a layer misses, or None."""
-    least = SMALLEST[gpu]
-    for name, value, minimum in (
-        ("tokens", tokens, least.tokens),
-        ("K", in_features, least.features),
-        ("N", out_features, least.features),
-        ("tokens*K*N", tokens * in_features * out_features, least.product),
-    ):
-        if value < minimum:
-            compared = f"{name}={value:.4g} is less than {minimum:.4g}"
-            return f"{compared}: float8 is slower there on {gpu}"
-    return None
 
 
 def known_gpu(device: torch.device) -> str | None:
@@ -178,6 +162,8 @@ def choose_filter(
                 device = torch.device("cuda", torch.cuda.current_device())
             return measured(device, *shape)
         gpu = known_gpu(device)
-        return None if gpu is None else too_small(gpu, tokens_per_step, *shape)
+        if gpu is None:
+            return None
+        return too_small(gpu, judged_as(config), tokens_per_step, *shape)
 
     return skip

@@ -68,6 +68,8 @@ class Norm:
     def compute(self, module: Any, x: Tensor) -> Tensor | None:
         """[..., K] to [..., K] of the same dtype; None where operations promote it to another."""
         weight = module.weight
+        if x.layout is not torch.strided or x.is_nested:
+            return None
         if torch.compiler.is_compiling() or type(weight) not in PLAIN or x.dtype != weight.dtype:
             return None
         autocast = autocast_dtype(x.device) is not None

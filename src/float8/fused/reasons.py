@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from float8 import kernels
@@ -150,6 +151,8 @@ def _why_not_parallel(*layers: Any) -> str | None:
 
 def fusable(x: Tensor, layers: Sequence[Any]) -> tuple[Float8Linear, ...] | None:
     """The layers, if fused functions take them together and x has rows, of DTensors or not."""
+    if x.layout is not torch.strided or x.is_nested:  # nested, or of torch.fx: layers know them
+        return None
     if x.numel() == 0 or why_not_fused(*layers) is not None:
         return None
     if is_dtensor(x) and not is_dtensor(layers[0].weight):

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from float8.autograd import computed_before, once_differentiable, own
-from float8.config import ConfigOrRecipe, ScalingGranularity, as_config
+from float8.config import ConfigOrRecipe, ScalingGranularity, config_meant_by
 from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
+from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
 from float8.linear.plan import LinearPlan, plan_linear
@@ -76,7 +77,7 @@ def linear(
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
             within a transform of torch.func.
     """
-    config = as_config(config)
+    config = config_meant_by(config)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "
@@ -463,3 +464,8 @@ class _Linear(torch.autograd.Function):
             dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
 
         return dx, dw, None, None, None
+
+    @staticmethod
+    def symbolic(*_: Any) -> Any:
+        """Called by `torch.onnx.export`, where it exports what TorchScript traced."""
+        raise RuntimeError(NO_ONNX)

@@ -1,5 +1,6 @@
 """`Float8Linear`: a drop-in `nn.Linear` whose GEMMs run in float8."""
 
+import functools
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from float8.config import (
     ScalingGranularity,
     as_config,
 )
+from float8.kernels.runtime.ops import NO_ONNX
 from float8.linear.classes import class_of, is_conv1d
 from float8.linear.delayed import WEIGHT_SCALE, StatefulLayer
 from float8.linear.functional import (
@@ -23,6 +25,7 @@ from float8.linear.functional import (
     weight_in_float8,
 )
 from float8.linear.held import HeldWeight, ToHold, current
+from float8.linear.inputs import of_another_kind
 from float8.linear.plan import plan_linear
 from float8.linear.sharded import ParallelStyle, dtensor_in_float8, linear_of_shards
 from float8.linear.source import copied_from, own_names, problem
@@ -30,6 +33,12 @@ from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor, dequantise, is_dtensor, local_tensor
+
+_NO_TRACE = (
+    "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
+    "gradients, which records no amaxes: TorchScript cannot express that; call model.eval() and "
+    "trace under torch.no_grad(), or use torch.compile or torch.export"
+)
 
 
 class Float8Layer(StatefulLayer):
@@ -131,6 +140,7 @@ class Float8Layer(StatefulLayer):
 
         Args:
             input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
+                Or a nested tensor of layout jagged, all of whose values have one scale together.
             keep_input: save `input` for backward, and cast it again there, instead of a float8
                 copy. Less memory where somebody else saves it anyway, as attention does its
                 output; else more. Without effect on an input that must be copied first.
@@ -139,11 +149,17 @@ class Float8Layer(StatefulLayer):
             [..., N], dtype of the (autocast) input.
 
         Raises:
-            TypeError: the dtype of `input` is not that of the weight, or no supported one.
+            TypeError: the dtype of `input` is not that of the weight, or no supported one; or
+                its layout is none.
             ValueError: the last dim of `input` is not `in_features`, or needs padding that
                 `pad_inner_dim=False` forbids.
-            RuntimeError: a sync of delayed scaling is missing.
+            RuntimeError: a sync of delayed scaling is missing; or the call is to be exported to
+                ONNX, or within torch.func, or delayed scaling within torch.jit.trace.
         """
+        if input.layout is not torch.strided or input.is_nested:
+            run = functools.partial(Float8Layer.forward, self, keep_input=keep_input)
+            other: Tensor = of_another_kind(self, input, run, keep_input=keep_input)
+            return other
         scales, weight = NO_SCALES, self.weight  # once: it may be computed
         if self.delayed:
             self.check_synced()
@@ -215,6 +231,8 @@ class Float8Layer(StatefulLayer):
         record = torch.is_grad_enabled()
         if not self.delayed or not (record or self.training):
             return NO_SCALES
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else _NO_TRACE)
         # A compiled graph counts as written what its ops may write: so where nothing is recorded,
         # they are given another tensor, since version counters of amaxes tell of training.
         record = record or not torch.compiler.is_compiling()

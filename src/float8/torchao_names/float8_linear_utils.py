@@ -10,13 +10,19 @@ from float8.convert import (
     convert_to_float8_training,
     swap_linear_with_float8_linear,
 )
-from float8.convert.filters import _auto_filter_for_recipe
+from float8.convert.filters import (
+    _auto_filter_for_recipe,
+    _auto_filter_for_rowwise,
+    _auto_filter_for_tensorwise,
+)
 from float8.convert.replace import replace_modules
 from float8.linear import Float8Layer
 from float8.sync import sync_float8_amax_and_scale_history
 
 __all__ = [
     "_auto_filter_for_recipe",
+    "_auto_filter_for_rowwise",
+    "_auto_filter_for_tensorwise",
     "convert_to_float8_training",
     "get_float8_layers",
     "linear_requires_sync",

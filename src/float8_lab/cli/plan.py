@@ -8,8 +8,9 @@ import typer
 from torch import nn
 
 from float8.config import Float8LinearConfig
-from float8.convert.filters import SMALLEST, known_gpu, too_small
+from float8.convert.filters import known_gpu
 from float8.convert.measure import LinearTimes, measure_linear
+from float8.convert.smallest import SMALLEST, judged_as, too_small
 from float8_lab.cli.bench import Bench, Place
 from float8_lab.cli.options import Debug, Output, takes
 from float8_lab.errors import ConfigError
@@ -20,7 +21,6 @@ from float8_lab.trainer.environment import device_name
 
 CONVERT = "convert"
 _DEFAULT_GPU = "H100"
-_LIMITS_OF = "tensorwise"  # the recipe for which the stored limits were measured
 
 
 def plan_conversion(
@@ -62,7 +62,7 @@ app = typer.Typer(add_completion=False)
 def plan_command(
     model: Annotated[str, f"One of {', '.join(PRESETS)}."] = "llama3-8b",
     tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
-    recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = _LIMITS_OF,
+    recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = "tensorwise",
     measure: Annotated[
         bool | None,
         typer.Option(
@@ -106,7 +106,7 @@ def plan_command(
     def judge(K: int, N: int) -> str | LinearTimes | None:
         if measuring:
             return measure_linear(tokens, K, N, bench.device, config)
-        return too_small(judged, tokens, K, N)
+        return too_small(judged, judged_as(config), tokens, K, N)
 
     with torch.device("meta"):
         llama = Llama(shape.model, shape.seq_len)
@@ -119,8 +119,7 @@ def plan_command(
         bench.finish(f"{title}; ms of forward + backward", rows, linear_speedup=gain)
         bench.console.print(f"all linear layers: {gain:.2f}x of bf16")
     else:
-        limits = "" if recipe == _LIMITS_OF else f", by the limits of {_LIMITS_OF}"
-        bench.finish(title + limits, rows)
+        bench.finish(title, rows)
 
 
 def _gpu(name: str | None, here: bool) -> str:

@@ -27,6 +27,11 @@ from float8.kernels.runtime.triton import HAS_TRITON
 _library: Any = torch.library.Library("float8", "DEF")  # type: ignore[no-untyped-call]
 
 
+NO_ONNX = (
+    "float8: got torch.onnx.export, expected a model in high precision: ONNX has no such casts to "
+    "float8; call convert_to_high_precision(model) first"
+)
+
 cpu, cuda = types.SimpleNamespace(), types.SimpleNamespace()
 """What generated code calls: the ops of a device by their names.
 
@@ -64,6 +69,8 @@ def register(
 
     @functools.wraps(fake)
     def traced(*args: Any) -> Any:
+        if torch.onnx.is_in_onnx_export():
+            raise RuntimeError(NO_ONNX)
         _tell_inductor(name)
         return fake(*args)
 

@@ -47,6 +47,18 @@ within a transform raises torch's own error."""
 is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
+
+def known_lengths(nested: Any) -> tuple[int | None, int | None]:
+    """Lengths of the shortest and longest sequence of a jagged tensor, where it knows them.
+
+    There is no public way to ask. Else: who needs them asks the device again.
+    """
+    if PLAIN_LAUNCH:
+        return None, None
+    shortest, longest = (getattr(nested, f"_maybe_{end}_seqlen", None) for end in ("min", "max"))
+    return shortest, longest
+
+
 _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 

@@ -1,0 +1,67 @@
+"""Sizes below which a linear layer is slower in float8 than in bf16: data, by GPU and recipe."""
+
+from typing import NamedTuple
+
+from float8.config import CastSite, Float8LinearConfig, ScalingGranularity
+
+
+class Smallest(NamedTuple):
+    """Below any of these a layer, forward and backward, takes longer in float8 than in bf16."""
+
+    tokens: int
+    features: int
+    """K and N alike."""
+    product: float
+    """tokens * K * N"""
+
+
+# GPU time, without what the CPU needs to issue it.
+# begin: written by benchmarks/smallest_layers.py
+# By a model of `tensorwise` that was fitted to GEMMs measured on both GPUs, and came within 9 % of
+# measured speedups (h100-linear-eager.json). They stand for all recipes until those are measured.
+SMALLEST = {
+    "H100": {
+        "tensorwise": Smallest(1024, 640, 32e9),
+        "delayed": Smallest(1024, 640, 32e9),
+        "rowwise": Smallest(1024, 640, 32e9),
+        "rowwise_with_gw_hp": Smallest(1024, 640, 32e9),
+        "blockwise": Smallest(1024, 640, 32e9),
+    },
+    "H200": {
+        "tensorwise": Smallest(640, 512, 16e9),
+        "delayed": Smallest(640, 512, 16e9),
+        "rowwise": Smallest(640, 512, 16e9),
+        "rowwise_with_gw_hp": Smallest(640, 512, 16e9),
+        "blockwise": Smallest(640, 512, 16e9),
+    },
+}
+# end
+
+
+def judged_as(config: Float8LinearConfig) -> str:
+    """The recipe whose limits hold for a configuration: one with scales of the same kind."""
+    casts = [config.cast_config(site) for site in CastSite]
+    if config.scales_by_blocks:
+        return "blockwise"
+    by_rows = ScalingGranularity.AXISWISE
+    if any(cast.is_float8 and cast.scaling_granularity is by_rows for cast in casts):
+        return "rowwise" if config.runs_in_float8("grad_weight") else "rowwise_with_gw_hp"
+    activations = {CastSite.INPUT, CastSite.GRAD_OUTPUT}
+    return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
+
+
+def too_small(
+    gpu: str, recipe: str, tokens: int, in_features: int, out_features: int
+) -> str | None:
+    """Which limit of `SMALLEST[gpu][recipe]` a layer misses, or None."""
+    least = SMALLEST[gpu][recipe]
+    for name, value, minimum in (
+        ("tokens", tokens, least.tokens),
+        ("K", in_features, least.features),
+        ("N", out_features, least.features),
+        ("tokens*K*N", tokens * in_features * out_features, least.product),
+    ):
+        if value < minimum:
+            compared = f"{name}={value:.4g} is less than {minimum:.4g}"
+            return f"{compared}: {recipe} is slower there on {gpu}"
+    return None
