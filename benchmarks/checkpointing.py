@@ -11,6 +11,7 @@ hold two of them, and times are medians over both passes.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib
 import itertools
@@ -62,16 +63,21 @@ def keep_gemms_and_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Ch
 
 def keep_operands(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """What is cast, weights apart: of those a rank has the bf16 values again in backward."""
-    if op.name().split(".")[0] in _CASTS and args[0].shape[0] >= 8192:
+    if op.name().split(".")[0] in _CASTS and args[0].shape[0] == SHAPES["8b"].seq:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-POLICIES: dict[str, Callable[..., CheckpointPolicy] | None] = {
-    "all": None,
-    "gemms": keep_gemms,
-    "gemms+attention": keep_gemms_and_attention,
-    "operands": keep_operands,
+def selective(policy: Callable[..., CheckpointPolicy]) -> dict[str, Any]:
+    # Dynamo takes no closures.
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "all": {},
+    "gemms": selective(keep_gemms),
+    "gemms+attention": selective(keep_gemms_and_attention),
+    "operands": selective(keep_operands),
 }
 
 
@@ -83,9 +89,7 @@ class Checkpointed(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         if self.recompute == "none":
             return self.block(*args)
-        policy, how = POLICIES[self.recompute], {}
-        if policy is not None:
-            how["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
+        how = HOW[self.recompute]
         return checkpoint(self.block, *args, use_reentrant=False, preserve_rng_state=False, **how)
 
 
