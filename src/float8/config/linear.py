@@ -59,7 +59,8 @@ class Float8LinearRecipeName(enum.Enum):
     """Dynamic scaling, one scale per tensor."""
 
     DELAYED = "delayed"
-    """Delayed scaling, one scale per tensor; sync once per step, see `attach_to_optimizer`."""
+    """Delayed scaling of input and grad_output, dynamic scaling of the weight, one scale per
+    tensor; sync once per step, see `attach_to_optimizer`."""
 
     ROWWISE = "rowwise"
     """Dynamic scaling, a scale per row of each operand, powers of two; e4m3 everywhere."""
@@ -350,11 +351,9 @@ _rowwise = Float8LinearConfig(
 
 RECIPES: dict[str, Float8LinearConfig] = {
     "tensorwise": Float8LinearConfig(),
-    "delayed": Float8LinearConfig(
-        cast_config_input=_delayed,
-        cast_config_weight=_delayed,
-        cast_config_grad_output=_delayed,
-    ),
+    # A weight is at hand at each use, and its amax exact: a history would be a step behind it, which
+    # cuts weights that begin at zero.
+    "delayed": Float8LinearConfig(cast_config_input=_delayed, cast_config_grad_output=_delayed),
     "rowwise": _rowwise,
     "rowwise_with_gw_hp": replace(
         _rowwise,
