@@ -200,7 +200,7 @@ def groups() -> None:
     from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
 
     _, parallel = built(True)
-    swap(parallel, config="delayed")
+    swap(parallel, config=delayed())
     assert parallel.first.delayed
     parallel(seeded(1, TOKENS, BATCH, DIM)).sum().backward()
     rank = dist.get_rank()
@@ -236,7 +236,7 @@ def under_ddp() -> None:
     from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
 
     _, parallel = built(False)
-    ddp = DistributedDataParallel(swap(parallel, config="delayed"))
+    ddp = DistributedDataParallel(swap(parallel, config=delayed()))
     parallel.last.fp8_amax_weight.fill_(7.0 + dist.get_rank())
     ddp(seeded(1, TOKENS, BATCH, DIM))
     assert parallel.last.fp8_amax_weight == 7.0 + dist.get_rank()
