@@ -99,6 +99,7 @@ def test_held_equals_on_the_fly(either: Ranks, recipe: str) -> None:
 def others() -> None:
     held_equals_on_the_fly("tensorwise", reshard=False)
     held_equals_on_the_fly("delayed", reshard=False)
+    held_equals_on_the_fly("delayed recipe", reshard=False)
     held_equals_on_the_fly("tensorwise", offload=True)
 
 
@@ -315,7 +316,7 @@ def test_parts_of_tensor_parallel_are_held_under_the_scale_of_the_whole(
 
 @pytest.mark.parametrize(
     ("recipe", "how"),
-    [("tensorwise", "prepared"), ("tensorwise", "fused"), ("delayed", "layer by layer")],
+    [("tensorwise", "prepared"), ("tensorwise", "fused"), ("delayed recipe", "layer by layer")],
 )
 def test_parts_of_tensor_parallel_in_compiled_code(two: Ranks, recipe: str, how: str) -> None:
     two.run(tensor_parallel, recipe, how, True)

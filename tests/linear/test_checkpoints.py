@@ -18,7 +18,7 @@ from float8 import (
     high_precision_state_dict,
     sync_float8_amax_and_scale_history,
 )
-from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from support.configs import DELAYED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
 from support.models import forward_backward, fp8_state, seeded
 
 
@@ -225,8 +225,12 @@ def test_encode_scales_of_other_libraries_are_converted(mix, synced: bool, assig
         assert all(torch.equal(results[name], others[name]) for name in results)
 
 
-@pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
-def test_first_names_of_float8_experimental(config) -> None:
+@pytest.mark.parametrize(
+    ("config", "dropped"),
+    [(tensorwise(), "grad_output"), (of_recipe("delayed"), "weight"), (delayed(), None)],
+    ids=["dynamic", "recipe", "delayed"],
+)
+def test_first_names_of_float8_experimental(config, dropped) -> None:
     """It called the sites x, w and dL_dY until July 2024."""
     model = convert_to_float8_training(plain(), config=delayed(round_scales_to_power_of_2=True))
     step(model, 0)
@@ -236,8 +240,8 @@ def test_first_names_of_float8_experimental(config) -> None:
             state[key.removesuffix(name) + first] = state.pop(key)
     assert "0.fp8_amax_history_dL_dY" in state
     other = convert_to_float8_training(plain(), config=config)
-    told = pytest.warns(UserWarning, match="dropped the state of grad_output")
-    with told if config == tensorwise() else contextlib.nullcontext():
+    told = pytest.warns(UserWarning, match=f"configuration: dropped the state of {dropped}, which")
+    with told if dropped else contextlib.nullcontext():
         other.load_state_dict(through_file(state))
     for name, value in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
