@@ -134,8 +134,9 @@ class Float8LinearConfig:
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. With every scaling type.
         delayed_scaling_config: delayed scaling only. History length and reduction.
-        enable_amax_init: of delayed scaling. True: until the first sync, scales come from the
-            data, as in dynamic scaling. False: until then every scale is 1.0.
+        enable_amax_init: of delayed scaling. True: until an amax is less than twice those before
+            it, scales come from the data, as in dynamic scaling. False: until the first sync
+            every scale is 1.0.
         enable_pre_and_post_forward: of delayed scaling. True: a forward with gradients after an
             optimizer step that was not accompanied by `sync_float8_amax_and_scale_history` raises
             a `RuntimeError`.
@@ -351,8 +352,8 @@ _rowwise = Float8LinearConfig(
 
 RECIPES: dict[str, Float8LinearConfig] = {
     "tensorwise": Float8LinearConfig(),
-    # A weight is at hand at each use, and its amax exact: a history would be a step behind it, which
-    # cuts weights that begin at zero.
+    # A weight is at hand at each use, and its amax exact: a history would be a step behind it,
+    # which cuts weights that begin at zero.
     "delayed": Float8LinearConfig(cast_config_input=_delayed, cast_config_grad_output=_delayed),
     "rowwise": _rowwise,
     "rowwise_with_gw_hp": replace(
