@@ -260,7 +260,7 @@ def trained(recipe: str, sequence: bool, microbatches: int, checkpointed: bool, 
     with used():
         train_both(single, block, sequence, microbatches, checkpointed, "delayed" in recipe)
         steps = 5 * microbatches * (2 if checkpointed else 1)
-        # Twice where all ranks are asked: always under dynamic scaling, else in the first two steps.
+        # Twice where all ranks are asked: always under dynamic scaling, else in two steps.
         asked = steps if recipe == "tensorwise" else 2 * steps // 5
         assert kernels.swiglu_cast.call_count == 2 * steps + asked
         norms = 0 if fuse else 2 * (2 * steps + (asked if sequence else 0))
