@@ -220,11 +220,11 @@ def groups() -> None:
     for how in ({}, {"group": dist.group.WORLD}):
         sync_float8_amax_and_scale_history(parallel, **how)
     sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
-    scales = parallel.first.fp8_scale_weight, parallel.last.fp8_scale_weight
-    for scale in scales:
-        both = [torch.empty_like(scale) for _ in range(2)]
-        dist.all_gather(both, scale)
-        assert both[0] == both[1]
+    for layer in (parallel.first, parallel.last):
+        peak = layer.fp8_amax_history_weight[:1].clone()
+        both = [torch.empty_like(peak) for _ in range(2)]
+        dist.all_gather(both, peak)
+        assert both[0] == both[1] > 0
 
 
 def test_a_group_has_all_ranks_that_hold_parts(two: Ranks) -> None:
