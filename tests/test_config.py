@@ -332,8 +332,9 @@ def test_unknown_field_is_refused() -> None:
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])
 def test_recipe_by_string_and_by_enum(name: str, spell: Any) -> None:
     config = Float8LinearConfig.from_recipe_name(spell(name))
-    scaling = {"tensorwise": ScalingType.DYNAMIC, "delayed": ScalingType.DELAYED}[name]
-    assert [cast_of(config, role).scaling_type for role in ROLES] == [scaling] * 3
+    own, recent = ScalingType.DYNAMIC, ScalingType.DELAYED
+    scaling = {"tensorwise": [own, own, own], "delayed": [recent, own, recent]}[name]
+    assert [cast_of(config, role).scaling_type for role in ROLES] == scaling
     assert [cast_of(config, role).target_dtype for role in ROLES] == [E4M3, E4M3, E5M2]
     assert linear_requires_sync(config) == (name != "tensorwise")
 

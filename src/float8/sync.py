@@ -109,7 +109,7 @@ def sync_float8_amax_and_scale_history(
 def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
     shared = [x for x in layers if x.holds_part or is_dtensor(x.weight)]
-    unknown = [x for x in shared if x.plan.casts_delayed() and not x.scales_known]
+    unknown = [x for x in shared if not x.scales_known]
     if unknown:  # asks the device, in the first steps
         scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
         flags = torch.stack([(each != UNKNOWN_SCALE).all() for each in scales]).tolist()

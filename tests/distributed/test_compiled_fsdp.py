@@ -198,7 +198,7 @@ def compiled_steps(cases: list[tuple[str, str]], kinds: list[str]) -> None:
 
 
 def test_compiled_optimizer_steps(two: Ranks) -> None:
-    two.run(compiled_steps, [("delayed", "attach")], ["fused"])
+    two.run(compiled_steps, [("delayed recipe", "attach")], ["fused"])
 
 
 @pytest.mark.exhaustive

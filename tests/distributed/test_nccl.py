@@ -153,7 +153,7 @@ def pipelined(recipe: str) -> tuple[Results, Results, dict[str, int]]:
             step = ParallelStep(variant, size, here())
             if micro_pipeline:
                 symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
-            step()  # finds the scales of delayed scaling
+            step.warm_up()  # finds the scales of delayed scaling
             found.append({name: x.cpu() for name, x in step.results().items()})
             with profile() as profiled:
                 step()

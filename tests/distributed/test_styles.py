@@ -105,7 +105,7 @@ def trained(
 ) -> None:
     whole, block = block_of(recipe, bias=True), block_of(recipe, bias=True)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence, norms=True))
-    train_both(whole, block, sequence, microbatches, checkpointed, recipe == "delayed")
+    train_both(whole, block, sequence, microbatches, checkpointed, "delayed" in recipe)
 
 
 @pytest.mark.parametrize("kind", STYLES)
@@ -137,6 +137,7 @@ def sent(kind: str) -> None:
 def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
     two.run(trained, kind, True, 1, False, "delayed")
     two.run(trained, kind, False, 2, True, "delayed")
+    two.run(trained, kind, True, 1, False, "delayed recipe")
 
 
 @pytest.mark.parametrize("kind", STYLES)
@@ -221,7 +222,7 @@ def hooked(backend: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.exhaustive)]
+    "recipe", ["delayed recipe", pytest.param("tensorwise", marks=pytest.mark.exhaustive)]
 )
 def test_a_module_whose_inputs_are_prepared_compiles(two: Ranks, recipe: str) -> None:
     two.run(hooked, "aot_eager", recipe)
@@ -284,24 +285,28 @@ def test_prepared_inputs_are_cast_as_their_readers_say(two: Ranks) -> None:
     two.run(copied)
 
 
-def few_reductions() -> None:
+def few_reductions(recipe: str, all_asked: int, of_weights: int) -> None:
     """With delayed scaling ranks ask each other until a sync has found all scales."""
-    block = block_of("delayed")
+    block = block_of(recipe)
     parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
     x = seeded(1, 2, TOKENS // 2, DIM, device=here())
     counts = []
-    for _ in range(3):
+    for _ in range(4):
         with FunctionalTraffic() as seen:
             block(x).square().sum().backward()
-        counts.append(sum(size == 4 for *_, size in seen.seen))
+        counts.append(sum(size <= 16 for *_, size in seen.seen))
         sync_float8_amax_and_scale_history(block)
-        if len(counts) == 2:
+        if len(counts) == 3:
             block.load_state_dict(block.state_dict())
-    assert counts == [18, 0, 18]
+    assert counts == [all_asked, all_asked, of_weights, all_asked]
 
 
 def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(either: Ranks) -> None:
-    either.run(few_reductions)
+    either.run(few_reductions, "delayed", 18, 0)
+
+
+def test_the_recipe_asks_once_per_module_for_the_weights_alone(either: Ranks) -> None:
+    either.run(few_reductions, "delayed recipe", 11 + 2, 2)
 
 
 def wrong_uses() -> None:

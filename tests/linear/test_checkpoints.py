@@ -18,7 +18,7 @@ from float8 import (
     high_precision_state_dict,
     sync_float8_amax_and_scale_history,
 )
-from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from support.configs import DELAYED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
 from support.models import forward_backward, fp8_state, seeded
 
 
@@ -85,7 +85,8 @@ def test_plain_checkpoint_loads_strictly_and_forgets_the_state(used: bool, assig
 def test_loading_nothing_of_a_layer_keeps_its_state() -> None:
     """As with `strict=False` and a checkpoint of adapters alone."""
     model = converted()
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
     model.load_state_dict({"2.bias": torch.zeros(17)}, strict=False)
     for name, buffer in fp8_state(model).items():
@@ -104,7 +105,8 @@ def test_plain_checkpoint_assigned_to_a_meta_model_gives_fresh_state() -> None:
     for name, buffer in fp8_state(model).items():
         assert buffer.device.type == "cpu", name
         assert torch.equal(buffer, fresh[name]), name
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -139,7 +141,8 @@ def test_dynamic_models_have_the_keys_of_the_plain_one() -> None:
 @pytest.mark.parametrize("config", [tensorwise(), delayed(), mixed(DELAYED, DYNAMIC, DYNAMIC)])
 def test_high_precision_state_dict_loads_into_the_plain_model(config) -> None:
     model = convert_to_float8_training(plain(), config=config)
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     state = high_precision_state_dict(model)
     assert list(state) == list(plain().state_dict())
     target = plain()
@@ -163,7 +166,8 @@ def test_high_precision_state_dict_of_a_wrapped_model_loads_into_the_wrapped_pla
     how: str,
 ) -> None:
     model, target = converted(), plain()
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     wrapped, wanted = WRAPPINGS[how](model), WRAPPINGS[how](target)
     state = high_precision_state_dict(wrapped)
     assert list(state) == list(wanted.state_dict())
@@ -225,19 +229,24 @@ def test_encode_scales_of_other_libraries_are_converted(mix, synced: bool, assig
         assert all(torch.equal(results[name], others[name]) for name in results)
 
 
-@pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
-def test_first_names_of_float8_experimental(config) -> None:
+@pytest.mark.parametrize(
+    ("config", "dropped"),
+    [(tensorwise(), "grad_output"), (of_recipe("delayed"), "weight"), (delayed(), None)],
+    ids=["dynamic", "recipe", "delayed"],
+)
+def test_first_names_of_float8_experimental(config, dropped) -> None:
     """It called the sites x, w and dL_dY until July 2024."""
     model = convert_to_float8_training(plain(), config=delayed(round_scales_to_power_of_2=True))
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     state = foreign(model)
     for first, name in (("x", "input"), ("w", "weight"), ("dL_dY", "grad_output")):
         for key in [key for key in state if "fp8_" in key and key.endswith(f"_{name}")]:
             state[key.removesuffix(name) + first] = state.pop(key)
     assert "0.fp8_amax_history_dL_dY" in state
     other = convert_to_float8_training(plain(), config=config)
-    told = pytest.warns(UserWarning, match="dropped the state of grad_output")
-    with told if config == tensorwise() else contextlib.nullcontext():
+    told = pytest.warns(UserWarning, match=f"configuration: dropped the state of {dropped}, which")
+    with told if dropped else contextlib.nullcontext():
         other.load_state_dict(through_file(state))
     for name, value in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -250,7 +259,8 @@ def test_first_names_of_float8_experimental(config) -> None:
 def test_scales_of_other_shapes_are_refused(shapes, assign: bool) -> None:
     """Torch would take their first element."""
     model = converted()
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     state = model.state_dict()
     for name, shape in shapes.items():
         state[f"0.fp8_{name}"] = torch.ones(shape)
@@ -265,7 +275,8 @@ def test_scales_of_other_shapes_are_refused(shapes, assign: bool) -> None:
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_of_delayed_scaling_is_dropped_by_a_dynamic_model(assign, other_library) -> None:
     model, other = converted(), convert_to_float8_training(plain(), config=tensorwise())
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     state = through_file(foreign(model) if other_library else model.state_dict())
     expected = r"dropped the state of grad_output, which is not delayed here; .* of input, .*weight"
     with pytest.warns(UserWarning, match=expected) as told:
@@ -279,7 +290,8 @@ def test_state_of_delayed_scaling_is_dropped_by_a_dynamic_model(assign, other_li
 
 def test_a_dynamic_checkpoint_starts_a_delayed_model_anew_and_drops_nothing(recwarn) -> None:
     model, other = converted(), convert_to_float8_training(plain(), config=tensorwise())
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     model.load_state_dict(other.state_dict())
     fresh = fp8_state(converted())
     assert all(torch.equal(x, fresh[name]) for name, x in fp8_state(model).items())
@@ -290,7 +302,8 @@ def test_a_dynamic_checkpoint_starts_a_delayed_model_anew_and_drops_nothing(recw
 def test_state_of_the_roles_that_both_have_is_taken(assign: bool) -> None:
     first, second = mixed(DELAYED, DYNAMIC, DELAYED), mixed(DELAYED, DELAYED, DYNAMIC)
     model, other = (convert_to_float8_training(plain(), config=each) for each in (first, second))
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     step(other, 1)
     expected = "dropped the state of grad_output.*; found no state of weight, which starts anew"
     with pytest.warns(UserWarning, match=expected):
@@ -340,7 +353,8 @@ def test_state_that_a_checkpoint_lacks_leaves_the_rest_alone(assign: bool, devic
         pytest.skip("nothing can be copied to the meta device")
     first, second = mixed(DELAYED, DYNAMIC, DELAYED), delayed()
     model = convert_to_float8_training(plain(), config=first)
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     with torch.device(device):
         other = convert_to_float8_training(plain(), config=second)
     with pytest.warns(UserWarning, match="found no state of weight, which starts anew"):
@@ -353,7 +367,8 @@ def test_state_that_a_checkpoint_lacks_leaves_the_rest_alone(assign: bool, devic
 
 def test_a_whole_state_is_assigned_to_a_model_on_the_meta_device() -> None:
     model = converted()
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     with torch.device("meta"):
         other = converted()
     other.load_state_dict(through_file(model.state_dict()), assign=True)
@@ -368,7 +383,8 @@ def test_a_checkpoint_of_other_libraries_is_loaded_with_more_sites_than_it_has(a
     model = convert_to_float8_training(plain(), config=config)
     config = dataclasses.replace(config, cast_config_input_for_grad_weight=more, emulate=True)
     other = convert_to_float8_training(plain(), config=config)
-    step(model, 0)
+    for _ in range(2):  # scales are known then
+        step(model, 0)
     with pytest.warns(UserWarning, match="found no state of input_for_grad_weight, which starts"):
         other.load_state_dict(through_file(foreign(model)), assign=assign)
     for name, x in fp8_state(model).items():

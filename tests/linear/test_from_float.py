@@ -11,7 +11,7 @@ from float8 import (
     convert_to_float8_training,
 )
 from float8.linear import unsupported
-from support.configs import DELAYED, DISABLED, DYNAMIC, delayed, mixed, tensorwise
+from support.configs import DELAYED, DISABLED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
 from support.devices import DTYPES, on_devices
 from support.models import seeded
 
@@ -273,7 +273,7 @@ def test_repr_shows_second_uses_and_switches() -> None:
     assert "input_for_grad_weight=high precision" in text
     assert "grad_output_for_grad_weight=high precision" in text
     assert text.endswith("emulate, round_scales_to_power_of_2)")
-    layer = Float8Linear(32, 16, False, config=delayed(emulate=True))
+    layer = Float8Linear(32, 16, False, config=of_recipe("delayed", emulate=True))
     assert (
         repr(layer) == "Float8Linear(in_features=32, out_features=16, bias=False, delayed, emulate)"
     )

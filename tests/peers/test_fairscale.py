@@ -200,7 +200,7 @@ def groups() -> None:
     from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
 
     _, parallel = built(True)
-    swap(parallel, config="delayed")
+    swap(parallel, config=delayed())
     assert parallel.first.delayed
     parallel(seeded(1, TOKENS, BATCH, DIM)).sum().backward()
     rank = dist.get_rank()
@@ -220,11 +220,11 @@ def groups() -> None:
     for how in ({}, {"group": dist.group.WORLD}):
         sync_float8_amax_and_scale_history(parallel, **how)
     sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
-    scales = parallel.first.fp8_scale_weight, parallel.last.fp8_scale_weight
-    for scale in scales:
-        both = [torch.empty_like(scale) for _ in range(2)]
-        dist.all_gather(both, scale)
-        assert both[0] == both[1]
+    for layer in (parallel.first, parallel.last):
+        peak = layer.fp8_amax_history_weight[:1].clone()
+        both = [torch.empty_like(peak) for _ in range(2)]
+        dist.all_gather(both, peak)
+        assert both[0] == both[1] > 0
 
 
 def test_a_group_has_all_ranks_that_hold_parts(two: Ranks) -> None:
@@ -236,7 +236,7 @@ def under_ddp() -> None:
     from float8.integrations.fairscale import swap_tp_linear_with_float8_linear as swap
 
     _, parallel = built(False)
-    ddp = DistributedDataParallel(swap(parallel, config="delayed"))
+    ddp = DistributedDataParallel(swap(parallel, config=delayed()))
     parallel.last.fp8_amax_weight.fill_(7.0 + dist.get_rank())
     ddp(seeded(1, TOKENS, BATCH, DIM))
     assert parallel.last.fp8_amax_weight == 7.0 + dist.get_rank()

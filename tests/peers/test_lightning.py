@@ -42,7 +42,7 @@ def test_each_step_is_synced_once(by_hand: bool, more: dict, tmp_path: Path) -> 
     assert len(layers) == 6
     assert not any(layer.attached for layer in layers)
     steps = 4 // more.get("accumulate_grad_batches", 1)
-    assert histories(module) == [steps] * 18
+    assert histories(module) == [steps] * 12
     assert not any(layer.has_unsynced_amax() for layer in layers)
 
 
@@ -74,7 +74,7 @@ def test_a_training_that_fails_ends_the_attachments(tmp_path: Path) -> None:
     loaded = lightning_run.Module(1)
     trainer = lightning_run.trainer(tmp_path, 1)
     trainer.fit(loaded, lightning_run.data())
-    assert histories(loaded) == [4] * 18
+    assert histories(loaded) == [4] * 12
 
 
 def test_a_checkpoint_loads_without_lightning_s_trainer(tmp_path: Path) -> None:

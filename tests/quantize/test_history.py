@@ -46,7 +46,7 @@ def test_forty_steps_agree_with_the_simulation(
         for simulation, a in zip(simulated, step.tolist(), strict=True):
             simulation.step(a)
         assert history.tolist() == [simulation.history for simulation in simulated]
-        assert scale.tolist() == [simulation.scale for simulation in simulated]
+        assert scale.tolist() == [simulation.scale or UNKNOWN_SCALE for simulation in simulated]
         scales_seen.add(scale[0].item())
     assert len(scales_seen) > 2  # the steps did move the scale
 
@@ -58,7 +58,7 @@ def test_non_finite_amax_is_recorded_as_zero_and_keeps_the_scale(
 ) -> None:
     history, scale = torch.zeros(1, 4), torch.full((1,), UNKNOWN_SCALE)
     float8_max = torch.tensor([448.0], dtype=torch.float64)
-    for amax in (2.0, bad):
+    for amax in (2.0, 2.0, bad):
         history, scale = next_history_and_scale(
             torch.tensor([amax]),
             history,
@@ -67,7 +67,7 @@ def test_non_finite_amax_is_recorded_as_zero_and_keeps_the_scale(
             scale_fn_name=scale_fn_name,
             round_to_power_of_2=False,
         )
-    assert history.tolist() == [[0.0, 2.0, 0.0, 0.0]]
+    assert history.tolist() == [[0.0, 2.0, 2.0, 0.0]]
     assert scale.tolist() == torch.tensor([2.0 / 448.0]).tolist()
 
 
@@ -76,7 +76,7 @@ def test_max_forgets_after_history_len_steps_and_most_recent_at_once() -> None:
     for scale_fn_name in ("max", "most_recent"):
         history, scale = torch.zeros(1, 3), torch.zeros(1)
         scales = []
-        for amax in (7.0, 1.0, 1.0, 1.0):
+        for amax in (7.0, 7.0, 1.0, 1.0, 1.0):
             history, scale = next_history_and_scale(
                 torch.tensor([amax]),
                 history,
@@ -87,7 +87,24 @@ def test_max_forgets_after_history_len_steps_and_most_recent_at_once() -> None:
             )
             scales.append(round(scale.item() * 448))
         last[scale_fn_name] = scales
-    assert last == {"max": [7, 7, 7, 1], "most_recent": [7, 1, 1, 1]}
+    assert last == {"max": [0, 7, 7, 7, 1], "most_recent": [0, 7, 1, 1, 1]}
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_scale_is_known_once_amaxes_no_longer_grow_by_much(bad: float) -> None:
+    """A sync of nothing, and one of what is not finite, tell nothing."""
+    history, scale, known = torch.zeros(1, 1), torch.zeros(1), []
+    for amax in (1.0, bad, 3.0, 9.0, 9.5, bad):
+        history, scale = next_history_and_scale(
+            torch.tensor([amax]),
+            history,
+            scale,
+            torch.tensor([448.0], dtype=torch.float64),
+            scale_fn_name="max",
+            round_to_power_of_2=False,
+        )
+        known.append(round(scale.item() * 448, 4))
+    assert known == [0, 0, 0, 0, 9.5, 9.5]
 
 
 def test_what_it_is_given_stays_as_it_was() -> None:

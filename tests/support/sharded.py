@@ -27,7 +27,8 @@ from support.models import Block, fp8_state, seeded
 
 CONFIGS: dict[str, Callable[..., Float8LinearConfig]] = {
     "tensorwise": tensorwise,
-    "delayed": delayed,
+    "delayed": delayed,  # weights, too
+    "delayed recipe": functools.partial(of_recipe, "delayed"),
     "rowwise_with_gw_hp": functools.partial(of_recipe, "rowwise_with_gw_hp"),
     "rowwise": functools.partial(of_recipe, "rowwise"),
     "blockwise": functools.partial(of_recipe, "blockwise"),

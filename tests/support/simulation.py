@@ -23,7 +23,10 @@ class SimulatedHistory:
         """Push the amax of one optimizer step, most recent first; 0 means nothing was recorded."""
         if amax == 0:
             return
-        self.history = [amax if math.isfinite(amax) else 0.0, *self.history[:-1]]
+        latest, before = amax if math.isfinite(amax) else 0.0, max(self.history)
+        self.history = [latest, *self.history[:-1]]
+        if self.scale is None and not 0 < latest < 2 * before:
+            return
         peak = max(self.history) if self.scale_fn_name == "max" else self.history[0]
         if peak > 0:
             self.scale = self.scale_of(peak)

@@ -13,6 +13,7 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from float8.quantize.history import UNKNOWN_SCALE
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import on_devices
 from support.models import fp8_state, seeded
@@ -59,7 +60,7 @@ def test_twenty_training_steps_agree_with_the_simulation(
             history = layer.get_buffer(f"fp8_amax_history_{role}")
             scale = layer.get_buffer(f"fp8_scale_{role}")
             assert history.tolist() == simulated[role].history, (role, step)
-            assert scale.item() == simulated[role].scale, (role, step)
+            assert scale.item() == (simulated[role].scale or UNKNOWN_SCALE), (role, step)
             assert layer.get_buffer(f"fp8_amax_{role}").item() == 0
 
 
@@ -76,6 +77,8 @@ def test_layers_of_different_settings_are_synced_each_by_its_own() -> None:
             model, config=config, module_filter_fn=lambda mod, fqn, i=index: fqn == str(i)
         )
     train(model)
+    sync_float8_amax_and_scale_history(model)
+    train(model)
     amaxes = {name: b.item() for name, b in fp8_state(model).items() if b.dim() == 0}
     sync_float8_amax_and_scale_history(model)
     assert model[0].fp8_amax_history_weight.shape == (2,)
@@ -87,8 +90,9 @@ def test_layers_of_different_settings_are_synced_each_by_its_own() -> None:
 
 def test_layers_can_be_named() -> None:
     model = stack(3)
-    train(model)
-    sync_float8_amax_and_scale_history(model, fp8_layers=[model[0], model[2]])
+    for _ in range(2):
+        train(model)
+        sync_float8_amax_and_scale_history(model, fp8_layers=[model[0], model[2]])
     assert [layer.fp8_scale_input.item() > 0 for layer in model] == [True, False, True]
 
 
@@ -159,7 +163,7 @@ def test_the_number_of_kernels_does_not_grow_with_the_layers(
         ops.append(counter.ops)
     assert ops[0] == ops[1]
     views = sum(ops[0][f"aten.{view}"] for view in ("select", "slice", "unbind", "unsqueeze"))
-    assert 0 < ops[0].total() - views < 22
+    assert 0 < ops[0].total() - views < 28
 
 
 @pytest.mark.gpu

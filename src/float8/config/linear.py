@@ -60,7 +60,8 @@ class Float8LinearRecipeName(enum.Enum):
     """Dynamic scaling, one scale per tensor."""
 
     DELAYED = "delayed"
-    """Delayed scaling, one scale per tensor; sync once per step, see `attach_to_optimizer`."""
+    """Delayed scaling of input and grad_output, dynamic scaling of the weight, one scale per
+    tensor; sync once per step, see `attach_to_optimizer`."""
 
     ROWWISE = "rowwise"
     """Dynamic scaling, a scale per row of each operand, powers of two; e4m3 everywhere."""
@@ -134,8 +135,9 @@ class Float8LinearConfig:
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. With every scaling type.
         delayed_scaling_config: delayed scaling only. History length and reduction.
-        enable_amax_init: of delayed scaling. True: until the first sync, scales come from the
-            data, as in dynamic scaling. False: until then every scale is 1.0.
+        enable_amax_init: of delayed scaling. True: until an amax is less than twice those before
+            it, scales come from the data, as in dynamic scaling. False: until the first sync
+            every scale is 1.0.
         enable_pre_and_post_forward: of delayed scaling. True: a forward with gradients after an
             optimizer step that was not accompanied by `sync_float8_amax_and_scale_history` raises
             a `RuntimeError`.
@@ -344,11 +346,9 @@ _rowwise = Float8LinearConfig(
 
 RECIPES: dict[str, Float8LinearConfig] = {
     "tensorwise": Float8LinearConfig(),
-    "delayed": Float8LinearConfig(
-        cast_config_input=_delayed,
-        cast_config_weight=_delayed,
-        cast_config_grad_output=_delayed,
-    ),
+    # A weight is at hand at each use, and its amax exact: a history would be a step behind it,
+    # which cuts weights that begin at zero.
+    "delayed": Float8LinearConfig(cast_config_input=_delayed, cast_config_grad_output=_delayed),
     "rowwise": _rowwise,
     "rowwise_with_gw_hp": replace(
         _rowwise,

@@ -178,7 +178,7 @@ def _on_this_rank(
     if placement.is_replicate():
         return here, Copies(group), acrosses
     everyone = tokens_along(placement.dim % x.dim(), x.shape, group, x.device_mesh.size())
-    if not first.knows_scales:
+    if not first.knows_scales("input"):
         reduce = reduction((group,))
         acrosses = tuple(x if x.input else x._replace(input=reduce) for x in acrosses)
     return here, everyone, acrosses

@@ -74,7 +74,7 @@ class StatefulLayer(nn.Module):
     holds_part = False
     """Whether the weight, though no DTensor, is the part of this rank."""
     scales_known = False
-    """Whether a sync has found a scale for each cast, the same on all ranks."""
+    """Whether a sync has found a scale for each site, the same on all ranks."""
     _seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _synced_version = -1
@@ -149,13 +149,15 @@ class StatefulLayer(nn.Module):
             self._weight_scale_known = self.get_buffer(WEIGHT_SCALE).item() != UNKNOWN_SCALE
         return self.training and self._weight_scale_known
 
-    @property
-    def knows_scales(self) -> bool:
-        """Whether all casts take scales from histories that a sync made alike on all ranks."""
-        return self.training and self.scales_known
+    def knows_scales(self, role: str) -> bool:
+        """Whether a role's casts take scales from histories that a sync made alike on all ranks."""
+        return self.training and self.scales_known and self.plan.casts_delayed(role)
 
     def has_unsynced_amax(self) -> bool:
-        """Whether an amax of the weight was recorded since the last sync, compiled or not."""
+        """Whether an amax was recorded since the last sync, compiled or not.
+
+        That of the weight; where it has dynamic scaling that of the first site.
+        """
         return self._amax_version() != self._synced_version
 
     def mark_synced(self) -> None:
@@ -170,6 +172,8 @@ class StatefulLayer(nn.Module):
 
     def _amax_version(self) -> int:
         amax = self._buffers.get(WEIGHT_AMAX)
+        if amax is None and self.delayed:
+            amax = self.get_buffer(self.delayed[0].amax)
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def check_synced(self) -> None:

@@ -206,7 +206,7 @@ class Float8Layer(StatefulLayer):
         """How `weight` is held; of a DTensor this rank's part, under the scale of the whole."""
         spec, group = self.plan.weight, None
         one_scale = spec.granularity is ScalingGranularity.TENSORWISE
-        if is_dtensor(weight) and one_scale and not self.knows_scales:
+        if is_dtensor(weight) and one_scale and not self.knows_scales("weight"):
             group = weight.device_mesh.get_group(0).group_name
         return ToHold(weight, spec, self._buffers.get(WEIGHT_SCALE), group)
 

@@ -54,9 +54,14 @@ class LinearPlan(NamedTuple):
         in_float8 = self.output is not None and self.weight.granularity is TENSORWISE
         return in_float8 and not self.weight.delayed
 
-    def casts_delayed(self) -> bool:
-        """Whether all scales come from histories."""
-        return all(spec.delayed for spec in self if isinstance(spec, CastSpec))
+    def casts_delayed(self, role: str) -> bool:
+        """Whether all casts of `"input"`, `"weight"` or `"grad_output"` have delayed scaling."""
+        uses = {
+            "input": (self.input, self.input_for_grad_weight),
+            "weight": (self.weight, self.weight_for_grad_input),
+            "grad_output": (self.grad_output, self.grad_output_for_grad_weight),
+        }[role]
+        return all(spec.delayed for spec in uses)
 
 
 def _serves_columns(spec: CastSpec) -> bool:

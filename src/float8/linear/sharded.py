@@ -144,9 +144,12 @@ def across_of(layer: Any, weight: Any, shape: torch.Size) -> Across:
     """
     mesh = weight.device_mesh
     group, ranks = mesh.get_group(0).group_name, mesh.size()
-    reduce = None if layer.knows_scales else reduction((group,))
+    reduce = reduction((group,))
+    of_input, of_weight, of_grad_output = [
+        None if layer.knows_scales(role) else reduce for role in ("input", "weight", "grad_output")
+    ]
     if shared_by_rows(weight):
-        return Across(weight=reduce, grad_output=reduce, weight_scale=layer.weight_scale)
+        return Across(None, of_weight, of_grad_output, weight_scale=layer.weight_scale)
     tokens, tokens_dim = None, layer.tokens_dim
     if tokens_dim is not None and not -len(shape) <= tokens_dim < len(shape):
         raise ValueError(
@@ -161,7 +164,9 @@ def across_of(layer: Any, weight: Any, shape: torch.Size) -> Across:
                 f"sharded along dim {tokens.dim} over {ranks} ranks, expected that dim divisible "
                 f"by {ranks}; pad it"
             )
-    return Across(reduce, reduce, reduce if tokens else None, tokens, layer.weight_scale)
+    if tokens is None:
+        of_grad_output = None
+    return Across(of_input, of_weight, of_grad_output, tokens, layer.weight_scale)
 
 
 def tokens_along(dim: int, shape: torch.Size, group: str, ranks: int) -> Tokens:
@@ -199,7 +204,7 @@ def dtensor_in_float8(layer: Any, x: Any, scales: DelayedScales) -> Any:
         return x
     if dtype := autocast_dtype(local.device):
         local = local.to(dtype)
-    whole_here = layer.knows_scales or placement.is_replicate()
+    whole_here = layer.knows_scales("input") or placement.is_replicate()
     reduce = None if whole_here else reduction((x.device_mesh.get_group(0).group_name,))
     return dtensor_like(to_float8(local, plan.input, state=scales.input, reduce=reduce), x)
 

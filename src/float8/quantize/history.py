@@ -8,8 +8,8 @@ from torch import Tensor
 from float8.quantize.scale import amax_to_scale
 
 UNKNOWN_SCALE = 0.0
-"""Marks a scale no sync has set yet: the cast then takes its scale from the data. It is a value
-and not a flag, so that compiled graphs and checkpoints carry it."""
+"""Marks a scale that no sync has set yet: the cast then takes its scale from the data. It is a
+value and not a flag, so that compiled graphs and checkpoints carry it."""
 
 
 class DelayedScale(NamedTuple):
@@ -40,7 +40,9 @@ def next_history_and_scale(
     Where the amax is 0 (nothing was recorded since the last update, or only zeros) history and
     scale stay as they were, so an update too many forgets nothing. A non-finite amax is recorded
     as 0, so that one overflowing step does not spoil the scales of the next `history_len` steps;
-    where the reduced history is 0 the scale stays as it was.
+    where the reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is
+    less than twice the largest before it: gradients grow by orders of magnitude in the first step
+    where weights begin near zero.
 
     Args:
         amax: [S] float32, recorded since the last update.
@@ -53,9 +55,11 @@ def next_history_and_scale(
     Returns:
         history and scale, new tensors of the same shapes.
     """
-    latest = amax.nan_to_num(0.0, 0.0, 0.0).unsqueeze(1)
-    pushed = torch.cat([latest, history[:, :-1]], dim=1)
+    latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
+    settled = (latest - before).abs() < before  # 0 < latest < 2 * before
+    known = settled | (scale != UNKNOWN_SCALE)
+    pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
     history = torch.where((amax != 0).unsqueeze(1), pushed, history)
     peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
     fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
-    return history, torch.where(peak > 0, fresh, scale)
+    return history, torch.where(known & (peak > 0), fresh, scale)
