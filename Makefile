@@ -8,16 +8,18 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv$(addprefix -,$(filter-out 2.13.0,$(TORCH)))
 BIN := $(VENV)/bin
+ONLY := $(VENV)/torch-only
 CPU_TORCH := torch==$(TORCH)
 # On a GPU, triton comes with torch. Without one it only serves the interpreter in the tests.
 CPU_TRITON := triton==3.6.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all test-torch-only lint clean
 help:
 	@echo "make demo   install, then train a small Llama in float8 next to high precision"
 	@echo "make test   install, then run the tests (TORCH=2.11.0: with that release)"
 	@echo "make test-all  the same with the tests of many combinations, which take longer"
+	@echo "make test-torch-only  the code samples where torch alone is installed"
 	@echo "make lint   install, then ruff, type checker and import-linter"
 	@echo "make clean  remove the environment and caches; runs/ stays"
 
@@ -55,6 +57,16 @@ test: $(VENV)/dev.done
 
 test-all: $(VENV)/dev.done
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Of its own, without NumPy, which the CPU build of torch does not bring along.
+$(ONLY)/done: pyproject.toml
+	$(PYTHON) -m venv $(ONLY)
+	$(ONLY)/bin/python -m pip install --quiet $(CPU_TORCH)
+	$(ONLY)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+test-torch-only: $(ONLY)/done
+	$(ONLY)/bin/python tests/torch_only.py
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check .

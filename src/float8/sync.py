@@ -1,12 +1,12 @@
 """What scaling does once per optimizer step, on one device or on many."""
 
+import json
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -18,6 +18,7 @@ from float8.linear.sharded import require_parts, shared_by_rows
 from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
 from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
+from float8.parallel.texts import all_gather_texts
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.untraced import untraced
@@ -365,6 +366,7 @@ def _join_tied(layers: list[Float8Layer]) -> None:
 # ---------------------------------------------------------------- ranks
 
 
+@untraced
 def _require_same_layers(
     model: nn.Module, layers: list[Float8Layer], ranks: tuple[Any, ...]
 ) -> None:
@@ -373,14 +375,13 @@ def _require_same_layers(
     if done in layers[0].agreed:
         return
     names = {id(module): name for name, module in model.named_modules()}
-    mine = tuple(f"{names.get(id(x))!r} {x} {x.config.delayed_scaling_config}" for x in layers)
-    found = {mine}
-    for group in ranks:  # in the end all ranks know the same
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, found, group=group)
-        found = set().union(*gathered)
+    lines = [f"{names.get(id(x))!r} {x} {x.config.delayed_scaling_config}" for x in layers]
+    there = mesh_device_type([layer.weight for layer in layers])
+    device = layers[0].get_buffer(layers[0].delayed[0].amax).device
+    device = device if there in (None, device.type) else torch.device(there)
+    found = [json.loads(each) for each in all_gather_texts(json.dumps(lines), ranks, device)]
     if len(found) > 1:
-        common = set(mine).intersection(*found)
+        common = set(lines).intersection(*found)
         differ = sorted({layer for each in found for layer in each if layer not in common})
         raise ValueError(
             f"model: got different layers with delayed scaling on the ranks, expected the same on "

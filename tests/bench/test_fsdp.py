@@ -20,6 +20,7 @@ from float8_lab.bench.fsdp import ShardedStep, bench_on_ranks, free_memory, same
 from float8_lab.bench.step import check
 from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.ranks import start_ranks
+from support.limits import HANGS
 
 FAILING = str(Path(__file__).parents[1] / "support" / "rank_that_fails.py")
 TINY = StackSize("tiny", 1, 32)
@@ -33,7 +34,7 @@ SMALL += ["--device", "cpu", "--rounds", "1"]
 def fsdp(here: Path, *launched_by: str, more: tuple[str, ...] = ()) -> tuple[int, str, str]:
     """`float8 bench fsdp` as a process: exit code, stdout, stderr."""
     words = [sys.executable, *launched_by, "bench", "fsdp", *SMALL, *more]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": HANGS}
     done = subprocess.run(words, cwd=here, check=False, **options)
     return done.returncode, done.stdout, done.stderr
 

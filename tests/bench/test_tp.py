@@ -15,6 +15,7 @@ from float8_lab.bench.block import StackSize
 from float8_lab.bench.tp import check_scales, require_shares
 from float8_lab.errors import ConfigError
 from float8_lab.models.presets import preset
+from support.limits import HANGS
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -22,7 +23,7 @@ def test_the_command(tmp_path: Path) -> None:
     words = ["--model", "tiny", "--seq-len", "64", "--mode", "eager", "--ranks", "2"]
     words += ["--device", "cpu", "--rounds", "1", "--recipe", "tensorwise,delayed,rowwise"]
     command = [sys.executable, "-m", "float8_lab.cli.main", "bench", "tp", *words, "-o", str(path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert "1 tiny block(s), 1 x 64 tokens, tensor and sequence parallel on 2 ranks" in out

@@ -18,6 +18,7 @@ import torch
 import float8
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.main import main
+from support.limits import HANGS
 
 QUICK = ["--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1"]
 QUICK.append("--no-tensorboard")
@@ -85,13 +86,13 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(here: Path) -> None:
     words = ["train", "--data", "text.txt", "--output", "run", *QUICK, "--steps", "100000"]
     process = spawn([*words, "--log-interval", "1"], cwd=here)
     metrics = here / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANGS
     while not (metrics.exists() and '"train"' in metrics.read_text()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "go on with: float8 train --resume run" in out
@@ -259,7 +260,7 @@ def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = spawn(["train"], env=environment)
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 2
     assert err == (
         "error: the command line needs typer, which is not installed: "

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
@@ -17,8 +19,10 @@ from float8 import (
     attach_to_optimizer,
     convert_to_float8_training,
     forget_float8_amax,
+    sync,
     sync_float8_amax_and_scale_history,
 )
+from float8.parallel.texts import all_gather_texts
 from support.configs import delayed
 from support.models import fp8_state, seeded
 from support.ranks import Ranks
@@ -72,7 +76,7 @@ def test_different_layers_raise_on_every_rank_and_are_named(two: Ranks, what: st
 def subsets() -> None:
     """The comparison is made once per number of layers."""
     model = stack(3)
-    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as compared:
+    with mock.patch.object(sync, "all_gather_texts", wraps=all_gather_texts) as compared:
         for step in range(3):
             train(model, step)
             sync_float8_amax_and_scale_history(model, [model[0], model[1]])
@@ -83,6 +87,45 @@ def subsets() -> None:
 
 def test_layers_are_compared_once(two: Ranks) -> None:
     two.run(subsets)
+
+
+def texts() -> None:
+    """Over both dims of a mesh each rank knows those of all, the odd one's too."""
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    groups, device = [mesh.get_group(dim) for dim in range(2)], torch.device("cpu")
+    with mock.patch.object(dist, "all_gather", side_effect=AssertionError):
+        assert all_gather_texts("alike", groups, device) == {"alike"}
+    mine = "é" * 70 if rank == 3 else "other"
+    assert all_gather_texts(mine, groups, device) == {"é" * 70, "other"}
+
+
+def test_texts_of_all_ranks_are_known_to_each(four: Ranks) -> None:
+    four.run(texts)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+def compiled_sync(sharded: bool) -> None:
+    models = [stack(2), stack(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    if sharded:
+        for model in models:
+            fully_shard(model)
+    compiled = torch.compile(sync_float8_amax_and_scale_history, backend="aot_eager")
+    for step in range(3):
+        for model, sync_it in zip(
+            models, (sync_float8_amax_and_scale_history, compiled), strict=True
+        ):
+            model(seeded(2 * step + dist.get_rank(), 4, 16)).sum().backward()
+            sync_it(model)
+        wanted, got = map(fp8_state, models)
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_compiled_sync_is_that_of_eager_mode(two: Ranks, sharded: bool) -> None:
+    two.run(compiled_sync, sharded)
 
 
 # ---------------------------------------------------------------- a group

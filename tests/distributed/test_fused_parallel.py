@@ -246,8 +246,8 @@ def test_all_blocks_of_a_model_share_one_compilation(
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_inductor_compiles_a_fused_block(either: Ranks, recipe: str) -> None:
     for sequence in (True, False):
-        either.run(blocks, recipe, sequence, "inductor", False, timeout=400)
-    either.run(blocks, recipe, True, "inductor", True, timeout=400)
+        either.run(blocks, recipe, sequence, "inductor", False)
+    either.run(blocks, recipe, True, "inductor", True)
 
 
 def trained(recipe: str, sequence: bool, microbatches: int, checkpointed: bool, fuse: bool) -> None:

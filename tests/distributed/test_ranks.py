@@ -25,7 +25,7 @@ def raise_on_rank_1() -> None:
 
 def hang_on_rank_0() -> None:
     if dist.get_rank() == 0:
-        time.sleep(60)
+        time.sleep(3600)
 
 
 def die_on_rank_1() -> None:
@@ -45,15 +45,15 @@ def test_the_first_error_is_shown_and_the_next_run_works() -> None:
     assert ranks.run(total) == [3.0, 3.0]
     with pytest.raises(RankError, match=r"rank 1 died|Connection closed by peer"):
         ranks.run(die_on_rank_1)
-    with pytest.raises(TimeoutError, match=r"ranks \[0\] did not return"):
+    with pytest.raises(TimeoutError, match=r"ranks \[0(, 1)?\] did not return"):
         ranks.run(hang_on_rank_0, timeout=2)
     ranks.stop()
 
 
 def test_how_each_rank_ends() -> None:
     ranks = Ranks(2)
-    assert ranks.endings(total, timeout=60) == ["returned", "returned"]
-    mine, other = ranks.endings(die_on_rank_1, timeout=60)
+    assert ranks.endings(total) == ["returned", "returned"]
+    mine, other = ranks.endings(die_on_rank_1)
     assert "Connection closed by peer" in mine or "Connection reset by peer" in mine
     assert other == "died"
     with pytest.raises(TimeoutError, match=r"rank 0 did not end"):

@@ -520,7 +520,7 @@ def test_a_block_equals_that_of_a_single_device(either: Ranks, kind: str) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_inductor_compiles_a_block(either: Ranks, recipe: str) -> None:
-    either.run(one_block, "float8", True, False, "inductor", recipe, timeout=400)
+    either.run(one_block, "float8", True, False, "inductor", recipe)
 
 
 REST = [pytest.param(recipe, marks=pytest.mark.exhaustive) for recipe in ("delayed", "rowwise")]

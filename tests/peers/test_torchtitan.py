@@ -87,7 +87,7 @@ def test_it_trains_under_fsdp2_and_tensor_parallel(
         wanted = step(model, optimizers, seed)
     wanted |= fp8_state(model)
     how = {"recipe_name": recipe, "enable_fsdp_float8_all_gather": True, "compiled": compiled}
-    for got in two.run(on_ranks, tp, steps, "partial_dtensor", how, timeout=300):
+    for got in two.run(on_ranks, tp, steps, "partial_dtensor", how):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
             same = torch.equal(got[name], value)

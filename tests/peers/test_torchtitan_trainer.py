@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from support.limits import HANGS
+
 pytest.importorskip("torchtitan")
 PROGRAM = Path(__file__).parents[1] / "support" / "titan_trainer.py"
 RANKS = {"FSDP2": (), "tensor parallel": ("--parallelism.tensor_parallel_degree", "2")}
@@ -63,7 +65,7 @@ def losses(assets: Path, out: Path, config: str, *flags: object, ranks: int = 1)
                 )
             )
     try:
-        codes = [process.wait(timeout=600) for process in processes]
+        codes = [process.wait(timeout=HANGS) for process in processes]
     finally:
         for process in processes:
             process.kill()

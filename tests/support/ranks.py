@@ -21,8 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TIMEOUT = {"cpu": 100.0, "cuda": 300.0}
-"""Seconds that one function may take, on a machine that does other things too; GPUs compile."""
+from support.limits import HANGS
 
 PRELOAD = [
     "pytest",
@@ -59,22 +58,19 @@ class Ranks:
         self, size: int, device_type: str = "cpu", collective_timeout: float | None = None
     ) -> None:
         self.size, self.device_type = size, device_type
-        self._collective_timeout = collective_timeout or 10 * TIMEOUT[device_type]
+        self._collective_timeout = collective_timeout or 10 * HANGS
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float | None = None
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = HANGS) -> list[Any]:
         """`function(*args)` on every rank at once; what they return, by rank.
 
         Args:
             function: at the top level of a module; each rank finds it there by name.
             args: picklable.
-            timeout: seconds; None: `TIMEOUT`.
+            timeout: seconds.
         """
-        timeout = timeout or TIMEOUT[self.device_type]
         self._send(function, args, timeout)
         try:
             return self._results(time.monotonic() + timeout)
@@ -82,7 +78,9 @@ class Ranks:
             self.stop()  # the others wait for the one that failed
             raise
 
-    def endings(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[str]:
+    def endings(
+        self, function: Callable[..., Any], *args: Any, timeout: float = HANGS
+    ) -> list[str]:
         """`function(*args)` on every rank; how each ends, by rank, none of them cut short.
 
         `returned`, `died`, or the traceback of what it raised; all processes are ended then.

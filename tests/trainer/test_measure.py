@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,20 @@ import torch
 from float8_lab import device
 from float8_lab.device import Clock, PeakMemory
 from float8_lab.trainer.environment import describe_environment, public_path
+from support.clock import stopped_clock
 
 CPU = torch.device("cpu")
 
 
-def test_timer_measures_steps_and_not_what_lies_between() -> None:
-    timer = Clock(CPU)
+def test_timer_measures_steps_and_not_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, timer = stopped_clock(monkeypatch), Clock(CPU)
     for _ in range(2):
         timer.mark()
-        time.sleep(0.02)
+        sleep(0.02)
         timer.mark()
-        time.sleep(0.1)
+        sleep(0.1)
     steps, between = timer.collect()[::2], timer.collect()
-    assert len(steps) == 2
-    assert all(0.02 <= value < 0.1 for value in steps)
+    assert steps == pytest.approx([0.02, 0.02])
     assert between == []
     assert timer.collect() == []
 
