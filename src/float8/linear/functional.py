@@ -20,8 +20,15 @@ from float8.formats import HIGH_PRECISION_DTYPES, sendable
 from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
+from float8.linear.held import HeldPart, product_with_held
 from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.weight import kept_weight, record_amax, weight_columns, weight_rows
+from float8.linear.weight import (
+    KeptWeight,
+    kept_weight,
+    record_amax,
+    weight_columns,
+    weight_rows,
+)
 from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize, recast
@@ -286,9 +293,14 @@ def gathered_rows(mine: Part, spec: CastSpec, tokens: Tokens, width: int) -> Par
     return Part(data, mine.scale if one else tokens.gather(mine.scale))
 
 
-def product(a: Part, b: Part, gemm: Gemm, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+def product(
+    a: Part, b: Part | HeldPart, gemm: Gemm, dtype: torch.dtype, rows: int, columns: int
+) -> Tensor:
     """Any of the three GEMMs: `a @ b.T` [rows, columns], without what padding added."""
-    x = matmul(a, b, gemm=gemm, out_dtype=dtype)
+    if isinstance(b, HeldPart):
+        x = product_with_held(a, b, gemm=gemm, out_dtype=dtype)
+    else:
+        x = matmul(a, b, gemm=gemm, out_dtype=dtype)
     if x.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
         return x[:rows, :columns].contiguous()
     # A compiler is not asked, since it would compile again for numbers that need no padding.
@@ -362,10 +374,10 @@ class _Linear(torch.autograd.Function):
             saved_input = input.clone() if torch.compiler.is_compiling() else input
 
         ready = ready if plan.share_weight else None
-        kept = kept_weight(weight, ready) if need_grad_input else None
-        if ready is not None and ready.col is not None:  # what is kept then
-            weight_scale = ready.col.scale
-        ctx.save_for_backward(saved_input, input_scale, kept, weight_scale)
+        kept = KeptWeight(None, None, None)
+        if need_grad_input:
+            kept = kept_weight(weight, ready, weight_scale)
+        ctx.save_for_backward(saved_input, input_scale, *kept)
         ctx.input_is_transposed = x_col is not None
         ctx.weight_is_transposed = ready is not None and ready.col is not None
         ctx.plan, ctx.scales, ctx.record, ctx.across = plan, scales, record, across
@@ -386,7 +398,8 @@ class _Linear(torch.autograd.Function):
         scales: DelayedScales = ctx.scales
         record: bool = ctx.record
         across: Across = ctx.across
-        saved_input, input_scale, kept, weight_scale = ctx.saved_tensors
+        saved_input, input_scale, *of_weight = ctx.saved_tensors
+        kept = KeptWeight(*of_weight)
         (N, K), dtype, M = ctx.shape, grad_output.dtype, grad_output.shape[0]
 
         gemm_for_input = plan.grad_input if ctx.need_grad_input else None
@@ -410,14 +423,14 @@ class _Linear(torch.autograd.Function):
         if gemm_for_input is not None:
             spec, state = plan.weight_for_grad_input, scales.weight_for_grad_input
             if plan.share_weight:
-                after = g.row.scale
-                w = weight_columns(kept, weight_scale, spec, ctx.weight_is_transposed, after)
+                is_transposed, after = ctx.weight_is_transposed, g.row.scale
+                w = weight_columns(kept, spec, scales.weight, is_transposed, after)
             else:
-                of_all = across.weight
-                w = quantize(kept, spec, col=True, state=state, record=record, reduce=of_all).col
+                of_all, weight = across.weight, kept.data
+                w = quantize(weight, spec, col=True, state=state, record=record, reduce=of_all).col
             dx = product(g.row, w, gemm_for_input, dtype, M, K)
         elif ctx.need_grad_input:
-            dx = grad_output @ kept.to(dtype)
+            dx = grad_output @ kept.data.to(dtype)
 
         dw: Tensor | None = None
         if gemm_for_weight is not None:
