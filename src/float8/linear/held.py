@@ -124,7 +124,8 @@ def can_hold(weight: Any) -> bool:
 def current(operand: Quantized, of: ToHold, local: Tensor) -> Quantized | None:
     """What is held, cast again if its weight was written; None if a recording must not keep it.
 
-    `local`: the weight, or this rank's part of it.
+    Compiled code gets what is held whatever its weight is now, with the scale of now: the GEMM is
+    for `product_with_held`. `local`: the weight, or this rank's part of it.
     """
     exporting = torch.compiler.is_exporting()
     if exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling()):
@@ -193,6 +194,7 @@ def product_with_held(a: Part, b: HeldPart, *, gemm: Gemm, out_dtype: torch.dtyp
     )  # fmt: skip
 
 
+@torch.no_grad()
 def held_matmul(
     a: Tensor,
     a_scale: Tensor,
@@ -259,6 +261,7 @@ def _with_current_scale(operand: Quantized, of: ToHold, local: Tensor) -> Quanti
     )
 
 
+@torch.no_grad()
 def held_scale(
     weight: Tensor,
     data: Tensor,
