@@ -107,7 +107,7 @@ def new_data(model: nn.Module) -> None:
 def step(model: nn.Module) -> None:
     """Of optimizers that nobody attached."""
     for foreach in (False, True):
-        torch.optim.SGD(model.parameters(), lr=0.05, foreach=foreach).step()
+        torch.optim.SGD(model.parameters(), lr=0.002, foreach=foreach).step()
 
 
 WRITES = [load, step, initialise, copy, new_data, sync_float8_amax_and_scale_history]
@@ -123,7 +123,7 @@ def results(model: str, config: Float8LinearConfig, device: str, **how) -> list[
     module = convert_to_float8_training(
         MODELS[model]().to(device), config=config, module_filter_fn=all_linears
     )
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.002)
     attach_to_optimizer(module, optimizer)
     if how:
         module.compile(fullgraph=True, **how)
