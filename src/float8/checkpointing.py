@@ -5,6 +5,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from float8.gemm import GEMM_OPS
+from float8.linear.held import HELD_GEMM
 
 
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -30,4 +31,5 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     Returns:
         `MUST_SAVE` for float8 GEMMs, else `PREFER_RECOMPUTE`.
     """
-    return CheckpointPolicy.MUST_SAVE if op in GEMM_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    ours = op in GEMM_OPS or op is HELD_GEMM
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE

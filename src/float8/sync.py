@@ -145,10 +145,10 @@ def update_float8_weights(model: nn.Module) -> None:
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so after each step. Before the
     first call, and in evaluation, weights are cast on the fly. A weight that changes between two
-    calls is cast again where it is used, eager or compiled, if its version counter tells: it counts
-    what loading and ops write, optimizers' too. It does not count what fused optimizers write, nor
-    writes into `weight.data` or through a raw pointer: after those this must be called. `.to()` and
-    a new Parameter end what is held.
+    calls is cast again where it is used, in compiled code at each use, if its version counter
+    tells: it counts what loading and ops write, optimizers' too. It does not count what fused
+    optimizers write, nor writes into `weight.data` or through a raw pointer: after those this must
+    be called. `.to()` and a new Parameter end what is held.
 
     Under tensor parallel each rank holds its part of a weight, under the scale of the whole. All
     ranks must call this, and write weights alike, else they wait for each other. Not counted are

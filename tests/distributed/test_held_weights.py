@@ -297,8 +297,8 @@ def tensor_parallel(recipe: str, how: str, compiled: bool = False) -> None:
     assert got.keys() == wanted.keys()
     for name, expected in wanted.items():
         assert same_bits(got[name], expected), name
-    # When attached, at the first use, after each step, and after the writes.
-    assert [*casts.values()] == [7] * 7
+    # When attached and after each step; in eager mode at the first use, and after the writes.
+    assert [*casts.values()] == [5 if compiled else 7] * 7
     if recipe == "tensorwise" and not compiled:
         # In each microbatch one for what is prepared or fused together, else one per weight.
         of_weights = 2 * {"prepared": 2, "fused": 3, "layer by layer": 7}[how]

@@ -292,6 +292,15 @@ def test_a_recorded_graph_casts_for_itself() -> None:
     assert same_bits(graph(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_torch_jit_trace_records_casts() -> None:
+    model, x = held_model(), seeded(0, *SHAPE)
+    with torch.no_grad():  # with gradients a Python function is recorded
+        traced = torch.jit.trace(model, (x,))
+        by_hand(model)
+        assert same_bits(traced(x), model(x))
+
+
 def test_copies_and_checkpoints_carry_nothing() -> None:
     model = held_model(delayed())
     names, size = list(model.state_dict()), len(pickle.dumps(model_of(with_weights(delayed()))))
@@ -342,7 +351,7 @@ def test_eager_code_keeps_the_old_bytes_for_its_backward(config) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_code_casts_in_place_and_says_so_to_an_older_graph(backend: str) -> None:
+def test_compiled_code_casts_on_the_fly_and_an_older_graph_is_told(backend: str) -> None:
     torch._dynamo.reset()
     model, plain = held_model(), model_of()
     call = torch.compile(model, backend=backend, fullgraph=True)
@@ -351,7 +360,7 @@ def test_compiled_code_casts_in_place_and_says_so_to_an_older_graph(backend: str
         by_hand(model)
         by_hand(plain)
         outputs = [call(seeded(1, *SHAPE)) for _ in range(2)]
-        assert casts == {layer.weight.data_ptr(): 1 for layer in layers_of(model)}
+        assert not casts
     for output in outputs:
         assert same_bits(output, plain(seeded(1, *SHAPE)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -1,6 +1,10 @@
+import itertools
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +15,9 @@ from float8 import kernels
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast import cast_reference
 from float8.kernels.runtime import ops
+from float8.linear import held as held_module
+from float8.linear.held import ToHold, hold
+from float8.quantize.spec import CastSpec, Quantized
 from kernels.float8_codes import FORMATS, same_bytes
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -18,98 +25,144 @@ devices = pytest.mark.parametrize("device", CPU_AND_GPU)
 E4M3 = torch.float8_e4m3fn
 
 
+def tensors(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(17, 33, device=device)
+    return x, torch.tensor(0.1, device=device), torch.tensor(0.0, device=device)
+
+
+Args = Iterator[tuple[Any, ...]]
+
+
+def of_amax(device: str) -> Args:
+    yield from ((torch.randn(shape, device=device),) for shape in ((3, 4), (17,), ()))
+
+
+def of_cast(device: str) -> Args:
+    x, scale, _ = tensors(device)
+    layouts = (True, True, True), (True, False, False), (False, True, False)
+    for dtype, flags in itertools.product(FORMATS, layouts):
+        yield x, scale, dtype, *flags
+        yield x.t(), scale, dtype, *flags
+
+
+def of_cast_delayed(device: str) -> Args:
+    yield *tensors(device), E4M3, True, False, False, False, True
+
+
+def of_finer_casts(device: str) -> Iterator[tuple[Tensor, bool, bool, bool]]:
+    x = torch.randn(17, 260, device=device)
+    layouts = (True, True), (True, False), (False, True)
+    for row_and_col, flag in itertools.product(layouts, (False, True)):
+        yield x, *row_and_col, flag
+        yield x.t(), *row_and_col, flag
+
+
+def of_rms_norm_cast(device: str) -> Args:
+    x, *state = tensors(device)
+    yield x, x[0].clone(), 1e-5, E4M3, None, None, False, False
+    yield x, x[0].clone(), 1e-5, E4M3, *state, False, True
+
+
+def of_rms_norm_backward(device: str) -> Args:
+    x, rstd = torch.randn(17, 33, device=device), torch.rand(17, device=device)
+    yield [x + 1, x * 2], x, x[0].clone(), rstd, None
+    yield [x + 1, x * 2], x, x[0].clone(), rstd, x - 1
+    square = torch.randn(16, 16, device=device).t()
+    yield [square, square], square, x[0, :16].clone(), rstd[:16], None
+
+
+def of_rms_norm_recast(device: str) -> Args:
+    x, scale, _ = tensors(device)
+    yield x, x[0].clone(), torch.rand(17, device=device), scale, E4M3
+
+
+def of_swiglu_cast(device: str) -> Args:
+    x, *state = tensors(device)
+    yield x, x + 1, E4M3, None, None, False, False
+    yield x, x + 1, E4M3, *state, False, True
+
+
+def of_swiglu_backward_cast(device: str) -> Args:
+    x, *state = tensors(device)
+    other = [tensor.clone() for tensor in state]
+    factors = x, x + 1, x - 1, torch.ones_like(state[0]), E4M3, FORMATS[1]
+    yield *factors, None, None, None, None, False, False
+    yield *factors, *state, *other, False, True
+
+
+def of_transpose(device: str) -> Args:
+    # uint8, because opcheck cannot compare results in float8.
+    data = torch.randint(0, 256, (17, 33), dtype=torch.uint8, device=device)
+    yield (data,)
+    yield data, torch.ones((), device=device)
+
+
+def held(device: str, delayed: bool) -> tuple[ToHold, Quantized]:
+    weight = torch.randn(32, 48, device=device)
+    of = ToHold(weight, CastSpec(E4M3), torch.tensor(0.1, device=device) if delayed else None, None)
+    return of, hold(of)
+
+
+def of_held_matmul(device: str) -> Args:
+    for current, delayed, is_transposed in itertools.product((False, True), repeat=3):
+        of, (row, col, _) = held(device, delayed)
+        part = col if is_transposed else row
+        a = torch.randn(16, part.data.shape[1], device=device).to(E4M3)
+        with mock.patch.object(held_module, "_is_current", return_value=current):
+            yield (
+                a, torch.ones_like(part.scale), *part, of.weight, of.scale, is_transposed, False,
+                "tensorwise", "tensorwise", False, False, torch.bfloat16,
+            )  # fmt: skip
+
+
+def of_held_scale(device: str) -> Args:
+    for current, delayed in itertools.product((False, True), repeat=2):
+        of, (row, _, amax) = held(device, delayed)
+        small = [row.scale] if amax is None else [row.scale, amax]
+        with mock.patch.object(held_module, "_is_current", return_value=current):
+            yield of.weight, row.data, small, of.scale, None, False
+
+
+ARGUMENTS: dict[str, Callable[[str], Args]] = {
+    "amax": of_amax,
+    "cast": of_cast,
+    "cast_axiswise": lambda device: (
+        (x, E4M3, row, col, pad_rows, False) for x, row, col, pad_rows in of_finer_casts(device)
+    ),
+    "cast_blockwise": lambda device: (
+        (x, E4M3, square, row, col, True) for x, row, col, square in of_finer_casts(device)
+    ),
+    "cast_delayed": of_cast_delayed,
+    "cast_dynamic": lambda device: iter([(tensors(device)[0], E4M3, True, False, False, False)]),
+    "held_matmul": of_held_matmul,
+    "held_scale": of_held_scale,
+    "rms_norm_backward": of_rms_norm_backward,
+    "rms_norm_cast": of_rms_norm_cast,
+    "rms_norm_recast": of_rms_norm_recast,
+    "swiglu_backward_cast": of_swiglu_backward_cast,
+    "swiglu_cast": of_swiglu_cast,
+    "transpose": of_transpose,
+}
+EVERY_OP = pytest.mark.parametrize("name", sorted(vars(ops.cpu)))
+
+
 @devices
-class TestOpcheck:
+@EVERY_OP
+def test_opcheck(device: str, name: str) -> None:
     """torch's own checks: schema, fake implementation, dynamic shapes under AOTAutograd."""
-
-    @pytest.mark.parametrize("shape", [(3, 4), (17,), ()], ids=str)
-    def test_amax(self, device: str, shape: tuple[int, ...]) -> None:
-        torch.library.opcheck(torch.ops.float8.amax.default, (torch.randn(shape, device=device),))
-
-    @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-    @pytest.mark.parametrize(
-        "flags", [(True, True, True), (True, False, False), (False, True, False)]
-    )
-    @pytest.mark.parametrize("transposed", [False, True])
-    def test_cast(
-        self, device: str, dtype: torch.dtype, flags: tuple[bool, bool, bool], transposed: bool
-    ) -> None:
-        x = torch.randn(17, 33, device=device)
-        x = x.t() if transposed else x
-        scale = torch.tensor(0.1, device=device)
-        torch.library.opcheck(torch.ops.float8.cast.default, (x, scale, dtype, *flags))
-
-    @pytest.mark.parametrize("name", ["cast_dynamic", "cast_delayed"])
-    def test_casts_that_choose_their_scale(self, device: str, name: str) -> None:
-        x, scale, amax = self.tensors(device)
-        args = (E4M3, True, False, False, False)
-        if name == "cast_delayed":
-            args = (scale, amax, *args, True)
-        torch.library.opcheck(getattr(torch.ops.float8, name).default, (x, *args))
-
-    @pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)], ids=str)
-    @pytest.mark.parametrize("transposed", [False, True])
-    @pytest.mark.parametrize("flag", [False, True])  # of axiswise: pad_rows; of blockwise: square
-    def test_casts_with_finer_scales(
-        self, device: str, layouts: tuple[bool, bool], transposed: bool, flag: bool
-    ) -> None:
-        x = torch.randn(17, 260, device=device)
-        x = x.t() if transposed else x
-        axiswise = (x, E4M3, *layouts, flag, False)
-        torch.library.opcheck(torch.ops.float8.cast_axiswise.default, axiswise)
-        blockwise = (x, E4M3, flag, *layouts, True)
-        torch.library.opcheck(torch.ops.float8.cast_blockwise.default, blockwise)
-
-    @pytest.mark.parametrize("known", [False, True])
-    def test_fused(self, device: str, known: bool) -> None:
-        x, scale, amax = self.tensors(device)
-        state = (scale, amax) if known else (None, None)
-        other = (scale.clone(), amax.clone()) if known else (None, None)
-        ops, flags = torch.ops.float8, (False, known)
-        torch.library.opcheck(ops.swiglu_cast.default, (x, x + 1, E4M3, *state, *flags))
-        norm = (x, x[0].clone(), 1e-5, E4M3, *state, *flags)
-        torch.library.opcheck(ops.rms_norm_cast.default, norm)
-        rstd = torch.rand(17, device=device)
-        torch.library.opcheck(ops.rms_norm_recast.default, (x, x[0].clone(), rstd, scale, E4M3))
-        residual = x - 1 if known else None
-        backward = ([x + 1, x * 2], x, x[0].clone(), rstd, residual)
-        torch.library.opcheck(ops.rms_norm_backward.default, backward)
-        square = torch.randn(16, 16, device=device).t()
-        backward = ([square, square], square, x[0, :16].clone(), rstd[:16], None)
-        torch.library.opcheck(ops.rms_norm_backward.default, backward)
-        backward = (x, x + 1, x - 1, torch.ones_like(scale), E4M3, FORMATS[1], *state, *other)
-        torch.library.opcheck(ops.swiglu_backward_cast.default, (*backward, *flags))
-
-    @staticmethod
-    def tensors(device: str) -> tuple[Tensor, Tensor, Tensor]:
-        x = torch.randn(17, 33, device=device)
-        return x, torch.tensor(0.1, device=device), torch.tensor(0.0, device=device)
-
-    def test_transpose(self, device: str) -> None:
-        # uint8, because opcheck itself cannot compare float8.
-        data = torch.randint(0, 256, (17, 33), dtype=torch.uint8, device=device)
-        torch.library.opcheck(torch.ops.float8.transpose.default, (data,))
-        after = torch.ones((), device=device)
-        torch.library.opcheck(torch.ops.float8.transpose.default, (data, after))
+    with mock.patch("torch.allclose", allclose):
+        for args in ARGUMENTS[name](device):
+            torch.library.opcheck(getattr(torch.ops.float8, name).default, args)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "amax",
-        "cast",
-        "cast_axiswise",
-        "cast_blockwise",
-        "cast_delayed",
-        "cast_dynamic",
-        "rms_norm_backward",
-        "rms_norm_cast",
-        "rms_norm_recast",
-        "swiglu_backward_cast",
-        "swiglu_cast",
-        "transpose",
-    ],
-)
+def allclose(a: Tensor, b: Tensor, *, of_torch=torch.allclose, **how: Any) -> bool:
+    """torch's, which cannot compare float8."""
+    if a.dtype in FORMATS:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return of_torch(a, b, **how)
+
+
+@EVERY_OP
 def test_ops_are_compliant_with_the_compiler(name: str) -> None:
     assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.float8, name).default.tags
 

@@ -26,7 +26,7 @@ from float8.fused.layers import (
 from float8.fused.reasons import fusable, is_parallel
 from float8.linear import Float8Linear
 from float8.linear.functional import cast_tokens
-from float8.linear.weight import kept_weight
+from float8.linear.weight import KeptWeight
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, quantize
 from float8.tensor.float8_tensor import Columns
@@ -112,8 +112,8 @@ class _FeedForward(torch.autograd.Function):
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, x.dtype
         x8, kept = input_operand(x, norm_weight, call, (gate, up))
-        gate_out, gate_scale = gate.output(x8, w_gate, dtype, record)
-        up_out, up_scale = up.output(x8, w_up, dtype, record)
+        gate_out, kept_gate = gate.output(x8, w_gate, dtype, record)
+        up_out, kept_up = up.output(x8, w_up, dtype, record)
         factors = gate_out, up_out
         product8 = kernels.swiglu_cast(*factors, plan.input, down.scales.input, record=record)
         if down.across.input is not None:
@@ -121,18 +121,18 @@ class _FeedForward(torch.autograd.Function):
             del product8
             whole = scale_of_all(mine, down.across.input)
             product8 = kernels.swiglu_cast(*factors, plan.input, whole)
-        y, down_scale = down.output(product8, w_down, dtype, record)
+        y, kept_down = down.output(product8, w_down, dtype, record)
         if down.across.output is not None:
             y = down.across.output.scatter(y)
         if call.residual:
             y = x + y
 
-        weights = zip((w_gate, w_up, w_down), call.layers, strict=True)
         saved = (
             *kept,
             *(gate_out, up_out, product8.scale),
-            *(kept_weight(weight, layer.ready) for weight, layer in weights),
-            *(gate_scale, up_scale, down_scale),
+            *kept_gate,
+            *kept_up,
+            *kept_down,
         )
         return y, saved, shared_columns(x, kept.rows)
 
@@ -151,7 +151,8 @@ class _FeedForward(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
         kept = Kept(*saved[:6])
         gate_out, up_out, product_scale = saved[6:9]
-        w_gate, w_up, w_down, gate_scale, up_scale, down_scale = saved[9:]
+        w_gate, w_up = KeptWeight(*saved[9:12]), KeptWeight(*saved[12:15])
+        w_down = KeptWeight(*saved[15:])
         del saved
         gate, up, down = call.layers
         plan, record, dtype = gate.plan, call.record, grad_output.dtype
@@ -162,7 +163,7 @@ class _FeedForward(torch.autograd.Function):
             grad_output, spec, tokens, row=True, col=False, state=state, record=record,
             reduce=down.across.grad_output,
         ).row  # fmt: skip
-        grad_product = down.grad_input(g_row, w_down, down_scale, dtype)
+        grad_product = down.grad_input(g_row, w_down, dtype)
         tensors = grad_product, gate_out, up_out, product_scale, plan.input.dtype, spec
         states = gate.scales.grad_output, up.scales.grad_output
         product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states, record=record)
@@ -191,8 +192,8 @@ class _FeedForward(torch.autograd.Function):
         if gate.need_grad_weight or up.need_grad_weight:
             x_part = input_columns(kept, plan.input, ctx.columns)
         if call.need_grad_x:
-            of_gate = gate.grad_input(gate8, w_gate, gate_scale, dtype)
-            of_up = up.grad_input(up8, w_up, up_scale, dtype)
+            of_gate = gate.grad_input(gate8, w_gate, dtype)
+            of_up = up.grad_input(up8, w_up, dtype)
         if gate.need_grad_weight:
             grad_gate = gate.grad_weight(columns(gate8, gate.plan.grad_output), x_part)
         del gate8

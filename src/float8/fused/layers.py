@@ -29,7 +29,7 @@ from float8.linear.sharded import (
     tokens_along,
     weight_scales,
 )
-from float8.linear.weight import weight_columns, weight_rows
+from float8.linear.weight import KeptWeight, kept_weight, weight_columns, weight_rows
 from float8.quantize.history import DelayedScale
 from float8.quantize.spec import Part, Quantized
 from float8.tensor import Float8Tensor, dtensor_like, is_dtensor, local_tensor
@@ -55,19 +55,19 @@ class FusedLayer(NamedTuple):
 
     def output(
         self, x: Part, weight: Tensor, dtype: torch.dtype, record: bool
-    ) -> tuple[Tensor, Tensor]:
-        """`x @ weight.T` [M, out_features], and the weight's scale."""
+    ) -> tuple[Tensor, KeptWeight]:
+        """`x @ weight.T` [M, out_features], and what is kept of the weight."""
         plan = self.plan
         assert plan.output is not None  # else the layers are not fused
         w = weight_rows(weight, self.ready, plan.weight, self.scales.weight, record, self.across)
         y = product(x, w, plan.output, dtype, x.data.shape[0], self.out_features)
-        return y, w.scale
+        return y, kept_weight(weight, self.ready, w.scale)
 
-    def grad_input(self, g: Part, kept: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def grad_input(self, g: Part, kept: KeptWeight, dtype: torch.dtype) -> Tensor:
         """`g @ weight` [M, in_features]."""
         plan = self.plan
         assert plan.grad_input is not None
-        w = weight_columns(kept, scale, plan.weight, self.kept_transposed, g.scale)
+        w = weight_columns(kept, plan.weight, self.scales.weight, self.kept_transposed, g.scale)
         return product(g, w, plan.grad_input, dtype, g.data.shape[0], self.in_features)
 
     def grad_weight(self, g: Part, x: Part) -> Tensor:

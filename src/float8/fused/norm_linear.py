@@ -10,7 +10,7 @@ from float8.autograd import computed_before, once_differentiable, own
 from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.layers import Call, like_input, returned, take_apart
 from float8.fused.reasons import fusable
-from float8.linear.weight import kept_weight
+from float8.linear.weight import KeptWeight
 from float8.quantize.quantize import quantize
 
 
@@ -67,13 +67,13 @@ class _NormLinear(torch.autograd.Function):
         x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         x8, kept_x = input_operand(x, norm_weight, call, call.layers)
-        outputs, scales, kept = [], [], []
+        outputs: list[Tensor] = []
+        kept: list[Tensor | None] = []
         for layer, weight in zip(call.layers, weights, strict=True):
-            y, scale = layer.output(x8, weight, x.dtype, call.record)
+            y, of_weight = layer.output(x8, weight, x.dtype, call.record)
             outputs.append(y)
-            scales.append(scale)
-            kept.append(kept_weight(weight, layer.ready))
-        return outputs, (*kept_x, *kept, *scales)
+            kept.extend(of_weight)
+        return outputs, (*kept_x, *kept)
 
     @staticmethod
     def forward(
@@ -95,13 +95,14 @@ class _NormLinear(torch.autograd.Function):
         call: Call = ctx.call
         saved = ctx.saved_tensors
         kept_x, rest, n = Kept(*saved[:6]), saved[6:], len(call.layers)
-        of_layers = tuple(zip(call.layers, rest[:n], rest[n:], grad_outputs[:n], strict=True))
+        weights = (KeptWeight(*rest[at : at + 3]) for at in range(0, 3 * n, 3))
+        of_layers = tuple(zip(call.layers, weights, grad_outputs[:n], strict=True))
         x_col = None
-        if any(layer.need_grad_weight and grad is not None for layer, _, _, grad in of_layers):
+        if any(layer.need_grad_weight and grad is not None for layer, _, grad in of_layers):
             x_col = input_columns(kept_x, call.layers[0].plan.input, None)
         grads_x: list[Tensor] = []
         grad_weights: list[Tensor | None] = [None] * n
-        for i, (layer, weight, scale, grad) in enumerate(of_layers):
+        for i, (layer, weight, grad) in enumerate(of_layers):
             need = layer.need_grad_weight
             if grad is None or not (call.need_grad_x or need):
                 continue
@@ -111,7 +112,7 @@ class _NormLinear(torch.autograd.Function):
                 reduce=layer.across.grad_output,
             )  # fmt: skip
             if call.need_grad_x:
-                grads_x.append(layer.grad_input(g8.row, weight, scale, grad.dtype))
+                grads_x.append(layer.grad_input(g8.row, weight, grad.dtype))
             if need and x_col is not None:
                 grad_weights[i] = layer.grad_weight(g8.col, x_col)
         grad_x = grad_norm = None

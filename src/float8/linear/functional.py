@@ -22,8 +22,15 @@ from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
 from float8.linear.across import HERE, Across, Reduction, Tokens
+from float8.linear.held import HeldPart, product_with_held
 from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.weight import kept_weight, record_amax, weight_columns, weight_rows
+from float8.linear.weight import (
+    KeptWeight,
+    kept_weight,
+    record_amax,
+    weight_columns,
+    weight_rows,
+)
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize, recast
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -282,9 +289,14 @@ def gathered_rows(mine: Part, spec: CastSpec, tokens: Tokens, width: int) -> Par
     return Part(data, mine.scale if one else tokens.gather(mine.scale))
 
 
-def product(a: Part, b: Part, gemm: Gemm, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+def product(
+    a: Part, b: Part | HeldPart, gemm: Gemm, dtype: torch.dtype, rows: int, columns: int
+) -> Tensor:
     """Any of the three GEMMs: `a @ b.T` [rows, columns], without what padding added."""
-    x = matmul(a, b, gemm=gemm, out_dtype=dtype)
+    if isinstance(b, HeldPart):
+        x = product_with_held(a, b, gemm=gemm, out_dtype=dtype)
+    else:
+        x = matmul(a, b, gemm=gemm, out_dtype=dtype)
     if x.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
         return x[:rows, :columns].contiguous()
     # A compiler is not asked, since it would compile again for numbers that need no padding.
@@ -311,15 +323,12 @@ class Call(NamedTuple):
 class Saved(NamedTuple):
     """What backward reads of forward."""
 
-    input: Tensor | None = None
-    """[M, K] in high precision or as row data, or column data [K, M]; None: no grad_weight."""
-    input_scale: Tensor | None = None
-    weight: Tensor | None = None
-    """[N, K] in high precision or as row data, or column data [K, N]; None: no grad_input."""
-    weight_scale: Tensor | None = None
-    input_is_transposed: bool = False
-    weight_is_transposed: bool = False
-    columns_of: Any = None
+    tensors: tuple[Tensor | None, ...]
+    """The input [M, K] in high precision or as row data, or its column data [K, M], None if there
+    is no grad_weight; its scale; and a `KeptWeight`."""
+    input_is_transposed: bool
+    weight_is_transposed: bool
+    columns_of: Any
     """The `Columns` that all layers share which read one `Float8Tensor`; eager mode only."""
 
 
@@ -375,14 +384,15 @@ class _Linear(torch.autograd.Function):
             saved_input = input.clone() if torch.compiler.is_compiling() else input
 
         ready = ready if plan.share_weight else None
-        kept = kept_weight(weight, ready) if call.need_grad_input else None
-        kept_transposed = ready is not None and ready.col is not None
-        if ready is not None and ready.col is not None:  # what is kept then
-            weight_scale = ready.col.scale
+        kept = KeptWeight(None, None, None)
+        if call.need_grad_input:
+            kept = kept_weight(weight, ready, weight_scale)
         saved = Saved(
-            saved_input, input_scale, kept, weight_scale,
-            x_col is not None, kept_transposed, columns_of,
-        )  # fmt: skip
+            (saved_input, input_scale, *kept),
+            input_is_transposed=x_col is not None,
+            weight_is_transposed=ready is not None and ready.col is not None,
+            columns_of=columns_of,
+        )
         return y if across.output is None else across.output.scatter(y), saved
 
     @staticmethod
@@ -399,8 +409,8 @@ class _Linear(torch.autograd.Function):
             y, saved = _Linear.compute(input, weight, ready, call)
         else:
             y, saved = own(computed[0]), computed[1]
-        ctx.save_for_backward(*saved[:4])
-        ctx.call, ctx.how_saved = call, saved[4:]
+        ctx.save_for_backward(*saved.tensors)
+        ctx.call, ctx.how_saved = call, saved[1:]
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
         return y
 
@@ -415,8 +425,9 @@ class _Linear(torch.autograd.Function):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: Call = ctx.call
         plan, scales, across, record = call.plan, call.scales, call.across, call.record
-        saved_input, input_scale, kept, weight_scale = ctx.saved_tensors
         input_is_transposed, weight_is_transposed, columns_of = ctx.how_saved
+        saved_input, input_scale, *of_weight = ctx.saved_tensors
+        kept = KeptWeight(*of_weight)
         (N, K), dtype, M = ctx.shape, grad_output.dtype, grad_output.shape[0]
 
         gemm_for_input = plan.grad_input if call.need_grad_input else None
@@ -440,14 +451,14 @@ class _Linear(torch.autograd.Function):
         if gemm_for_input is not None:
             spec, state = plan.weight_for_grad_input, scales.weight_for_grad_input
             if plan.share_weight:
-                after = g.row.scale
-                w = weight_columns(kept, weight_scale, spec, weight_is_transposed, after)
+                of, after = scales.weight, g.row.scale
+                w = weight_columns(kept, spec, of, weight_is_transposed, after)
             else:
-                of_all = across.weight
-                w = quantize(kept, spec, col=True, state=state, record=record, reduce=of_all).col
+                of_all, weight = across.weight, kept.data
+                w = quantize(weight, spec, col=True, state=state, record=record, reduce=of_all).col
             dx = product(g.row, w, gemm_for_input, dtype, M, K)
         elif call.need_grad_input:
-            dx = grad_output @ kept.to(dtype)
+            dx = grad_output @ kept.data.to(dtype)
 
         dw: Tensor | None = None
         if gemm_for_weight is not None:

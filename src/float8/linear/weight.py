@@ -6,6 +6,7 @@ held one), of which the transposed copy is an exact transpose of bytes.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.across import Across
+from float8.linear.held import HeldPart
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, padded, quantize
 from float8.quantize.spec import CastSpec, Part, Quantized
@@ -26,7 +28,7 @@ def weight_rows(
     state: DelayedScale | None,
     record: bool,
     across: Across,
-) -> Part:
+) -> Part | HeldPart:
     """Row data of `weight` [N, K] for the output GEMM: those that are `ready`, or cast now."""
     if ready is None:
         return quantize(
@@ -35,7 +37,16 @@ def weight_rows(
         ).row  # fmt: skip
     if record:
         record_amax(state, ready.amax)
+    if _compares(ready):
+        of = None if state is None else state.scale
+        data, scale = ready.row
+        return HeldPart(data, scale, weight.detach(), of, spec, is_transposed=False)
     return padded(ready.row, spec)
+
+
+def _compares(ready: Quantized) -> bool:
+    """Whether it is for the GEMMs to see if `ready` is current: in compiled code, if it is held."""
+    return ready.col is not None and torch.compiler.is_compiling()
 
 
 def in_float8_only(weight: Tensor, spec: CastSpec) -> Float8Tensor:
@@ -75,29 +86,56 @@ def record_amax(state: DelayedScale | None, amax: Tensor | None) -> None:
         state.amax.copy_(torch.maximum(state.amax, amax))
 
 
-def kept_weight(weight: Tensor, ready: Quantized | None) -> Tensor:
-    """What forward saves for `weight_columns`: nothing that it would have to make."""
+class KeptWeight(NamedTuple):
+    """What forward saves of a weight, for `weight_columns`."""
+
+    data: Tensor | Any
+    """The weight itself, or its float8 data; None: backward has no use for it."""
+
+    beside: Tensor | None
+    """The weight beside its held data, where the GEMMs of compiled code compare the two. As ever
+    autograd tells then if it is written before backward."""
+
+    scale: Tensor | Any
+    """Of the float8 data, or of those that forward used; None: it used none."""
+
+
+def kept_weight(weight: Tensor, ready: Quantized | None, scale: Tensor | None) -> KeptWeight:
+    """Choose what forward saves: nothing that it would have to make.
+
+    `scale`: of the row data that forward used.
+    """
     if ready is None:
-        return weight
-    return (ready.row if ready.col is None else ready.col).data
+        return KeptWeight(weight, None, scale)
+    if ready.col is None:
+        return KeptWeight(ready.row.data, None, scale)
+    return KeptWeight(ready.col.data, weight if _compares(ready) else None, ready.col.scale)
 
 
 def weight_columns(
-    kept: Tensor, scale: Tensor, spec: CastSpec, is_transposed: bool, after: Tensor
-) -> Part:
+    kept: KeptWeight,
+    spec: CastSpec,
+    state: DelayedScale | None,
+    is_transposed: bool,
+    after: Tensor,
+) -> Part | HeldPart:
     """Column data of the weight, [K, N], for the GEMM grad_input.
 
     Args:
         kept: by `kept_weight`.
-        scale: of the row data that forward used.
         spec: of the weight's cast.
-        is_transposed: whether `kept` is column data.
+        state: of the weight's cast.
+        is_transposed: whether the kept data are column data.
         after: made of a gradient. A compiler that saw no need for one would transpose in forward
             and keep the result until backward, under FSDP that of every whole weight.
     """
+    data, beside, scale = kept
+    if beside is not None:
+        of = None if state is None else state.scale
+        return HeldPart(data, scale, beside.detach(), of, spec, is_transposed=True)
     if is_transposed:
-        return Part(kept, scale)
-    if kept.dtype in FLOAT8_MAX:
-        return columns(Part(kept, scale), spec, after)
+        return Part(data, scale)
+    if data.dtype in FLOAT8_MAX:
+        return columns(Part(data, scale), spec, after)
     known = scale if spec.granularity is ScalingGranularity.TENSORWISE else None
-    return quantize(kept, spec, col=True, scale=known, after=after).col
+    return quantize(data, spec, col=True, scale=known, after=after).col

@@ -75,13 +75,7 @@ def quantize(
         )
     else:
         if scale is None:
-            amax = kernels.amax(x)
-            if state is not None and record:
-                state.amax.copy_(torch.maximum(state.amax, amax))
-            amax = amax if reduce is None else reduce(amax)
-            scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
-            if state is not None:
-                scale = torch.where(state.scale == UNKNOWN_SCALE, scale, state.scale)
+            scale = scale_of(x, spec, state, record=record, reduce=reduce)
         row_data, col_data = kernels.cast(
             x, scale, spec.dtype, row=row, col=col, pad_rows=pad_rows, after=after
         )
@@ -89,6 +83,25 @@ def quantize(
         None if row_data is None else Part(row_data, scale),
         None if col_data is None else Part(col_data, scale),
     )
+
+
+def scale_of(
+    x: Tensor,
+    spec: CastSpec,
+    state: DelayedScale | None,
+    *,
+    record: bool,
+    reduce: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Choose the one scale of `x` and cast nothing; arguments are those of `quantize`."""
+    amax = kernels.amax(x)
+    if state is not None and record:
+        state.amax.copy_(torch.maximum(state.amax, amax))
+    amax = amax if reduce is None else reduce(amax)
+    scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
+    if state is None:
+        return scale
+    return torch.where(state.scale == UNKNOWN_SCALE, scale, state.scale)
 
 
 def _finer(

@@ -1,0 +1,280 @@
+"""Compiled held weights are never read as they were, in whatever order a compiler runs ops."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import tolerances
+from float8 import (
+    Float8LinearConfig,
+    all_linears,
+    attach_to_optimizer,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+    update_float8_weights,
+)
+from float8.formats import FLOAT8_MAX
+from float8.linear import held as held_module
+from float8_lab.models.llama import Block as LlamaBlock
+from float8_lab.models.llama import rope_table
+from float8_lab.models.presets import ModelConfig
+from sqnr import same_bits, sqnr
+from support.configs import delayed, of_recipe
+from support.devices import on_devices
+from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
+from support.models import Block, FeedForward, forward_backward, seeded
+from support.spies import saved_tensors
+from support.training import Wrapped
+
+# ---------------------------------------------------------------- models
+
+
+class Parallel(nn.Module):
+    """Linear layers that read one input: q/k/v, or more."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+
+class Attention(nn.Module):
+    """A whole block of the reference model, which calls the fused functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = LlamaBlock(
+            ModelConfig(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=96)
+        )
+        for name, table in zip("cs", rope_table(32, 32, 1e4), strict=True):
+            self.register_buffer(name, table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x.unsqueeze(0), self.c, self.s).squeeze(0)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Parallel(1),
+    "feed-forward": lambda: FeedForward(64, 192),
+    "q/k/v": lambda: Parallel(3),
+    "six parallel": lambda: Parallel(6),
+    "block": lambda: Block(64, 192),
+    "checkpointed": lambda: Wrapped(FeedForward(64, 192), "checkpoint"),
+    "fused block": Attention,
+}
+CONFIGS = {
+    "tensorwise": of_recipe("tensorwise"),
+    # Weights that change between microbatches look like a step without a sync.
+    "delayed": delayed(enable_pre_and_post_forward=False),
+    "rowwise": of_recipe("rowwise"),
+    "blockwise": of_recipe("blockwise"),
+    # Whose GEMMs compilers see into.
+    "emulated": of_recipe("tensorwise", emulate=True),
+}
+
+
+# ---------------------------------------------------------------- writes
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: 1.5 * x for name, x in model.state_dict().items()})
+
+
+def initialise(model: nn.Module) -> None:
+    torch.manual_seed(1)
+    for layer in layers_of(model):
+        nn.init.normal_(layer.weight, std=0.2)
+
+
+@torch.no_grad()
+def copy(model: nn.Module) -> None:
+    for layer in layers_of(model):
+        layer.weight.copy_(-layer.weight)
+
+
+def new_data(model: nn.Module) -> None:
+    for layer in layers_of(model):
+        layer.weight.data = 0.5 * layer.weight.detach()
+
+
+def step(model: nn.Module) -> None:
+    """Of optimizers that nobody attached."""
+    for foreach in (False, True):
+        torch.optim.SGD(model.parameters(), lr=0.002, foreach=foreach).step()
+
+
+WRITES = [load, step, initialise, copy, new_data, sync_float8_amax_and_scale_history]
+
+
+def results(model: str, config: Float8LinearConfig, device: str, **how) -> list[dict[str, Tensor]]:
+    """Outputs and gradients of microbatches, with a write of the weights before each third.
+
+    Where the weights are held, nothing is cast in the other two.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = convert_to_float8_training(
+        MODELS[model]().to(device), config=config, module_filter_fn=all_linears
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.002)
+    attach_to_optimizer(module, optimizer)
+    if how:
+        module.compile(fullgraph=True, **how)
+    found, spy = [], mock.Mock(wraps=held_module.quantize)
+    for write in WRITES:
+        write(module)
+        for microbatch in range(3):
+            seed = 10 * len(found)
+            with mock.patch.object(held_module, "quantize", spy):
+                x, g = (seeded(seed + n, 32, 64, device=device) for n in (1, 2))
+                found.append(forward_backward(module, x, g))
+            if microbatch == 0:
+                wrote = write is not sync_float8_amax_and_scale_history or config.delayed_sites
+                assert spy.called == (config.float8_weights is HELD and bool(wrote))
+                optimizer.step()
+                spy.reset_mock()
+            assert not spy.called
+    return found
+
+
+def ours_last(module: torch.fx.GraphModule, _) -> Callable:
+    """Run a graph in an order in which each op of ours waits for all that can run without it."""
+    before, placed, writes = list(module.graph.nodes), set(), torch.ops.aten.copy_.default
+    graph, new = torch.fx.Graph(), {}
+    while before:
+        ready = [n for n in before if placed.issuperset(n.all_input_nodes)]
+
+        def rank(node: torch.fx.Node) -> int:
+            ours = getattr(node.target, "namespace", None) in ("float8", "higher_order")
+            return 3 if node.op == "output" else 2 if node.target is writes else int(ours)
+
+        node = min(ready, key=rank)
+        new[node] = graph.node_copy(node, new.__getitem__)
+        before.remove(node)
+        placed.add(node)
+    return make_boxed_func(torch.fx.GraphModule(module, graph))
+
+
+def each(short: set[tuple[str, str]]):
+    """All models under all configurations; those that are not `short` are exhaustive."""
+    cases = [
+        pytest.param(c, m, marks=[] if (c, m) in short else [pytest.mark.exhaustive])
+        for c in CONFIGS
+        for m in MODELS
+    ]
+    return pytest.mark.parametrize(("config", "model"), cases)
+
+
+@on_devices
+@each(
+    {
+        ("rowwise", "linear"),
+        ("emulated", "feed-forward"),
+        ("rowwise", "q/k/v"),
+        ("tensorwise", "six parallel"),
+        ("blockwise", "block"),
+        ("rowwise", "checkpointed"),
+        ("delayed", "fused block"),
+    }
+)
+def test_in_whatever_order_ops_run(device: str, config: str, model: str) -> None:
+    wanted = results(model, with_weights(CONFIGS[config], ON_THE_FLY), device)
+    backend = aot_autograd(
+        fw_compiler=ours_last,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    got = results(model, with_weights(CONFIGS[config]), device, backend=backend)
+    for n, (one, other) in enumerate(zip(wanted, got, strict=True)):
+        assert all(same_bits(other[name], x) for name, x in one.items()), n
+
+
+@on_devices
+@each({("rowwise", "feed-forward"), ("rowwise", "six parallel")})
+def test_inductor(device: str, config: str, model: str) -> None:
+    wanted = results(model, with_weights(CONFIGS[config], ON_THE_FLY), device, backend="inductor")
+    got = results(model, with_weights(CONFIGS[config]), device, backend="inductor")
+    for n, (one, other) in enumerate(zip(wanted, got, strict=True)):
+        for name, x in one.items():
+            assert sqnr(x, other[name]) > tolerances.COMPILED, (n, name)
+
+
+class Clips(Parallel):
+    """Writes its weight in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].weight.clamp_(-0.1, 0.1).mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
+    found = []
+    for weights in (ON_THE_FLY, HELD):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Clips(1)
+        convert_to_float8_training(model, config=with_weights(None, weights))
+        update_float8_weights(model)
+        model.compile(fullgraph=True, backend=backend)
+        x = seeded(0, 32, 64).requires_grad_()
+        found.append([model(x).detach() for _ in range(3)])
+    for wanted, got in zip(*found, strict=True):
+        assert sqnr(wanted, got) > tolerances.COMPILED
+
+
+@on_devices
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("config", ["delayed", "rowwise"])
+def test_what_is_held_is_saved_where_it_lies(device: str, config: str, backend: str) -> None:
+    """No copies; several forwards before their backwards; an update in between."""
+    grads, kept = [], []
+    for weights in (ON_THE_FLY, HELD):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = FeedForward(64, 192).to(device)
+        convert_to_float8_training(model, config=with_weights(CONFIGS[config], weights))
+        update_float8_weights(model)
+        model.compile(fullgraph=True, backend=backend)
+        inputs = [seeded(n, 32, 64, device=device).requires_grad_() for n in range(2)]
+        with saved_tensors() as saved:
+            outputs = [model(x) for x in inputs]
+        theirs = {p.data_ptr() for p in model.parameters()}
+        theirs |= {x.held.operand.col.data.data_ptr() for x in layers_of(model) if x.held}
+        ours = {x.data_ptr(): x.nbytes for x in saved if x.data_ptr() not in theirs}
+        kept.append(sum(size for size in ours.values() if size > 1024))  # but for scales
+        update_float8_weights(model)  # casts anew, elsewhere
+        torch.stack(outputs).sum().backward()
+        grads.append([x.grad for x in (*inputs, *model.parameters())])
+    assert kept[0] == kept[1]
+    for wanted, got in zip(*grads, strict=True):
+        assert sqnr(wanted, got) > tolerances.COMPILED
+
+
+def test_ops_write_nothing_and_are_all_that_reads_what_is_held() -> None:
+    """Forward and backward: whatever reads float8 data from outside takes the weight, too."""
+    seen = []
+
+    def look(module: torch.fx.GraphModule, _) -> Callable:
+        for node in module.graph.nodes:
+            held = node.op == "placeholder" and node.meta["val"].dtype in FLOAT8_MAX
+            seen.extend(user.target for user in node.users if held and user.op != "output")
+        return make_boxed_func(module)
+
+    for config in CONFIGS.values():
+        model = convert_to_float8_training(FeedForward(64, 192), config=with_weights(config))
+        update_float8_weights(model)
+        model.compile(fullgraph=True, backend=aot_autograd(fw_compiler=look))
+        model(seeded(0, 32, 64).requires_grad_()).sum().backward()
+        torch._dynamo.reset()
+    ours = torch.ops.float8
+    assert {*seen} == {ours.held_matmul.default, ours.held_scale.default}
+    assert not any(op._schema.is_mutable for op in seen)
