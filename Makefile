@@ -3,21 +3,21 @@
 # torch: a machine with an NVIDIA GPU keeps the torch that its Python has, or gets the default
 # build; a machine without one gets the small CPU build of one pinned version.
 PYTHON ?= python3
-# `make test TORCH=2.11.0` tests another release, in an environment of its own. For any but this one
+# `make test TORCH=2.15.0` tests another release, in an environment of its own. For any but this one
 # pip brings several GB of CUDA packages along.
 TORCH ?= 2.13.0
 VENV ?= .venv$(addprefix -,$(filter-out 2.13.0,$(TORCH)))
 BIN := $(VENV)/bin
 ONLY := $(VENV)/torch-only
 CPU_TORCH := torch==$(TORCH)
-# On a GPU, triton comes with torch. Without one it only serves the interpreter in the tests.
+# For the tests' interpreter, where torch brings no triton: its CPU build does not.
 CPU_TRITON := triton==3.6.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 .PHONY: help demo test test-all test-torch-only lint clean
 help:
 	@echo "make demo   install, then train a small Llama in float8 next to high precision"
-	@echo "make test   install, then run the tests (TORCH=2.11.0: with that release)"
+	@echo "make test   install, then run the tests (TORCH=2.15.0: with that release)"
 	@echo "make test-all  the same with the tests of many combinations, which take longer"
 	@echo "make test-torch-only  the code samples where torch alone is installed"
 	@echo "make lint   install, then ruff, type checker and import-linter"
@@ -43,9 +43,7 @@ $(VENV)/cli.done: $(VENV)/torch.done pyproject.toml
 	touch $@
 
 $(VENV)/dev.done: $(VENV)/cli.done
-ifneq ($(HAS_GPU),yes)
-	$(BIN)/python -m pip install --quiet $(CPU_TRITON)
-endif
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CPU_TRITON)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 

@@ -8,7 +8,6 @@ from torch import nn
 
 import float8
 from float8 import Float8LinearConfig
-from sqnr import sqnr
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -30,8 +29,9 @@ def test_aot_inductor_compiles_it(tmp_path: Path) -> None:
         path = tmp_path / "model.pt2"
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
         compiled = torch._inductor.aoti_load_package(str(path))
-        # Inductor rounds what lies between the layers less often.
-        assert sqnr(model(x), compiled(x)) > 35
+        # Not with eager mode: Inductor rounds less between the layers, which the casts magnify
+        # by as much as the data happen to lie near the middle between two float8 numbers.
+        assert torch.equal(compiled(x), torch.compile(model)(x))
 
 
 def _model(recipe: str) -> tuple[nn.Module, torch.Tensor]:

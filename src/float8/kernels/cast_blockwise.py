@@ -339,8 +339,10 @@ def store_square(ptr, scale, row, column, columns):  # type: ignore[no-untyped-d
     """Store the scale of a square, and after the last one of a row zeros, to a multiple of 4."""
     pitch = tl.cdiv(columns, 4) * 4
     step = tl.arange(0, 4)
-    is_padding = (step > 0) & (column == columns - 1) & (column + step < pitch)
-    ptr += row.to(tl.int64) * pitch + column + step
+    at = column + step
+    # Vectors only: Triton's interpreter (3.9) takes no mask made with a scalar condition.
+    is_padding = (step > 0) & (at == columns - 1 + step) & (at < pitch)
+    ptr += row.to(tl.int64) * pitch + at
     tl.store(ptr, tl.where(step == 0, scale, 0.0), mask=(step == 0) | is_padding)
 
 

@@ -327,7 +327,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     r = tl.program_id(0).to(tl.int64) * rows
     end = r + rows
     while r < end:  # Triton's interpreter (3.6) takes no range of tensors
-        inside = (c < C) & (r < R)
+        inside = (c < C) & (tl.broadcast_to(r, (BLOCK,)) < R)
         x = to_float32(tl.load(x_ptr + r * C + c, mask=inside, other=0.0), HARDWARE)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x) / C + EPS)
         largest = tl.maximum(largest, magnitude_bits(x * rstd * weight))
@@ -361,7 +361,7 @@ def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
     r = tl.program_id(0).to(tl.int64) * rows
     end = r + rows
     while r < end:  # Triton's interpreter (3.6) takes no range of tensors
-        inside = (c < C) & (r < R)
+        inside = (c < C) & (tl.broadcast_to(r, (BLOCK,)) < R)
         at = r * C + c
         grad = to_float32(tl.load(g0_ptr + at, mask=inside, other=0.0), HARDWARE)
         if GRADS > 1:
