@@ -12,7 +12,8 @@ has all that is done. `--tiny` tries it on a CPU.
 `fit` chooses, for each recipe, the limits that cost the least: the sum over all measured layers of
 how much slower each one becomes by what the limits decide for it, eager and compiled. With a file
 of an H200 alone, the H100's are those of the same times with what the H100's slower memory adds to
-casts. `--write` puts both into src/float8/convert/smallest.py and docs/measuring.md.
+casts, and none below those that were measured there before. `--write` puts both into
+src/float8/convert/smallest.py and docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -214,6 +215,8 @@ CAST_BYTES = {
     "blockwise": (4, 6, 4),
 }
 H100_COPY_TB_S = 3.02
+H100_LEAST = Smallest(1024, 640, 32e9)
+"""Limits of `tensorwise` that fit what was measured on an H100 (h100-linear-eager.json)."""
 
 
 class Found(NamedTuple):
@@ -297,7 +300,10 @@ def fit_file(results: dict[str, Any]) -> dict[str, dict[str, Found]]:
     if name[0] == "H200":
         slower = max(0.0, 1 / H100_COPY_TB_S - 1 / results["copy_tb_s"]) * 1e-9
         found["H100"] = {
-            recipe: fit(cells_of(rows, recipe, slower), found["H200"][recipe].limits)
+            recipe: fit(
+                cells_of(rows, recipe, slower),
+                Smallest(*map(max, found["H200"][recipe].limits, H100_LEAST)),
+            )
             for recipe in recipes
         }
     return dict(sorted(found.items()))
@@ -317,7 +323,8 @@ def table(found: dict[str, dict[str, Found]], results: dict[str, Any], name: str
     lines = [
         f"# Fitted to {eager} sizes in eager mode and {compiled} compiled ({name}).",
         f"# Of each recipe, {right:.0%} or more are judged rightly; the others cost {loss:.1%} of",
-        "# the time of all, or less. An H100 that was not measured: with its slower memory.",
+        "# the time of all, or less. An H100 that was not measured: with its slower memory, and no",
+        "# lower than what was measured there before (h100-linear-eager.json).",
         "SMALLEST = {",
     ]
     for gpu, recipes in found.items():
@@ -343,7 +350,8 @@ def page(found: dict[str, dict[str, Found]], results: dict[str, Any], name: str)
     return (
         f"{rows}\n\nFitted to the GPU time of {eager} sizes in eager mode and {compiled} compiled, "
         f"on one {results['environment']['device']}\n([{name}](../benchmarks/results/{name})).\n"
-        f"Where an H100 was not measured, its slower memory is reckoned in."
+        f"An H100 was not measured: its slower memory is reckoned in, and no limit is below those\n"
+        "measured before ([h100-linear-eager.json](../benchmarks/results/h100-linear-eager.json))."
     )
 
 
