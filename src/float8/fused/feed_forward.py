@@ -25,7 +25,7 @@ from float8.fused.layers import (
 from float8.fused.reasons import fusable, is_parallel
 from float8.linear import Float8Linear
 from float8.linear.functional import cast_tokens
-from float8.linear.weight import kept_weight
+from float8.linear.weight import kept_weight, record_amax
 from float8.once import once_differentiable
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, quantize
@@ -113,7 +113,11 @@ class _FeedForward(torch.autograd.Function):
         gate_out, gate_scale = gate.output(x8, w_gate, dtype, record)
         up_out, up_scale = up.output(x8, w_up, dtype, record)
         factors = gate_out, up_out
-        product8 = kernels.swiglu_cast(*factors, plan.input, down.scales.input, record=record)
+        state = down.scales.input
+        apart = state.apart() if state and record and torch.compiler.is_compiling() else None
+        product8 = kernels.swiglu_cast(*factors, plan.input, apart or state, record=record)
+        if apart:
+            record_amax(state, apart.amax)
         if down.across.input is not None:
             mine = product8.scale
             del product8

@@ -21,6 +21,14 @@ class DelayedScale(NamedTuple):
     amax: Tensor
     """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
 
+    def apart(self) -> "DelayedScale":
+        """The same scale with a fresh amax, which the caller records afterwards.
+
+        So a cast reads nothing that it wrote: compiled code may do it again, as it does for
+        activation checkpointing.
+        """
+        return self._replace(amax=torch.zeros_like(self.amax))
+
 
 NO_STATE = (None, None)
 """What takes the place of a `DelayedScale` where there is none."""
