@@ -26,7 +26,7 @@ from float8.fused.layers import (
 from float8.fused.reasons import fusable, is_parallel
 from float8.linear import Float8Linear
 from float8.linear.functional import cast_tokens
-from float8.linear.weight import KeptWeight
+from float8.linear.weight import KeptWeight, record_amax
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns, quantize
 from float8.tensor.float8_tensor import Columns
@@ -115,7 +115,11 @@ class _FeedForward(torch.autograd.Function):
         gate_out, kept_gate = gate.output(x8, w_gate, dtype, record)
         up_out, kept_up = up.output(x8, w_up, dtype, record)
         factors = gate_out, up_out
-        product8 = kernels.swiglu_cast(*factors, plan.input, down.scales.input, record=record)
+        state = down.scales.input
+        apart = state.apart() if state and record and torch.compiler.is_compiling() else None
+        product8 = kernels.swiglu_cast(*factors, plan.input, apart or state, record=record)
+        if apart:
+            record_amax(state, apart.amax)
         if down.across.input is not None:
             mine = product8.scale
             del product8

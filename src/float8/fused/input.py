@@ -94,7 +94,7 @@ def input_operand(
             record_amax(reader.scales.input if record else None, operand.amax)
         return operand.row, Kept(operand.row.scale, rows=x._data if col else None)
     if record and state is not None:  # apart: the amax is that of every reader's input
-        state = state._replace(amax=torch.zeros_like(state.amax))
+        state = state.apart()
     if norm_weight is None:
         rows = x.clone() if col and torch.compiler.is_compiling() else None  # as `functional`
         made = quantize(

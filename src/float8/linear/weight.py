@@ -33,7 +33,7 @@ def weight_rows(
     if ready is None:
         return quantize(
             weight, spec, row=True, pad_rows=True, state=state, record=record,
-            scale=across.weight_scale, reduce=across.weight,
+            scale=across.weight_scale, reduce=across.weight, fuse_amax=state is not None,
         ).row  # fmt: skip
     if record:
         record_amax(state, ready.amax)

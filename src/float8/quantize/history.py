@@ -21,6 +21,16 @@ class DelayedScale(NamedTuple):
     amax: Tensor
     """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
 
+    def apart(self) -> "DelayedScale":
+        """The same scale with a fresh amax, which the caller records afterwards.
+
+        So a cast reads nothing that it wrote: compiled code may do it again, as it does for
+        activation checkpointing.
+        """
+        # Not `zeros_like`, for which a compiler would keep the amax.
+        fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)
+        return self._replace(amax=fresh)
+
 
 NO_STATE = (None, None)
 """What takes the place of a `DelayedScale` where there is none."""

@@ -43,8 +43,9 @@ def quantize(
             of this rank; called where the scale comes from `x`, or may do so: where there is a
             `state`, in every call. Finer scales are of the part: it has no effect on them.
         after: what a compiler must have computed first, see `kernels.cast`.
-        fuse_amax: let a compiler take amaxes in the kernel that produces `x`. Without effect in
-            eager mode, where that kernel has run.
+        fuse_amax: let a compiler take amaxes in the kernel that produces `x`, or with a `state`
+            record them apart from the cast, which backward may do again. Without effect in eager
+            mode, where that kernel has run.
 
     Returns:
         Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
@@ -66,9 +67,12 @@ def quantize(
             *_finer(x, spec, row=row, col=col, pad_rows=pad_rows, after=after, fuse=fuse)
         )
     if scale is None and state is not None and reduce is None:
+        apart = state.apart() if record and fuse_amax and torch.compiler.is_compiling() else None
         scale, row_data, col_data = kernels.cast_delayed(
-            x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
+            x, spec, apart or state, row=row, col=col, pad_rows=pad_rows, record=record
         )
+        if apart:
+            state.amax.copy_(torch.maximum(state.amax, apart.amax))
     elif scale is None and reduce is None and not (fuse_amax and torch.compiler.is_compiling()):
         scale, row_data, col_data = kernels.cast_dynamic(
             x, spec, row=row, col=col, pad_rows=pad_rows

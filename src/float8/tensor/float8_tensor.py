@@ -258,8 +258,8 @@ class _ToFloat8(torch.autograd.Function):
             raise ValueError(f"to_float8: got {spec.granularity}, expected TENSORWISE or AXISWISE")
         amax = None
         if state is not None:
-            amax = torch.zeros_like(state.amax)
-            state = state._replace(amax=amax)
+            state = state.apart()
+            amax = state.amax
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
         made = quantize(
             rows, spec, row=True, state=state, record=True, scale=scale, reduce=reduce
