@@ -13,19 +13,16 @@ from torch import Tensor
 
 
 def computed_before(function: Any, *args: Any) -> Any:
-    """Return `function.compute(*args)` if a compiler is to trace it apart from forward, else None.
+    """Return `function.compute(*args)`, for compiled code, which hands it on to `function.apply`.
 
     All that compiled code computes is traced before the autograd function, whose forward then only
     saves. torch 2.11 forgets for what lies within one that `torch.utils.checkpoint` has it computed
-    again in backward: it kept the outputs of GEMMs. Call this without a name for the result, as an
-    argument of `function.apply`.
+    again in backward: it kept the outputs of GEMMs.
 
     Args:
         function: an autograd function with a static method `compute`.
         args: those of `compute`, which forward takes, too.
     """
-    if not torch.compiler.is_compiling():
-        return None
     with torch.no_grad():
         return function.compute(*args)
 

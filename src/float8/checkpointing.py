@@ -20,7 +20,7 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     Kept are the [tokens, out_features] that layers return, in the compute dtype, where backward
     reads them: twice the bytes of their float8 inputs, and most of the time of a recomputation.
     Casts, norms, activation functions and attention run again, and so do GEMMs in high precision
-    and those that are emulated.
+    and emulated ones, but for those of held weights in compiled code.
 
     Args:
         ctx: whether this is the recomputation, as torch tells; not read.

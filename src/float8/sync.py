@@ -111,7 +111,7 @@ def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks once all of their scales are known."""
     shared = [x for x in layers if x.holds_part or is_dtensor(x.weight)]
     unknown = [x for x in shared if not x.scales_known]
-    if unknown:  # asks the device, in the first steps
+    if unknown:  # asks the device, until all amaxes have settled
         scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
         flags = torch.stack([(each != UNKNOWN_SCALE).all() for each in scales]).tolist()
         for layer, known in zip(unknown, flags, strict=True):

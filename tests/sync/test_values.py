@@ -163,7 +163,7 @@ def test_the_number_of_kernels_does_not_grow_with_the_layers(
         ops.append(counter.ops)
     assert ops[0] == ops[1]
     views = sum(ops[0][f"aten.{view}"] for view in ("select", "slice", "unbind", "unsqueeze"))
-    assert 0 < ops[0].total() - views < 28
+    assert 0 < ops[0].total() - views < 28  # six of them tell whether amaxes have settled
 
 
 @pytest.mark.gpu

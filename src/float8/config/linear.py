@@ -135,9 +135,9 @@ class Float8LinearConfig:
         round_scales_to_power_of_2: round every scale up to a power of two, so that scaling
             itself adds no rounding error. With every scaling type.
         delayed_scaling_config: delayed scaling only. History length and reduction.
-        enable_amax_init: of delayed scaling. True: until an amax is less than twice those before
-            it, scales come from the data, as in dynamic scaling. False: until the first sync
-            every scale is 1.0.
+        enable_amax_init: of delayed scaling. True: scales come from the data, as in dynamic
+            scaling, until the amax of a step is less than twice the largest before it, for each
+            cast by itself. False: until the first sync every scale is 1.0.
         enable_pre_and_post_forward: of delayed scaling. True: a forward with gradients after an
             optimizer step that was not accompanied by `sync_float8_amax_and_scale_history` raises
             a `RuntimeError`.
@@ -324,7 +324,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """The configuration of a named recipe, a new object at each call.
+        """Return the configuration of a named recipe, a new object at each call.
 
         Args:
             recipe_name: a `Float8LinearRecipeName` or its value, for example `"delayed"`.
@@ -369,7 +369,7 @@ ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 
 
 def _recipe(recipe_name: object) -> Float8LinearConfig:
-    """That of `RECIPES`; raises as `from_recipe_name`."""
+    """Return an entry of `RECIPES`; raises as `from_recipe_name`."""
     name = recipe_name
     if isinstance(recipe_name, Float8LinearRecipeName):
         name = recipe_name.value
@@ -382,7 +382,7 @@ def _recipe(recipe_name: object) -> Float8LinearConfig:
 
 
 def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """The configuration that an argument `config` means, to be kept; raises as `config_meant_by`.
+    """Return what an argument `config` means, to be kept; raises as `config_meant_by`.
 
     Somebody may write into it, though it is frozen: a recipe becomes a new object.
     """
@@ -392,7 +392,7 @@ def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
 
 
 def config_meant_by(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """The same, only to be read: compiled code copies nothing. None: dynamic tensorwise scaling.
+    """Return the same, only to be read: compiled code copies nothing; None: `tensorwise`.
 
     Raises:
         TypeError: it is something else.

@@ -41,7 +41,7 @@ SMALLEST = {
 
 
 def judged_as(config: Float8LinearConfig) -> str:
-    """The recipe whose limits hold for a configuration: one with scales of the same kind."""
+    """Return the recipe whose limits hold for a configuration: one with scales of the same kind."""
     casts = [config.cast_config(site) for site in CastSite]
     if config.scales_by_blocks:
         return "blockwise"

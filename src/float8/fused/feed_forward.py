@@ -82,7 +82,7 @@ def swiglu_feed_forward(
     fused_residual = residual and norm_weight is not None and call.everyone == across.output
     call = call._replace(residual=fused_residual)
     args = rows, norm_weight, *weights, call
-    computed = computed_before(_FeedForward, *args)
+    computed = computed_before(_FeedForward, *args) if torch.compiler.is_compiling() else None
     y = _FeedForward.apply(*args, computed)  # type: ignore[no-untyped-call]
     y = returned(y, taken, layers[-1], across)
     return x + y if residual and not fused_residual else y  # type: ignore[no-any-return]

@@ -50,7 +50,9 @@ def rms_norm_linear(
         return (*outputs, x) if residual else outputs
     taken, norm_weight, eps = with_norm
     rows, weights, call = take_apart(taken, linears, norm_weight, eps, residual)
-    computed = computed_before(_NormLinear, rows, norm_weight, call, *weights)
+    computed = None
+    if torch.compiler.is_compiling():
+        computed = computed_before(_NormLinear, rows, norm_weight, call, *weights)
     outputs = _NormLinear.apply(  # type: ignore[no-untyped-call]
         rows, norm_weight, call, computed, *weights
     )

@@ -153,7 +153,6 @@ def apply_linear(
             need_grad_weight=need_grad_weight,
             keep_input=plan.share_input and keep_input,
         )
-        # A compiler traces what is computed before the autograd function: see `computed_before`.
         made = computed_before(_Linear, rows, weight, ready, call) if compiling else None
         output = _Linear.apply(rows, weight, ready, call, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue

@@ -141,7 +141,8 @@ def current(operand: Quantized, of: ToHold, local: Tensor) -> Quantized | None:
 def _is_current(data: Tensor, weight: Tensor, scale: Tensor | None) -> bool:
     """Whether `data` is what the weight is in float8 now; that of copies of the data is unknown.
 
-    `weight`, if that knows none: where compiled code has a part of it, the whole counts.
+    `weight`, if that knows none: where compiled code has a part of it, the whole counts. Compiled
+    code that writes the weight counts that before it runs, or hands over another tensor.
     """
     whole, stamp = data.__dict__.get(_MADE_OF, (weight, None))
     return bool(stamp == _stamp(whole, scale))

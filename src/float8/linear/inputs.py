@@ -13,7 +13,7 @@ from float8.kernels.runtime.private import known_lengths
 def of_another_kind(
     layer: nn.Module, input: Any, run: Callable[[Tensor], Tensor], **arguments: object
 ) -> Any:
-    """The output of `layer` for an input whose layout is not strided, or which is nested.
+    """Return the output of `layer` for an input whose layout is not strided, or which is nested.
 
     Args:
         layer: for which torch.fx notes a call, as of an `nn.Linear`, instead of tracing inside.
@@ -50,7 +50,7 @@ def of_another_kind(
 
 
 def _noted_call(layer: nn.Module, input: Proxy, arguments: dict[str, Any]) -> Proxy:
-    """What a tracer notes where `is_leaf_module` is true, as it is for the layers of torch.nn."""
+    """Note what a tracer does where `is_leaf_module` is true, as it is for the layers of torch.nn."""
     tracer = input.tracer
     path = tracer.path_of_module(layer)  # type: ignore[attr-defined]
     hooks = layer._forward_pre_hooks or layer._forward_hooks

@@ -3,6 +3,7 @@
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from float8.kernels.runtime.private import goes_on_without_inputs
 from float8.linear import Float8Layer
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -43,9 +44,7 @@ def require_no_join(model: nn.Module) -> None:
     for the amaxes of a sync would end the process. Not where all ranks stop with the first of them.
     """
     for module in model.modules():
-        # Of torch's `Joinable`, where `join()` itself notes it.
-        join = isinstance(module, DistributedDataParallel) and module._join_config
-        if join and join.enable and not join.throw_on_early_termination:
+        if isinstance(module, DistributedDataParallel) and goes_on_without_inputs(module):
             raise RuntimeError(
                 "float8: got a sync of delayed scaling within DDP's join(), expected as many steps "
                 "on each rank: a rank without inputs cannot take part in it; use "

@@ -15,7 +15,7 @@ from float8.parallel.amax import Group
 
 
 def all_gather_texts(text: str, groups: Sequence[Group], device: torch.device) -> set[str]:
-    """All texts that the ranks of `groups` hold, one group after the other.
+    """Return all texts that the ranks of `groups`, the dims of one mesh, hold.
 
     Where they are the same, which is the rule, only a digest travels. `device` is one on which the
     groups can reduce and gather.
@@ -35,7 +35,7 @@ def all_gather_texts(text: str, groups: Sequence[Group], device: torch.device) -
 
 
 def _all_gather_bytes(mine: bytes, group: Group, device: torch.device) -> list[bytes]:
-    """Those of each rank, by rank."""
+    """Return the bytes of each rank of `group`, by rank."""
     longest = torch.tensor(len(mine), device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
     padded = mine.ljust(int(longest))  # with spaces, which JSON does not read

@@ -22,7 +22,7 @@ class DelayedScale(NamedTuple):
     """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
 
     def apart(self) -> "DelayedScale":
-        """The same scale with a fresh amax, which the caller records afterwards.
+        """Return the same scale with a fresh amax, which the caller records afterwards.
 
         So a cast reads nothing that it wrote: compiled code may do it again, as it does for
         activation checkpointing.

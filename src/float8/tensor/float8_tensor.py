@@ -241,7 +241,7 @@ def to_float8(
     for those who use it.
     """
     args = x, spec, scale, state, reduce
-    computed = computed_before(_ToFloat8, *args)
+    computed = computed_before(_ToFloat8, *args) if torch.compiler.is_compiling() else None
     return _ToFloat8.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -196,6 +196,8 @@ class ShardedStep(RanksStep):
     order.
     """
 
+    one_graph = False  # FSDP2's hooks break it from torch 2.15 on
+
     def __init__(self, variant: Variant, size: StackSize, device: torch.device) -> None:
         super().__init__(variant, size, device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))

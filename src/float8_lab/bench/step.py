@@ -75,6 +75,8 @@ class Step:
     scaling, and the casts of weights that are held, are a part of a step where there are such.
     """
 
+    one_graph = True  # whether a part is compiled without breaks
+
     def __init__(
         self,
         variant: Variant,
@@ -90,7 +92,8 @@ class Step:
         if variant.mode == COMPILED:
             for part in self.parts:  # by their own method, which keeps their types and names
                 # Without graph breaks where the code is ours: they would go unnoticed in a time.
-                part.compile(fullgraph=variant.ours or variant.is_reference, dynamic=False)
+                whole = self.one_graph and (variant.ours or variant.is_reference)
+                part.compile(fullgraph=whole, dynamic=False)
         if variant.ours:
             update_float8_weights(self.model)  # those that are held, as an optimizer's step would
         self.variant, self._x, self._grad = variant, x, grad

@@ -59,6 +59,15 @@ def known_lengths(nested: Any) -> tuple[int | None, int | None]:
     return shortest, longest
 
 
+def goes_on_without_inputs(ddp: Any) -> bool:
+    """Whether a `DistributedDataParallel` is within a `join()` that lets ranks run out of inputs.
+
+    There is no public way to ask. Where torch keeps it elsewhere: never.
+    """
+    join = None if PLAIN_LAUNCH else getattr(ddp, "_join_config", None)
+    return join is not None and join.enable and not join.throw_on_early_termination
+
+
 _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
