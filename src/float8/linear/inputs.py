@@ -50,7 +50,7 @@ def of_another_kind(
 
 
 def _noted_call(layer: nn.Module, input: Proxy, arguments: dict[str, Any]) -> Proxy:
-    """Note what a tracer does where `is_leaf_module` is true, as it is for the layers of torch.nn."""
+    """Note what a tracer does where `is_leaf_module` is true, as for the layers of torch.nn."""
     tracer = input.tracer
     path = tracer.path_of_module(layer)  # type: ignore[attr-defined]
     hooks = layer._forward_pre_hooks or layer._forward_hooks

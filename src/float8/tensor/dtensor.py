@@ -29,7 +29,7 @@ def dtensor_like(local: Any, like: Any) -> Any:
 
 
 def whole_amax(amax: Tensor, like: Any) -> Tensor:
-    """Return the amax of a whole DTensor, placed as `like`, of that of this rank's part; collective.
+    """Return the amax of a whole DTensor, placed as `like`, of those of its parts; collective.
 
     Through bit patterns, as a maximum of floats does not promise that a NaN on one rank is one on
     all.
