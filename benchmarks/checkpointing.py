@@ -184,7 +184,8 @@ def main() -> None:
     shape = SHAPES["8b"]._replace(blocks=args.blocks)
     variants = args.variants.split(";") if args.variants else [
         "bf16, all", "tensorwise, all", "tensorwise, gemms", "tensorwise, gemms+attention",
-        "tensorwise@torchao, all", "bf16, gemms", "rowwise, all", "tensorwise, operands",
+        "tensorwise@torchao, all", "tensorwise@torchao, gemms", "tensorwise, operands",
+        "bf16, gemms",
     ]  # fmt: skip
     rows: dict[str, dict[str, Any]] = {name: {"variant": name} for name in variants}
     reference: dict[str, Any] = {}
