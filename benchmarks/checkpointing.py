@@ -62,7 +62,7 @@ def keep_gemms_and_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def keep_operands(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What is cast, weights apart: of those a rank has the bf16 values again in backward."""
+    """Keep casts, those of weights apart: their bf16 values are there again in backward."""
     if op.name().split(".")[0] in _CASTS and args[0].shape[0] == SHAPES["8b"].seq:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,6 +1,6 @@
 """Measures from which size on a linear layer gains, per recipe; writes the limits that fit.
 
-    python benchmarks/smallest_layers.py measure --output "$OUT/h200-smallest-layers.json"
+    python benchmarks/smallest_layers.py measure --output h200-smallest-layers.json
     python benchmarks/smallest_layers.py fit benchmarks/results/h200-smallest-layers.json --write
 
 `measure` takes GPU times of forward and backward: calls on different data, together larger than the

@@ -1,4 +1,4 @@
-"""What the autograd functions of this library share.
+"""Parts that the autograd functions of this library share.
 
 Each has three methods. `compute` multiplies, and lists what backward reads; `forward` saves that;
 `backward` is differentiable once.

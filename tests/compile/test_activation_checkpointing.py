@@ -24,7 +24,7 @@ from float8_lab.bench.step import saved_bytes
 from sqnr import sqnr
 from support.configs import FINER, RECIPES, of_recipe
 from support.devices import on_devices
-from support.models import forward_backward, seeded
+from support.models import FeedForward, forward_backward, seeded
 
 SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, save_gemm_outputs)}
 
@@ -40,16 +40,6 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projected)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(y.transpose(1, 2).flatten(-2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(dim, hidden, bias=False) for _ in "13")
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
@@ -89,7 +79,7 @@ def block_and_input(device: str, recipe: str | None, **more: Any) -> tuple[nn.Mo
 
 
 def kept_bytes(model: nn.Module, x: Tensor, **how: Any) -> int:
-    """What a checkpointed block keeps, its parameters, their float8 data and its input apart."""
+    """Count what a checkpointed block keeps, besides parameters, their float8 data, its input."""
     backend = "inductor" if x.is_cuda else "aot_eager_decomp_partition"
     checkpointed = Checkpointed(model, **how)
     compiled = torch.compile(checkpointed, fullgraph=True, dynamic=False, backend=backend)

@@ -362,7 +362,7 @@ RECIPES: dict[str, Float8LinearConfig] = {
         cast_config_grad_output=_runs,
     ),
 }
-"""What each recipe stands for, by the values of `Float8LinearRecipeName`. Hand out copies only."""
+"""Each recipe, by the values of `Float8LinearRecipeName`. Hand out copies only."""
 
 ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""

@@ -17,7 +17,7 @@ _RECIPES = {
 }
 
 GEMM_OPS = (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default)
-"""What `matmul` calls, unless it emulates."""
+"""Ops that `matmul` calls, unless it emulates."""
 
 
 class Gemm(NamedTuple):

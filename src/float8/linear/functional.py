@@ -320,7 +320,7 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward reads of forward."""
+    """Results of forward that backward reads."""
 
     tensors: tuple[Tensor | None, ...]
     """The input [M, K] in high precision or as row data, or its column data [K, M], None if there

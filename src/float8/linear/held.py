@@ -165,7 +165,7 @@ def _is_capturing(weight: Tensor) -> bool:
 
 
 class HeldPart(NamedTuple):
-    """What one GEMM of compiled code reads of a weight [N, K]: what is held, or the weight."""
+    """A weight [N, K] as one GEMM of compiled code reads it: as it is held, or itself."""
 
     data: Tensor
     """As that of a `Part`: read if it is current."""
@@ -248,7 +248,7 @@ def _held_matmul_fake(a: Tensor, _: Tensor, data: Tensor, *rest: Any) -> Tensor:
 
 
 def _with_current_scale(operand: Quantized, of: ToHold, local: Tensor) -> Quantized:
-    """What is held, with the scale that the weight has now, and its amax: if it has one scale."""
+    """Return what is held, with the scale and the amax of now if the weight has one scale."""
     row, col, amax = operand
     spec = of.spec
     if spec.granularity is not ScalingGranularity.TENSORWISE:

@@ -83,11 +83,11 @@ def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:
 def record_amax(state: DelayedScale | None, amax: Tensor | None) -> None:
     """Let delayed scaling, if it is that, learn of a tensor that was cast elsewhere."""
     if state is not None and amax is not None:
-        state.amax.copy_(torch.maximum(state.amax, amax))
+        state.record(amax)
 
 
 class KeptWeight(NamedTuple):
-    """What forward saves of a weight, for `weight_columns`."""
+    """A weight as forward saves it for `weight_columns`."""
 
     data: Tensor | Any
     """The weight itself, or its float8 data; None: backward has no use for it."""

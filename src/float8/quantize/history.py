@@ -21,6 +21,10 @@ class DelayedScale(NamedTuple):
     amax: Tensor
     """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
 
+    def record(self, amax: Tensor) -> None:
+        """Raise the amax to `amax`, 0-dim float32; a NaN stays."""
+        self.amax.copy_(torch.maximum(self.amax, amax))
+
     def apart(self) -> "DelayedScale":
         """Return the same scale with a fresh amax, which the caller records afterwards.
 

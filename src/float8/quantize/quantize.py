@@ -72,7 +72,7 @@ def quantize(
             x, spec, apart or state, row=row, col=col, pad_rows=pad_rows, record=record
         )
         if apart:
-            state.amax.copy_(torch.maximum(state.amax, apart.amax))
+            state.record(apart.amax)
     elif scale is None and reduce is None and not (fuse_amax and torch.compiler.is_compiling()):
         scale, row_data, col_data = kernels.cast_dynamic(
             x, spec, row=row, col=col, pad_rows=pad_rows
@@ -100,7 +100,7 @@ def scale_of(
     """Choose the one scale of `x` and cast nothing; arguments are those of `quantize`."""
     amax = kernels.amax(x)
     if state is not None and record:
-        state.amax.copy_(torch.maximum(state.amax, amax))
+        state.record(amax)
     amax = amax if reduce is None else reduce(amax)
     scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
     if state is None:
