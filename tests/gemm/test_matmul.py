@@ -31,11 +31,10 @@ FORMATS = pytest.mark.parametrize(
 @on_devices
 @FORMATS
 @pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("emulate", [False, True], ids=["float8", "emulated"])
-@pytest.mark.parametrize("use_fast_accum", [False, True], ids=["", "fast"])
-def test_product(device, format_a, format_b, out_dtype, emulate, use_fast_accum) -> None:
+@pytest.mark.parametrize("gemm", [Gemm(), Gemm(use_fast_accum=True), Gemm(emulate=True)], ids=str)
+def test_product(device, format_a, format_b, out_dtype, gemm) -> None:
     a, b = operands(format_a, format_b, device)
-    got = matmul(a, b, gemm=Gemm(use_fast_accum, emulate), out_dtype=out_dtype)
+    got = matmul(a, b, gemm=gemm, out_dtype=out_dtype)
     wide_a, wide_b = (part.data.double() * part.scale.double() for part in (a, b))
     wanted = wide_a @ wide_b.t()
     assert got.dtype == out_dtype

@@ -8,6 +8,8 @@ interpreter's.
 
 import functools
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,6 @@ import torch
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETER
-
-ONCE = {"dtype": torch.float8_e5m2, "power_of_2": True, "pad_rows": True, "record": False}
-"""What the interpreter writes for bfloat16 only; a GPU and `make test-all` cross all."""
 
 
 def pytest_configure() -> None:
@@ -51,15 +50,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=dropped)
-    for item in items if INTERPRETER else []:
-        # Kernels compute in float32: what they read does not depend on what they write.
-        given = getattr(getattr(item, "callspec", None), "params", {})
-        others = given.get("source") in (torch.float32, torch.float16)
-        if others and any(given.get(name) == value for name, value in ONCE.items()):
-            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture
 def triton_device() -> torch.device:
     """Where Triton kernels run in this process."""
     return torch.device("cuda", torch.cuda.current_device()) if GPU else torch.device("cpu")
+
+
+@pytest.fixture
+def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Plan launches anew, for a device of so many multiprocessors."""
+    modules = [sys.modules[name] for name in sys.modules if name.startswith("float8.kernels.")]
+    plans = [value for module in modules for value in vars(module).values()]
+
+    def forget() -> None:
+        for plan in plans:
+            if hasattr(plan, "cache_clear"):
+                plan.cache_clear()
+
+    def set_to(sms: int) -> None:
+        for module in modules:
+            if hasattr(module, "sm_count"):
+                monkeypatch.setattr(module, "sm_count", lambda device: sms)
+        forget()
+
+    yield set_to
+    forget()

@@ -1,10 +1,13 @@
 """An independent float8 cast: from the table of all 256 codes of a format, in float64."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+SCALES = [1.0, 0.0123, 2.0**-140, 1e-30, 3e38, 0.0, float("inf"), float("nan"), -2.0]
 
 
 def value_of_code(code: int, dtype: torch.dtype) -> float:
@@ -82,3 +85,37 @@ def same_bytes(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     as_bytes = (a.view(torch.uint8), b.view(torch.uint8))
     return a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous() and torch.equal(*as_bytes)
+
+
+def assert_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Bit for bit, in shape and in strides; scales that are NaN are alike."""
+    assert len(got) == len(want)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.shape == theirs.shape
+        assert mine.stride() == theirs.stride() or mine.numel() == 0
+        if mine.dtype == torch.float32:
+            assert torch.equal(mine.cpu().nan_to_num(-1.0), theirs.cpu().nan_to_num(-1.0))
+        else:
+            assert same_bytes(mine.cpu(), theirs.cpu())
+
+
+def awkward(shape: tuple[int, ...], source: torch.dtype) -> Tensor:
+    """Random numbers over many magnitudes, among them NaN, Inf, both zeros and subnormals."""
+    x = (torch.randn(shape) * torch.randn(shape).mul(5).exp()).to(source)
+    tiny = torch.finfo(source).smallest_normal / 4
+    special = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, tiny, -tiny]
+    flat = x.view(-1)
+    for i, value in enumerate(special if x.numel() > 100 else []):
+        flat[i * 3 :: 41] = value
+    return x
+
+
+def special(source: torch.dtype) -> Tensor:
+    """[40, 50]: rows and columns of zeros, of subnormals, of the largest value, with Inf, NaN."""
+    info = torch.finfo(source)
+    x = torch.randn(40, 50).to(source)
+    x[3], x[:, 4] = 0.0, -0.0
+    x[5], x[:, 6] = info.smallest_normal / 4, -info.smallest_normal / 8
+    x[7, 8], x[9, 10], x[11, 12] = info.max, -info.max, float("inf")
+    x[13, 14], x[15, 16], x[15, 17] = float("nan"), -float("inf"), float("nan")
+    return x

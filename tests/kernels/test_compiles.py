@@ -89,14 +89,16 @@ def norm(x: Tensor) -> None:
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "amax": ops.cuda.amax,
     "cast": lambda x: ops.cuda.cast(x, empty(), E4M3, True, True),
-    "cast_dynamic": lambda x: ops.cuda.cast_dynamic(x, E5M2, True, True, True, True),
+    "cast under its own scale": lambda x: ops.cuda.cast(
+        x, None, E5M2, True, True, True, None, True
+    ),
     "cast_delayed": lambda x: ops.cuda.cast_delayed(
         x, empty(), empty(), E4M3, True, True, False, False, True
     ),
     "rows": lambda x: ops.cuda.cast_axiswise(x, E4M3, True, False, False, True),
     "rows and columns": lambda x: ops.cuda.cast_axiswise(x, E4M3, True, True, False, True),
-    "1x128": lambda x: ops.cuda.cast_blockwise(x, E4M3, False, True, True, False),
-    "128x128": lambda x: ops.cuda.cast_blockwise(x, E4M3, True, True, True, False),
+    "1x128": lambda x: ops.cuda.cast_blockwise(x, E4M3, 128, False, True, True, False),
+    "128x128": lambda x: ops.cuda.cast_blockwise(x, E4M3, 128, True, True, True, False),
     "swiglu": lambda x: ops.cuda.swiglu_cast(x, x, E4M3, empty(), empty(), False, True),
     "swiglu backward": lambda x: ops.cuda.swiglu_backward_cast(
         x, x, x, empty(), E4M3, E5M2, *(empty(),) * 4, False, True

@@ -1,24 +1,14 @@
 """Kernels that compute and cast in one: against their twins, which differ in exp's last bits."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.kernels.rms_norm import (
-    _rms_norm_cast_triton,
-    _rms_norm_recast_triton,
-    rms_norm_backward_reference,
-    rms_norm_backward_triton,
-    rms_norm_cast_reference,
-    rms_norm_recast_reference,
-)
-from float8.kernels.swiglu import (
-    _swiglu_backward_cast_triton,
-    _swiglu_cast_triton,
-    swiglu_backward_cast_reference,
-    swiglu_cast_reference,
-)
+from float8.kernels.runtime import ops
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns
 from float8.quantize.spec import CastSpec, Part
@@ -58,57 +48,38 @@ def assert_close(got: Tensor | None, want: Tensor | None) -> None:
     assert (codes != other).float().mean() < 0.005
 
 
-@source
-@known
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_swiglu(shape, scale: float | None, dtype: torch.dtype, triton_device) -> None:
-    gate, up, _ = inputs(shape, dtype, triton_device)
-    mine, theirs = state(scale, triton_device), state(scale, triton_device)
-    got = _swiglu_cast_triton(gate, up, E4M3, *mine, False, True)
-    want = swiglu_cast_reference(gate, up, E4M3, *theirs, False, True)
-    for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
-        assert_close(*pair)
-
-
-@source
-@known
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_swiglu_backward(shape, scale: float | None, dtype: torch.dtype, triton_device) -> None:
-    product_scale = torch.tensor(0.02, device=triton_device)
-    args = (*inputs(shape, dtype, triton_device), product_scale, E4M3, E5M2)
-    mine = state(scale, triton_device) + state(scale, triton_device)
-    theirs = state(scale, triton_device) + state(scale, triton_device)
-    got = _swiglu_backward_cast_triton(*args, *mine, False, True)
-    want = swiglu_backward_cast_reference(*args, *theirs, False, True)
+def check(op: str, *args: Any, states: Sequence[Any] = (), record: bool = False) -> list[Tensor]:
+    """Run kernel and twin, each on states of its own; returns what the kernel made."""
+    mine, theirs = ([None if x is None else x.clone() for x in states] for _ in range(2))
+    got = getattr(ops.cuda, op)(*args, *mine, False, record)
+    want = getattr(ops.cpu, op)(*args, *theirs, False, record)
     for pair in zip((*got, *mine), (*want, *theirs), strict=True):
         assert_close(*pair)
+    return got
 
 
 @source
 @known
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm(shape, scale: float | None, dtype, triton_device) -> None:
-    x = inputs(shape, dtype, triton_device)[0] * 3
+def test_kernels_compute_what_twins_do(shape, scale: float | None, dtype, triton_device) -> None:
+    grad, gate, up = inputs(shape, dtype, triton_device)
+    one = state(scale, triton_device)
+    check("swiglu_cast", gate, up, E4M3, states=one, record=True)
+    product_scale = torch.tensor(0.02, device=triton_device)
+    args = (grad, gate, up, product_scale, E4M3, E5M2)
+    check("swiglu_backward_cast", *args, states=one * 2, record=True)
     for weight_dtype in {torch.float32, dtype}:
         weight = torch.rand(shape[1], device=triton_device).to(weight_dtype)
-        mine, theirs = state(scale, triton_device), state(scale, triton_device)
-        got = _rms_norm_cast_triton(x, weight, 1e-5, E4M3, *mine, False, True)
-        want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, *theirs, False, True)
-        for pair in zip((*got, mine[1]), (*want, theirs[1]), strict=True):
-            assert_close(*pair)
+        check("rms_norm_cast", gate * 3, weight, 1e-5, E4M3, states=one, record=True)
 
 
 def test_rms_norm_of_one_column_that_lies_as_a_row(triton_device: torch.device) -> None:
     """It counts as contiguous, whatever the stride of its one column."""
     x = torch.randn(1, 33, device=triton_device).t()
     weight = torch.tensor([0.7], device=triton_device)
-    got = _rms_norm_cast_triton(x, weight, 1e-5, E4M3, None, None, False, False)
-    want = rms_norm_cast_reference(x, weight, 1e-5, E4M3, None, None, False, False)
-    for pair in zip(got, want, strict=True):
-        assert_close(*pair)
-    rstd, scale, _ = got
-    col = _rms_norm_recast_triton(x, weight, rstd, scale, E4M3)
-    assert_close(col, rms_norm_recast_reference(x, weight, *want[:2], E4M3))
+    rstd, scale, _ = check("rms_norm_cast", x, weight, 1e-5, E4M3, states=(None, None))
+    col = ops.cuda.rms_norm_recast(x, weight, rstd, scale, E4M3)
+    assert_close(col, ops.cpu.rms_norm_recast(x, weight, rstd, scale, E4M3))
 
 
 @source
@@ -118,8 +89,8 @@ def test_rms_norm_recast(shape, dtype, triton_device) -> None:
     x = inputs(shape, dtype, triton_device)[0] * 3
     weight = torch.rand(shape[1], device=triton_device)
     for cast, recast in (
-        (_rms_norm_cast_triton, _rms_norm_recast_triton),
-        (rms_norm_cast_reference, rms_norm_recast_reference),
+        (ops.cuda.rms_norm_cast, ops.cuda.rms_norm_recast),
+        (ops.cpu.rms_norm_cast, ops.cpu.rms_norm_recast),
     ):
         rstd, scale, row = cast(x, weight, 1e-5, E4M3, None, None, False, False)
         col = recast(x, weight, rstd, scale, E4M3)
@@ -129,8 +100,7 @@ def test_rms_norm_recast(shape, dtype, triton_device) -> None:
 
 
 @source
-@pytest.mark.parametrize("grads", [1, 2, 3, 5])
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("grads", "residual"), [(1, False), (2, True), (3, False), (5, True)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm_backward(shape, residual: bool, grads: int, dtype, triton_device) -> None:
     """Against autograd in float64."""
@@ -146,7 +116,7 @@ def test_rms_norm_backward(shape, residual: bool, grads: int, dtype, triton_devi
     want_x = wide_x.grad + other.double() if residual else wide_x.grad
     # Rounding of the result, and of the sums of up to 300 products in float32.
     bound = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
-    for function in (rms_norm_backward_triton, rms_norm_backward_reference):
+    for function in (ops.cuda.rms_norm_backward, ops.cpu.rms_norm_backward):
         got = function(gradients, x, weight, rstd, other if residual else None)
         for ours, wide, like in zip(got, (want_x, wide_weight.grad), (x, weight), strict=True):
             assert ours.dtype == like.dtype
@@ -160,9 +130,9 @@ def test_non_finite_codes_are_nan(bad: float, triton_device: torch.device) -> No
     up[3, 5] = bad
     scale = torch.tensor(0.02, device=triton_device)
     amax = torch.zeros((), device=triton_device)
-    _, row = _swiglu_cast_triton(gate, up, E4M3, scale, amax, False, True)
+    _, row = ops.cuda.swiglu_cast(gate, up, E4M3, scale, amax, False, True)
     assert row.float()[3, 5].isnan()
-    product, _, gate_row, *_ = _swiglu_backward_cast_triton(
+    product, _, gate_row, *_ = ops.cuda.swiglu_backward_cast(
         grad, gate, up, scale, E4M3, E5M2, scale, amax, scale, amax.clone(), False, False
     )
     assert product.float()[5, 3].isnan()
@@ -175,8 +145,8 @@ def test_strided_inputs(triton_device: torch.device) -> None:
     gate, up = joint.chunk(2, dim=1)
     args = (E4M3, None, None, False, False)
     for pair in zip(
-        _swiglu_cast_triton(gate, up, *args),
-        _swiglu_cast_triton(gate.contiguous(), up.contiguous(), *args),
+        ops.cuda.swiglu_cast(gate, up, *args),
+        ops.cuda.swiglu_cast(gate.contiguous(), up.contiguous(), *args),
         strict=True,
     ):
         assert_close(*pair)
@@ -185,22 +155,14 @@ def test_strided_inputs(triton_device: torch.device) -> None:
 @pytest.mark.gpu
 def test_one_launch_serves_aligned_and_unaligned_tensors() -> None:
     """A view at an odd offset after an aligned tensor of the same shape, and the reverse."""
-    device = torch.device("cuda")
-    flat = torch.rand(2 * 48 * 96 + 3, device=device).bfloat16()
+    flat = torch.rand(2 * 48 * 96 + 3, device="cuda").bfloat16()
     for offset in (0, 1, 0, 3):
         gate, up = (flat[o : o + 48 * 96].view(48, 96) for o in (0, offset))
         weight = flat[offset : offset + 96]
-        args = (E4M3, None, None, False, False)
-        pairs = list(zip(_swiglu_cast_triton(gate, up, *args),
-                         swiglu_cast_reference(gate, up, *args), strict=True))  # fmt: skip
-        norm = (1e-5, E4M3, None, None, False, False)
-        pairs += zip(_rms_norm_cast_triton(gate, weight, *norm),
-                     rms_norm_cast_reference(gate, weight, *norm), strict=True)  # fmt: skip
-        rstd, scale, _ = rms_norm_cast_reference(gate, weight, *norm)
-        pairs.append((_rms_norm_recast_triton(gate, weight, rstd, scale, E4M3),
-                      rms_norm_recast_reference(gate, weight, rstd, scale, E4M3)))  # fmt: skip
-        for pair in pairs:
-            assert_close(*pair)
+        check("swiglu_cast", gate, up, E4M3, states=(None, None))
+        rstd, scale, _ = check("rms_norm_cast", gate, weight, 1e-5, E4M3, states=(None, None))
+        args = (gate, weight, rstd, scale, E4M3)
+        assert_close(ops.cuda.rms_norm_recast(*args), ops.cpu.rms_norm_recast(*args))
 
 
 def test_wrong_input_says_what_to_do() -> None:
@@ -223,7 +185,5 @@ def test_wrong_input_says_what_to_do() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 4096), (512, 14336), (1000, 1050)], ids=str)
 def test_large_on_the_gpu(shape: tuple[int, int]) -> None:
-    device = torch.device("cuda")
-    test_swiglu(shape, None, torch.bfloat16, device)
-    test_swiglu_backward(shape, 0.0, torch.bfloat16, device)
-    test_rms_norm(shape, 0.01, torch.bfloat16, device)
+    for scale in (None, 0.0, 0.01):
+        test_kernels_compute_what_twins_do(shape, scale, torch.bfloat16, torch.device("cuda"))

@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from float8 import kernels
 from float8.kernels.runtime import private
+from float8.quantize.spec import CastSpec
 from kernels.float8_codes import same_bytes
 from support.forks import run_program
 
@@ -116,7 +117,9 @@ def generated(x: Tensor) -> str:
     torch._dynamo.reset()
 
     def cast(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return kernels.cast(x * 2, x[0, 0], torch.float8_e4m3fn, row=True, col=True)
+        spec = CastSpec(torch.float8_e4m3fn)
+        _, *layouts = kernels.cast(x * 2, spec, scale=x[0, 0], row=True, col=True)
+        return tuple(layouts)
 
     with torch._inductor.config.patch(force_disable_caches=True):
         compiled, code = run_and_get_code(torch.compile(cast, fullgraph=True), x)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
+from sqnr import same_bits
 from support.devices import on_devices
 from support.simulation import SimulatedHistory
 
@@ -51,71 +52,38 @@ def test_forty_steps_agree_with_the_simulation(
     assert len(scales_seen) > 2  # the steps did move the scale
 
 
+def after(
+    amaxes: list[float], history_len: int, scale_fn_name: str = "max"
+) -> tuple[list[float], list[float]]:
+    """The last history of one cast, and for each step the amax that its scale stands for."""
+    history, scale = torch.zeros(1, history_len), torch.full((1,), UNKNOWN_SCALE)
+    float8_max, scales = torch.tensor([448.0], dtype=torch.float64), []
+    how = {"scale_fn_name": scale_fn_name, "round_to_power_of_2": False}
+    for amax in amaxes:
+        given = torch.tensor([amax]), history, scale
+        before = [x.clone() for x in given]
+        history, scale = next_history_and_scale(*given, float8_max, **how)
+        assert all(map(same_bits, given, before))  # what it is given stays as it was
+        scales.append(round(scale.item() * 448, 4))
+    return history[0].tolist(), scales
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("scale_fn_name", ["max", "most_recent"])
 def test_non_finite_amax_is_recorded_as_zero_and_keeps_the_scale(
     scale_fn_name: str, bad: float
 ) -> None:
-    history, scale = torch.zeros(1, 4), torch.full((1,), UNKNOWN_SCALE)
-    float8_max = torch.tensor([448.0], dtype=torch.float64)
-    for amax in (2.0, 2.0, bad):
-        history, scale = next_history_and_scale(
-            torch.tensor([amax]),
-            history,
-            scale,
-            float8_max,
-            scale_fn_name=scale_fn_name,
-            round_to_power_of_2=False,
-        )
-    assert history.tolist() == [[0.0, 2.0, 2.0, 0.0]]
-    assert scale.tolist() == torch.tensor([2.0 / 448.0]).tolist()
+    history, scales = after([2.0, 2.0, bad], 4, scale_fn_name)
+    assert (history, scales) == ([0.0, 2.0, 2.0, 0.0], [0, 2, 2])
 
 
 def test_max_forgets_after_history_len_steps_and_most_recent_at_once() -> None:
-    last = {}
-    for scale_fn_name in ("max", "most_recent"):
-        history, scale = torch.zeros(1, 3), torch.zeros(1)
-        scales = []
-        for amax in (7.0, 7.0, 1.0, 1.0, 1.0):
-            history, scale = next_history_and_scale(
-                torch.tensor([amax]),
-                history,
-                scale,
-                torch.tensor([448.0], dtype=torch.float64),
-                scale_fn_name=scale_fn_name,
-                round_to_power_of_2=False,
-            )
-            scales.append(round(scale.item() * 448))
-        last[scale_fn_name] = scales
-    assert last == {"max": [0, 7, 7, 7, 1], "most_recent": [0, 7, 1, 1, 1]}
+    amaxes = [7.0, 7.0, 1.0, 1.0, 1.0]
+    assert after(amaxes, 3, "max")[1] == [0, 7, 7, 7, 1]
+    assert after(amaxes, 3, "most_recent")[1] == [0, 7, 1, 1, 1]
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
 def test_a_scale_is_known_once_amaxes_no_longer_grow_by_much(bad: float) -> None:
     """A sync of nothing, and one of what is not finite, tell nothing."""
-    history, scale, known = torch.zeros(1, 1), torch.zeros(1), []
-    for amax in (1.0, bad, 3.0, 9.0, 9.5, bad):
-        history, scale = next_history_and_scale(
-            torch.tensor([amax]),
-            history,
-            scale,
-            torch.tensor([448.0], dtype=torch.float64),
-            scale_fn_name="max",
-            round_to_power_of_2=False,
-        )
-        known.append(round(scale.item() * 448, 4))
-    assert known == [0, 0, 0, 0, 9.5, 9.5]
-
-
-def test_what_it_is_given_stays_as_it_was() -> None:
-    history, scale = torch.zeros(2, 4), torch.zeros(2)
-    next_history_and_scale(
-        torch.tensor([1.0, 448.0]),
-        history,
-        scale,
-        torch.tensor([448.0, 448.0], dtype=torch.float64),
-        scale_fn_name="max",
-        round_to_power_of_2=False,
-    )
-    assert not history.any()
-    assert not scale.any()
+    assert after([1.0, bad, 3.0, 9.0, 9.5, bad], 1)[1] == [0, 0, 0, 0, 9.5, 9.5]

@@ -5,9 +5,8 @@ as ``torch.ops.float8.*``. Importing registers the ops and does nothing else.
 """
 
 from float8.kernels.amax import amax
-from float8.kernels.cast import Cast, cast, cast_delayed, cast_dynamic, to_float8
-from float8.kernels.cast_axiswise import cast_axiswise, cast_axiswise_traced
-from float8.kernels.cast_blockwise import cast_blockwise, cast_blockwise_traced
+from float8.kernels.cast import Cast, cast, cast_delayed, to_float8
+from float8.kernels.cast_finer import cast_finer
 from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_backward, rms_norm_cast, rms_norm_recast
 from float8.kernels.swiglu import swiglu_backward_cast, swiglu_cast
 from float8.kernels.transpose import transpose_bytes
@@ -17,12 +16,8 @@ __all__ = [
     "Cast",
     "amax",
     "cast",
-    "cast_axiswise",
-    "cast_axiswise_traced",
-    "cast_blockwise",
-    "cast_blockwise_traced",
     "cast_delayed",
-    "cast_dynamic",
+    "cast_finer",
     "rms_norm_backward",
     "rms_norm_cast",
     "rms_norm_recast",

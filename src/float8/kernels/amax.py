@@ -67,7 +67,7 @@ def _program(x: Slot) -> Program:
 
 
 def measuring(x: Slot, known_scale: Slot | None = None) -> tuple[Slot, Launch]:
-    """The launch that measures ``x``, not empty and dense in any order of its dims.
+    """Plan the launch that measures ``x``, not empty and dense in any order of its dims.
 
     Its result [P] float32 is the amaxes of the parts of ``x`` that its programs read. Their
     maximum, the amax of ``x``, is left to the kernel that follows, which needs it anyway: to join
@@ -91,7 +91,7 @@ MAX_PARTS = 2048
 
 @functools.lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements are one run of memory, in whatever order of their dims."""
+    """Tell whether the elements are one run of memory, in whatever order of their dims."""
     expected = 1
     moving = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
     for stride, size in sorted(moving):
@@ -121,7 +121,7 @@ def even_shares(
 
 @jit
 def magnitude_bits(x):  # type: ignore[no-untyped-def]
-    """Bits of abs(x) as int16 or int32."""
+    """Return the bits of abs(x) as int16 or int32."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -131,7 +131,7 @@ def magnitude_bits(x):  # type: ignore[no-untyped-def]
 
 @jit
 def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bits of a magnitude of dtype ``element`` -> those of the same float32, as int32."""
+    """Turn bits of a magnitude of dtype ``element`` into those of the same float32, as int32."""
     bits = bits.to(tl.int32)
     if element == tl.bfloat16:
         bits = bits << 16

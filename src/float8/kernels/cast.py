@@ -1,11 +1,11 @@
 """High precision -> float8 under one scale per tensor, in both layouts that float8 GEMMs read.
 
-`cast` is given the scale, `cast_dynamic` takes it from the amax of the tensor, and `cast_delayed`
-from a history, recording the amax in the same read. All launch the kernel of `cast_kernel`.
+`cast` is given the scale or takes it from the amax of the tensor, `cast_delayed` takes it from a
+history and records the amax in the same read. Both launch the kernel of `cast_kernel`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,22 +13,19 @@ from torch import Tensor
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.kernels.amax import amax_reference, is_dense, measuring
 from float8.kernels.cast_kernel import casting
-from float8.kernels.checks import check_high_precision, check_scalar, check_state, describe
-from float8.kernels.runtime.launch import Program, Slot, planned, takes_triton_directly
+from float8.kernels.checks import check_high_precision, check_scalars, describe
+from float8.kernels.runtime.launch import Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
 
-Layouts = tuple[Tensor | None, Tensor | None]
-"""Row data and column data, None where not asked for."""
-
 
 class Cast(NamedTuple):
-    """A tensor in float8, with the scale that the cast chose."""
+    """A tensor in float8, with the scale of the cast."""
 
     scale: Tensor
-    """0-dim float32 decode scale; a new tensor."""
+    """The decode scale that was given; else 0-dim float32, a new tensor."""
 
     row: Tensor | None
     col: Tensor | None
@@ -36,26 +33,29 @@ class Cast(NamedTuple):
 
 def cast(
     x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
+    spec: CastSpec,
     *,
+    scale: Tensor | None = None,
     row: bool,
     col: bool,
     pad_rows: bool = False,
     after: Tensor | None = None,
-) -> Layouts:
+) -> Cast:
     """Cast ``x`` to float8 under one scale, to row data, to its transpose, or to both.
 
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
-    of ``dtype`` and rounded to the nearest, ties to even. An element of ``x`` that is Inf or NaN
+    of the format and rounded to the nearest, ties to even. An element of ``x`` that is Inf or NaN
     becomes NaN in both formats, and so does a product that is NaN (0 * Inf): the NaN byte is
     always 0x7f. Both layouts come from one read of ``x``.
 
     Args:
         x: [R, C] float32, bfloat16 or float16; any strides. Slow, but right, where no dim is
             contiguous.
+        spec: format, and whether a scale from the amax is rounded up to a power of two.
         scale: one element, float32, on the device of ``x``: the decode scale (x ~ data * scale).
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+            None: that of the amax of ``x``, in two launches, the same as to give
+            ``amax_to_scale(amax(x), ...)``. To a compiler it is one opaque op: where the amax
+            should fuse into what produces ``x``, take it apart with `amax`.
         row: whether to return the row data.
         col: whether to return the column data.
         pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
@@ -63,41 +63,26 @@ def cast(
             alone a compiler may move into forward, and keep all the while: a gradient stops it.
 
     Returns:
-        ``(row_data, col_data)``, contiguous, None where not asked for. With ceil16 rounding up to
-        a multiple of 16, row_data is [R, ceil16(C)], or [ceil16(R), ceil16(C)] if ``pad_rows``;
-        col_data is [ceil16(C), ceil16(R)], the transposed copy. Padding is zero.
+        Data are contiguous, None where not asked for. With ceil16 rounding up to a multiple of 16,
+        row data is [R, ceil16(C)], or [ceil16(R), ceil16(C)] if ``pad_rows``; column data is
+        [ceil16(C), ceil16(R)], the transposed copy. Padding is zero.
         No gradient flows through it.
 
     Raises:
-        TypeError: the dtype of ``x``, of ``scale``, or ``dtype`` is not one of those above.
+        TypeError: the dtype of ``x``, of ``scale``, or the format is not one of those above.
         ValueError: ``x`` is not 2-D, ``scale`` has not one element or is on another device, or
             neither layout is asked for.
     """
-    check_cast(x, dtype, row, col)
-    check_scalar("scale", scale, x)
-    args = (x, scale, dtype, row, col, pad_rows)
-    if x.is_cuda and takes_triton_directly(x, scale):
-        out = _cast_triton(*args)
-    else:
-        out = torch.ops.float8.cast.default(*args, after)
-    return out[0] if row else None, out[-1] if col else None
-
-
-def cast_dynamic(
-    x: Tensor, spec: CastSpec, *, row: bool, col: bool, pad_rows: bool = False
-) -> Cast:
-    """Cast ``x`` with the scale from its own amax, in two launches; all else as :func:`cast`.
-
-    The same as ``cast(x, amax_to_scale(amax(x), ...), ...)``, bit for bit. To a compiler it is one
-    opaque op: where the amax should fuse into what produces ``x``, take it apart with `amax`.
-    """
     check_cast(x, spec.dtype, row, col)
-    args = (x, spec.dtype, row, col, pad_rows, spec.power_of_2)
-    if x.is_cuda and takes_triton_directly(x):
-        out = _cast_dynamic_triton(*args)
+    if scale is not None:
+        check_scalars(x, scale=scale)
+    how = (spec.dtype, row, col, pad_rows, after, spec.power_of_2)
+    if x.is_cuda and takes_triton_directly(x, scale):
+        out = _cast_triton(x, scale, *how)
     else:
-        out = torch.ops.float8.cast_dynamic.default(*args)
-    return Cast(out[0], out[1] if row else None, out[-1] if col else None)
+        out = torch.ops.float8.cast.default(x, scale, *how)
+    used = out[0] if scale is None else scale
+    return Cast(used, out[-1 - col] if row else None, out[-1] if col else None)
 
 
 def cast_delayed(
@@ -112,13 +97,13 @@ def cast_delayed(
 ) -> Cast:
     """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
 
-    The scale of ``state`` is used, or where it is 0 (unknown) that from the amax of ``x``, as in
-    :func:`cast_dynamic`. Its amax is raised in place to that of ``x`` if ``record``; a NaN stays.
-    All else as :func:`cast`.
+    The scale of ``state`` is used, or where it is 0 (unknown) that from the amax of ``x``. Its amax
+    is raised in place to that of ``x`` if ``record``; a NaN stays. The scale returned is a new
+    tensor. All else as :func:`cast`.
     """
     scale, amax = state
     check_cast(x, spec.dtype, row, col)
-    check_state(state, x)
+    check_scalars(x, scale=scale, amax=amax)
     args = (x, scale, amax, spec.dtype, row, col, pad_rows, spec.power_of_2, record)
     if x.is_cuda and takes_triton_directly(x, scale, amax):
         out = _cast_delayed_triton(*args)
@@ -148,7 +133,7 @@ def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The arithmetic of :func:`cast`, elementwise: x -> float8; ``scale`` broadcasts against it."""
+    """Cast elementwise, by the arithmetic of :func:`cast`; ``scale`` broadcasts against ``x``."""
     # Literals: with dynamic=True, Dynamo makes floats of a module symbolic and then fails on them.
     limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
     # By way of float64, which makes the quotient correctly rounded in compiled code too.
@@ -163,31 +148,27 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast_reference(
     x: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
     pad_rows: bool = False,
     after: Tensor | None = None,
+    power_of_2: bool = False,
 ) -> list[Tensor]:
-    """Plain-torch twin of :func:`cast`: the layouts asked for."""
+    """Plain-torch twin of :func:`cast`: the scale if none was given, then the layouts asked for."""
+    chosen = []
+    if scale is None:
+        scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
+        chosen = [scale]
     data = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
-    layouts = [data] * row + [data.t()] * col
     out = allocate(x, dtype, row, col, pad_rows)
-    for target, source in zip(out, layouts, strict=True):
+    for target, source in zip(out, [data] * row + [data.t()] * col, strict=True):
         target = target.view(torch.uint8)
         if target.shape != source.shape:
             target.zero_()
         target[: source.shape[0], : source.shape[1]] = source
-    return out
-
-
-def cast_dynamic_reference(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool, power_of_2: bool
-) -> list[Tensor]:
-    """Plain-torch twin of :func:`cast_dynamic`: the scale, then the layouts asked for."""
-    scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
-    return [scale, *cast_reference(x, scale, dtype, row, col, pad_rows)]
+    return [*chosen, *out]
 
 
 def cast_delayed_reference(
@@ -202,44 +183,36 @@ def cast_delayed_reference(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch twin of :func:`cast_delayed`: scale, row data, column data."""
-    wanted = (dtype, row, col, pad_rows, power_of_2, record)
-    return _fixed(x, row, col, *cast_choosing_reference(x, scale, amax, *wanted))
+    own = amax_reference(x)
+    used, scale = amax_to_scale(own, dtype, power_of_2), scale.reshape(())
+    if record:
+        amax.copy_(torch.maximum(amax, own))
+    used = torch.where(scale == 0.0, used, scale)
+    out = [used, *cast_reference(x, used, dtype, row, col, pad_rows)]
+    return _three(out, row, col, x.new_empty((0,)))
 
 
-def cast_choosing_reference(
+def rows_reference(
     x: Tensor,
+    dtype: torch.dtype,
     scale: Tensor | None,
     amax: Tensor | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
     power_of_2: bool,
     record: bool,
-) -> list[Tensor]:
-    """The scale, from the history if there is one, and layouts; records the amax of ``x`` there."""
-    own = amax_reference(x)
-    used = amax_to_scale(own, dtype, power_of_2)
-    if scale is not None:
-        if record:
-            assert amax is not None
-            amax.copy_(torch.maximum(amax, own))
-        scale = scale.reshape(())
-        used = torch.where(scale == 0.0, used, scale)
-    return [used, *cast_reference(x, used, dtype, row, col, pad_rows)]
-
-
-def rows_reference(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    """What twins of fused casts do with their float32 product: the scale used, row data."""
-    dtype, scale, amax, *flags = how
-    used, row = cast_choosing_reference(x, scale, amax, dtype, True, False, False, *flags)
+) -> tuple[Tensor, Tensor]:
+    """Cast the float32 product of a fused cast's twin: the scale used, row data."""
+    if scale is None or amax is None:
+        used, row = cast_reference(x, None, dtype, True, False, power_of_2=power_of_2)
+    else:
+        flags = (True, False, False, power_of_2, record)
+        used, row, _ = cast_delayed_reference(x, scale, amax, dtype, *flags)
     return used, row
 
 
 def allocate(
     x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool = False, *_: object
 ) -> list[Tensor]:
-    """Uninitialised layouts, those asked for; sizes may be symbolic."""
+    """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
     R, C = x.shape
     Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16  # `ceil16`, without calls in eager mode
     out = []
@@ -250,18 +223,21 @@ def allocate(
     return out
 
 
-def _fixed(
-    x: Tensor, row: bool, col: bool, scale: Tensor, *data: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Three tensors, an empty one for a layout that was not asked for.
+def cast_fake(x: Tensor, scale: Tensor | None, *wanted: Any) -> list[Tensor]:
+    """Uninitialised results of `cast_reference`."""
+    return [x.new_empty((), dtype=torch.float32)] * (scale is None) + allocate(x, *wanted)
+
+
+_T = TypeVar("_T")
+
+
+def _three(made: list[_T], row: bool, col: bool, absent: _T) -> tuple[_T, _T, _T]:
+    """Scale, row data and column data; ``absent`` for a layout that was not asked for.
 
     Ops that write an argument must return a fixed number: the compiler's functionalisation takes no
     list.
     """
-    if row and col:
-        return scale, data[0], data[1]
-    absent = x.new_empty((0,), dtype=x.dtype)
-    return (scale, data[0], absent) if row else (scale, absent, data[0])
+    return made[0], made[1] if row else absent, made[-1] if col else absent
 
 
 # ---------------------------------------------------------------- Triton
@@ -271,86 +247,70 @@ def _fixed(
 
 def _cast_triton(
     x: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
     pad_rows: bool = False,
     after: Tensor | None = None,
+    power_of_2: bool = False,
 ) -> list[Tensor]:
-    return _cast_program(x, dtype, row, col, pad_rows)(x, scale)
+    if scale is None:
+        out: list[Tensor] = _measured_program(x, None, dtype, row, col, pad_rows, power_of_2)(x)
+        return out
+    return _program(x, dtype, row, col, pad_rows)(x, scale)
+
+
+def _cast_delayed_triton(
+    x: Tensor, scale: Tensor, amax: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *wanted, record = how
+    used, row, col = _measured_program(x, record, *wanted)(x, scale, amax)
+    if record:
+        torch.autograd.graph.increment_version(amax)  # as PyTorch does
+    return used, row, col
 
 
 @planned
-def _cast_program(x: Slot, *wanted: Any) -> Program:
+def _program(x: Slot, *wanted: Any) -> Program:
     scale = Slot(torch.float32)
     return Program([x, scale], *casting(x, *wanted, scale=scale), anywhere=1)
 
 
-def _cast_dynamic_triton(x: Tensor, *wanted: Any) -> list[Tensor]:
-    return _dynamic_program(x, *wanted)(x)
-
-
 @planned
-def _dynamic_program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
+def _measured_program(x: Slot, record: bool | None, *wanted: Any) -> Callable[..., Any]:
+    """Measure and cast ``x``; with ``record``, which is None without, there is a history."""
+    dtype, row, col, pad_rows, power_of_2 = wanted
+    how: list[Any] = [*wanted, record]
+    delayed = record is not None
+    if 0 in x.shape and delayed:
+        return lambda *given: cast_delayed_reference(*given, *how)
     if 0 in x.shape:
-        return lambda x: cast_dynamic_reference(x, *wanted)
-    if not is_dense(x.shape, x.strides):
-        return lambda x: _cast_dynamic_triton(x.contiguous(), *wanted)
-    parts, measure = measuring(x)
-    results, launches = casting(x, *wanted, parts=parts)
-    return Program([x], results, [measure, *launches])
-
-
-def _cast_delayed_triton(
-    x: Tensor, scale: Tensor, amax: Tensor, *wanted: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    made = _delayed_program(x, *wanted)(x, scale, amax)
-    if wanted[-1]:  # record
-        torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return _fixed(x, *wanted[1:3], *made)
-
-
-@planned
-def _delayed_program(x: Slot, *wanted: Any) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
-    *layouts, record = wanted
-    if 0 in x.shape:
-        return lambda x, scale, amax: cast_choosing_reference(x, scale, amax, *wanted)
+        return lambda x: cast_reference(x, None, dtype, row, col, pad_rows, None, power_of_2)
     if not is_dense(x.shape, x.strides):
 
-        def of_copy(x: Tensor, *state: Tensor) -> list[Tensor]:
+        def of_copy(x: Tensor, *state: Tensor) -> Any:
             x = x.contiguous()
-            return _delayed_program(x, *wanted)(x, *state)
+            return _measured_program(x, record, *wanted)(x, *state)
 
         return of_copy
-    scale, amax = Slot(torch.float32), Slot(torch.float32)
+    scale, amax = history = [Slot(torch.float32) if delayed else None for _ in range(2)]
     parts, measure = measuring(x, scale)
-    results, launches = casting(
-        x, *layouts, scale=scale, parts=parts, amax=amax if record else None
-    )
-    return Program([x, scale, amax], results, [measure, *launches], anywhere=2)
+    amax = amax if record else None
+    results, launches = casting(x, *wanted, scale=scale, parts=parts, amax=amax)
+    if delayed:
+        results = [*_three(results, row, col, new((0,), x.dtype))]
+    given = [x, *filter(None, history)]
+    return Program(given, results, [measure, *launches], anywhere=2 * delayed)
 
 
-def cast_dynamic_fake(x: Tensor, *wanted: Any) -> list[Tensor]:
-    """Uninitialised results of `cast_dynamic_reference`."""
-    return [x.new_empty((), dtype=torch.float32), *allocate(x, *wanted)]
-
-
-register(
-    "cast",
-    cast_reference,
-    triton=_cast_triton,
-    fake=lambda x, scale, *wanted: allocate(x, *wanted),
-)
-register(
-    "cast_dynamic", cast_dynamic_reference, triton=_cast_dynamic_triton, fake=cast_dynamic_fake
-)
+register("cast", cast_reference, triton=_cast_triton, fake=cast_fake)
 register(
     "cast_delayed",
     cast_delayed_reference,
     triton=_cast_delayed_triton,
-    fake=lambda x, scale, amax, dtype, row, col, *wanted: _fixed(
-        x, row, col, *cast_dynamic_fake(x, dtype, row, col, *wanted)
+    fake=lambda x, scale, amax, dtype, row, col, *wanted: _three(
+        cast_fake(x, None, dtype, row, col, *wanted), row, col, x.new_empty((0,))
     ),
     writes=("amax",),
 )

@@ -2,117 +2,27 @@
 
 Where column data is asked for, one kernel measures the amaxes of rows and columns in one read, and
 a second one casts. Row data alone take one kernel, whose programs hold whole rows in registers.
+The way in is `cast_finer`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity
 from float8.formats import FLOAT8_MAX, ceil16
+from float8.kernels import quads
 from float8.kernels.amax import float32_bits, magnitude_bits
-from float8.kernels.cast import check_cast, to_float8
-from float8.kernels.cast_kernel import (
-    ABSENT,
-    launch_config,
-    mantissa,
-    outputs,
-    reads_along_rows,
-)
+from float8.kernels.cast import allocate, to_float8
+from float8.kernels.cast_kernel import ABSENT, ALONG_ALONE, mantissa, outputs, reads_along_rows
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_bits, to_float32
-from float8.kernels.quads import (
-    inside_of,
-    load_rows,
-    quads_of,
-    rows_of,
-    store_across,
-    store_along,
-    times_inverse,
-    times_inverses,
-    to_float32s,
-)
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
+from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import (
-    TileLaunch,
-    fitting,
-    load,
-    or_zero,
-    store,
-    tile_at,
-    tile_of_program,
-)
-from float8.kernels.transpose import transpose_bytes
+from float8.kernels.tiles import load, or_zero, store, tile_at, tile_of_program, tiled
 from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec, Part
-
-
-def cast_axiswise(
-    x: Tensor,
-    spec: CastSpec,
-    *,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-    after: Tensor | None = None,
-) -> tuple[Part | None, Part | None]:
-    """Cast ``x`` to float8, row data under a scale per row, column data under one per column.
-
-    Each scale is that of the amax of its row or column, by `amax_to_scale`; the arithmetic of an
-    element is that of :func:`cast`. What is not finite spoils its own row and column only.
-
-    Args:
-        x: [R, C] float32, bfloat16 or float16; any strides. Slow, but right, where no dim is
-            contiguous.
-        spec: format, granularity `AXISWISE`, and whether scales are rounded up to powers of two.
-        row: whether to return row data.
-        col: whether to return column data.
-        pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
-        after: what a compiler must have computed first, as in :func:`cast`; not read.
-
-    Returns:
-        ``(row, col)``, None where not asked for; all contiguous. Row data is [R, ceil16(C)], or
-        [ceil16(R), ceil16(C)] if ``pad_rows``, with scales [rows, 1]; column data [ceil16(C),
-        ceil16(R)], the transpose, with scales [ceil16(C), 1]. Padding is zero, its scales are those
-        of amax 0. No gradient flows through it.
-
-    Raises:
-        TypeError: a dtype is not one of those above.
-        ValueError: ``x`` is not 2-D, neither layout is asked for, or the granularity is another.
-    """
-    _check(x, spec, row, col)
-    args = (x, spec.dtype, row, col, pad_rows, spec.power_of_2)
-    if x.is_cuda and takes_triton_directly(x):
-        out = cast_axiswise_triton(*args)
-    else:
-        out = torch.ops.float8.cast_axiswise.default(*args, after)
-    return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
-
-
-def cast_axiswise_traced(
-    x: Tensor, spec: CastSpec, *, row: bool, col: bool, pad_rows: bool = False
-) -> tuple[Part | None, Part | None]:
-    """:func:`cast_axiswise` as plain torch code, which a compiler fuses into what produces ``x``.
-
-    It may then see the producer's values before they are rounded to the dtype of ``x``. Only the
-    transposition of column data is an op of its own.
-    """
-    _check(x, spec, row, col)
-    out = cast_axiswise_reference(x.detach(), spec.dtype, row, col, pad_rows, spec.power_of_2)
-    return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
-
-
-def _check(x: Tensor, spec: CastSpec, row: bool, col: bool) -> None:
-    check_cast(x, spec.dtype, row, col)
-    if spec.granularity is not ScalingGranularity.AXISWISE:
-        raise ValueError(f"cast_axiswise: got {spec.granularity}, expected AXISWISE")
-
-
-# ---------------------------------------------------------------- plain-torch twin
 
 
 def cast_axiswise_reference(
@@ -126,35 +36,43 @@ def cast_axiswise_reference(
 ) -> list[Tensor]:
     """Plain-torch twin: row data and scales, column data and scales, those asked for."""
     R, C = x.shape
+    Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16  # `ceil16`, without calls in eager mode
     out = []
     if row:
-        amax = amax_along(x, 1)
-        data = to_float8(x, amax_to_scale(amax, dtype, power_of_2), dtype)
-        rows = ceil16(R) if pad_rows else R
-        scale = amax_to_scale(pad_to(amax, rows, 1), dtype, power_of_2)
-        out += [pad_to(data.contiguous(), rows, ceil16(C)), scale]
+        amax, scale, data = cast_along(x, dtype, power_of_2, 1)
+        rows = Rp if pad_rows else R
+        padded = pad_to(amax, rows, 1)
+        scale = scale if padded is amax else amax_to_scale(padded, dtype, power_of_2)
+        out += [pad_to(data.contiguous(), rows, Cp), scale]
     if col:
-        amax = amax_along(x, 0)
-        data = to_float8(x, amax_to_scale(amax, dtype, power_of_2), dtype)
-        scale = amax_to_scale(pad_to(amax, 1, ceil16(C)), dtype, power_of_2)
-        out += [transpose_bytes(data), scale.view(-1, 1)]
+        amax, scale, data = cast_along(x, dtype, power_of_2, 0)
+        padded = pad_to(amax, 1, Cp)
+        scale = scale if padded is amax else amax_to_scale(padded, dtype, power_of_2)
+        out += [torch.ops.float8.transpose.default(data, None), scale.view(-1, 1)]
     return out
 
 
-def amax_along(x: Tensor, dim: int) -> Tensor:
-    """The float32 amaxes of ``x`` along ``dim``, which stays as a dim of size 1; 0 of nothing.
+def cast_along(
+    x: Tensor, dtype: torch.dtype, power_of_2: bool, *dims: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast ``x`` under scales from amaxes along ``dims``: amaxes and scales, of size 1 there; data.
 
-    In float32 before they are taken: an amax in 16 bits would be two numbers in Inductor's code,
+    In float32 before amaxes are taken: one in 16 bits would be two numbers in Inductor's code,
     rounded where a kernel loads it and not yet rounded in the kernel that takes it. Data would be
     cast under one scale and multiplied with the other.
     """
-    if x.shape[dim] == 0:
-        return x.sum(dim, keepdim=True, dtype=torch.float32)
-    return x.to(torch.float32).abs().amax(dim, keepdim=True)
+    amax = x
+    for dim in dims:
+        if amax.shape[dim] == 0:
+            amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
+        else:
+            amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
+    scale = amax_to_scale(amax, dtype, power_of_2)
+    return amax, scale, to_float8(x, scale, dtype)
 
 
 def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
-    """``x`` [R, C] with zeros below and to the right: [rows, columns]."""
+    """Pad ``x`` [R, C] with zeros below and to the right: [rows, columns]."""
     bottom, right = rows - x.shape[0], columns - x.shape[1]
     # A compiler drops what pads by nothing. To ask it here would make it compile again for sizes
     # that need other padding.
@@ -170,149 +88,71 @@ WIDEST_ROW = 32768
 """Programs hold rows of up to this many elements in registers; longer ones are read twice."""
 
 
-class RowLaunch(NamedTuple):
-    """Launch configuration of the kernel that holds whole rows in registers."""
-
-    rows: int  # of a program, a power of two
-    block_c: int  # a power of two, not below C
-    num_warps: int
-    even: bool  # the programs' blocks fill the matrix exactly: no masks
-    programs: int
-
-
-class WalkLaunch(NamedTuple):
-    """Launch configuration of the measuring kernel: programs walk down strips of tiles."""
-
-    block_r: int
-    block_c: int
-    num_warps: int
-    rounds: int  # tiles of a program
-    even: bool  # the tiles fill the matrix exactly: no masks
-    programs: int
-
-
-def row_config(R: int, C: int) -> RowLaunch:
-    """For [R, C], C at most `WIDEST_ROW`, of which whole rows are held in registers."""
-    block_c = max(1 << (C - 1).bit_length(), 16)
-    rows = max(4096 // block_c, 1)
-    num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
-    even = R % max(rows, 16) == 0 and block_c == C
-    return RowLaunch(rows, block_c, num_warps, even, -(-ceil16(R) // rows))
-
-
-def walk_config(R: int, C: int, itemsize: int, sms: int) -> WalkLaunch:
-    """For measuring [R, C], not empty, of elements of ``itemsize`` bytes."""
-    block_r, block_c = 64, 256 // itemsize
-    tiles_r, strips = -(-R // block_r), -(-C // block_c)
-    rounds = min(max(tiles_r * strips // (8 * sms), 1), 8)
-    return walk_launch(R, C, block_r, block_c, 4, rounds)
-
-
-def tile_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
-    """For casting [R, C]; ``across``: the copy contiguous along ``R`` is written, too."""
-    # Half the tile of a cast under one scale: two scales for each element take more registers.
-    if across:
-        return fitting(R, C, sms, ((64, 128, 8), (64, 64, 4), (32, 64, 4)))
-    return launch_config(R, C, across=False, sms=sms)
-
-
-def walk_launch(
-    R: int, C: int, block_r: int, block_c: int, num_warps: int, rounds: int
-) -> WalkLaunch:
-    """The launch configuration of given tiles for a matrix [R, C]."""
-    programs = -(-R // (block_r * rounds)) * -(-C // block_c)
-    even = R % block_r == 0 and C % block_c == 0
-    return WalkLaunch(block_r, block_c, num_warps, rounds, even, programs)
-
-
-def cast_axiswise_triton(
-    x: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
-    after: Tensor | None = None,
-) -> list[Tensor]:
-    """Triton code of the op: row data and scales, column data and scales, those asked for."""
-    return _program(x, dtype, row, col, pad_rows, power_of_2)(x)
+def cast_axiswise_triton(x: Tensor, *how: Any, after: Any = None) -> list[Tensor]:
+    """Triton code of the op, which takes what its twin takes; `after` by its name, or last."""
+    return _program(x, *how[:5])(x)  # all but `after`
 
 
 @planned
 def _program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
     if 0 in x.shape:
         return lambda x: cast_axiswise_reference(x, *wanted)
-    return casting(x, *wanted)
-
-
-def casting(
-    x: Slot,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
-    *,
-    walk: WalkLaunch | None = None,
-    tile: TileLaunch | None = None,
-) -> Program:
-    """Casts ``x`` [R, C], not empty; under given launch configurations by two kernels always."""
+    dtype, row, col, pad_rows, power_of_2 = wanted
     (R, C), (stride_r, stride_c) = x.shape, x.strides
-    rows = ceil16(R) if pad_rows else R
-    along, across = (
-        new_part((rows, ceil16(C)), dtype, row),
-        new_part((ceil16(C), ceil16(R)), dtype, col),
-    )
+    along = _new_part((ceil16(R) if pad_rows else R, ceil16(C)), dtype, row)
+    across = _new_part((ceil16(C), ceil16(R)), dtype, col)
     results = [slot for slot in (*along, *across) if slot is not None]
     makes, makes_across = outputs(row, col, pad_rows)
     if not reads_along_rows(x.strides):  # the kernels read x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         along, across, makes, makes_across = across, along, makes_across, makes
-    format_constants = (
-        mantissa(dtype),
-        FLOAT8_MAX[dtype],
-        power_of_2,
-        has_float8_conversion(x.device),
-    )
-    integers = (R, C, stride_r, stride_c)
-
-    if makes_across == ABSENT and C <= WIDEST_ROW and walk is None and tile is None:
-        held = row_config(R, C)
-        constants = (makes, *format_constants, held.even, held.rows, held.block_c)
-        launch = Launch(
-            _cast_rows_kernel, held.programs, (x, *along), integers, constants, held.num_warps
-        )
-        return Program([x], results, [launch])
-
+    integers, hardware = (R, C, stride_r, stride_c), has_float8_conversion(x.device)
+    how = (mantissa(dtype), power_of_2, hardware)
+    if makes_across == ABSENT and C <= WIDEST_ROW:
+        return Program([x], results, [_casting_rows((x, *along), integers, (makes, *how))])
     amaxes = new((R + C,), torch.int32, zeroed=True)
-    walk = walk or walk_config(R, C, x.dtype.itemsize, sm_count(x.device))
-    measure = Launch(
-        _measure_kernel,
-        walk.programs,
-        (x, amaxes),
-        (*integers, walk.rounds),
-        (makes != ABSENT, makes_across != ABSENT, walk.even, walk.block_r, walk.block_c),
-        walk.num_warps,
-    )
-    tile = tile or tile_config(R, C, across=makes_across != ABSENT, sms=sm_count(x.device))
-    cast = Launch(
-        _cast_axiswise_kernel,
-        tile.programs,
-        (x, amaxes, *along, *across),
-        integers,
-        (makes, makes_across, *format_constants, *tile.constants),
-        tile.num_warps,
-    )
+    asked = makes != ABSENT, makes_across != ABSENT
+    measure = _measuring(x, amaxes, integers, *asked)
+    # Half the tile of a cast under one scale: two scales for each element take more registers.
+    tiles = ((64, 128, 8), (64, 64, 4), (32, 64, 4)) if asked[1] else ALONG_ALONE
+    slots, constants = (x, amaxes, *along, *across), (makes, makes_across, *how)
+    cast = tiled(_cast_axiswise_kernel, tiles, x.device, slots, integers, constants)
     return Program([x], results, [measure, cast])
 
 
-def new_part(
+def _new_part(
     shape: tuple[int, int], dtype: torch.dtype, wanted: bool
 ) -> tuple[Slot | None, Slot | None]:
-    """Data of this shape and a scale for each of its rows; or two None."""
+    """Allocate data of this shape and a scale for each of its rows; or two None."""
     if not wanted:
         return None, None
     return new(shape, dtype), new((shape[0], 1), torch.float32)
+
+
+def _casting_rows(
+    slots: tuple[Slot | None, ...], integers: tuple[int, ...], constants: tuple[object, ...]
+) -> Launch:
+    """Plan the kernel whose programs hold whole rows in registers, of a power of two each."""
+    R, C, *_ = integers
+    block_c = max(1 << (C - 1).bit_length(), 16)
+    rows = max(4096 // block_c, 1)
+    num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
+    even = R % max(rows, 16) == 0 and block_c == C
+    constants = (*constants, even, rows, block_c)
+    return Launch(_cast_rows_kernel, -(-ceil16(R) // rows), slots, integers, constants, num_warps)
+
+
+def _measuring(
+    x: Slot, amaxes: Slot, integers: tuple[int, ...], of_rows: bool, of_columns: bool
+) -> Launch:
+    """Plan the kernel that measures; its programs walk down strips of tiles."""
+    (R, C, *_), block_r, block_c = integers, 64, 256 // x.dtype.itemsize
+    strips = -(-C // block_c)
+    rounds = min(max(-(-R // block_r) * strips // (8 * sm_count(x.device)), 1), 8)  # of a program
+    programs = -(-R // (block_r * rounds)) * strips
+    even = R % block_r == 0 and C % block_c == 0
+    constants = (of_rows, of_columns, even, block_r, block_c)
+    return Launch(_measure_kernel, programs, (x, amaxes), (*integers, rounds), constants, 4)
 
 
 @jit
@@ -326,7 +166,6 @@ def _cast_rows_kernel(  # type: ignore[no-untyped-def]
     stride_c,
     ALONG: tl.constexpr,
     MANTISSA: tl.constexpr,
-    FLOAT8_MAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -342,7 +181,7 @@ def _cast_rows_kernel(  # type: ignore[no-untyped-def]
     inside = (r < R) & (c < C)
     x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
     amax = float32_bits(tl.max(magnitude_bits(x), axis=1, keep_dims=True), x.dtype)
-    scale = scale_of_amax(amax, FLOAT8_MAX, POWER_OF_2, HARDWARE)
+    scale = scale_of_amax(amax, MANTISSA, POWER_OF_2, HARDWARE)
     tl.store(scale_ptr + r, scale, mask=r < rows)
     # An Inf becomes NaN by itself: its scale is Inf or NaN.
     v = or_zero(to_float32(x, HARDWARE) * reciprocal(scale, HARDWARE), inside, EVEN)
@@ -403,7 +242,6 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
     ALONG: tl.constexpr,
     ACROSS: tl.constexpr,
     MANTISSA: tl.constexpr,
-    FLOAT8_MAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -415,23 +253,25 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
     Cp = tl.cdiv(C, 16) * 16
     # Forwards: measuring went backwards, and so left the beginning in the L2 cache.
     tile_r, tile_c = tile_at(tl.program_id(0), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
-    inside = inside_of(quad, c, R, C)
-    v = to_float32s(load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE)
+    quad, c = quads.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    inside = quads.inside_of(quad, c, R, C)
+    v = quads.to_float32s(
+        quads.load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE
+    )
     if ACROSS != 0:
         rows = C if ACROSS == 1 else Cp
-        scale = scale_of_amax(load(amax_ptr + R + c, c < C, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
+        scale = scale_of_amax(load(amax_ptr + R + c, c < C, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
         if tile_r == 0:
             store(across_scale_ptr + c, scale, c < rows, EVEN)
-        w = times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
-        store_across(across_ptr, w, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
+        w = quads.times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
+        quads.store_across(across_ptr, w, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
     if ALONG != 0:
         rows = R if ALONG == 1 else Rp
-        r0, r1, r2, r3 = rows_of(quad)
-        s0 = scale_of_amax(load(amax_ptr + r0, r0 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
-        s1 = scale_of_amax(load(amax_ptr + r1, r1 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
-        s2 = scale_of_amax(load(amax_ptr + r2, r2 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
-        s3 = scale_of_amax(load(amax_ptr + r3, r3 < R, EVEN), FLOAT8_MAX, POWER_OF_2, HARDWARE)
+        r0, r1, r2, r3 = quads.rows_of(quad)
+        s0 = scale_of_amax(load(amax_ptr + r0, r0 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
+        s1 = scale_of_amax(load(amax_ptr + r1, r1 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
+        s2 = scale_of_amax(load(amax_ptr + r2, r2 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
+        s3 = scale_of_amax(load(amax_ptr + r3, r3 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
         if tile_c == 0:
             store(along_scale_ptr + r0, s0, r0 < rows, EVEN)
             store(along_scale_ptr + r1, s1, r1 < rows, EVEN)
@@ -443,28 +283,14 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
             reciprocal(s2, HARDWARE),
             reciprocal(s3, HARDWARE),
         )
-        w = times_inverses(v, inside, (i0, i1, i2, i3), EVEN)
-        store_along(along_ptr, w, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
+        w = quads.times_inverses(v, inside, (i0, i1, i2, i3), EVEN)
+        quads.store_along(along_ptr, w, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
 
 
-def _cast_axiswise_fake(
-    x: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
-    after: Tensor | None = None,
-) -> list[Tensor]:
-    R, C = x.shape
+def _cast_axiswise_fake(x: Tensor, dtype: torch.dtype, *layouts: Any) -> list[Tensor]:
     out = []
-    if row:
-        rows = ceil16(R) if pad_rows else R
-        out += [x.new_empty((rows, ceil16(C)), dtype=dtype)]
-        out += [x.new_empty((rows, 1), dtype=torch.float32)]
-    if col:
-        out += [x.new_empty((ceil16(C), ceil16(R)), dtype=dtype)]
-        out += [x.new_empty((ceil16(C), 1), dtype=torch.float32)]
+    for data in allocate(x, dtype, *layouts):
+        out += [data, x.new_empty((data.shape[0], 1), dtype=torch.float32)]
     return out
 
 

@@ -1,27 +1,17 @@
 """The kernel of casts under one scale: what is cast, and where the scale comes from.
 
-It serves `cast`, `cast_dynamic` and `cast_delayed`, and the fused casts of SwiGLU and RMSNorm.
+It serves `cast` and `cast_delayed`, and the fused casts of SwiGLU and RMSNorm.
 """
 
 import torch
 
-from float8.formats import FLOAT8_MAX, ceil16
+from float8.formats import ceil16
+from float8.kernels import quads
 from float8.kernels.numeric import scale_of_amax, to_float32
-from float8.kernels.quads import (
-    inside_of,
-    load_rows,
-    quads_of,
-    record_amax,
-    rows_of,
-    scaled,
-    store_across,
-    store_along,
-    to_float32s,
-)
-from float8.kernels.runtime.device import has_float8_conversion, sm_count
+from float8.kernels.runtime.device import has_float8_conversion
 from float8.kernels.runtime.launch import Launch, Slot, new
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import TileLaunch, fitting, load, tile_at, tile_of_program
+from float8.kernels.tiles import ALONG_AND_ACROSS, load, tile_at, tile_of_program, tiled
 
 # What is cast: x itself, silu(x) * y, or x * rstd * weight; contiguous unless PLAIN.
 _PLAIN, _SWIGLU, _RMS_NORM = 0, 1, 2
@@ -33,16 +23,12 @@ GIVEN, MEASURED, HISTORY = 0, 1, 2
 # What a kernel makes of one of its two outputs.
 ABSENT, EXACT_ROWS, PADDED_ROWS = 0, 1, 2
 
-
-def launch_config(R: int, C: int, *, across: bool, sms: int) -> TileLaunch:
-    """For [R, C] read along ``C``; ``across``: the copy contiguous along ``R`` is written too."""
-    # 128 x 128 writes whole 128-byte lines in both layouts.
-    both = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
-    return fitting(R, C, sms, both if across else ((16, 256, 4), (16, 128, 2)))
+ALONG_ALONE = ((16, 256, 4), (16, 128, 2))
+"""Tiles of kernels that write no transposed copy."""
 
 
 def reads_along_rows(strides: tuple[int, ...]) -> bool:
-    """Whether the kernel takes x as it lies; else it takes x.t(), with row and col swapped."""
+    """Tell whether the kernel takes x as it lies; else x.t(), with row and col swapped."""
     return strides[1] == 1 or strides[0] != 1
 
 
@@ -60,9 +46,8 @@ def casting(
     y: Slot | None = None,
     rstd: Slot | None = None,
     weight: Slot | None = None,
-    config: TileLaunch | None = None,
 ) -> tuple[list[Slot], list[Launch]]:
-    """The results and launches of a program that casts ``x`` [R, C]; no launch if that is empty.
+    """Plan the results and launches that cast ``x`` [R, C]; no launch if that is empty.
 
     Args:
         x: what is cast, of any strides; with ``y`` or ``rstd`` contiguous.
@@ -77,7 +62,6 @@ def casting(
         y: [R, C], as ``x``: silu(x) * y is cast.
         rstd: [R]: x * rstd * weight is cast.
         weight: [C], with ``rstd``.
-        config: the launch configuration; None: by `launch_config`.
     """
     R, C = x.shape
     # Strides of what is contiguous may be any where a dim has one element.
@@ -93,8 +77,6 @@ def casting(
     if not reads_along_rows(strides):  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         along, across, makes, makes_across = across, along, makes_across, makes
-    if config is None:
-        config = launch_config(R, C, across=across is not None, sms=sm_count(x.device))
     source = GIVEN if parts is None else MEASURED if scale is None else HISTORY
     joined = 0 if parts is None else parts.shape[0]
     constants = (
@@ -102,33 +84,31 @@ def casting(
         makes,
         makes_across,
         mantissa(dtype),
-        FLOAT8_MAX[dtype],
         source,
         power_of_2_above(joined),
         power_of_2,
         amax is not None,
         has_float8_conversion(x.device),
-        *config.constants,
     )
     slots = (x, y, rstd, weight, along, across, scale, parts, used, amax)
     integers = (R, C, stride_r, stride_c, joined)
-    launch = Launch(_cast_kernel, config.programs, slots, integers, constants, config.num_warps)
-    return results, [launch]
+    tiles = ALONG_ALONE if across is None else ALONG_AND_ACROSS
+    return results, [tiled(_cast_kernel, tiles, x.device, slots, integers, constants)]
 
 
 def outputs(row: bool, col: bool, pad_rows: bool) -> tuple[int, int]:
-    """What a kernel makes of row data, and of column data."""
+    """Say what a kernel makes of row data, and of column data."""
     made = PADDED_ROWS if pad_rows else EXACT_ROWS
     return made if row else ABSENT, PADDED_ROWS if col else ABSENT
 
 
 def mantissa(dtype: torch.dtype) -> int:
-    """Mantissa bits of a format, by which kernels tell it."""
+    """Count the mantissa bits of a format, by which kernels tell it."""
     return 3 if dtype == torch.float8_e4m3fn else 2
 
 
 def power_of_2_above(parts: int) -> int:
-    """The smallest power of two that is not below ``parts``."""
+    """Return the smallest power of two that is not below ``parts``."""
     return 1 << (parts - 1).bit_length() if parts else 1
 
 
@@ -153,7 +133,6 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     ALONG: tl.constexpr,
     ACROSS: tl.constexpr,
     MANTISSA: tl.constexpr,
-    FLOAT8_MAX: tl.constexpr,
     SOURCE: tl.constexpr,
     PARTS: tl.constexpr,  # a power of two, not below parts
     POWER_OF_2: tl.constexpr,
@@ -167,44 +146,46 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
     tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
-    inside = inside_of(quad, c, R, C)
-    x = load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN)
-    v = to_float32s(x, HARDWARE)
+    quad, c = quads.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    inside = quads.inside_of(quad, c, R, C)
+    x = quads.load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN)
+    v = quads.to_float32s(x, HARDWARE)
     if PRODUCER == 1:
-        y = to_float32s(load_rows(y_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE)
+        y = quads.to_float32s(
+            quads.load_rows(y_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE
+        )
         v = swiglu(v[0], y[0]), swiglu(v[1], y[1]), swiglu(v[2], y[2]), swiglu(v[3], y[3])
     elif PRODUCER == 2:
         weight = to_float32(load(weight_ptr + c, c < C, EVEN), HARDWARE)
-        r0, r1, r2, r3 = rows_of(quad)
+        r0, r1, r2, r3 = quads.rows_of(quad)
         v0 = v[0] * load(rstd_ptr + r0, r0 < R, EVEN) * weight
         v1 = v[1] * load(rstd_ptr + r1, r1 < R, EVEN) * weight
         v2 = v[2] * load(rstd_ptr + r2, r2 < R, EVEN) * weight
         v3 = v[3] * load(rstd_ptr + r3, r3 < R, EVEN) * weight
         v = v0, v1, v2, v3
 
-    scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2)
+    scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2)
     if SOURCE != 0:
         if tl.program_id(0) == 0:
             tl.store(scale_out_ptr, scale)
     if RECORD:
         if PRODUCER == 0:  # in 16 bits, not in 32
-            record_amax(amax_ptr, x)
+            quads.record_amax(amax_ptr, x)
         else:
-            record_amax(amax_ptr, v)
+            quads.record_amax(amax_ptr, v)
 
-    v = scaled(v, inside, tl.div_rn(1.0, scale), EVEN)
+    v = quads.scaled(v, inside, tl.div_rn(1.0, scale), EVEN)
     if ALONG != 0:
         rows = R if ALONG == 1 else Rp
-        store_along(along_ptr, v, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
+        quads.store_along(along_ptr, v, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
     if ACROSS != 0:
         rows = C if ACROSS == 1 else Cp
-        store_across(across_ptr, v, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
+        quads.store_across(across_ptr, v, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
 
 
 @jit
 def swiglu(gate, up):  # type: ignore[no-untyped-def]
-    """``silu(gate) * up``, float32."""
+    """Return ``silu(gate) * up``, float32."""
     return gate * tl.sigmoid(gate) * up
 
 
@@ -215,25 +196,25 @@ def choose_scale(  # type: ignore[no-untyped-def]
     parts,
     SOURCE: tl.constexpr,
     PARTS: tl.constexpr,
-    FLOAT8_MAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):
-    """The decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
+    """Choose the decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
     if SOURCE == 1:
-        scale = _measured_scale(parts_ptr, parts, PARTS, FLOAT8_MAX, POWER_OF_2)
+        scale = _measured_scale(parts_ptr, parts, PARTS, MANTISSA, POWER_OF_2)
     else:
         scale = tl.load(scale_ptr)
         if SOURCE == 2:
             if scale == 0.0:
-                scale = _measured_scale(parts_ptr, parts, PARTS, FLOAT8_MAX, POWER_OF_2)
+                scale = _measured_scale(parts_ptr, parts, PARTS, MANTISSA, POWER_OF_2)
     return scale
 
 
 @jit
 def _measured_scale(  # type: ignore[no-untyped-def]
-    parts_ptr, parts, PARTS: tl.constexpr, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr
+    parts_ptr, parts, PARTS: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr
 ):
     at = tl.arange(0, PARTS)
     parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     bits = tl.max(tl.load(parts_ptr + at, mask=at < parts, other=0))
-    return scale_of_amax(bits, FLOAT8_MAX, POWER_OF_2)
+    return scale_of_amax(bits, MANTISSA, POWER_OF_2)

@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.quantize.history import DelayedScale
 
 
 def describe(x: object) -> str:
-    """What an error message says of an argument: shape, dtype and device, or its type."""
+    """Describe an argument in an error message: shape, dtype and device, or its type."""
     if isinstance(x, Tensor):
         return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
     return f"{x!r} ({type(x).__name__})"
@@ -23,30 +22,26 @@ def check_high_precision(name: str, x: Tensor) -> None:
         )
 
 
-def check_scalar(name: str, scalar: Tensor, x: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``scalar`` can be the scale or amax of ``x``."""
-    if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32:
-        raise TypeError(
-            f"cast: {name} is {describe(scalar)}; expected a float32 tensor with one element. "
-            f"Convert it first, e.g. {name}.to(torch.float32)."
-        )
-    if scalar.numel() != 1:
-        raise ValueError(
-            f"cast: {name} is {describe(scalar)}; expected one element, that of the whole tensor. "
-            f"Row and block scales are not taken by this kernel."
-        )
-    if scalar.device != x.device:
-        raise ValueError(
-            f"cast: {name} is on {scalar.device} and x on {x.device}; expected one device. "
-            f"Move it: {name}.to(x.device)."
-        )
-
-
-def check_state(state: DelayedScale | None, x: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``state`` can be that of a cast of ``x``."""
-    if state is not None:
-        check_scalar("scale", state.scale, x)
-        check_scalar("amax", state.amax, x)
+def check_scalars(x: Tensor, **scalars: Tensor | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what cannot be scale or amax of ``x``."""
+    for name, scalar in scalars.items():
+        if scalar is None:
+            continue
+        if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32:
+            raise TypeError(
+                f"cast: {name} is {describe(scalar)}; expected a float32 tensor with one element. "
+                f"Convert it first, e.g. {name}.to(torch.float32)."
+            )
+        if scalar.numel() != 1:
+            raise ValueError(
+                f"cast: {name} is {describe(scalar)}; expected one element, that of the whole "
+                f"tensor. Row and block scales are not taken by this kernel."
+            )
+        if scalar.device != x.device:
+            raise ValueError(
+                f"cast: {name} is on {scalar.device} and x on {x.device}; expected one device. "
+                f"Move it: {name}.to(x.device)."
+            )
 
 
 def check_same(op: str, **tensors: Tensor) -> None:

@@ -11,7 +11,7 @@ from float8.kernels.tiles import pack_words
 
 @jit
 def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Exact float32 of a float32, bfloat16 or float16 tensor."""
+    """Convert a float32, bfloat16 or float16 tensor to float32, which is exact."""
     if HARDWARE or x.dtype != tl.bfloat16:
         v = x.to(tl.float32)
     else:
@@ -22,14 +22,15 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def scale_of_amax(  # type: ignore[no-untyped-def]
-    bits, FLOAT8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr = False
+    bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr = False
 ):
-    """The decode scale of an amax, given as float32 bits: `scaling.amax_to_scale`, bit for bit.
+    """Return the decode scale of an amax, given as float32 bits: `amax_to_scale`, bit for bit.
 
     A correctly rounded float32 division, as the twin's by way of float64 is too. ``HARDWARE``: by
     FMA, where a thread has many scales: around the slow path of a division, which is a call,
     compilers need twice the registers.
     """
+    FLOAT8_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     floor: tl.constexpr = (127 - 100) << 23  # SMALLEST_AMAX; NaN and Inf lie above it
     amax = tl.maximum(bits, floor).to(tl.float32, bitcast=True)
     if HARDWARE:
@@ -50,7 +51,7 @@ def scale_of_amax(  # type: ignore[no-untyped-def]
 
 @jit
 def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / ``scale``, correctly rounded, of a result of `scale_of_amax`; ``HARDWARE`` as there."""
+    """Invert a result of `scale_of_amax`, correctly rounded; ``HARDWARE`` as there."""
     if HARDWARE:
         # The steps of a division but for its slow path, which such a scale never takes.
         guess = tl.inline_asm_elementwise(
@@ -66,13 +67,13 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 -> float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
+    """Round to float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
 
     Args:
         v: float32.
         MANTISSA: mantissa bits of the format: 3 for e4m3fn, 2 for e5m2.
         HARDWARE: convert by instruction rather than by integer arithmetic; see
-            ``_device.has_float8_conversion``.
+            ``has_float8_conversion``.
     """
     if HARDWARE:
         if MANTISSA == 3:
@@ -88,7 +89,7 @@ def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: 
 def to_float8_words(  # type: ignore[no-untyped-def]
     v0, v1, v2, v3, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Four float32 tensors -> uint32, each word four codes of `to_float8_bits`, v0's lowest.
+    """Round four tensors to uint32, each word four codes of `to_float8_bits`, v0's lowest.
 
     By hand in PTX: from bytes packed with shifts, ptxas 12.8 makes words in which three of the
     four bytes are garbage (seen on H100 with Triton 3.6, unmasked kernels only).

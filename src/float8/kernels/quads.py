@@ -17,7 +17,7 @@ from float8.kernels.tiles import load, or_zero, store
 
 @jit
 def quads_of(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``quad`` and ``c`` of the tile of this row and column, counted in tiles."""
+    """Return ``quad`` and ``c`` of the tile of this row and column, counted in tiles."""
     quad = (tile_r * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)).to(tl.int64)[:, None]
     c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
     return quad, c
@@ -25,13 +25,13 @@ def quads_of(tile_r, tile_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # t
 
 @jit
 def rows_of(quad):  # type: ignore[no-untyped-def]
-    """The numbers of the rows, four [BLOCK_R / 4, 1]."""
+    """Number the rows, four [BLOCK_R / 4, 1]."""
     return quad * 4, quad * 4 + 1, quad * 4 + 2, quad * 4 + 3
 
 
 @jit
 def inside_of(quad, c, R, C):  # type: ignore[no-untyped-def]
-    """Where the matrix [R, C] is: four masks."""
+    """Say where the matrix [R, C] is: four masks."""
     r0, r1, r2, r3 = rows_of(quad)
     in_c = c < C
     return (r0 < R) & in_c, (r1 < R) & in_c, (r2 < R) & in_c, (r3 < R) & in_c
@@ -50,7 +50,7 @@ def load_rows(ptr, quad, stride, inside, EVEN: tl.constexpr):  # type: ignore[no
 
 @jit
 def to_float32s(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`to_float32` of four."""
+    """Apply `to_float32` to four."""
     return (
         to_float32(x[0], HARDWARE),
         to_float32(x[1], HARDWARE),
@@ -61,13 +61,13 @@ def to_float32s(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def largest_of(m):  # type: ignore[no-untyped-def]
-    """The largest in each place of four magnitudes, given as bits."""
+    """Return the largest in each place of four magnitudes, given as bits."""
     return tl.maximum(tl.maximum(m[0], m[1]), tl.maximum(m[2], m[3]))
 
 
 @jit
 def magnitudes(x):  # type: ignore[no-untyped-def]
-    """`magnitude_bits` of four."""
+    """Apply `magnitude_bits` to four."""
     return magnitude_bits(x[0]), magnitude_bits(x[1]), magnitude_bits(x[2]), magnitude_bits(x[3])
 
 
@@ -84,7 +84,7 @@ def record_amax(amax_ptr, x):  # type: ignore[no-untyped-def]
 
 @jit
 def scaled(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four float32 times ``inverse``; zero where not ``inside``."""
+    """Multiply four float32 by ``inverse``; zero where not ``inside``."""
     # An Inf in v must become NaN, though a product that overflows saturates. Inf * 0 is NaN, and
     # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
@@ -98,13 +98,13 @@ def scaled(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-d
 
 @jit
 def times_inverse(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four float32 times the reciprocal of the scale of an amax that covers all of them."""
+    """Multiply four float32 by the reciprocal of the scale of an amax that covers all of them."""
     return times_inverses(v, inside, (inverse, inverse, inverse, inverse), EVEN)
 
 
 @jit
 def times_inverses(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four float32 times four reciprocals of scales, each of an amax that covers what it scales."""
+    """Multiply four float32 by reciprocals of scales, each of an amax that covers its factor."""
     # Unlike in `scaled`, an Inf in v becomes NaN by itself: its scale is Inf or NaN.
     return (
         or_zero(v[0] * inverse[0], inside[0], EVEN),

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from float8.kernels.amax import MAX_PARTS, magnitude_bits, store_part
-from float8.kernels.cast import allocate, cast_dynamic_fake, cast_reference, rows_reference
+from float8.kernels.cast import allocate, cast_fake, cast_reference, rows_reference
 from float8.kernels.cast_kernel import casting
-from float8.kernels.checks import (
-    check_high_precision,
-    check_same,
-    check_scalar,
-    check_state,
-    describe,
-)
+from float8.kernels.checks import check_high_precision, check_same, check_scalars, describe
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
@@ -60,8 +54,8 @@ def rms_norm_cast(
         ValueError: the shapes or devices do not fit together.
     """
     check_rms_norm(x, weight)
-    check_state(state, x)
     scale, amax = state or NO_STATE
+    check_scalars(x, scale=scale, amax=amax)
     args = (x, weight, eps, spec.dtype, scale, amax, spec.power_of_2, record)
     if x.is_cuda and takes_triton_directly(x, weight, scale, amax):
         out = _rms_norm_cast_triton(*args)
@@ -73,13 +67,13 @@ def rms_norm_cast(
 def rms_norm_recast(
     x: Tensor, weight: Tensor, rstd: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Column data of what :func:`rms_norm_cast` made row data of, with the same scale.
+    """Make column data of what :func:`rms_norm_cast` made row data of, with the same scale.
 
     For backward, which has x anyway and so need not keep them: [ceil16(C), ceil16(R)] from what
     :func:`rms_norm_cast` was given and returned.
     """
     check_rms_norm(x, weight, rstd)
-    check_scalar("scale", scale, x)
+    check_scalars(x, scale=scale)
     args = (x, weight, rstd, scale, dtype)
     if x.is_cuda and takes_triton_directly(x, weight, rstd, scale):
         return _rms_norm_recast_triton(*args)
@@ -94,7 +88,7 @@ def rms_norm_backward(
     rstd: Tensor,
     residual_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight of ``x * rstd * weight``; see `rms_norm_cast`.
+    """Return the gradients of x and weight of ``x * rstd * weight``; see `rms_norm_cast`.
 
     Several layers read a norm, and a residual connection goes around it: their gradients are
     summed in float32 in the same kernel.
@@ -193,9 +187,10 @@ def _rms_norm_cast_triton(x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor,
     eps, dtype, scale, amax, power_of_2, record = how  # as its twin takes them
     x, weight = x.contiguous(), weight.contiguous()
     state = () if scale is None else (scale, amax)
-    flags = (bool(state), power_of_2, record and bool(state))
-    made = _program(x, weight.dtype, eps, dtype, flags)(x, weight, *state)
-    if flags[2]:
+    record = record and bool(state)
+    program = _program(x, weight.dtype, eps, dtype, bool(state), power_of_2, record)
+    made = program(x, weight, *state)
+    if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
     return tuple(made)
 
@@ -206,11 +201,13 @@ def _program(
     weight_dtype: torch.dtype,
     eps: float,
     dtype: torch.dtype,
-    flags: tuple[bool, bool, bool],
+    known: bool,
+    power_of_2: bool,
+    record: bool,
 ) -> Program:
-    (R, C), (known, power_of_2, record) = x.shape, flags
-    weight = Slot(weight_dtype)
-    state = scale, amax = [Slot(torch.float32) if known else None for _ in range(2)]
+    """Find rstd and measure the product, and cast it; the scale of a history may be ``known``."""
+    (R, C), weight = x.shape, Slot(weight_dtype)
+    scale, amax = state = [Slot(torch.float32) if known else None for _ in range(2)]
     rows = -(-R // MAX_PARTS)
     programs = -(-R // rows)
     rstd, parts = new((R,), torch.float32), new((programs,), torch.float32)
@@ -224,18 +221,9 @@ def _program(
         (eps, block, has_float8_conversion(x.device)),
         num_warps,
     )
-    results, launches = casting(
-        x,
-        dtype,
-        row=True,
-        col=False,
-        power_of_2=power_of_2,
-        scale=scale,
-        parts=parts,
-        amax=amax if record else None,
-        rstd=rstd,
-        weight=weight,
-    )
+    how = {"scale": scale, "parts": parts, "amax": amax if record else None}
+    how |= {"rstd": rstd, "weight": weight}
+    results, launches = casting(x, dtype, True, False, False, power_of_2, **how)
     given = [x, weight, *filter(None, state)]
     return Program(given, [rstd, *results], [statistics, *launches], anywhere=2 * known)
 
@@ -277,7 +265,7 @@ def rms_norm_backward_triton(
 
 
 def _whole_row(C: int) -> tuple[int, int]:
-    """Block size and warps of a program that holds a row of C elements in registers."""
+    """Choose block size and warps of a program that holds a row of C elements in registers."""
     block = max(1 << (C - 1).bit_length(), 16)
     return block, 4 if block <= 2048 else 8 if block <= 8192 else 16
 
@@ -387,7 +375,7 @@ register(
     triton=_rms_norm_cast_triton,
     fake=lambda x, weight, eps, dtype, *_: (
         x.new_empty(x.shape[0], dtype=torch.float32),
-        *cast_dynamic_fake(x, dtype, True, False),
+        *cast_fake(x, None, dtype, True, False),
     ),
     writes=("amax",),
 )

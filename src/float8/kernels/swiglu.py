@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX, ceil16
+from float8.formats import ceil16
+from float8.kernels import quads
 from float8.kernels.amax import even_shares, magnitude_bits, store_part
-from float8.kernels.cast import cast_dynamic_fake, cast_reference, rows_reference
+from float8.kernels.cast import allocate, cast_fake, cast_reference, rows_reference
 from float8.kernels.cast_kernel import (
     HISTORY,
     MEASURED,
@@ -18,27 +19,15 @@ from float8.kernels.cast_kernel import (
     power_of_2_above,
     swiglu,
 )
-from float8.kernels.checks import check_same, check_scalar, check_state
+from float8.kernels.checks import check_same, check_scalars
 from float8.kernels.numeric import to_float32
-from float8.kernels.quads import (
-    inside_of,
-    quads_of,
-    record_amax,
-    rows_of,
-    scaled,
-    store_across,
-    store_along,
-)
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import fitting, load, tile_at, tile_of_program
+from float8.kernels.tiles import load, tile_at, tile_of_program, tiled
 from float8.quantize.history import NO_STATE, DelayedScale
 from float8.quantize.spec import CastSpec, Part
-
-_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Column data of the product; scale used and row data of gate's gradient, then of up's."""
 
 
 def swiglu_cast(
@@ -67,8 +56,8 @@ def swiglu_cast(
         ValueError: the shapes, strides or devices do not fit together.
     """
     check_same("swiglu_cast", gate=gate, up=up)
-    check_state(state, gate)
     scale, amax = state or NO_STATE
+    check_scalars(gate, scale=scale, amax=amax)
     args = (gate, up, spec.dtype, scale, amax, spec.power_of_2, record)
     if gate.is_cuda and takes_triton_directly(gate, up, scale, amax):
         out = _swiglu_cast_triton(*args)
@@ -117,12 +106,11 @@ def swiglu_backward_cast(
         ValueError: the shapes or devices do not fit together, or only one state is given.
     """
     check_same("swiglu_backward_cast", grad=grad, gate=gate, up=up)
-    check_scalar("product_scale", product_scale, grad)
     if (gate_state is None) != (up_state is None):
         raise ValueError("swiglu_backward_cast: got one state, expected one for each, or none")
-    check_state(gate_state, grad)
-    check_state(up_state, grad)
     states = (*(gate_state or NO_STATE), *(up_state or NO_STATE))
+    names = ("gate_scale", "gate_amax", "up_scale", "up_amax")
+    check_scalars(grad, product_scale=product_scale, **dict(zip(names, states, strict=True)))
     tensors = (grad, gate, up, product_scale)
     args = (*tensors, product_dtype, spec.dtype, *states, spec.power_of_2, record)
     if grad.is_cuda and takes_triton_directly(*tensors, *states):
@@ -161,8 +149,11 @@ def swiglu_backward_cast_reference(
     up_amax: Tensor | None,
     power_of_2: bool,
     record: bool,
-) -> _Results:
-    """Plain-torch twin of :func:`swiglu_backward_cast`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Plain-torch twin of :func:`swiglu_backward_cast`.
+
+    Column data of the product; scale used and row data of gate's gradient, then of up's.
+    """
     grad, gate, up = (x.to(torch.float32) for x in (grad, gate, up))
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
@@ -174,17 +165,6 @@ def swiglu_backward_cast_reference(
     return product, *of_gate, *of_up
 
 
-def _allocate(grad: Tensor, product_dtype: torch.dtype, dtype: torch.dtype) -> _Results:
-    R, C = grad.shape
-    return (
-        grad.new_empty((ceil16(C), ceil16(R)), dtype=product_dtype),
-        grad.new_empty((), dtype=torch.float32),
-        grad.new_empty((R, ceil16(C)), dtype=dtype),
-        grad.new_empty((), dtype=torch.float32),
-        grad.new_empty((R, ceil16(C)), dtype=dtype),
-    )
-
-
 # ---------------------------------------------------------------- Triton
 
 # Each takes what its twin takes.
@@ -194,61 +174,45 @@ def _swiglu_cast_triton(gate: Tensor, up: Tensor, *how: Any) -> tuple[Tensor, ..
     dtype, scale, amax, power_of_2, record = how
     gate, up = gate.contiguous(), up.contiguous()
     state = () if scale is None else (scale, amax)
-    flags = (bool(state), power_of_2, record and bool(state))
-    made = _program(gate, dtype, flags)(gate, up, *state)
-    if flags[2]:
+    record = record and bool(state)
+    made = _program(gate, dtype, bool(state), power_of_2, record)(gate, up, *state)
+    if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
     return tuple(made)
 
 
 def _swiglu_backward_cast_triton(
     grad: Tensor, gate: Tensor, up: Tensor, product_scale: Tensor, *how: Any
-) -> _Results:
-    product_dtype, dtype, gate_scale, gate_amax, up_scale, up_amax, power_of_2, record = how
+) -> tuple[Tensor, ...]:
+    *dtypes, gate_scale, gate_amax, up_scale, up_amax, power_of_2, record = how
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     states = () if gate_scale is None else (gate_scale, gate_amax, up_scale, up_amax)
-    flags = (bool(states), power_of_2, record and bool(states))
-    program = _backward_program(grad, product_dtype, dtype, flags)
+    record = record and bool(states)
+    program = _backward_program(grad, *dtypes, bool(states), power_of_2, record)
     made = program(grad, gate, up, product_scale, *states)
-    if flags[2]:
+    if record:
         torch.autograd.graph.increment_version([gate_amax, up_amax])  # as PyTorch does
-    product, gate_used, gate_row, up_used, up_row = made
-    return product, gate_used, gate_row, up_used, up_row
-
-
-_Flags = tuple[bool, bool, bool]
-"""Whether there is a history; whether scales are powers of two; whether amaxes are recorded."""
+    return tuple(made)
 
 
 @planned
-def _program(gate: Slot, dtype: torch.dtype, flags: _Flags) -> Program:
-    known, power_of_2, record = flags
+def _program(
+    gate: Slot, dtype: torch.dtype, known: bool, power_of_2: bool, record: bool
+) -> Program:
+    """Measure the product, unless a history is ``known``, and cast it."""
     up = Slot(gate.dtype)
-    state = scale, amax = [Slot(torch.float32) if known else None for _ in range(2)]
+    scale, amax = state = [Slot(torch.float32) if known else None for _ in range(2)]
     parts, measure = _measuring(None, gate, up, scale, None)
-    results, launches = casting(
-        gate,
-        dtype,
-        row=True,
-        col=False,
-        power_of_2=power_of_2,
-        scale=scale,
-        parts=parts,
-        amax=amax if record else None,
-        y=up,
-    )
+    how = {"scale": scale, "parts": parts, "amax": amax if record else None}
+    results, launches = casting(gate, dtype, True, False, False, power_of_2, **how, y=up)
     given = [gate, up, *filter(None, state)]
     return Program(given, results, [measure, *launches], anywhere=2 * known)
 
 
 def _measuring(
-    grad: Slot | None,
-    gate: Slot,
-    up: Slot,
-    scale: Slot | None,
-    up_scale: Slot | None,
+    grad: Slot | None, gate: Slot, up: Slot, scale: Slot | None, up_scale: Slot | None
 ) -> tuple[Slot, Launch]:
-    """The amaxes of parts: of the product; with ``grad`` of gate's gradient, then of up's."""
+    """Measure the amaxes of parts: of the product; with ``grad`` gate's gradient's, then up's."""
     backward = grad is not None
     n = math.prod(gate.shape)
     block, steps, rounds, programs = even_shares(
@@ -262,9 +226,14 @@ def _measuring(
 
 @planned
 def _backward_program(
-    grad: Slot, product_dtype: torch.dtype, dtype: torch.dtype, flags: _Flags
+    grad: Slot,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+    known: bool,
+    power_of_2: bool,
+    record: bool,
 ) -> Program:
-    (R, C), (known, power_of_2, record) = grad.shape, flags
+    R, C = grad.shape
     gate, up = Slot(grad.dtype, grad.shape, device=grad.device), Slot(grad.dtype)
     product_scale = Slot(torch.float32)
     states = [Slot(torch.float32) if known else None for _ in range(4)]
@@ -276,24 +245,21 @@ def _backward_program(
     # To keep the amaxes takes registers, which large tiles have not: 489 us instead of 642 on an
     # H100 at [8192, 14336]. Without, 701 us (with the amaxes before) instead of 712.
     tiles = ((32, 64, 4),) if record else ((64, 128, 8), (64, 64, 4), (32, 64, 4))
-    config = fitting(R, C, sm_count(gate.device), tiles)
     constants = (
         mantissa(product_dtype),
         mantissa(dtype),
-        FLOAT8_MAX[dtype],
         HISTORY if known else MEASURED,
         power_of_2_above(measure.programs),
         power_of_2,
         record,
         has_float8_conversion(gate.device),
-        *config.constants,
     )
     slots = (
         *(grad, gate, up, product, gate_row, up_row, product_scale, parts),
         *(gate_scale, gate_used, gate_amax, up_scale, up_used, up_amax),
     )
     integers = (R, C, measure.programs)
-    cast = Launch(_backward_kernel, config.programs, slots, integers, constants, config.num_warps)
+    cast = tiled(_backward_kernel, tiles, gate.device, slots, integers, constants)
     given = [grad, gate, up, product_scale, *filter(None, states)]
     results = [product, gate_used, gate_row, up_used, up_row]
     return Program(given, results, [measure, cast], anywhere=1 + 4 * known)
@@ -375,7 +341,6 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     parts,
     PRODUCT_MANTISSA: tl.constexpr,
     MANTISSA: tl.constexpr,
-    FLOAT8_MAX: tl.constexpr,
     SOURCE: tl.constexpr,
     PARTS: tl.constexpr,
     POWER_OF_2: tl.constexpr,
@@ -389,42 +354,40 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     Rp = tl.cdiv(R, 16) * 16
     Cp = tl.cdiv(C, 16) * 16
     tile_r, tile_c = tile_at(tile_of_program(), Rp, Cp, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
-    inside = inside_of(quad, c, R, C)
-    r0, r1, r2, r3 = rows_of(quad)
+    quad, c = quads.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    inside = quads.inside_of(quad, c, R, C)
+    r0, r1, r2, r3 = quads.rows_of(quad)
     g0, u0, p0 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r0 * C + c, inside[0], HARDWARE, EVEN)
     g1, u1, p1 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r1 * C + c, inside[1], HARDWARE, EVEN)
     g2, u2, p2 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r2 * C + c, inside[2], HARDWARE, EVEN)
     g3, u3, p3 = _gradients_at(grad_ptr, gate_ptr, up_ptr, r3 * C + c, inside[3], HARDWARE, EVEN)
     grad_gate, grad_up, product = (g0, g1, g2, g3), (u0, u1, u2, u3), (p0, p1, p2, p3)
 
-    gate_scale = choose_scale(
-        gate_scale_ptr, parts_ptr, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
-    )
+    gate_scale = choose_scale(gate_scale_ptr, parts_ptr, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2)
     up_scale = choose_scale(
-        up_scale_ptr, parts_ptr + parts, parts, SOURCE, PARTS, FLOAT8_MAX, POWER_OF_2
+        up_scale_ptr, parts_ptr + parts, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2
     )
     if SOURCE != 0:
         if tl.program_id(0) == 0:
             tl.store(gate_scale_out_ptr, gate_scale)
             tl.store(up_scale_out_ptr, up_scale)
     if RECORD:
-        record_amax(gate_amax_ptr, grad_gate)
-        record_amax(up_amax_ptr, grad_up)
+        quads.record_amax(gate_amax_ptr, grad_gate)
+        quads.record_amax(up_amax_ptr, grad_up)
 
-    product = scaled(product, inside, tl.div_rn(1.0, tl.load(product_scale_ptr)), EVEN)
-    store_across(product_ptr, product, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
-    grad_gate = scaled(grad_gate, inside, tl.div_rn(1.0, gate_scale), EVEN)
-    store_along(gate_row_ptr, grad_gate, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
-    grad_up = scaled(grad_up, inside, tl.div_rn(1.0, up_scale), EVEN)
-    store_along(up_row_ptr, grad_up, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+    product = quads.scaled(product, inside, tl.div_rn(1.0, tl.load(product_scale_ptr)), EVEN)
+    quads.store_across(product_ptr, product, quad, c, Cp, Rp, PRODUCT_MANTISSA, HARDWARE, EVEN)
+    grad_gate = quads.scaled(grad_gate, inside, tl.div_rn(1.0, gate_scale), EVEN)
+    quads.store_along(gate_row_ptr, grad_gate, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
+    grad_up = quads.scaled(grad_up, inside, tl.div_rn(1.0, up_scale), EVEN)
+    quads.store_along(up_row_ptr, grad_up, quad, c, R, Cp, MANTISSA, HARDWARE, EVEN)
 
 
 @jit
 def _gradients_at(  # type: ignore[no-untyped-def]
     grad_ptr, gate_ptr, up_ptr, at, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr
 ):
-    """The gradients of gate and up, and ``silu(gate) * up`` again; float32."""
+    """Return the gradients of gate and up, and ``silu(gate) * up`` again; float32."""
     grad = to_float32(load(grad_ptr + at, inside, EVEN), HARDWARE)
     gate = to_float32(load(gate_ptr + at, inside, EVEN), HARDWARE)
     up = to_float32(load(up_ptr + at, inside, EVEN), HARDWARE)
@@ -437,15 +400,17 @@ register(
     "swiglu_cast",
     swiglu_cast_reference,
     triton=_swiglu_cast_triton,
-    fake=lambda gate, up, dtype, *_: tuple(cast_dynamic_fake(gate, dtype, True, False)),
+    fake=lambda gate, up, dtype, *_: tuple(cast_fake(gate, None, dtype, True, False)),
     writes=("amax",),
 )
 register(
     "swiglu_backward_cast",
     swiglu_backward_cast_reference,
     triton=_swiglu_backward_cast_triton,
-    fake=lambda grad, gate, up, scale, product_dtype, dtype, *_: _allocate(
-        grad, product_dtype, dtype
+    fake=lambda grad, gate, up, scale, product_dtype, dtype, *_: (
+        *allocate(grad, product_dtype, False, True),
+        *cast_fake(grad, None, dtype, True, False),
+        *cast_fake(grad, None, dtype, True, False),
     ),
     writes=("gate_amax", "up_amax"),
 )

@@ -1,52 +1,52 @@
 """Tiles of a matrix: how many a kernel takes, in which order, and where they are loaded."""
 
-import dataclasses
+from typing import Any
+
+import torch
 
 from float8.formats import ceil16
+from float8.kernels.runtime.device import sm_count
+from float8.kernels.runtime.launch import Launch, Slot
 from float8.kernels.runtime.triton import jit, tl
 
+Tile = tuple[int, int, int]
+"""Its rows and columns, powers of two from 16 on, and the warps of the program that takes it."""
 
-@dataclasses.dataclass(frozen=True)
-class TileLaunch:
-    """Launch configuration: each program takes one tile of ``block_r`` x ``block_c`` elements."""
+ALONG_AND_ACROSS: tuple[Tile, ...] = ((128, 128, 8), (64, 64, 4), (32, 64, 4))
+"""For kernels that write a transposed copy: 128 x 128 writes whole 128-byte lines in both."""
 
-    block_r: int  # a power of two, at least 16
-    block_c: int  # a power of two, at least 16
-    num_warps: int
-    group: int  # tiles follow each other down this many tiles of R, then along C
-    even: bool  # the tiles fill the matrix exactly: no masks
-    programs: int
-
-    @property
-    def constants(self) -> tuple[bool, int, int, int]:
-        """The last parameters of a kernel that takes tiles: EVEN, BLOCK_R, BLOCK_C, GROUP."""
-        return self.even, self.block_r, self.block_c, self.group
+GROUP = 8
+"""Tiles follow each other down this many tiles of R, then along C."""
 
 
-def tile_launch(
-    R: int, C: int, block_r: int, block_c: int, num_warps: int, group: int = 8
-) -> TileLaunch:
-    """The launch configuration of given tiles for a matrix [R, C], padded to multiples of 16."""
-    programs = -(-ceil16(R) // block_r) * -(-ceil16(C) // block_c)
-    even = R % block_r == 0 and C % block_c == 0
-    return TileLaunch(block_r, block_c, num_warps, group, even, programs)
+def tiled(
+    kernel: Any,
+    tiles: tuple[Tile, ...],
+    device: torch.device | None,
+    slots: tuple[Slot | None, ...],
+    integers: tuple[int, ...],
+    constants: tuple[object, ...] = (),
+) -> Launch:
+    """Plan the launch of a kernel each of whose programs takes one tile of a matrix.
 
-
-def fitting(R: int, C: int, sms: int, tiles: tuple[tuple[int, int, int], ...]) -> TileLaunch:
-    """The first of ``tiles`` that gives each of ``sms`` processors two programs, or the last.
-
-    ``tiles`` are (block_r, block_c, num_warps), largest first.
+    It takes the first of ``tiles``, largest first, that gives each multiprocessor two programs, or
+    the last. Its first integers are R and C of the matrix, which is padded to 16; its last
+    constants EVEN (the tiles fill the matrix exactly: no masks), BLOCK_R, BLOCK_C and GROUP.
     """
-    for block_r, block_c, num_warps in tiles:
-        config = tile_launch(R, C, block_r, block_c, num_warps)
-        if config.programs >= 2 * sms:
+    (R, C, *_), sms = integers, sm_count(device)
+    for tile in tiles:
+        block_r, block_c, num_warps = tile
+        programs = -(-ceil16(R) // block_r) * -(-ceil16(C) // block_c)
+        if programs >= 2 * sms:
             break
-    return config
+    even = R % block_r == 0 and C % block_c == 0
+    constants = (*constants, even, block_r, block_c, GROUP)
+    return Launch(kernel, programs, slots, integers, constants, num_warps)
 
 
 @jit
 def tile_of_program():  # type: ignore[no-untyped-def]
-    """The number of this program's tile, where there are as many programs as tiles.
+    """Number the tile of this program, where there are as many programs as tiles.
 
     Backwards, since whoever wrote or measured the matrix just before left its end in the L2
     cache.
@@ -58,7 +58,7 @@ def tile_of_program():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """The (row, column), counted in tiles, of the tile of this number.
+    """Place the tile of this number: its (row, column), counted in tiles.
 
     In groups, so that programs at work together touch long runs of both copies.
     """
@@ -72,7 +72,7 @@ def tile_at(  # type: ignore[no-untyped-def]
 
 @jit
 def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
-    """Four uint8 tensors -> uint32, the first one lowest, as memory has it."""
+    """Pack four uint8 tensors into uint32, the first one lowest, as memory has it."""
     low = b0.to(tl.uint32) | (b1.to(tl.uint32) << 8)
     high = (b2.to(tl.uint32) << 16) | (b3.to(tl.uint32) << 24)
     return low | high
@@ -90,7 +90,7 @@ def load(ptrs, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def or_zero(v, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``v`` where ``inside``, zero elsewhere; all of it if ``EVEN``."""
+    """Return ``v`` where ``inside``, zero elsewhere; all of it if ``EVEN``."""
     if not EVEN:
         v = tl.where(inside, v, 0.0)  # also where it is NaN
     return v

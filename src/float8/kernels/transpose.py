@@ -4,19 +4,18 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, ceil16
+from float8.kernels import quads
 from float8.kernels.checks import describe
-from float8.kernels.quads import inside_of, load_rows, quads_of
-from float8.kernels.runtime.device import sm_count
-from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
+from float8.kernels.runtime.launch import Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import (
-    TileLaunch,
-    fitting,
+    ALONG_AND_ACROSS,
     pack_words,
     store,
     tile_at,
     tile_of_program,
+    tiled,
 )
 
 BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
@@ -55,39 +54,26 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
 
 def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     """Plain-torch twin of the kernel; see :func:`transpose_bytes`."""
-    out = _transpose_fake(data)
     # As uint8, because float8 copies are not implemented on every backend.
-    out.view(torch.uint8).zero_()[: data.shape[1], : data.shape[0]] = data.view(torch.uint8).t()
-    return out
+    (R, C), codes = data.shape, data.view(torch.uint8)
+    out = codes.new_zeros(((C + 15) // 16 * 16, (R + 15) // 16 * 16))
+    out[:C, :R] = codes.t()
+    return out.view(data.dtype)
 
 
-def transpose_triton(
-    data: Tensor, after: Tensor | None = None, config: TileLaunch | None = None
-) -> Tensor:
+def transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
     """Triton kernel; see :func:`transpose_bytes`."""
-    return _program(data, config)(data)[0]
-
-
-def launch_config(R: int, C: int, *, sms: int) -> TileLaunch:
-    """Launch configuration for the transposition of [R, C] on ``sms`` multiprocessors."""
-    return fitting(R, C, sms, ((128, 128, 8), (64, 64, 4), (32, 64, 4)))
+    return _program(data)(data)[0]
 
 
 @planned
-def _program(data: Slot, config: TileLaunch | None) -> Program:
+def _program(data: Slot) -> Program:
     R, C = data.shape
     out = new((ceil16(C), ceil16(R)), data.dtype)
     if R * C == 0:
         return Program([data], [out], [])
-    config = config or launch_config(R, C, sms=sm_count(data.device))
-    launch = Launch(
-        _transpose_kernel,
-        config.programs,
-        (data, out),
-        (R, C, *data.strides),
-        config.constants,
-        config.num_warps,
-    )
+    integers = (R, C, *data.strides)
+    launch = tiled(_transpose_kernel, ALONG_AND_ACROSS, data.device, (data, out), integers)
     return Program([data], [out], [launch])
 
 
@@ -105,18 +91,18 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
 ):
     tile_r, tile_c = tile_at(tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    quad, c = quads.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
-    b0, b1, b2, b3 = load_rows(in_ptr, quad, stride_r, inside_of(quad, c, R, C), EVEN)
+    b0, b1, b2, b3 = quads.load_rows(in_ptr, quad, stride_r, quads.inside_of(quad, c, R, C), EVEN)
     c, quad = tl.trans(c), tl.trans(quad)
     words, Cp = tl.cdiv(R, 16) * 4, tl.cdiv(C, 16) * 16
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * words + quad
     store(out_ptr, tl.trans(pack_words(b0, b1, b2, b3)), (c < Cp) & (quad < words), EVEN)
 
 
-def _transpose_fake(data: Tensor, *_: object) -> Tensor:
-    R, C = data.shape
-    return data.new_empty((ceil16(C), ceil16(R)))
-
-
-register("transpose", transpose_reference, triton=transpose_triton, fake=_transpose_fake)
+register(
+    "transpose",
+    transpose_reference,
+    triton=transpose_triton,
+    fake=lambda data, after=None: data.new_empty((ceil16(data.shape[1]), ceil16(data.shape[0]))),
+)

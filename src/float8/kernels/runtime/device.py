@@ -9,7 +9,7 @@ from float8.kernels.runtime.triton import interpreting
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 4 for the CPU, where Triton's interpreter runs."""
+    """Count the multiprocessors of a GPU; 4 for the CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -17,7 +17,7 @@ def sm_count(device: torch.device) -> int:
 
 @functools.cache
 def has_float8_conversion(device: torch.device) -> bool:
-    """Whether Triton may convert float32 to float8 on ``device`` by instruction.
+    """Tell whether Triton may convert float32 to float8 on ``device`` by instruction.
 
     NVIDIA GPUs have it from compute capability 9.0 on; on 8.9 the assembler makes it of two
     roundings, by way of float16. Triton's interpreter (3.6) gets it wrong: it rounds halves up,

@@ -46,7 +46,7 @@ _Way = TypeVar("_Way")
 
 
 def planned(plan: Callable[..., _Way]) -> Callable[..., _Way]:
-    """A function of tensors of ``plan``, a function of slots: worked out once for all alike."""
+    """Make a function of tensors of ``plan``, one of slots: worked out once for all alike."""
 
     @functools.lru_cache(maxsize=4096)
     def known(
@@ -72,7 +72,7 @@ def new(
     *,
     zeroed: bool = False,
 ) -> Slot:
-    """Memory that a program allocates, of at most two dims; contiguous without ``strides``."""
+    """Describe memory to allocate, of at most two dims; contiguous without ``strides``."""
     if strides is None:
         strides = (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
     return Slot(dtype, tuple(shape), strides, zeroed=zeroed)
@@ -101,7 +101,7 @@ class Launch:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """All that makes Triton compile a new kernel: shapes share kernels."""
+        """Name all that makes Triton compile a new kernel: shapes share kernels."""
         # As Triton types and specialises integers.
         integers = tuple((n == 1, n % 16 == 0, n >= 1 << 31) for n in self.integers)
         dtypes = tuple(None if slot is None else slot.dtype for slot in self.slots)
@@ -198,7 +198,7 @@ class Program:
         return made[: self._results]
 
     def _step(self, launch: Launch, binary: "_Binary") -> tuple[Any, ...]:
-        """What `__call__` needs of a launch."""
+        """Gather what `__call__` needs of a launch."""
         at = [self._slots.index(slot) for slot in launch.slots if slot is not None]
         assert len(at) > 1  # of one the getter would return no tuple
         take = operator.itemgetter(*at)
@@ -229,7 +229,7 @@ _LETTERS = {"i32": "i", "i64": "l"}
 
 
 def _binary(compiled: Any) -> _Binary | None:
-    """What PyTorch's launcher needs of a kernel; None where it cannot launch it.
+    """Gather what PyTorch's launcher needs of a kernel; None where it cannot launch it.
 
     What Triton says of a kernel is private: where it says other things than known here, None.
     """
@@ -249,7 +249,7 @@ def _binary(compiled: Any) -> _Binary | None:
 
 
 def takes_triton_directly(*tensors: Tensor | None) -> bool:
-    """Whether calling a Triton kernel on these does just what the registered op would do.
+    """Tell whether a Triton kernel called on these does just what the registered op would.
 
     Eager mode may then skip PyTorch's dispatcher, which costs more than a launch. Not under a
     compiler, a dispatch mode (fake tensors, tracing, counting) or a transform of torch.func, and

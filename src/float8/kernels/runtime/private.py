@@ -68,7 +68,12 @@ def goes_on_without_inputs(ddp: Any) -> bool:
     return join is not None and join.enable and not join.throw_on_early_termination
 
 
-_GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 def has_global_module_hooks() -> bool:
@@ -77,4 +82,4 @@ def has_global_module_hooks() -> bool:
     There is no public way to ask. Where torch keeps them elsewhere, they are not seen: fused
     functions then do not call them.
     """
-    return any(getattr(torch.nn.modules.module, f"_global_{kind}", None) for kind in _GLOBAL_HOOKS)
+    return any(map(vars(torch.nn.modules.module).get, _GLOBAL_HOOKS))

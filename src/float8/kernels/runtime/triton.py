@@ -18,7 +18,7 @@ try:
 except ImportError:
 
     class _Language:
-        """What the kernels' signatures need when they are defined and never launched."""
+        """Stand in for what signatures of kernels need that are defined and never launched."""
 
         constexpr = object
 
@@ -31,5 +31,5 @@ except ImportError:
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1``)."""
+    """Tell whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1``)."""
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)
