@@ -20,6 +20,7 @@ from float8.config import (
 )
 from float8.convert import (
     ConversionReport,
+    SwiGLU,
     all_linears,
     conversion_report,
     convert_to_float8_training,
@@ -28,8 +29,7 @@ from float8.convert import (
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
-from float8.convert.filters import _auto_filter_for_recipe as _auto_filter_for_recipe
-from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward, why_not_fused
+from float8.fused import rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear, linear
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from float8.sync import (
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from float8.parallel.tensor import (
         Float8ColwiseParallel,
         Float8RowwiseParallel,
-        Float8SequenceParallel,
         PrepareFloat8ModuleInput,
     )
 
 __version__ = "0.1.0"
-__path__ += [f"{folder}/torchao_names" for folder in __path__]  # as float8.float8_linear
 
 
 def __getattr__(name: str) -> Any:
-    """What needs DTensor, whose import takes longer than all else here."""
+    """Import at first use what needs DTensor, which takes long, and a name of torchao's."""
+    if name == "_auto_filter_for_recipe":
+        return getattr(import_module("float8.float8_linear_utils"), name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("float8.parallel.tensor"), name)
@@ -69,12 +69,12 @@ __all__ = [
     "Float8LinearConfig",
     "Float8LinearRecipeName",
     "Float8RowwiseParallel",
-    "Float8SequenceParallel",
     "Float8Tensor",
     "Float8Weights",
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
+    "SwiGLU",
     "all_linears",
     "attach_to_optimizer",
     "conversion_report",
@@ -84,7 +84,6 @@ __all__ = [
     "forget_float8_amax",
     "high_precision_state_dict",
     "linear",
-    "linear_keeping_input",
     "linear_requires_sync",
     "precompute_float8_dynamic_scale_for_fsdp",
     "rms_norm_linear",

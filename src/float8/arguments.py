@@ -1,4 +1,4 @@
-"""What functions that take a model ask of their argument."""
+"""Checks of arguments that many functions take."""
 
 from torch import nn
 

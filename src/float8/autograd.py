@@ -1,4 +1,4 @@
-"""Parts that the autograd functions of this library share.
+"""Helpers that the autograd functions of this library share.
 
 Each has three methods. `compute` multiplies, and lists what backward reads; `forward` saves that;
 `backward` is differentiable once.
@@ -40,7 +40,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """As torch's decorator of this name, with an error that says what to do."""
+    """Wrap `backward` as torch's decorator of this name, with an error that says what to do."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -56,7 +56,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _Refusing(torch.autograd.Function):
-    """The last tensors, as functions of the first ones whose derivative is refused."""
+    """Return the last tensors as functions of the first ones, whose derivative is refused."""
 
     @staticmethod
     def forward(ctx: Any, count: int, of: Tensor, *tensors: Any) -> tuple[Any, ...]:

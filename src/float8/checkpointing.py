@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: what a checkpointed block keeps, not computes again."""
+"""Selective activation checkpointing: a policy that keeps the outputs of float8 GEMMs."""
 
 from typing import Any
 

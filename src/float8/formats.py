@@ -1,4 +1,4 @@
-"""The float8 formats, their largest values, GEMM alignment and what a device can do."""
+"""The float8 formats, their largest values, GEMM alignment and the abilities of devices."""
 
 import functools
 
@@ -23,7 +23,7 @@ GEMM_ALIGNMENT = 16
 
 
 def ceil16(n: int) -> int:
-    """The smallest multiple of 16 that is not below `n`.
+    """Return the smallest multiple of 16 that is not below `n`.
 
     Written without a branch, so that it also works on symbolic sizes without a guard.
     """
@@ -31,7 +31,7 @@ def ceil16(n: int) -> int:
 
 
 def sendable(data: torch.Tensor) -> torch.Tensor:
-    """Float8 data as collectives send them: bytes on CPUs, since Gloo knows no float8.
+    """Return float8 data as collectives send them: bytes on CPUs, since Gloo knows no float8.
 
     On GPUs they are float8, which NCCL knows: Inductor's asynchronous tensor parallel does not find
     the GEMMs of what was gathered as bytes.

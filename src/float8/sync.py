@@ -1,4 +1,4 @@
-"""What scaling does once per optimizer step, on one device or on many."""
+"""Scaling once per optimizer step: sync of amaxes, held weights, hooks of optimizers."""
 
 import json
 import warnings
@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
-from float8.config import Float8Weights
-from float8.linear import WEIGHT_AMAX, Float8Layer
-from float8.linear.held import HeldWeight, ToHold, can_hold, dynamic_scales, expire, hold
-from float8.linear.sharded import require_parts, shared_by_rows
-from float8.parallel.amax import all_reduce_amax, mesh_device_type, sync_groups
+from float8.config import CastSite, Float8Weights
+from float8.formats import FLOAT8_MAX
+from float8.linear import Float8Layer
+from float8.linear.held import can_hold, expire, hold
+from float8.parallel.amax import mesh_device_type, sync_groups
 from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.parallel.texts import all_gather_texts
-from float8.quantize.history import UNKNOWN_SCALE, next_history_and_scale
+from float8.quantize.history import next_history_and_scale
+from float8.quantize.quantize import scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
+from float8.tensor.ranks import amax_over
 from float8.untraced import untraced
 
 
@@ -69,7 +71,9 @@ def sync_float8_amax_and_scale_history(
     if not layers:
         return
     weights = [layer.weight for layer in layers]
-    if ranks := sync_groups(weights, group, _beside(layers, model), _parted(layers)):
+    parts: list[Any] = [layer for layer in layers if layer.holds_part]
+    parted = {layer.mesh.get_group() for layer in parts}  # of weights that are no DTensors
+    if ranks := sync_groups(weights, group, _beside(layers, model), parted):
         require_no_join(model)
         _require_same_layers(model, layers, ranks)
         _share_amaxes(layers, ranks)
@@ -81,8 +85,9 @@ def sync_float8_amax_and_scale_history(
         kind = history.history_len, history.scale_fn_name, config.round_scales_to_power_of_2
         for site in layer.delayed:
             buffers: list[Any] = [layer._buffers[name] for name in site.buffers]
+            dtype = getattr(layer.plan.casts, site.value).spec.dtype
             formats = alike.setdefault((*kind, buffers[0].device), {})
-            formats.setdefault(site.float8_max, []).append(buffers)
+            formats.setdefault(FLOAT8_MAX[dtype], []).append(buffers)
     for (_, scale_fn_name, rounds, device), formats in alike.items():
         every = [buffers for of_format in formats.values() for buffers in of_format]
         amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
@@ -108,14 +113,13 @@ def sync_float8_amax_and_scale_history(
 
 
 def _note_scales(layers: list[Float8Layer]) -> None:
-    """Tell layers that share their work with other ranks once all of their scales are known."""
+    """Tell layers that share their work with other ranks which of their scales are known."""
     shared = [x for x in layers if x.holds_part or is_dtensor(x.weight)]
-    unknown = [x for x in shared if not x.scales_known]
+    unknown = [(x, site) for x in shared for site in x.delayed if site not in x.settled]
     if unknown:  # asks the device, until all amaxes have settled
-        scales = (torch.stack([x.get_buffer(site.scale) for site in x.delayed]) for x in unknown)
-        flags = torch.stack([(each != UNKNOWN_SCALE).all() for each in scales]).tolist()
-        for layer, known in zip(unknown, flags, strict=True):
-            layer.scales_known = known
+        scales = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown])
+        for (layer, site), scale in zip(unknown, scales.tolist(), strict=True):
+            layer.settle({site: scale})
 
 
 @torch.no_grad()
@@ -150,12 +154,9 @@ def update_float8_weights(model: nn.Module) -> None:
     optimizers write, nor writes into `weight.data` or through a raw pointer: after those this must
     be called. `.to()` and a new Parameter end what is held.
 
-    Under tensor parallel each rank holds its part of a weight, under the scale of the whole. All
-    ranks must call this, and write weights alike, else they wait for each other. Not counted are
-    there also writes of `torch._foreach_*`, as of optimizers with `foreach=True`, and into what was
-    detached, as `dcp.load(model.state_dict())` writes. Under FSDP2 each rank holds its shard in
-    float8 instead, cast when it is first sent. A warning names the layers whose weights are cast on
-    the fly all the same, and says why.
+    Under FSDP2 each rank holds its shard in float8 instead, cast when it is first sent. A warning
+    names the layers whose weights are cast on the fly all the same, and says why: those under
+    tensor parallel, where holding them gained nothing, and those with delayed scaling.
 
     Args:
         model: the converted model, compiled or not.
@@ -163,8 +164,7 @@ def update_float8_weights(model: nn.Module) -> None:
     Raises:
         TypeError: `model` is no `nn.Module`.
         ValueError: a weight is under FSDP1, or under FSDP2 without
-            `enable_fsdp_float8_all_gather=True`: there is nothing that could be held. Or it is a
-            DTensor that is placed otherwise than tensor parallel's styles place it.
+            `enable_fsdp_float8_all_gather=True`: there is nothing that could be held.
     """
     require_module(model, "model")
     layers = {
@@ -174,10 +174,11 @@ def update_float8_weights(model: nn.Module) -> None:
     }
     if not layers:
         return
-    due: dict[Any, tuple[ToHold, list[Float8Layer]]] = {}
+    alike: dict[Any, dict[Tensor, list[Float8Layer]]] = {}
     others: list[str] = []
     under_fsdp = _under_fsdp(model)
     for layer, name in layers.items():
+        layer.hold_weight(None)  # there is no room for both
         weight: Any = layer._parameters.get("weight")
         if layer in under_fsdp and not layer.config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -189,59 +190,58 @@ def update_float8_weights(model: nn.Module) -> None:
         if reason := _why_on_the_fly(layer, weight, layer in under_fsdp):
             others.append(f"{name or '(root)'} ({reason})")
         elif layer not in under_fsdp and not weight.is_meta:
-            if is_dtensor(weight):  # as forward does, but before ranks are asked for amaxes
-                dim, ranks = 0 if shared_by_rows(weight) else 1, weight.device_mesh.size()
-                require_parts(weight.shape, dim, ranks, layer.plan)
-            to_hold = layer.to_hold(weight)
-            # With delayed scaling each layer has a scale of its own.
-            key = weight, to_hold.spec, layer if to_hold.spec.delayed else None
-            due.setdefault(key, (to_hold, []))[1].append(layer)
-            continue
-        layer.held = None
-    scales = dynamic_scales([to_hold for to_hold, _ in due.values()])
-    for (to_hold, readers), scale in zip(due.values(), scales, strict=True):
-        for layer in readers:  # there is no room for both
-            layer.held = None
-        held = HeldWeight(to_hold.weight, hold(to_hold, scale))
-        for layer in readers:
-            layer.held = held
+            kind = weight.device, weight.dtype, layer.plan.casts.weight
+            alike.setdefault(kind, {}).setdefault(weight, []).append(layer)
+    for (_, dtype, cast), readers in alike.items():
+        scales: list[Tensor] | list[None] = [None] * len(readers)
+        if cast.spec.granularity.one_scale:
+            scales = scales_of(list(readers), cast.spec, dtype)
+        for (weight, of_weight), scale in zip(readers.items(), scales, strict=True):
+            held = hold(weight, cast._replace(scale=scale))
+            for layer in of_weight:
+                layer.hold_weight(held)
     if others:
         more = ", ..." if len(others) > 3 else ""
         warnings.warn(
             f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
-            f"Parameter [N, K] or part of one: {', '.join(others[:3])}{more}",
+            f"Parameter [N, K] with dynamic scaling: {', '.join(others[:3])}{more}",
             stacklevel=4,
         )
 
 
 def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | None:
-    """Which kind of weight it is that a layer with `HELD` cannot hold, or None."""
+    """Say why a layer with `HELD` cannot hold its weight, or return None."""
     if layer.transposed:
         return "of a Conv1D"
     if layer.holds_part:
         return "a part of one, of model parallel"
-    if under_fsdp:  # there the hooks of a weight that is gathered in float8 hold it
-        gathers = isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor)
-        return None if gathers else "gathered in high precision"
+    if under_fsdp and not isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor):
+        return "gathered in high precision"
     if weight is None:
         return "computed at each use"
+    if layer.plan.casts.weight.spec.delayed:
+        return "with delayed scaling"
+    if under_fsdp:  # the hooks of a weight that is gathered in float8 hold it
+        return None
+    if is_dtensor(weight):
+        return "under tensor parallel"
     return None if weight.is_meta or can_hold(weight) else f"a {type(weight).__name__}"
 
 
 def _under_fsdp(model: nn.Module) -> set[nn.Module]:
-    """All modules whose weights FSDP1 or FSDP2 puts into place, writing past version counters."""
+    """Return the modules whose weights FSDP1 or FSDP2 writes past version counters."""
     fsdp1 = "summon_full_params"  # a method of its modules
     wrappers = [x for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1)]
     return {module for wrapper in wrappers for module in wrapper.modules()}
 
 
 class Attachment:
-    """What `attach_to_optimizer` registered."""
+    """The hooks that `attach_to_optimizer` registered."""
 
     def __init__(self, layers: list[Float8Layer], handles: list[RemovableHandle]) -> None:
         self._layers, self._handles = layers, handles
         for layer in layers:
-            layer.attached += 1
+            layer.attach()
 
     def remove(self) -> None:
         """End the attachment, and what is held until another one, or the next update.
@@ -252,9 +252,7 @@ class Attachment:
             handle.remove()
         # Some may be in high precision by now.
         for layer in (x for x in self._layers if isinstance(x, Float8Layer)):
-            layer.attached = max(layer.attached - 1, 0)
-            layer.held = None
-            layer.forget_weights()
+            layer.detach()
         self._handles, self._layers = [], []
 
 
@@ -318,7 +316,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside; a wrapper may be a `torch.optim.Optimizer` by name only."""
+    """Return the torch optimizer inside; wrappers may be an `Optimizer` by name only."""
     outer: list[Any] = []
     inner = optimizer
     while inner is not None and not any(inner is each for each in outer):
@@ -356,8 +354,8 @@ def _join_tied(layers: list[Float8Layer]) -> None:
     """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
-        if layer.config.enable_fsdp_float8_all_gather and layer.plan.weight.delayed:
-            tied.setdefault(id(layer.weight), []).append(layer.get_buffer(WEIGHT_AMAX))
+        if layer.config.enable_fsdp_float8_all_gather and layer.plan.casts.weight.spec.delayed:
+            tied.setdefault(id(layer.weight), []).append(layer.get_buffer(CastSite.WEIGHT.amax))
     for amaxes in tied.values():
         if len(amaxes) > 1:
             torch._foreach_copy_(amaxes, [torch.stack(amaxes).amax()] * len(amaxes))
@@ -398,23 +396,18 @@ def _share_amaxes(layers: list[Float8Layer], ranks: tuple[Any, ...]) -> None:
         for site in layer.delayed:
             amaxes.append(layer.get_buffer(site.amax))
             # Where another rank ran a layer that this one did not, it used this shard, too.
-            unused = site.amax == WEIGHT_AMAX and not layer.has_unsynced_amax()
+            unused = site is CastSite.WEIGHT and not layer.has_unsynced_amax()
             shard = shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
     both = torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])
-    all_reduce_amax(both, ranks, mesh_device_type([layer.weight for layer in layers]))
+    both = amax_over(ranks, mesh_device_type([layer.weight for layer in layers]))(both)
     recorded, unrecorded = both.chunk(2)
     together = torch.where(recorded != 0, torch.maximum(recorded, unrecorded), recorded)
     torch._foreach_copy_(amaxes, together.unbind())
 
 
-def _parted(layers: Iterable[Any]) -> set[Any]:
-    """The groups of ranks that hold parts of weights, where these are no DTensors."""
-    return {layer.mesh.get_group() for layer in layers if layer.holds_part}
-
-
 def _beside(layers: Sequence[Float8Layer], model: nn.Module) -> Iterator[Tensor]:
-    """All parameters of FSDP2's modules with `layers` in them: not all are gathered at once."""
+    """Yield the parameters of FSDP2's modules around `layers`: not all are gathered at once."""
     inside = set(layers)
     for module in model.modules():
         if is_fsdp_module(module) and not inside.isdisjoint(module.modules()):

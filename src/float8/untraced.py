@@ -1,4 +1,4 @@
-"""What Dynamo must not look into, told without importing Dynamo."""
+"""A mark for functions that Dynamo must not look into, set without importing Dynamo."""
 
 import functools
 import sys
@@ -12,7 +12,7 @@ _R = TypeVar("_R")
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, run in eager mode also where compiled code calls it.
+    """Have `function` run in eager mode also where compiled code calls it.
 
     `torch.compiler.disable` as a decorator does so, too, but imports Dynamo, which takes a second.
     """

@@ -1,6 +1,12 @@
 """Frozen dataclasses that say how a linear layer runs in float8."""
 
-from float8.config.casting import CastConfig, DelayedScalingConfig, ScalingGranularity, ScalingType
+from float8.config.casting import (
+    CastConfig,
+    DelayedScalingConfig,
+    Granularity,
+    ScalingGranularity,
+    ScalingType,
+)
 from float8.config.linear import (
     BASE_SITE,
     CAST_SITES,
@@ -13,7 +19,6 @@ from float8.config.linear import (
     Float8LinearRecipeName,
     Float8Weights,
     as_config,
-    config_meant_by,
     linear_requires_sync,
 )
 from float8.formats import E4M3 as e4m3_dtype  # noqa: N811  names of torchao
@@ -32,10 +37,10 @@ __all__ = [
     "Float8LinearConfig",
     "Float8LinearRecipeName",
     "Float8Weights",
+    "Granularity",
     "ScalingGranularity",
     "ScalingType",
     "as_config",
-    "config_meant_by",
     "e4m3_dtype",
     "e5m2_dtype",
     "linear_requires_sync",

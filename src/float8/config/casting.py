@@ -1,4 +1,4 @@
-"""How one tensor of one GEMM becomes float8."""
+"""Configuration of one cast: scaling, granularity and format."""
 
 import enum
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from float8.formats import FLOAT8_MAX, SHORT_NAME
 
 
 def of_torchao(value: object) -> str:
-    """What an error adds for an object of torchao, or of float8_experimental before it."""
+    """Return the end of an error about an object of torchao or float8_experimental; else ""."""
     library = type(value).__module__.partition(".")[0]
     module = {"torchao": "torchao.float8", "float8_experimental": "float8_experimental.config"}
     if library not in module:
@@ -22,7 +22,7 @@ def of_torchao(value: object) -> str:
 
 
 class ScalingType(enum.Enum):
-    """Where the scale of a cast comes from."""
+    """The source of the scale of a cast."""
 
     DYNAMIC = "dynamic"
     """From this tensor's own amax."""
@@ -34,25 +34,75 @@ class ScalingType(enum.Enum):
     """No cast: the tensor stays in high precision."""
 
 
-class ScalingGranularity(enum.Enum):
-    """What one scale covers."""
+class Granularity(enum.Enum):
+    """The extent of one scale, as a block of so many rows and columns of row data.
 
-    TENSORWISE = "tensorwise"
+    All that differs between granularities follows from the sides of the block. Rows run along the
+    dim that a GEMM contracts; column data are row data of the transposed tensor.
+    """
+
+    height: int | None
+    """The rows that one scale covers; None: all."""
+    width: int | None
+    """The elements that it covers along the contraction dim; None: all."""
+    one_scale: bool
+    """Whether one scale covers the whole tensor."""
+    by_rows: bool
+    """Whether each whole row has a scale."""
+    by_blocks: bool
+    """Whether scales cover parts of rows."""
+    square: bool
+    """Whether the transposed copy has the same scales, so that its bytes are a transpose."""
+
+    def __new__(
+        cls, value: str, height: int | None = None, width: int | None = None
+    ) -> "Granularity":
+        """Make a member, whose value is a string; the others follow from the block."""
+        self = object.__new__(cls)
+        self._value_ = value
+        self.height = height
+        self.width = width
+        self.one_scale = height is None
+        self.by_rows = height == 1 and width is None
+        self.by_blocks = width is not None
+        self.square = height == width
+        return self
+
+    def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the scales of data [..., R, C]; of symbolic sizes without a guard.
+
+        `()` for one scale, [..., R, 1] by rows, [R, ceil(C / width)] by parts of a row. By squares
+        [ceil(R / height), ceil(C / width)] with the columns padded to 4, as cuBLASLt wants.
+        """
+        if self.height is None:
+            return ()
+        if self.width is None:
+            return (*shape[:-1], 1)
+        columns = -(-shape[-1] // self.width)
+        if self.height == 1:
+            return (*shape[:-1], columns)
+        return (-(-shape[0] // self.height), (columns + 3) // 4 * 4)
+
+
+class ScalingGranularity(Granularity):
+    """The granularities that a `CastConfig` takes."""
+
+    TENSORWISE = "tensorwise", None, None
     """The whole tensor."""
 
-    AXISWISE = "axiswise"
+    AXISWISE = "axiswise", 1, None
     """A run along the dim that a GEMM contracts: a row of row data, a column of column data."""
 
-    BLOCK_1x128 = "block_1x128"
+    BLOCK_1x128 = "block_1x128", 1, 128
     """128 elements along the dim that a GEMM contracts (DeepSeek-V3, arXiv 2412.19437, 3.3)."""
 
-    BLOCK_128x128 = "block_128x128"
+    BLOCK_128x128 = "block_128x128", 128, 128
     """A square of 128 rows and 128 columns, the same for both layouts."""
 
 
 @dataclass(frozen=True)
 class CastConfig:
-    """How one tensor becomes float8.
+    """The cast of one tensor to float8.
 
     Args:
         scaling_type: where the scale comes from.
@@ -80,7 +130,7 @@ class CastConfig:
                     f"{name}: got {getattr(self, name)!r}, expected a {kind.__name__}, for example "
                     f"{next(iter(kind))}{of_torchao(getattr(self, name))}"
                 )
-        one_scale = self.scaling_granularity is ScalingGranularity.TENSORWISE
+        one_scale = self.scaling_granularity.one_scale
         if self.scaling_type is ScalingType.DELAYED and not one_scale:
             raise ValueError(
                 f"scaling_granularity: got {self.scaling_granularity} with delayed scaling, "
@@ -107,18 +157,18 @@ class CastConfig:
         return self.scaling_type is not ScalingType.DISABLED
 
     def short_str(self) -> str:
-        """A few words for `repr`s: `dynamic/e4m3`, `axiswise/e4m3` or `high precision`."""
+        """Return a few words for `repr`s: `dynamic/e4m3`, `axiswise/e4m3` or `high precision`."""
         if not self.is_float8:
             return "high precision"
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
-        one_scale = self.scaling_granularity is ScalingGranularity.TENSORWISE
+        one_scale = self.scaling_granularity.one_scale
         how = self.scaling_type if one_scale else self.scaling_granularity
         return f"{how.value}/{dtype}"
 
 
 @dataclass(frozen=True)
 class DelayedScalingConfig:
-    """How delayed scaling turns recent amaxes into a scale.
+    """The rule by which delayed scaling turns recent amaxes into a scale.
 
     Args:
         history_len: how many steps of amaxes are kept, >= 1.

@@ -19,7 +19,8 @@ from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
 class CastSite(enum.Enum):
     """The six places where a linear layer may cast a tensor: each GEMM has two operands.
 
-    A site whose `cast_config` equals that of the same tensor's other site shares its cast.
+    A site whose `cast_config` equals that of the same tensor's other site shares its cast. With
+    delayed scaling it has three buffers in a layer; `amax`, `history` and `scale` are their names.
     """
 
     INPUT = "input"
@@ -29,9 +30,14 @@ class CastSite(enum.Enum):
     WEIGHT_FOR_GRAD_INPUT = "weight_for_grad_input"
     GRAD_OUTPUT_FOR_GRAD_WEIGHT = "grad_output_for_grad_weight"
 
+    def __init__(self, name: str) -> None:
+        self.amax, self.history = f"fp8_amax_{name}", f"fp8_amax_history_{name}"
+        self.scale = f"fp8_scale_{name}"
+        self.buffers = self.amax, self.history, self.scale
+
 
 CAST_SITES: tuple[CastSite, ...] = tuple(CastSite)
-"""All of them: Dynamo (torch 2.11) cannot iterate over the enum itself."""
+"""The members of `CastSite`: Dynamo (torch 2.11) cannot iterate over the enum itself."""
 
 BASE_SITE: dict[CastSite, CastSite] = {
     CastSite.INPUT_FOR_GRAD_WEIGHT: CastSite.INPUT,
@@ -50,7 +56,7 @@ _T, _A = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
 _B1, _B2 = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
 
 GEMM_GRANULARITIES = ((_T, _T), (_A, _A), (_A, _T), (_T, _A), (_B1, _B2), (_B2, _B1), (_B1, _B1))
-"""What the scales of two operands of one GEMM may cover."""
+"""The pairs of granularities that the operands of one GEMM may have."""
 
 
 class Float8LinearRecipeName(enum.Enum):
@@ -75,7 +81,7 @@ class Float8LinearRecipeName(enum.Enum):
 
 
 class Float8Weights(enum.Enum):
-    """When weights are cast, and what is kept of them."""
+    """The times at which weights are cast, and the copies that are kept."""
 
     ON_THE_FLY = "on_the_fly"
     """In each forward, and again in backward."""
@@ -91,7 +97,7 @@ class Float8Weights(enum.Enum):
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """How one GEMM runs.
+    """Switches of one GEMM.
 
     Args:
         use_fast_accum: let the tensor cores add with fewer bits: faster on some shapes and less
@@ -270,12 +276,12 @@ class Float8LinearConfig:
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:
-        """The effective configuration of a cast, its dtype filled in unless it is DISABLED."""
+        """Return the effective configuration of a cast, with a dtype unless it is DISABLED."""
         config: CastConfig | None = getattr(self, f"cast_config_{site.value}")
         return self.cast_config(BASE_SITE[site]) if config is None else config
 
     def owner(self, site: CastSite) -> CastSite:
-        """The site whose cast serves `site`: itself, or the base it is configured alike to."""
+        """Return the site whose cast serves `site`: itself, or the base if configured alike."""
         base = BASE_SITE.get(site, site)
         return base if self.cast_config(base) == self.cast_config(site) else site
 
@@ -283,11 +289,16 @@ class Float8LinearConfig:
         """Whether the GEMM `"output"`, `"grad_input"` or `"grad_weight"` runs in float8."""
         return self.cast_config(GEMM_OPERANDS[gemm][0]).is_float8
 
+    @property
+    def own_casts(self) -> dict[CastSite, CastConfig]:
+        """The sites with a cast of their own, which others may share, in a fixed order."""
+        return {x: self.cast_config(x) for x in CAST_SITES if self.owner(x) is x}
+
     @functools.cached_property
     def delayed_sites(self) -> tuple[CastSite, ...]:
         """The sites that own delayed-scaling state, in a fixed order."""
-        own = (site for site in CAST_SITES if self.owner(site) is site)
-        return tuple(x for x in own if self.cast_config(x).scaling_type is ScalingType.DELAYED)
+        own = self.own_casts.items()
+        return tuple(site for site, x in own if x.scaling_type is ScalingType.DELAYED)
 
     @property
     def scales_by_blocks(self) -> bool:
@@ -297,24 +308,23 @@ class Float8LinearConfig:
 
     @property
     def alignment(self) -> int:
-        """What dims are padded to: what a GEMM reads at a time, or a block."""
+        """The multiple that dims are padded to: what a GEMM reads at a time, or a block."""
         return 128 if self.scales_by_blocks else GEMM_ALIGNMENT
 
     @property
     def float8_gemms(self) -> tuple[str, ...]:
-        """Which of the GEMMs `"output"`, `"grad_input"` and `"grad_weight"` run in float8."""
+        """The GEMMs, of `"output"`, `"grad_input"` and `"grad_weight"`, that run in float8."""
         return tuple(gemm for gemm in GEMM_OPERANDS if self.runs_in_float8(gemm))
 
     def short_str(self) -> str:
-        """A few words for `repr`s: a recipe, or each tensor's scaling; then the switches set."""
+        """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
         casts = [self.cast_config(site) for site in CAST_SITES]
         for name, recipe in RECIPES.items():
             if casts == [recipe.cast_config(site) for site in CAST_SITES]:
                 parts, like = [name], recipe
                 break
         else:
-            own = [site for site in CAST_SITES if self.owner(site) is site]
-            parts = [f"{site.value}={self.cast_config(site).short_str()}" for site in own]
+            parts = [f"{site.value}={x.short_str()}" for site, x in self.own_casts.items()]
             like = RECIPES["tensorwise"]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
             value = getattr(self, switch)
@@ -381,29 +391,21 @@ def _recipe(recipe_name: object) -> Float8LinearConfig:
     return RECIPES[name]
 
 
-def as_config(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return what an argument `config` means, to be kept; raises as `config_meant_by`.
+def as_config(config: ConfigOrRecipe | None, *, keep: bool = True) -> Float8LinearConfig:
+    """Return the configuration that an argument `config` stands for; None: `tensorwise`.
 
-    Somebody may write into it, though it is frozen: a recipe becomes a new object.
-    """
-    if isinstance(config, Float8LinearConfig):
-        return config
-    return copy.deepcopy(config_meant_by(config))
-
-
-def config_meant_by(config: ConfigOrRecipe | None) -> Float8LinearConfig:
-    """Return the same, only to be read: compiled code copies nothing; None: `tensorwise`.
+    `keep`: the caller keeps it, and somebody may write into it, though it is frozen; so a recipe
+    becomes a new object. False: it is only read, and compiled code copies nothing.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is neither a configuration nor a name.
         ValueError: it is the name of no recipe.
     """
-    if config is None:
-        return RECIPES["tensorwise"]
     if isinstance(config, Float8LinearConfig):
         return config
-    if isinstance(config, Float8LinearRecipeName | str):
-        return _recipe(config)
+    if config is None or isinstance(config, Float8LinearRecipeName | str):
+        recipe = _recipe("tensorwise" if config is None else config)
+        return copy.deepcopy(recipe) if keep else recipe
     raise TypeError(
         f"config: got {type(config).__name__}, expected a Float8LinearConfig or the name of a "
         f"recipe, for example 'tensorwise'{of_torchao(config)}"
@@ -412,4 +414,4 @@ def config_meant_by(config: ConfigOrRecipe | None) -> Float8LinearConfig:
 
 def linear_requires_sync(config: ConfigOrRecipe) -> bool:
     """Whether layers of this configuration need `sync_float8_amax_and_scale_history`."""
-    return bool(config_meant_by(config).delayed_sites)
+    return bool(as_config(config, keep=False).delayed_sites)

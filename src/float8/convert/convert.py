@@ -1,27 +1,28 @@
-"""Swap the linear layers of a model for `Float8Linear`."""
+"""Convert the linear layers of a model to `Float8Linear`, and back."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.encoder import leave_fast_path
-from float8.convert.filters import DEFAULT_TOKENS, ModuleFilter, choose_filter
-from float8.convert.fuse import fuse_modules
-from float8.convert.replace import replace_modules
-from float8.convert.report import conversion_report, set_skip_reason
-from float8.convert.restore import require_changeable
-from float8.linear import Float8Layer, Float8Linear, is_conv1d, move_hooks, unsupported
+from float8.convert.filters import DEFAULT_TOKENS, SKIP_REASON, ModuleFilter, choose_filter
+from float8.convert.fuse import Fused, as_named, fuse_modules, unfuse_modules
+from float8.convert.recognise import SwiGLU
+from float8.convert.report import conversion_report
+from float8.linear import Float8Layer, Float8Linear, is_conv1d, unsupported
+from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import (
     check_gatherable,
     disable_float8_all_gather,
     enable_float8_all_gather,
 )
-from float8.tensor import is_dtensor, is_fsdp_module
+from float8.tensor import Float8GatherWeight, Float8Tensor, is_fsdp_module, local_tensor
 
 
 def convert_to_float8_training(
@@ -32,19 +33,19 @@ def convert_to_float8_training(
     tokens_per_step: int = DEFAULT_TOKENS,
     auto_filter: bool = False,
     linear_classes: Collection[type[nn.Linear]] = (),
-    fuse: bool = False,
+    fuse: bool | Mapping[type[nn.Module], SwiGLU] = False,
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
-    Parameters stay the same objects (but those that become `Float8Weights.ONLY`), so tied weights,
-    optimizers that exist already and `requires_grad=False` keep working; forward hooks and the
-    training mode stay too. Layers reached by several names stay shared. With
-    `enable_fsdp_float8_all_gather`, weights become Parameters of a subclass: convert, then
-    `fully_shard`, then make the optimizer. `conversion_report(module)` says what was converted and
-    what was not, and a warning if nothing was. `convert_to_high_precision(module)` is the way back.
+    Layers stay the same objects and get another class; Parameters do, too (but those that become
+    `Float8Weights.ONLY`). So tied weights, optimizers that exist already, hooks, wrappers and
+    `requires_grad=False` keep working. With `enable_fsdp_float8_all_gather`, weights become
+    Parameters of a subclass: convert, then `fully_shard`, then make the optimizer.
+    `conversion_report(module)` says what was converted and what was not, and a warning if nothing
+    was. `convert_to_high_precision(module)` is the way back.
 
-    Subclasses of `nn.Linear` without a forward of their own are converted, too: the new layer is an
-    instance of both. So is the `Conv1D` of transformers (GPT2), whose weight stays [K, N].
+    Subclasses of `nn.Linear` without a forward of their own are converted, too: the layer is an
+    instance of both then. So is the `Conv1D` of transformers (GPT2), whose weight stays [K, N].
 
     `nn.TransformerEncoder` is kept off its fast path, which would evaluate in high precision.
 
@@ -70,63 +71,64 @@ def convert_to_float8_training(
             same, `input @ weight.T + bias`. It is replaced.
         fuse: let SwiGLU feed-forwards whose layers were converted compute as `swiglu_feed_forward`
             does, and RMSNorms of many operations in one kernel. They are told by what their forward
-            computes, and become instances of a subclass of their class; all else stays. The report
-            lists them, and those left alone with the reason. False changes and undoes nothing.
+            computes, and become instances of a subclass of their class; all else stays. A dict
+            such as `{LlamaMLP: SwiGLU("gate_proj", "up_proj", "down_proj")}` does the same and adds
+            classes whose forward computes that of one tensor, by what you say: nothing checks it.
+            The report lists them, and those left alone with the reason. False changes and undoes
+            nothing.
 
     Returns:
-        `module`; or, if it is itself a linear layer and passes the filter, its replacement.
+        `module`.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a layer is sharded by `fully_shard` already; or it is to be gathered in float8,
-            although its weight is a DTensor or has gradient hooks; or a layer already converted
-            cannot take the new config; nothing is changed then. Or `tokens_per_step` is less than
-            1, or `auto_filter` comes with a `module_filter_fn` or without a GPU.
+        ValueError: a layer is to be gathered in float8, although its weight is a DTensor (convert,
+            then `fully_shard`) or has gradient hooks; or a layer already converted cannot take the
+            new config; or a class in `fuse` has no such submodule. Or `tokens_per_step` is less
+            than 1, or `auto_filter` comes with a `module_filter_fn` or without a GPU. Nothing is
+            changed then.
     """
     require_module(module, "module")
     config = as_config(config)
-    if not isinstance(fuse, bool):
-        raise TypeError(f"fuse: got {fuse!r}, expected True or False")
+    named = None if fuse is False else as_named(fuse, module)
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes
     )
-    reasons: dict[Any, str | None] = {}
+    reasons: dict[nn.Module, str | None] = {}
     again: list[Float8Layer] = []
-    under_fsdp = [part for part in module.modules() if is_fsdp_module(part)]
-    sharded = {layer for part in under_fsdp for layer in part.modules()}
     for fqn, linear in module.named_modules():
         if isinstance(linear, Float8Layer):
             if linear.config == config:
                 continue
-            if module_filter_fn is None or module_filter_fn(linear, fqn):
-                _require_convertible_again(linear, fqn, config)
-                again.append(linear)
+            if not (module_filter_fn is None or module_filter_fn(linear, fqn)):
+                continue
+            _require_changeable(linear, fqn, config)
+            again.append(linear)
         elif isinstance(linear, nn.Linear) or is_conv1d(linear):
             reasons[linear] = skip_reason(linear, fqn)
-            if reasons[linear] is None:
-                _require_not_sharded(linear, fqn, sharded)
-                check_gatherable(linear, fqn, config)
-
-    replacements = {
-        linear: Float8Linear.from_float(linear, config, linear_classes=linear_classes)
-        for linear, reason in reasons.items()
-        if reason is None
-    }
+            if reasons[linear] is not None:
+                continue
+        else:
+            continue
+        check_gatherable(linear, fqn, config)
+    made = {mod: Float8Linear.made_of(mod, config) for mod, why in reasons.items() if why is None}
     # From here on the model changes, and nothing raises.
+    for linear, new in made.items():
+        become(linear, new)
     for linear, reason in reasons.items():
-        set_skip_reason(replacements.get(linear, linear), reason)
-    module = replace_modules(module, replacements)
-    for linear, replacement in replacements.items():
-        move_hooks(linear, replacement)
+        linear.__dict__.pop(SKIP_REASON, None)
+        if reason is not None:
+            linear.__dict__[SKIP_REASON] = reason
     disable_float8_all_gather(again)
     for layer in again:
         layer.set_up(config)
     enable_float8_all_gather(module)
     tell_ddp_what_to_ignore(module)
-    if fuse:
-        fuse_modules(module)
+    if named is not None:
+        fuse_modules(module, named)
     leave_fast_path(module)
-    _warn_if_nothing_is(module, fuse)
+    if named is not None or not any(isinstance(x, Float8Layer) for x in module.modules()):
+        _warn_if_nothing_is(module)
     return module
 
 
@@ -134,38 +136,88 @@ swap_linear_with_float8_linear = convert_to_float8_training
 """The name that float8_experimental gave it."""
 
 
-def _require_convertible_again(layer: Float8Layer, fqn: str, config: Float8LinearConfig) -> None:
-    require_changeable(layer, fqn)
-    problem = unsupported(layer, config)
-    if problem is not None:
-        raise ValueError(
-            f"layer {fqn or '(root)'!r}: got a layer already converted, which cannot take the new "
-            f"config: {problem}; leave it out with module_filter_fn"
-        )
-    check_gatherable(layer, fqn, config)
-
-
-def _require_not_sharded(layer: nn.Module, fqn: str, sharded: set[nn.Module]) -> None:
-    if layer in sharded and is_dtensor(layer.weight):
-        raise ValueError(
-            f"layer {fqn!r}: got a DTensor as weight, of which fully_shard has shards, expected a "
-            f"plain tensor: it would gather into the layer that it knows, not its replacement; "
-            f"convert the model first, then call fully_shard"
-        )
-
-
-def _warn_if_nothing_is(module: nn.Module, fuse: bool) -> None:
-    report = conversion_report(module)
-    what, reasons = "", []
+def _warn_if_nothing_is(module: nn.Module) -> None:
+    """Warn if nothing was converted, else if nothing was fused."""
+    report, name = conversion_report(module), type(module).__name__
     if not any(isinstance(layer, Float8Layer) for layer in module.modules()):
-        what = f"no layer of {type(module).__name__} was converted"
+        what = f"no layer of {name} was converted"
         reasons = [layer.skip_reason for layer in report.skipped] or ["it has no linear layers"]
-    elif fuse and all(each.reason is not None for each in report.fused):
-        what = f"nothing of {type(module).__name__} was fused"
+    else:
+        what = f"nothing of {name} was fused"
         reasons = [each.reason for each in report.fused] or ["it has no such modules"]
-    if what:
-        why = "; ".join([*dict.fromkeys(map(str, reasons))][:3])
-        warnings.warn(
-            f"float8: {what}: {why}. print(conversion_report(model)) shows each",
-            stacklevel=3,
-        )
+        if None in reasons:
+            return
+    why = "; ".join([*dict.fromkeys(map(str, reasons))][:3])
+    warnings.warn(
+        f"float8: {what}: {why}. print(conversion_report(model)) shows each", stacklevel=3
+    )
+
+
+def convert_to_high_precision(module: nn.Module) -> nn.Module:
+    """Turn each `Float8Linear` of `module` back into what it was made of, in place.
+
+    An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
+    Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
+    working. A weight that was in float8 only becomes a new Parameter, which stays frozen. Fused
+    modules get their own forward back. The state of delayed scaling is dropped. Does nothing for a
+    model in high precision.
+
+    Args:
+        module: the model, or a single `Float8Linear`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError: `module` is no `nn.Module`.
+        ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or
+            parametrized; or one, or a fused module, has a `forward` of its own as attribute.
+            Nothing is changed then.
+    """
+    require_module(module, "module")
+    layers = []
+    for fqn, part in module.named_modules():
+        if isinstance(part, Float8Layer):
+            layers.append(part)
+        if isinstance(part, Float8Layer | Fused):
+            _require_changeable(part, fqn)
+    disable_float8_all_gather(layers)
+    unfuse_modules(module)
+    for layer in layers:
+        layer.become_high_precision()
+    leave_fast_path(module)
+    tell_ddp_what_to_ignore(module)
+    return module
+
+
+def _require_changeable(
+    part: Float8Layer | Fused, fqn: str, config: Float8LinearConfig | None = None
+) -> None:
+    """Raise a `ValueError` if somebody relies on what `part` is, or it cannot take `config`."""
+    if replaced_forward(part):
+        got = "a layer with a `forward` of its own as attribute, which holds that of float8"
+        do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
+    elif isinstance(part, Fused):
+        return
+    elif is_fsdp_module(part):
+        got = "a layer that fully_shard was applied to"
+        do = "apply it to the block around it"
+    elif is_parametrized(part):
+        got, do = "a layer that is parametrized", "remove the parametrization first"
+    elif _fsdp_has_weight(part):
+        got = "a weight that FSDP2 gathers in float8"
+        do = "make the change before fully_shard, or load a state dict of it into a new model"
+    elif config is not None and (problem := unsupported(part, config)):
+        got = f"a layer already converted, which cannot take the new config: {problem}"
+        do = "leave it out with module_filter_fn"
+    else:
+        return
+    raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
+
+
+def _fsdp_has_weight(layer: Float8Layer) -> bool:
+    """Whether the weight is one that FSDP2 gathers in float8: a shard, or gathered now."""
+    weight: Any = layer.weight
+    local = local_tensor(weight)
+    shard = isinstance(local, Float8GatherWeight) and local is not weight
+    return shard or (isinstance(local, Float8Tensor) and not layer.keeps_no_master)

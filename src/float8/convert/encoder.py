@@ -1,7 +1,7 @@
-"""PyTorch's fast path of `nn.TransformerEncoder`, which does not call its linear layers.
+"""Keep `nn.TransformerEncoder` off its fast path, which does not call its linear layers.
 
-In evaluation it reads their weights and computes in high precision: another model than the one that
-was trained.
+In evaluation that reads their weights and computes in high precision: another model than the one
+that was trained.
 """
 
 from torch import nn
@@ -23,12 +23,8 @@ def leave_fast_path(module: nn.Module) -> None:
         for cls, name, off in _SWITCHES:
             if not isinstance(part, cls):
                 continue
-            before = part.__dict__.setdefault(_BEFORE, {})
-            if not any(isinstance(layer, Float8Layer) for layer in part.modules()):
-                part.__dict__.update(before)
-                before.clear()
-            elif name not in before:
-                before[name] = getattr(part, name)
+            if any(isinstance(layer, Float8Layer) for layer in part.modules()):
+                part.__dict__.setdefault(_BEFORE, getattr(part, name))
                 setattr(part, name, off)
-            if not before:
-                del part.__dict__[_BEFORE]
+            elif _BEFORE in part.__dict__:
+                setattr(part, name, part.__dict__.pop(_BEFORE))

@@ -1,4 +1,4 @@
-"""Which layers to convert: those that a filter takes, or those that float8 makes no slower."""
+"""Choose layers to convert: those that a filter takes, or that float8 makes no slower."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -7,17 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.config import Float8LinearConfig
 from float8.convert.measure import measure_linear
 from float8.convert.smallest import SMALLEST, judged_as, too_small
-from float8.linear import Float8Layer, computes_something_else, is_conv1d, unsupported
+from float8.linear import unsupported
 
 DEFAULT_TOKENS = 8192
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 SkipReason = Callable[[nn.Module, str], str | None]
-"""Why a layer is left in high precision; None: it is not."""
+"""Says why a layer is left in high precision; None: it is not."""
+
+SKIP_REASON = "_float8_skip_reason"
+"""The attribute of a layer that keeps this reason, for the report."""
 
 WRAPPERS = {
     "module",
@@ -27,16 +30,16 @@ WRAPPERS = {
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
 }
-"""Under which names a model is found in what wraps it."""
+"""The names under which a model is found in what wraps it."""
 
 
 def all_linears(mod: nn.Module, fqn: str) -> bool:
-    """The `module_filter_fn` that takes every layer, however slow float8 makes it."""
+    """Take every layer, however slow float8 makes it: a `module_filter_fn`."""
     return True
 
 
 def left_out(fqn: str) -> str | None:
-    """Why a layer of this name is only converted if a `module_filter_fn` asks for it, or None.
+    """Say why a layer of this name is left to a `module_filter_fn`, or return None.
 
     The head, which turns the last hidden states into logits: the loss depends on them directly, and
     it is a small part of a large model. And what PEFT trains: low-rank adapters, too small to gain,
@@ -50,47 +53,15 @@ def left_out(fqn: str) -> str | None:
     return None
 
 
-def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """A `module_filter_fn` under torchao's name: the default, and without some names.
-
-    Args:
-        recipe: of the conversion.
-        filter_fqns: layers stay in high precision if their names contain one of these.
-
-    Returns:
-        A function that takes no more than linear layers: it returns False for all else, also for
-        what is no module.
-    """
-    skip = choose_filter(None, as_config(recipe), DEFAULT_TOKENS, False, ())
-
-    def takes(mod: nn.Module, fqn: str) -> bool:
-        if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Module):
-            return False
-        if isinstance(mod, Float8Layer):
-            return True
-        return (isinstance(mod, nn.Linear) or is_conv1d(mod)) and skip(mod, fqn) is None
-
-    return takes
-
-
-def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
-    """Whether `_auto_filter_for_recipe("tensorwise", filter_fqns)` takes a layer."""
-    return _auto_filter_for_recipe("tensorwise", filter_fqns)(mod, fqn)
-
-
-def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
-    """Whether `_auto_filter_for_recipe("rowwise", filter_fqns)` takes a layer."""
-    return _auto_filter_for_recipe("rowwise", filter_fqns)(mod, fqn)
-
-
 def features(linear: Any) -> tuple[int, int]:
-    """K and N of an `nn.Linear`, or of a `Conv1D`, whose weight is [K, N]."""
-    K, N = linear.weight.shape if is_conv1d(linear) else (linear.in_features, linear.out_features)
+    """Return K and N of an `nn.Linear`, or of a `Conv1D`, whose weight is [K, N]."""
+    has_features = hasattr(linear, "in_features")
+    K, N = (linear.in_features, linear.out_features) if has_features else linear.weight.shape
     return K, N
 
 
 def known_gpu(device: torch.device) -> str | None:
-    """Which of `SMALLEST` weights on `device` are for; None: none of them.
+    """Return the GPU of `SMALLEST` that weights on `device` are for, or None.
 
     Weights on the CPU or the meta device are taken to be on their way to the current GPU.
     """
@@ -107,7 +78,7 @@ def choose_filter(
     auto_filter: bool,
     linear_classes: Collection[type[nn.Linear]],
 ) -> SkipReason:
-    """What the arguments of `convert_to_float8_training` ask for; raises as that does."""
+    """Return a function that says why a layer stays; raises as `convert_to_float8_training`."""
     if module_filter_fn is not None and not callable(module_filter_fn):
         raise TypeError(
             f"module_filter_fn: got {type(module_filter_fn).__name__}, expected a function of a "
@@ -147,11 +118,9 @@ def choose_filter(
         return slower if speedup < 1 else None
 
     def skip(linear: Any, fqn: str) -> str | None:
-        if reason := computes_something_else(linear, linear_classes):
-            return reason  # no filter need know of these
-        problem = unsupported(linear, config, linear_classes)
-        if module_filter_fn is not None:
-            return problem if module_filter_fn(linear, fqn) else "module_filter_fn returned False"
+        problem = unsupported(linear, config, linear_classes)  # of which no filter need know
+        if problem is None and module_filter_fn is not None:
+            return None if module_filter_fn(linear, fqn) else "module_filter_fn returned False"
         problem = problem or left_out(fqn)
         # Emulation is for its numerics; what cannot be converted has a better reason than speed.
         if problem is not None or config.emulate or not config.float8_gemms:
@@ -162,8 +131,6 @@ def choose_filter(
                 device = torch.device("cuda", torch.cuda.current_device())
             return measured(device, *shape)
         gpu = known_gpu(device)
-        if gpu is None:
-            return None
-        return too_small(gpu, judged_as(config), tokens_per_step, *shape)
+        return too_small(gpu, judged_as(config), tokens_per_step, *shape) if gpu else None
 
     return skip

@@ -1,4 +1,4 @@
-"""One linear layer, forward and backward, in bf16 and in float8: checked, then timed."""
+"""Check, then time one linear layer, forward and backward, in bf16 and in float8."""
 
 import functools
 import statistics
@@ -19,7 +19,7 @@ _WARMUP, _ROUNDS = 3, 10
 
 
 class WrongResultError(ArithmeticError):
-    """What was to be timed computes something else than its reference."""
+    """Raised where what was to be timed computes something else than its reference."""
 
 
 class LinearTimes(NamedTuple):
@@ -36,7 +36,7 @@ def measure_linear(
     device: torch.device,
     config: Float8LinearConfig,
 ) -> LinearTimes:
-    """Median times on random data, of the GPU alone; on a CPU of the host.
+    """Return median times on random data, of the GPU alone; on a CPU of the host.
 
     Raises:
         WrongResultError: the float8 layer computes something else than bf16.
@@ -76,7 +76,7 @@ def _check(what: str, reference: tuple[Tensor, ...], result: tuple[Tensor, ...])
 
 
 def issued_at_once(calls: Sequence[Call], device: torch.device) -> Call:
-    """`calls` as one: on a GPU a CUDA graph, which the CPU needs no time to issue."""
+    """Return `calls` as one: on a GPU a CUDA graph, which the CPU needs no time to issue."""
     if device.type != "cuda":
         return lambda: [call() for call in calls]
     with torch.cuda.device(device):
@@ -95,7 +95,7 @@ def issued_at_once(calls: Sequence[Call], device: torch.device) -> Call:
 
 
 def milliseconds(call: Call, device: torch.device) -> float:
-    """The time of a call: by CUDA events on a GPU, by the host's clock elsewhere."""
+    """Return the time of a call: by CUDA events on a GPU, by the host's clock elsewhere."""
     if device.type != "cuda":
         began = time.perf_counter()
         call()

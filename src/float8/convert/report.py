@@ -1,4 +1,4 @@
-"""What a conversion did, layer by layer."""
+"""Report what a conversion did, layer by layer."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.arguments import require_module
-from float8.config import CastSite
-from float8.convert.filters import features
+from float8.convert.filters import SKIP_REASON, features
 from float8.convert.fuse import fusing
 from float8.linear import Float8Layer, is_conv1d
-
-_SKIP_REASON = "_float8_skip_reason"
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
 """Modules whose Parameters of two dims and more are not multiplied as matrices."""
@@ -32,10 +29,10 @@ class LayerReport:
     out_features: int
 
     scaling: str | None
-    """How its tensors are scaled; None: it was not converted."""
+    """The scaling of its tensors; None: it was not converted."""
 
     skip_reason: str | None
-    """Why it was not converted; None: it was."""
+    """The reason why it was not converted; None: it was."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class FusedReport:
     """Its class."""
 
     reason: str | None
-    """Why it is not fused; None: it is."""
+    """The reason why it is not fused; None: it is."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +110,8 @@ class ConversionReport:
         return "\n".join([f"{count}, {self.share:.1%} of all matmul weights", *table])
 
 
-def set_skip_reason(linear: nn.Module, reason: str | None) -> None:
-    """Note on a layer why it was not converted (None: nothing to note)."""
-    linear.__dict__.pop(_SKIP_REASON, None)
-    if reason is not None:
-        linear.__dict__[_SKIP_REASON] = reason
-
-
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What runs in float8 in `model`, and what does not and why.
+    """Report what runs in float8 in `model`, and what does not and why.
 
     Read off the model as it is now, so it holds after several partial conversions, `deepcopy`
     and wrapping.
@@ -141,15 +131,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             continue
         scaling = reason = None
         if not isinstance(module, Float8Layer):
-            reason = module.__dict__.get(_SKIP_REASON, "not seen by convert_to_float8_training")
+            reason = module.__dict__.get(SKIP_REASON, "not seen by convert_to_float8_training")
         elif not module.config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
-            scaling = ", ".join(
-                f"{site.value} {module.config.cast_config(site).short_str()}"
-                for site in CastSite
-                if module.config.owner(site) is site
-            )
+            own = module.config.own_casts.items()
+            scaling = ", ".join(f"{site.value} {cast.short_str()}" for site, cast in own)
         layers.append(LayerReport(fqn or "(root)", *features(module), scaling, reason))
     return ConversionReport(tuple(layers), tuple(others), tuple(fused))
 

@@ -1,4 +1,4 @@
-"""Sizes below which a linear layer is slower in float8 than in bf16: data, by GPU and recipe."""
+"""Limits below which a linear layer is slower in float8 than in bf16: data, by GPU and recipe."""
 
 from typing import NamedTuple
 
@@ -16,11 +16,11 @@ class Smallest(NamedTuple):
 
 
 # GPU time, without what the CPU needs to issue it.
-# begin: written by benchmarks/smallest_layers.py
 # Fitted to 145 sizes in eager mode and 10 compiled (h200-smallest-layers.json).
 # Of each recipe, 85% or more are judged rightly; the others cost 1.0% of
-# the time of all, or less. An H100 that was not measured: with its slower memory, and no
+# the time of all, or less. An H100 was not measured: the same times with its slower memory, and no
 # lower than what was measured there before (h100-linear-eager.json).
+# begin: written by float8 bench limits
 SMALLEST = {
     "H100": {
         "tensorwise": Smallest(1024, 1024, 34e9),
@@ -55,7 +55,7 @@ def judged_as(config: Float8LinearConfig) -> str:
 def too_small(
     gpu: str, recipe: str, tokens: int, in_features: int, out_features: int
 ) -> str | None:
-    """Which limit of `SMALLEST[gpu][recipe]` a layer misses, or None."""
+    """Say which limit of `SMALLEST[gpu][recipe]` a layer misses, or return None."""
     least = SMALLEST[gpu][recipe]
     for name, value, minimum in (
         ("tokens", tokens, least.tokens),

@@ -1,4 +1,4 @@
-"""Checkpoints for models that know nothing of float8."""
+"""Make checkpoints for models that know nothing of float8."""
 
 import contextlib
 from typing import Any
@@ -11,7 +11,7 @@ from float8.tensor import Float8Tensor, dequantise
 
 
 def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` without the state of delayed scaling, all weights in high precision.
+    """Return `model.state_dict()` without delayed scaling, all weights in high precision.
 
     It loads with `strict=True` into the model as it was before the conversion.
 
@@ -30,7 +30,7 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def float8_state_dict(model: nn.Module) -> dict[str, Any]:
-    """What `high_precision_state_dict(model)` leaves out: the state of delayed scaling alone.
+    """Return what `high_precision_state_dict(model)` leaves out: the state of delayed scaling.
 
     To be saved beside a checkpoint of the plain model; it loads with `strict=False` into the
     converted one, after that.

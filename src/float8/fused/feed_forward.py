@@ -14,22 +14,20 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.autograd import computed_before, once_differentiable, own
-from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
 from float8.fused.layers import (
     Call,
-    placed,
-    returned,
-    scale_of_all,
-    shared_columns,
+    Kept,
+    fused_norm,
+    input_columns,
+    input_operand,
+    state_apart,
     take_apart,
 )
-from float8.fused.reasons import fusable, is_parallel
+from float8.fused.reasons import fusable
 from float8.linear import Float8Linear
-from float8.linear.functional import cast_tokens
-from float8.linear.weight import KeptWeight, record_amax
-from float8.quantize.history import DelayedScale
+from float8.linear.bound import KeptWeight, record
+from float8.linear.functional import with_leading_dims
 from float8.quantize.quantize import columns, quantize
-from float8.tensor.float8_tensor import Columns
 
 
 def swiglu_feed_forward(
@@ -41,12 +39,12 @@ def swiglu_feed_forward(
     norm: nn.Module | None = None,
     residual: bool = False,
 ) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`, or with `norm` the same of `norm(x)`.
+    """Compute `down(silu(gate(x)) * up(x))`, or with `norm` the same of `norm(x)`.
 
-    Fused where the three layers are `Float8Linear` of one configuration, without bias or hooks
-    other than those of this library's styles of tensor parallel; else computed layer by layer, so
-    a model can call it whether it is converted or not. `why_not_fused(gate, up, down)` tells
-    which. Fused, `silu(gate) * up` is not rounded to x's dtype before it is cast.
+    Fused where the three layers are `Float8Linear` of one configuration, without bias or hooks;
+    else computed layer by layer, so a model can call it whether it is converted or not.
+    `why_not_fused(gate, up, down)` tells which. Fused, `silu(gate) * up` is not rounded to the
+    dtype of x before it is cast.
 
     Args:
         x: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
@@ -69,23 +67,15 @@ def swiglu_feed_forward(
         normed = x if norm is None else norm(x)
         y = down(F.silu(gate(normed)) * up(normed))
         return x + y if residual else y  # type: ignore[no-any-return]
-    norm_weight, eps = None, 0.0
-    if norm is None:
-        taken = placed(x, gate)
-    elif with_norm := fused_norm(norm, x, layers[0]):
-        taken, norm_weight, eps = with_norm
-    else:
-        taken = placed(norm(x), gate)
-    rows, weights, call = take_apart(taken, layers, norm_weight, eps, residual)
-    across = call.layers[-1].across
-    # A sum over ranks is not there yet when x is to be added.
-    fused_residual = residual and norm_weight is not None and call.everyone == across.output
-    call = call._replace(residual=fused_residual)
-    args = rows, norm_weight, *weights, call
+    with_norm = None if norm is None else fused_norm(norm, x, layers[0])
+    taken = x if norm is None or with_norm is not None else norm(x)
+    fused_residual = residual and with_norm is not None
+    rows, weights, call = take_apart(taken, layers, with_norm, fused_residual)
+    args = rows, None if with_norm is None else with_norm[0], *weights, call
     computed = computed_before(_FeedForward, *args) if torch.compiler.is_compiling() else None
     y = _FeedForward.apply(*args, computed)  # type: ignore[no-untyped-call]
-    y = returned(y, taken, layers[-1], across)
-    return x + y if residual and not fused_residual else y  # type: ignore[no-any-return]
+    y = with_leading_dims(y, taken)
+    return x + y if residual and not fused_residual else y
 
 
 def _fit(x: Tensor, layers: tuple[Float8Linear, ...], residual: bool) -> bool:
@@ -95,7 +85,6 @@ def _fit(x: Tensor, layers: tuple[Float8Linear, ...], residual: bool) -> bool:
         and gate.in_features == up.in_features == x.shape[-1]
         and gate.out_features == up.out_features == down.in_features
         and (down.out_features == x.shape[-1] or not residual)
-        and down.sums_over_ranks == is_parallel(down)
     )
 
 
@@ -108,42 +97,26 @@ class _FeedForward(torch.autograd.Function):
         w_up: Tensor,
         w_down: Tensor,
         call: Call,
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], Columns | None]:
-        gate, up, down = call.layers
-        plan, record, dtype = gate.plan, call.record, x.dtype
-        x8, kept = input_operand(x, norm_weight, call, (gate, up))
-        gate_out, kept_gate = gate.output(x8, w_gate, dtype, record)
-        up_out, kept_up = up.output(x8, w_up, dtype, record)
-        factors = gate_out, up_out
-        state = down.scales.input
-        apart = state.apart() if state and record and torch.compiler.is_compiling() else None
-        product8 = kernels.swiglu_cast(*factors, plan.input, apart or state, record=record)
-        if apart:
-            record_amax(state, apart.amax)
-        if down.across.input is not None:
-            mine = product8.scale
-            del product8
-            whole = scale_of_all(mine, down.across.input)
-            product8 = kernels.swiglu_cast(*factors, plan.input, whole)
-        y, kept_down = down.output(product8, w_down, dtype, record)
-        if down.across.output is not None:
-            y = down.across.output.scatter(y)
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        (gate, up, down), dtype, M = call.layers, x.dtype, x.shape[0]
+        x8, kept = input_operand(x, norm_weight, call.eps, (gate, up))
+        gate_out, kept_gate = gate.output(x8, w_gate, dtype, M)  # x @ w_gate.T [M, H]
+        up_out, kept_up = up.output(x8, w_up, dtype, M)  # x @ w_up.T [M, H]
+        cast = down.casts.input
+        state = state_apart(cast)
+        product8 = kernels.swiglu_cast(gate_out, up_out, cast.spec, state, record=cast.record)
+        if state is not None and state is not cast.state:
+            record(cast, state.amax)
+        y, kept_down = down.output(product8, w_down, dtype, M)  # product @ w_down.T [M, N]
         if call.residual:
             y = x + y
-
-        saved = (
-            *kept,
-            *(gate_out, up_out, product8.scale),
-            *kept_gate,
-            *kept_up,
-            *kept_down,
-        )
-        return y, saved, shared_columns(x, kept.rows)
+        of_product = gate_out, up_out, product8.scale
+        return y, (*kept, *of_product, *kept_gate, *kept_up, *kept_down)
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *of_compute, computed = args
-        y, saved, ctx.columns = computed or _FeedForward.compute(*of_compute)
+        y, saved = computed or _FeedForward.compute(*of_compute)
         ctx.save_for_backward(*saved)
         ctx.call = of_compute[-1].for_backward()
         return y if computed is None else own(y)
@@ -155,58 +128,44 @@ class _FeedForward(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
         kept = Kept(*saved[:6])
         gate_out, up_out, product_scale = saved[6:9]
-        w_gate, w_up = KeptWeight(*saved[9:12]), KeptWeight(*saved[12:15])
-        w_down = KeptWeight(*saved[15:])
+        w_gate, w_up = KeptWeight(*saved[9:11]), KeptWeight(*saved[11:13])
+        w_down = KeptWeight(*saved[13:])
         del saved
-        gate, up, down = call.layers
-        plan, record, dtype = gate.plan, call.record, grad_output.dtype
+        (gate, up, down), dtype, M = call.layers, grad_output.dtype, grad_output.shape[0]
 
-        spec, state, tokens = plan.grad_output, down.scales.grad_output, down.across.output
         # The residual connection around it keeps grad_output alive: column data can wait.
-        g_row = cast_tokens(
-            grad_output, spec, tokens, row=True, col=False, state=state, record=record,
-            reduce=down.across.grad_output,
-        ).row  # fmt: skip
-        grad_product = down.grad_input(g_row, w_down, dtype)
-        tensors = grad_product, gate_out, up_out, product_scale, plan.input.dtype, spec
-        states = gate.scales.grad_output, up.scales.grad_output
-        product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states, record=record)
-        reduce = gate.across.grad_output or up.across.grad_output
-        if reduce is not None:
-            mine = torch.stack([gate8.scale, up8.scale])
-            del product8, gate8, up8
-            both, unread = scale_of_all(mine, reduce)
-            # Copies: Inductor (torch 2.11) takes no view of a larger tensor for a scale.
-            states = (
-                DelayedScale(both[0].clone(), unread[0]),
-                DelayedScale(both[1].clone(), unread[1]),
-            )
-            product8, gate8, up8 = kernels.swiglu_backward_cast(*tensors, *states)
-        del grad_product, gate_out, up_out, tensors
+        cast = down.casts.grad_output
+        g_row = quantize(grad_output, cast, row=True).row
+        grad_product = down.grad_input(g_row, w_down, dtype, M)  # g @ w_down [M, H]
+        of_gate, of_up = gate.casts.grad_output, up.casts.grad_output
+        product8, gate8, up8 = kernels.swiglu_backward_cast(
+            grad_product, gate_out, up_out, product_scale, gate.casts.input.spec.dtype,
+            of_gate.spec, of_gate.state, of_up.state, record=of_gate.record,
+        )  # fmt: skip
+        del grad_product, gate_out, up_out
         grad_down = grad_gate = grad_up = grad_x = grad_norm = None
         if down.need_grad_weight:
-            if tokens is None:
-                g_col = quantize(grad_output, spec, col=True, scale=g_row.scale).col
-            else:
-                g_col = columns(g_row, spec)
-            grad_down = down.grad_weight(g_col, product8)
+            g_col = quantize(grad_output, cast.known(g_row.scale), col=True).col
+            grad_down = down.grad_weight(g_col, product8)  # g.T @ product [N, H]
             del g_col
         del g_row, product8
-        of_gate = of_up = None
+        from_gate = from_up = None
         if gate.need_grad_weight or up.need_grad_weight:
-            x_part = input_columns(kept, plan.input, ctx.columns)
+            x_col = input_columns(kept, gate.casts.input.spec)
         if call.need_grad_x:
-            of_gate = gate.grad_input(gate8, w_gate, dtype)
-            of_up = up.grad_input(up8, w_up, dtype)
-        if gate.need_grad_weight:
-            grad_gate = gate.grad_weight(columns(gate8, gate.plan.grad_output), x_part)
+            from_gate = gate.grad_input(gate8, w_gate, dtype, M)  # g_gate @ w_gate [M, K]
+            from_up = up.grad_input(up8, w_up, dtype, M)  # g_up @ w_up [M, K]
+        if gate.need_grad_weight:  # g_gate.T @ x [H, K]
+            grad_gate = gate.grad_weight(columns(gate8, of_gate.spec), x_col)
         del gate8
-        if up.need_grad_weight:
-            grad_up = up.grad_weight(columns(up8, up.plan.grad_output), x_part)
-        if of_gate is not None and of_up is not None:
+        if up.need_grad_weight:  # g_up.T @ x [H, K]
+            grad_up = up.grad_weight(columns(up8, of_up.spec), x_col)
+        if from_gate is not None and from_up is not None:
             if kept.x is None:
-                grad_x = of_gate + of_up
+                grad_x = from_gate + from_up
             else:
                 residual_grad = grad_output if call.residual else None
-                grad_x, grad_norm = norm_gradients((of_gate, of_up), kept, call, residual_grad)
+                of_norm = kept.x, kept.norm_weight, kept.rstd
+                grads = [from_gate, from_up]
+                grad_x, grad_norm = kernels.rms_norm_backward(grads, *of_norm, residual_grad)
         return grad_x, grad_norm, grad_gate, grad_up, grad_down, None, None

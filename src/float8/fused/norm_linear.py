@@ -6,22 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8 import kernels
 from float8.autograd import computed_before, once_differentiable, own
-from float8.fused.input import Kept, fused_norm, input_columns, input_operand, norm_gradients
-from float8.fused.layers import Call, like_input, returned, take_apart
+from float8.fused.layers import Call, Kept, fused_norm, input_columns, input_operand, take_apart
 from float8.fused.reasons import fusable
-from float8.linear.weight import KeptWeight
+from float8.linear.bound import KeptWeight
+from float8.linear.functional import with_leading_dims
 from float8.quantize.quantize import quantize
 
 
 def rms_norm_linear(
     x: Tensor, norm: nn.Module, layers: Sequence[nn.Module], *, residual: bool = False
 ) -> tuple[Tensor, ...]:
-    """`[layer(norm(x)) for layer in layers]`, the normalised tensor in float8 only.
+    """Compute `[layer(norm(x)) for layer in layers]`, the normalised tensor in float8 only.
 
-    Fused where the layers are `Float8Linear` of one configuration, without bias or hooks other than
-    those of this library's styles of tensor parallel: `why_not_fused(*layers)`. Else computed one
-    by one, so a model can call it whether it is converted or not.
+    Fused where the layers are `Float8Linear` of one configuration, without bias or hooks:
+    `why_not_fused(*layers)`. Else computed one by one, so a model can call it whether it is
+    converted or not.
 
     Args:
         x: [..., K] float32, bfloat16 or float16.
@@ -38,29 +39,21 @@ def rms_norm_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `Float8Linear.forward`.
     """
-    linears = fusable(x, layers)
-    with_norm = None
-    if linears is not None and all(
-        layer.in_features == x.shape[-1] and not layer.sums_over_ranks for layer in linears
-    ):
+    linears, with_norm = fusable(x, layers), None
+    if linears is not None and all(layer.in_features == x.shape[-1] for layer in linears):
         with_norm = fused_norm(norm, x, linears[0])
     if linears is None or with_norm is None:
         normed = norm(x)
         outputs = tuple(layer(normed) for layer in layers)
         return (*outputs, x) if residual else outputs
-    taken, norm_weight, eps = with_norm
-    rows, weights, call = take_apart(taken, linears, norm_weight, eps, residual)
+    rows, weights, call = take_apart(x, linears, with_norm, residual)
+    args = rows, with_norm[0], call
     computed = None
     if torch.compiler.is_compiling():
-        computed = computed_before(_NormLinear, rows, norm_weight, call, *weights)
-    outputs = _NormLinear.apply(  # type: ignore[no-untyped-call]
-        rows, norm_weight, call, computed, *weights
-    )
-    products = tuple(
-        returned(y, taken, layer, of_layer.across)
-        for y, layer, of_layer in zip(outputs, linears, call.layers, strict=False)
-    )
-    return (*products, like_input(outputs[-1], x, taken)) if residual else products
+        computed = computed_before(_NormLinear, *args, *weights)
+    outputs = _NormLinear.apply(*args, computed, *weights)  # type: ignore[no-untyped-call]
+    products = tuple(with_leading_dims(y, x) for y in outputs[: len(linears)])
+    return (*products, outputs[-1].view(x.shape)) if residual else products
 
 
 class _NormLinear(torch.autograd.Function):
@@ -68,11 +61,11 @@ class _NormLinear(torch.autograd.Function):
     def compute(
         x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        x8, kept_x = input_operand(x, norm_weight, call, call.layers)
+        x8, kept_x = input_operand(x, norm_weight, call.eps, call.layers)
         outputs: list[Tensor] = []
         kept: list[Tensor | None] = []
         for layer, weight in zip(call.layers, weights, strict=True):
-            y, of_weight = layer.output(x8, weight, x.dtype, call.record)
+            y, of_weight = layer.output(x8, weight, x.dtype, x.shape[0])  # x @ weight.T [M, N_i]
             outputs.append(y)
             kept.extend(of_weight)
         return outputs, (*kept_x, *kept)
@@ -97,30 +90,27 @@ class _NormLinear(torch.autograd.Function):
         call: Call = ctx.call
         saved = ctx.saved_tensors
         kept_x, rest, n = Kept(*saved[:6]), saved[6:], len(call.layers)
-        weights = (KeptWeight(*rest[at : at + 3]) for at in range(0, 3 * n, 3))
+        weights = (KeptWeight(*rest[at : at + 2]) for at in range(0, 2 * n, 2))
         of_layers = tuple(zip(call.layers, weights, grad_outputs[:n], strict=True))
         x_col = None
         if any(layer.need_grad_weight and grad is not None for layer, _, grad in of_layers):
-            x_col = input_columns(kept_x, call.layers[0].plan.input, None)
+            x_col = input_columns(kept_x, call.layers[0].casts.input.spec)
         grads_x: list[Tensor] = []
         grad_weights: list[Tensor | None] = [None] * n
         for i, (layer, weight, grad) in enumerate(of_layers):
             need = layer.need_grad_weight
             if grad is None or not (call.need_grad_x or need):
                 continue
-            spec, state = layer.plan.grad_output, layer.scales.grad_output
-            g8 = quantize(
-                grad, spec, row=True, col=need, state=state, record=call.record,
-                reduce=layer.across.grad_output,
-            )  # fmt: skip
-            if call.need_grad_x:
-                grads_x.append(layer.grad_input(g8.row, weight, grad.dtype))
+            g8 = quantize(grad, layer.casts.grad_output, row=True, col=need)
+            if call.need_grad_x:  # g @ weight [M, K]
+                grads_x.append(layer.grad_input(g8.row, weight, grad.dtype, grad.shape[0]))
             if need and x_col is not None:
-                grad_weights[i] = layer.grad_weight(g8.col, x_col)
+                grad_weights[i] = layer.grad_weight(g8.col, x_col)  # g.T @ x [N_i, K]
         grad_x = grad_norm = None
         residual_grad = grad_outputs[n] if call.residual else None
         if grads_x:
-            grad_x, grad_norm = norm_gradients(grads_x, kept_x, call, residual_grad)
+            of_norm = kept_x.x, kept_x.norm_weight, kept_x.rstd
+            grad_x, grad_norm = kernels.rms_norm_backward(grads_x, *of_norm, residual_grad)
         elif call.need_grad_x:
             grad_x = residual_grad
         return grad_x, grad_norm, None, None, *grad_weights

@@ -6,22 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType as Recipe
 
-from float8.config import ScalingGranularity
+from float8.config import Granularity, ScalingGranularity
 from float8.formats import lacks_float8_gemm
 from float8.quantize.spec import Part, check_scale, dequantised
 
-TENSORWISE, AXISWISE = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
-_RECIPES = {
+_TENSORWISE = ScalingGranularity.TENSORWISE
+_BY_BLOCKS: dict[Granularity, Recipe] = {
     ScalingGranularity.BLOCK_1x128: Recipe.BlockWise1x128,
     ScalingGranularity.BLOCK_128x128: Recipe.BlockWise128x128,
 }
+"""The blocks whose scales tensor cores apply, and torch's names of them."""
 
 GEMM_OPS = (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default)
 """Ops that `matmul` calls, unless it emulates."""
 
 
 class Gemm(NamedTuple):
-    """How a GEMM runs."""
+    """Settings of one GEMM."""
 
     use_fast_accum: bool = False
     """Add with fewer bits where the device offers it: not under block scales."""
@@ -29,12 +30,12 @@ class Gemm(NamedTuple):
     emulate: bool = False
     """Multiply the dequantised values in float32: any device."""
 
-    granularities: tuple[ScalingGranularity, ScalingGranularity] = (TENSORWISE, TENSORWISE)
-    """What the scales of its two operands cover."""
+    granularities: tuple[Granularity, Granularity] = (_TENSORWISE, _TENSORWISE)
+    """Of the scales of its two operands."""
 
 
 def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    """`(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
+    """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
     Both operands lie contiguous along the contraction dim, as Hopper's float8 tensor cores read
     them. CPUs multiply finer scales than one per tensor as `emulate` does.
@@ -52,11 +53,11 @@ def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
         ValueError: a scale has another shape than its granularity says.
         RuntimeError: the device has no such float8 GEMM and `emulate` is False.
     """
-    by_blocks = gemm.granularities[0] in _RECIPES
-    one_scale_each = gemm.granularities == (TENSORWISE, TENSORWISE)
+    of_a, of_b = gemm.granularities
+    by_blocks, one_scale_each = of_a.by_blocks, of_a.one_scale and of_b.one_scale
     if not one_scale_each or a.scale.numel() != 1 or b.scale.numel() != 1:
-        for part, granularity in zip((a, b), gemm.granularities, strict=True):
-            check_scale(part, granularity)
+        check_scale(a, of_a)
+        check_scale(b, of_b)
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
         return _emulated(a, b, gemm, out_dtype)
     if a.data.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
@@ -64,6 +65,8 @@ def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
             return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
     compiling = torch.compiler.is_compiling()
     reason = None if compiling else lacks_float8_gemm(a.data.device, by_blocks)
+    if by_blocks and not (of_a in _BY_BLOCKS and of_b in _BY_BLOCKS):
+        reason = f"there is none for scales of {of_a} and {of_b}"
     if reason is not None:
         raise RuntimeError(
             f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
@@ -72,16 +75,16 @@ def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks that
     # cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
     if by_blocks:
-        recipe_a, recipe_b = (_RECIPES[granularity] for granularity in gemm.granularities)
-        scale_a = a.scale.t() if recipe_a is Recipe.BlockWise128x128 else a.scale
-        scale_b = b.scale.t() if recipe_b is Recipe.BlockWise128x128 else b.scale
+        scale_a = a.scale.t() if of_a.square else a.scale
+        scale_b = b.scale.t() if of_b.square else b.scale
+        recipe_a, recipe_b = _BY_BLOCKS[of_a], _BY_BLOCKS[of_b]
         return torch.ops.aten._scaled_mm_v2.default(  # type: ignore[no-any-return]
             a.data, b.data.t(), [scale_a], [recipe_a.value], [], [scale_b], [recipe_b.value], [],
             None, out_dtype, [], False,
         )  # fmt: skip
     scale_a, scale_b = a.scale, b.scale
     if not one_scale_each:
-        scale_a, scale_b = by_rows(a), by_rows(b).t()
+        scale_a, scale_b = _by_rows(a), _by_rows(b).t()
     return torch._scaled_mm(
         a.data,
         b.data.t(),
@@ -92,26 +95,24 @@ def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     )
 
 
-def by_rows(part: Part) -> Tensor:
-    """One scale for each row of the data, [R, 1], of one scale or as many."""
+def _by_rows(part: Part) -> Tensor:
+    """Return one scale for each row of the data, [R, 1], of one scale or as many."""
     rows = part.data.shape[0]
     return part.scale.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
 def _emulated(a: Part, b: Part, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    by_blocks = gemm.granularities[0] in _RECIPES
-    wide = (
-        dequantised(part, granularity) if by_blocks else part.data.to(torch.float32)
-        for part, granularity in zip((a, b), gemm.granularities, strict=True)
-    )
+    of_a, of_b = gemm.granularities
+    if of_a.by_blocks:
+        left, right = dequantised(a, of_a), dequantised(b, of_b)
+    else:
+        left, right = a.data.to(torch.float32), b.data.to(torch.float32)
     # Autocast would round the operands to its own dtype.
     with torch.autocast(a.data.device.type, enabled=False):
-        left, right = wide
         product = left @ right.t()
-    if not by_blocks:
+    if not of_a.by_blocks:
         # As the tensor cores do: scale the float32 accumulator, then round once.
-        one_scale = gemm.granularities[1] is TENSORWISE
-        product = product * a.scale * (b.scale if one_scale else b.scale.t())
+        product = product * a.scale * (b.scale if of_b.one_scale else b.scale.t())
     # No `.to()` that does nothing: when an autograd.Function returns one, the gradients that
     # torch 2.11's Dynamo traces for it are zero.
     return product if out_dtype == torch.float32 else product.to(out_dtype)

@@ -16,15 +16,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.arguments import require_module
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
-from float8.convert.replace import replace_modules
-from float8.linear import Float8Linear, move_hooks, unsupported
-from float8.linear.sharded import linear_of_shards
-from float8.linear.source import copied_from
+from float8.linear import Float8Linear, unsupported
+from float8.linear.sharded import Shards, linear_of_shards
+from float8.linear.source import become, shallow_copy
 from float8.parallel.ddp import tell_ddp_what_to_ignore
+from float8.tensor.ranks import amax_over
 
 
 class Float8ParallelLinear(Float8Linear):
-    """What both layers have in common; see `swap_tp_linear_with_float8_linear`."""
+    """A layer of fairscale in float8; see `swap_tp_linear_with_float8_linear`."""
 
     source_class: type[nn.Module]  # type: ignore[misc]
     mesh: DeviceMesh | Any = None
@@ -42,11 +42,11 @@ class Float8ParallelLinear(Float8Linear):
         """Make one with the Parameters, hooks and training mode of `mod`.
 
         Args:
-            mod: the fairscale layer; it should not be used any more.
+            mod: the fairscale layer.
             config: how to cast.
             sequence_dim: along which ranks share tokens between layers; None: all have all.
         """
-        new: Float8ParallelLinear = copied_from(mod, cls)
+        new: Float8ParallelLinear = shallow_copy(mod, cls)
         new.source_class = type(mod)
         device = mod.weight.device.type
         if device == "meta":
@@ -54,19 +54,17 @@ class Float8ParallelLinear(Float8Linear):
         new.mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
         new.set_up(config)
         new.place(mod, sequence_dim)
-        move_hooks(mod, new)
         return new
 
     def place(self, mod: Any, sequence_dim: int | None) -> None:
         """Say how input and output of `mod` lie."""
         raise NotImplementedError
 
-    def forward(self, input: Tensor, *, keep_input: bool = False) -> Tensor:
-        """As the fairscale layer, with tokens shared where sequence parallel was asked for.
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute as the fairscale layer, with tokens shared where sequence parallel was asked for.
 
         Args:
             input: float32, bfloat16 or float16; what this rank has of it.
-            keep_input: as for `Float8Linear`.
 
         Returns:
             What this rank has of the output.
@@ -85,7 +83,8 @@ class Float8ParallelLinear(Float8Linear):
         x = self._on_mesh(input, before)
         if not by_rows and before.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
-        y = linear_of_shards(self, x, weight, bias, self.delayed_scales(), keep_input)
+        casts = self.casts(amax_over([self.mesh.get_group()]))
+        y = linear_of_shards(x, weight, bias, self.shards, self.plan, casts)
         local: Tensor = y.redistribute(placements=[after]).to_local()
         return local
 
@@ -97,10 +96,10 @@ class Float8ColumnParallelLinear(Float8ParallelLinear):
     """fairscale's `ColumnParallelLinear` in float8: each rank has some of the output features."""
 
     def place(self, mod: Any, sequence_dim: int | None) -> None:
-        """With sequence parallel the input is gathered, in float8."""
+        """Have the input gathered in float8, with sequence parallel."""
         before: Placement = Replicate()
         if sequence_dim is not None:
-            before, self.gathered = Shard(sequence_dim), "input"
+            before, self.shards = Shard(sequence_dim), Shards("input")
         self.placements = before, Replicate() if mod.gather_output else Shard(-1)
 
 
@@ -110,10 +109,10 @@ class Float8RowParallelLinear(Float8ParallelLinear):
     sharded_dim = 1
 
     def place(self, mod: Any, sequence_dim: int | None) -> None:
-        """With sequence parallel the gradient of the output is gathered, in float8."""
+        """Have the gradient of the output gathered in float8, with sequence parallel."""
         after: Placement = Replicate()
         if sequence_dim is not None:
-            after, self.tokens_dim, self.gathered = Shard(sequence_dim), sequence_dim, "grad_output"
+            after, self.shards = Shard(sequence_dim), Shards("grad_output", sequence_dim)
         self.placements = Shard(-1) if mod.input_is_parallel else Replicate(), after
 
 
@@ -133,9 +132,9 @@ def swap_tp_linear_with_float8_linear(
 ) -> nn.Module:
     """Turn fairscale's `ColumnParallelLinear` and `RowParallelLinear` into layers in float8.
 
-    In place; Parameters stay the same objects, and `convert_to_high_precision` is the way back.
-    Tensors are cast under the scale of the whole, of all ranks of the model-parallel group. Other
-    linear layers of the model are converted by `convert_to_float8_training`.
+    In place; layers and Parameters stay the same objects, and `convert_to_high_precision` is the
+    way back. Tensors are cast under the scale of the whole, of all ranks of the model-parallel
+    group. Other linear layers of the model are converted by `convert_to_float8_training`.
 
     With `sequence_parallel` ranks share the tokens between a row-parallel layer and the next
     column-parallel one, which fairscale itself does not know: what comes in is gathered in float8,
@@ -152,7 +151,7 @@ def swap_tp_linear_with_float8_linear(
         sequence_dim: the dim of the tokens that ranks share: 0 for [seq, batch, dim].
 
     Returns:
-        `model`; or, if it is such a layer itself, its replacement.
+        `model`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -177,7 +176,8 @@ def swap_tp_linear_with_float8_linear(
         if problem := unsupported(as_linear, config, [type(mod)], _CLASSES[type(mod)]):
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
     dim = sequence_dim if sequence_parallel else None
-    new = {mod: _CLASSES[type(mod)].from_parallel(mod, config, dim) for mod in found}
-    model = replace_modules(model, new)
+    made = {mod: _CLASSES[type(mod)].from_parallel(mod, config, dim) for mod in found}
+    for mod, new in made.items():
+        become(mod, new)
     tell_ddp_what_to_ignore(model)
     return model

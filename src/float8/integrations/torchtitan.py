@@ -26,7 +26,7 @@ class ConvertedLinear(Float8Linear, Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """That of `Linear`, and how it is to run."""
+        """The config of a `Linear`, and how it is to run."""
 
         float8: Float8LinearConfig
 
@@ -36,7 +36,7 @@ class ConvertedLinear(Float8Linear, Linear):
         enable_float8_all_gather(self)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """torchtitan's, of Parameters alone: all ranks have the same buffers, as plain tensors."""
+        """Parallelize the Parameters alone: all ranks have the same buffers, as plain tensors."""
         if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
             raise ValueError(
                 "Float8Converter: got tensor parallel with spmd_backend='spmd_types', expected "
@@ -59,7 +59,7 @@ class Float8Converter(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Which recipe, and which layers; the other fields as in `Float8LinearConfig`."""
+        """The recipe, and the layers; the other fields as in `Float8LinearConfig`."""
 
         recipe_name: str = "tensorwise"
 
@@ -79,7 +79,7 @@ class Float8Converter(ModelConfigConverter):
         )
 
     def convert(self, model_config: Any) -> Any:
-        """`model_config` with other configs for its linear layers, in place."""
+        """Give the linear layers in `model_config` other configs, in place; return it."""
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
             if left_out(fqn) or any(part in fqn for part in self._filter_fqns):
                 continue

@@ -69,7 +69,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             entries[name] = self.state()
 
     def state(self) -> dict[str, Any]:
-        """What the `Trainer` writes into `trainer_state.json`."""
+        """Return the state that the `Trainer` writes into `trainer_state.json`."""
         saved = {
             _plain(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
             for name, layer in self._delayed().items()
@@ -99,7 +99,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             layers[name].load_state_dict(values, strict=False)
 
     def _delayed(self) -> dict[str, Float8Layer]:
-        """The layers with delayed scaling, by all of their names."""
+        """Return the layers with delayed scaling, by all of their names."""
         model = None if self._model is None else self._model()
         modules = () if model is None else model.named_modules(remove_duplicate=False)
         return {
@@ -110,7 +110,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 
 def _plain(name: str) -> str:
-    """The name of a module without what wraps it, as state dicts have it."""
+    """Return the name of a module without its wrappers, as state dicts have it."""
     return ".".join(part for part in name.split(".") if part not in _HIDDEN)
 
 

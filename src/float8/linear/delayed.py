@@ -1,58 +1,24 @@
-"""The delayed-scaling state of a layer while it is moved, copied, saved, loaded and synced.
+"""Keep the delayed-scaling state of a layer while it is moved, copied, saved, loaded and synced.
 
 Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
 `fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
 those of the last steps, most recent first; and `fp8_scale_<site>` [], the decode scale of the next.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, Float8Weights
-from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.linear.foreign_state import as_loadable, state_keys
+from float8.config import CastSite, Float8LinearConfig, Float8Weights
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.linear.foreign_state import as_loadable
 from float8.linear.held import PLAIN, HeldWeight
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
 from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
-
-WEIGHT_AMAX = "fp8_amax_weight"
-WEIGHT_SCALE = "fp8_scale_weight"
-
-
-class DelayedSite(NamedTuple):
-    """A cast site with delayed scaling: constants, which a compiler can follow."""
-
-    name: str
-    """The value of its `CastSite`."""
-
-    float8_max: float
-    """The largest value of its format."""
-
-    amax: str
-    """The name of a buffer, as are the next two."""
-
-    history: str
-    scale: str
-
-    @property
-    def buffers(self) -> tuple[str, str, str]:
-        """The names of all three."""
-        return self.amax, self.history, self.scale
-
-
-def delayed_sites(config: Float8LinearConfig) -> tuple[DelayedSite, ...]:
-    """What a layer of this configuration keeps state for."""
-    sites = []
-    for site in config.delayed_sites:
-        dtype = config.cast_config(site).target_dtype
-        assert dtype is not None
-        sites.append(DelayedSite(site.value, FLOAT8_MAX[dtype], *state_keys("", site.value)))
-    return tuple(sites)
 
 
 class StatefulLayer(nn.Module):
@@ -63,42 +29,40 @@ class StatefulLayer(nn.Module):
     weight: Tensor
     held: HeldWeight | None = None
     """The weight in float8, if `update_float8_weights` found that it can be held."""
-    delayed: tuple[DelayedSite, ...] = ()
+    delayed: tuple[CastSite, ...] = ()
+    """The sites with delayed scaling."""
     attached = 0
     """How many optimizers sync it; if any does, no sync can be missing."""
     agreed: frozenset[Any] = frozenset()
-    """What a sync has compared already: numbers of layers, each with its groups of ranks."""
-    _weight_scale_known = False
+    """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
     transposed = False
     """Whether the weight is [K, N]."""
     holds_part = False
     """Whether the weight, though no DTensor, is the part of this rank."""
-    scales_known = False
-    """Whether a sync has found a scale for each site, the same on all ranks."""
+    settled: frozenset[CastSite] = frozenset()
+    """Sites whose scale is known to come from the history, on all ranks that share the layer."""
     _seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _synced_version = -1
 
     # ---------------------------------------------------------------- the buffers
 
-    def register_state(self, config: Float8LinearConfig) -> None:
-        """Take this configuration, with fresh buffers."""
-        self.config, self.delayed = config, delayed_sites(config)
-        self.held = None
-        self.agreed = frozenset()
-        self._register_buffers()
-        self.reset_state()
-
     def _register_buffers(self) -> None:
-        history_len, device = self.config.delayed_scaling_config.history_len, self.weight.device
         for site in self.delayed:
-            for name, shape in zip(site.buffers, ((), (history_len,), ()), strict=True):
-                self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device))
+            for name, value in self.fresh_state(site, self.weight.device).items():
+                self.register_buffer(name, value)
+        self._state_was_written()
+
+    def fresh_state(self, site: CastSite, device: torch.device) -> dict[str, Tensor]:
+        """Return new buffers of a site, by name, in their initial state."""
+        scale = torch.full((), self.first_scale, dtype=torch.float32, device=device)
+        history = scale.new_zeros(self.config.delayed_scaling_config.history_len)
+        return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
-        """`nn.Module`'s, which torch's tensor parallel calls when it has made DTensors of buffers.
+        """Register a hook, and make buffers plain tensors again, the same on all ranks.
 
-        They stay plain tensors here, the same on all ranks.
+        Torch's tensor parallel calls it when it has made DTensors of them.
         """
         for name, buffer in self._state().items():
             self._buffers[name] = local_tensor(buffer)
@@ -109,7 +73,6 @@ class StatefulLayer(nn.Module):
         left = not self.weight.is_meta and any(x.is_meta for x in self._state().values())
         if left:
             self._register_buffers()
-            self.reset_state()
         return left
 
     @torch.no_grad()
@@ -123,11 +86,11 @@ class StatefulLayer(nn.Module):
 
     @property
     def first_scale(self) -> float:
-        """What a scale is before the first sync."""
+        """The value of a scale before the first sync."""
         return UNKNOWN_SCALE if self.config.enable_amax_init else 1.0
 
     def _state_was_written(self) -> None:
-        self._weight_scale_known = self.scales_known = False
+        self.settled = frozenset()
         self.mark_synced()
 
     def reset_parameters(self) -> None:
@@ -145,13 +108,14 @@ class StatefulLayer(nn.Module):
 
     def knows_weight_scale(self) -> bool:
         """Whether a gather takes the scale from the history; asks the device until there is one."""
-        if self.training and not self._weight_scale_known:
-            self._weight_scale_known = self.get_buffer(WEIGHT_SCALE).item() != UNKNOWN_SCALE
-        return self.training and self._weight_scale_known
+        site = CastSite.WEIGHT
+        if self.training and site not in self.settled:
+            self.settle({site: self.get_buffer(site.scale).item()})
+        return self.training and site in self.settled
 
-    def knows_scales(self, role: str) -> bool:
-        """Whether a role's casts take scales from histories that a sync made alike on all ranks."""
-        return self.training and self.scales_known and self.plan.casts_delayed(role)
+    def settle(self, scales: Mapping[CastSite, float]) -> None:
+        """Note which of these scales come from the history."""
+        self.settled |= {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
 
     def has_unsynced_amax(self) -> bool:
         """Whether an amax was recorded since the last sync, compiled or not.
@@ -166,12 +130,21 @@ class StatefulLayer(nn.Module):
         if not torch.compiler.is_compiling():
             self._synced_version = self._amax_version()
 
-    def forget_weights(self) -> None:
-        """Have `check_synced` count writes to the weights from the next forward on."""
-        self._seen = None
+    def attach(self) -> None:
+        """Note that one more optimizer syncs the layer."""
+        self.attached += 1
+
+    def detach(self) -> None:
+        """End one attachment, and what is held; writes to weights count from the next forward."""
+        self.attached = max(self.attached - 1, 0)
+        self.held = self._seen = None
+
+    def hold_weight(self, held: HeldWeight | None) -> None:
+        """Keep the weight in float8 until it changes; None: cast it on the fly."""
+        self.held = held
 
     def _amax_version(self) -> int:
-        amax = self._buffers.get(WEIGHT_AMAX)
+        amax = self._buffers.get(CastSite.WEIGHT.amax)
         if amax is None and self.delayed:
             amax = self.get_buffer(self.delayed[0].amax)
         return -1 if amax is None or amax.is_inference() else amax._version
@@ -210,11 +183,10 @@ class StatefulLayer(nn.Module):
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]
-        self.delayed = delayed_sites(self.config)
         self._state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """`nn.Module`'s, which assigning a Parameter calls, too."""
+        """Register a Parameter, as assigning one does, and forget what is held of the old one."""
         compiling = torch.compiler.is_compiling()  # as FSDP1 is, which registers views
         if not compiling and type(param).__module__.startswith("torchao."):
             raise TypeError(
@@ -272,7 +244,6 @@ class StatefulLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        missing: list[str] = []
         key = prefix + "weight"
         values: Any = state_dict.get(key)
         loadable = self._loadable_weight(values, local_metadata)
@@ -281,7 +252,7 @@ class StatefulLayer(nn.Module):
         before, old_weight = self._state(), self._parameters.get("weight")
         state_dict = as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         # For assign=True, which replaces tensors by others.
         weight = self._parameters.get("weight")  # none of its own where it is computed
@@ -293,14 +264,13 @@ class StatefulLayer(nn.Module):
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
         ours = {prefix + name for name in before}
         if ours.isdisjoint(state_dict):  # a checkpoint of the plain model
-            missing = [key for key in missing if key not in ours]
+            missing_keys[:] = [key for key in missing_keys if key not in ours]
             if any(prefix + name in state_dict for name in self._parameters):
                 self.reset_state()  # what they knew was of other weights
-        missing_keys.extend(missing)
         self._state_was_written()  # but no amax was recorded
 
     def _loadable_weight(self, values: Any, local_metadata: dict[str, Any]) -> Any:
-        """A weight of a checkpoint: in float8 where this layer has no other, else dequantised."""
+        """Return a weight of a checkpoint: in float8 if this layer has no other, else not."""
         if not self.keeps_no_master:
             return dequantise(values) if isinstance(values, Float8Tensor) else values
         weight = self.weight
@@ -310,4 +280,4 @@ class StatefulLayer(nn.Module):
         if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
             values = values.to(weight.dtype)
         values = values if weight.is_meta else values.to(weight.device)
-        return in_float8_only(values, self.plan.weight)
+        return in_float8_only(values, self.plan.casts.weight)

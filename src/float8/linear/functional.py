@@ -1,12 +1,8 @@
-"""A linear layer in float8 as a function: three GEMMs, their casts, and what backward keeps.
-
-    output       [M, N] = input @ weight.T          row(input),         row(weight)
-    grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
-    grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
+"""A linear layer in float8 as a function, and its autograd function.
 
 What is saved for backward is float8: the transposed copy of the input, made in the same read as
-its row data; or the input itself where somebody else keeps it, and under a compiler, which chooses
-what to keep. Of the weight only what exists anyway is kept, see `float8.linear.weight`.
+its row data; or the input itself under a compiler, which chooses what to keep. Of the weight only
+what exists anyway is kept: see `KeptWeight`.
 """
 
 from collections.abc import Iterable
@@ -16,39 +12,24 @@ import torch
 from torch import Tensor
 
 from float8.autograd import computed_before, once_differentiable, own
-from float8.config import ConfigOrRecipe, ScalingGranularity, config_meant_by
-from float8.formats import HIGH_PRECISION_DTYPES, sendable
-from float8.gemm import Gemm, matmul
+from float8.config import ConfigOrRecipe, as_config
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
-from float8.linear.across import HERE, Across, Reduction, Tokens
-from float8.linear.held import HeldPart, product_with_held
-from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.weight import (
+from float8.linear.bound import (
+    BoundLinear,
     KeptWeight,
-    kept_weight,
-    record_amax,
-    weight_columns,
-    weight_rows,
+    cast_tokens,
+    input_in_float8,
+    record,
+    weight_in_float8,
 )
-from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import columns, padded, quantize, recast
-from float8.quantize.spec import CastSpec, Part, Quantized
+from float8.linear.held import WeightCast
+from float8.linear.plan import Casts, LinearPlan, plan_linear
+from float8.quantize.quantize import quantize, recast
+from float8.quantize.spec import Part, Quantized
 from float8.tensor import Float8Tensor, local_tensor
-
-
-class DelayedScales(NamedTuple):
-    """The delayed-scaling state of each cast site that owns one."""
-
-    input: DelayedScale | None = None
-    weight: DelayedScale | None = None
-    grad_output: DelayedScale | None = None
-    input_for_grad_weight: DelayedScale | None = None
-    weight_for_grad_input: DelayedScale | None = None
-    grad_output_for_grad_weight: DelayedScale | None = None
-
-
-NO_SCALES = DelayedScales()
+from float8.tensor.ranks import Tokens
 
 _NO_TRANSFORM = (
     " (grad, vmap, jvp, ...), expected one by itself: casts to float8 cannot be transformed; use "
@@ -64,7 +45,7 @@ def linear(
     *,
     config: ConfigOrRecipe | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.linear` with its three GEMMs in float8: `input @ weight.T + bias`.
+    """Compute `input @ weight.T + bias` as `torch.nn.functional.linear`, with three float8 GEMMs.
 
     Args:
         input: [..., K] float32, bfloat16 or float16; cast to autocast's dtype under autocast.
@@ -84,7 +65,7 @@ def linear(
         RuntimeError: the device has no float8 GEMM and `config.emulate` is False; or the call is
             within a transform of torch.func.
     """
-    config = config_meant_by(config)
+    config = as_config(config, keep=False)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"linear: got a weight of shape {tuple(weight.shape)} and a bias of shape "
@@ -98,7 +79,7 @@ def linear(
     plan = plan_linear(config)
     if not plan.pad:
         require_aligned(f"weight of shape {tuple(weight.shape)}", weight.shape, plan.alignment)
-    return apply_linear(input, weight, bias, plan)
+    return apply_linear(input, weight, bias, plan, plan.casts)
 
 
 def apply_linear(
@@ -106,62 +87,50 @@ def apply_linear(
     weight: Tensor,
     bias: Tensor | None,
     plan: LinearPlan,
-    scales: DelayedScales = NO_SCALES,
-    ready: Quantized | None = None,
-    keep_input: bool = False,
-    across: Across = HERE,
+    casts: Casts,
+    ready: WeightCast | None = None,
+    tokens: Tokens | None = None,
 ) -> Tensor:
-    """What `linear` and `Float8Linear` have in common.
+    """Compute for `linear` and `Float8Linear` what they have in common.
 
     Args:
         input: as for `linear`; or a `Float8Tensor`, cast as planned.
         weight: as for `linear`.
         bias: as for `linear`.
-        plan: which casts and GEMMs run how.
-        scales: delayed-scaling state.
+        plan: which GEMMs run how.
+        casts: those of the plan, with the state and the ranks of this call.
         ready: the weight in float8, where it is that already; a `Float8Tensor` need not be told.
-        keep_input: save `input` itself for backward, and cast it again there: for one that somebody
-            keeps anyway. Without effect on an input that must be copied first.
-        across: the ranks that hold parts of these tensors, and so share their amaxes.
+        tokens: where the output is a sum over ranks, of which each keeps its tokens.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
         raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
-    grad = torch.is_grad_enabled()
-    source, input = input, check_input(input, weight)
-    # A copy made for this layer alone is nobody else's.
-    keep_input = keep_input and input is source and input.is_contiguous()
-    K = weight.shape[1]
+    grad, (N, K) = torch.is_grad_enabled(), weight.shape
+    input = check_input(input, weight)
     rows = input if input.dim() == 2 else input.reshape(-1, K)
     if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
         output = rows @ weight.to(input.dtype).t()
     else:
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
-            tokens = rows.shape[0]
-            what = f"{tokens} tokens (all leading dims) for grad_weight"
-            require_aligned(what, (tokens,), plan.alignment)
+            M = rows.shape[0]
+            what = f"{M} tokens (all leading dims) for grad_weight"
+            require_aligned(what, (M,), plan.alignment)
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
-        keep_input = keep_input or compiling or isinstance(input, Float8Tensor)
-        call = Call(
-            plan,
-            scales,
-            across,
-            record=grad,
-            need_grad_input=grad and input.requires_grad,
-            need_grad_weight=need_grad_weight,
-            keep_input=plan.share_input and keep_input,
-        )
-        made = computed_before(_Linear, rows, weight, ready, call) if compiling else None
-        output = _Linear.apply(rows, weight, ready, call, made)  # type: ignore[no-untyped-call]
+        layer = BoundLinear(
+            plan, casts, ready, tokens, K, N, weight.dtype,
+            need_grad_input=grad and input.requires_grad, need_grad_weight=need_grad_weight,
+        )  # fmt: skip
+        made = computed_before(_Linear, rows, weight, layer) if compiling else None
+        output = _Linear.apply(rows, weight, layer, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input, across.output)
+        output = with_leading_dims(output, input, tokens)
     return output if bias is None else output + bias.to(output.dtype)
 
 
 def check_input(input: Tensor, weight: Tensor) -> Tensor:
-    """`input` in the compute dtype, which autocast may choose; raises as `linear` does."""
+    """Return `input` in the compute dtype, which autocast may choose; raises as `linear` does."""
     if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
         which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
         raise TypeError(
@@ -201,7 +170,7 @@ def require_input(input: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which autocast has GEMMs compute on a device; None: it is off."""
+    """Return the dtype in which autocast has GEMMs compute on a device; None: it is off."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # meta knows none
         return None
     return torch.get_autocast_dtype(device.type)
@@ -217,7 +186,7 @@ def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
 
 
 def with_leading_dims(rows: Tensor, like: Tensor, tokens: Tokens | None = None) -> Tensor:
-    """[M, N] with the leading dims of `like` [..., K]; no view, since nobody else holds `rows`.
+    """Return [M, N] with the leading dims of `like` [..., K]; no view, as nobody else holds `rows`.
 
     Of `tokens` that ranks share there are fewer.
 
@@ -229,104 +198,15 @@ def with_leading_dims(rows: Tensor, like: Tensor, tokens: Tokens | None = None) 
     return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
-def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
-    """The operand of a weight that is float8; no bytes are copied."""
-    return _operand_of("weight", weight, plan.weight, None if plan.share_weight else "grad_input")
-
-
-def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
-    """The operand of an input that was cast for several layers at once."""
-    operand = _operand_of(
-        "input", input, plan.input, None if plan.casts_input_once() else "grad_weight"
-    )
-    return operand._replace(row=padded(operand.row, plan.input, pad_rows=False))
-
-
-def _operand_of(role: str, x: Float8Tensor, spec: CastSpec, other: str | None) -> Quantized:
-    """The operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
-    got = f"{x._data.dtype} under {x._scaling}"
-    expected = f"{spec.dtype} under {spec.granularity}"
-    if got != expected or other is not None:
-        raise ValueError(
-            f"Float8Linear: got {role} in {got}, expected one in high precision: it is to be "
-            f"cast to {expected}{'' if other is None else f', and in another way for {other}'}; "
-            f"call {role}.to_original_precision(), or configure its casts alike"
-        )
-    return Quantized(Part(x._data.contiguous(), x._scale), amax=x._amax)
-
-
-def cast_tokens(
-    x: Tensor,
-    spec: CastSpec,
-    tokens: Tokens | None,
-    *,
-    row: bool,
-    col: bool,
-    state: DelayedScale | None,
-    record: bool,
-    reduce: Reduction | None,
-) -> Quantized:
-    """Cast `x` [R, C]; or, of `tokens` that ranks share, [R / ranks, C] here, and gather bytes.
-
-    Under one scale for all ranks, or under one for each row, which travel, too: see
-    `LinearPlan.casts_grad_output_once`.
-    """
-    if tokens is None:
-        return quantize(x, spec, row=row, col=col, state=state, record=record, reduce=reduce)
-    made = quantize(x, spec, row=True, state=state, record=record, reduce=reduce).row
-    bytes_ = gathered_rows(made, spec, tokens, x.shape[1])
-    return Quantized(
-        padded(bytes_, spec, pad_rows=False) if row else None,
-        columns(bytes_, spec) if col else None,
-    )
-
-
-def gathered_rows(mine: Part, spec: CastSpec, tokens: Tokens, width: int) -> Part:
-    """Row data of all tokens of those of this rank, which may be padded to more than `width`."""
-    data = tokens.gather(sendable(mine.data[:, :width])).view(spec.dtype)
-    one = spec.granularity is ScalingGranularity.TENSORWISE
-    return Part(data, mine.scale if one else tokens.gather(mine.scale))
-
-
-def product(
-    a: Part, b: Part | HeldPart, gemm: Gemm, dtype: torch.dtype, rows: int, columns: int
-) -> Tensor:
-    """Any of the three GEMMs: `a @ b.T` [rows, columns], without what padding added."""
-    if isinstance(b, HeldPart):
-        x = product_with_held(a, b, gemm=gemm, out_dtype=dtype)
-    else:
-        x = matmul(a, b, gemm=gemm, out_dtype=dtype)
-    if x.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
-        return x[:rows, :columns].contiguous()
-    # A compiler is not asked, since it would compile again for numbers that need no padding.
-    pads_rows = gemm.granularities[0] is ScalingGranularity.BLOCK_1x128
-    if (pads_rows and torch.compiler.is_compiling()) or x.shape[0] != rows:
-        return x[:rows]
-    return x
-
-
-class Call(NamedTuple):
-    """One call of a layer: what its autograd function takes besides tensors, and keeps."""
-
-    plan: LinearPlan
-    scales: DelayedScales
-    across: Across
-    record: bool
-    """Whether `scales` learn amaxes."""
-    need_grad_input: bool
-    need_grad_weight: bool
-    keep_input: bool
-    """Whether to save the input itself, not its column data, for a grad_weight in float8."""
-
-
 class Saved(NamedTuple):
     """Results of forward that backward reads."""
 
-    tensors: tuple[Tensor | None, ...]
-    """The input [M, K] in high precision or as row data, or its column data [K, M], None if there
-    is no grad_weight; its scale; and a `KeptWeight`."""
+    input: Tensor | Any
+    """The input [M, K] in high precision or as row data, or its column data [K, M]; None if there
+    is no grad_weight."""
+    input_scale: Tensor | None
+    weight: KeptWeight
     input_is_transposed: bool
-    weight_is_transposed: bool
     columns_of: Any
     """The `Columns` that all layers share which read one `Float8Tensor`; eager mode only."""
 
@@ -335,147 +215,113 @@ class _Linear(torch.autograd.Function):
     """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
 
     @staticmethod
-    def compute(
-        input: Tensor, weight: Tensor, ready: Quantized | None, call: Call
-    ) -> tuple[Tensor, Saved]:
-        """`output` [M, N], dtype of `input`; arguments are those of `apply_linear`.
-
-        But `input` is [M, K] in the compute dtype.
-        """
-        plan, scales, across, record = call.plan, call.scales, call.across, call.record
-        float8_grad_weight = call.need_grad_weight and plan.grad_weight is not None
-        saved_input: Tensor | None = None
-        input_scale: Tensor | None = None
-        weight_scale: Tensor | None = None
-        x_col: Part | None = None
-        columns_of = None
+    def compute(input: Tensor, weight: Tensor, layer: BoundLinear) -> tuple[Tensor, Saved]:
+        """Multiply an input [M, K] in the compute dtype by a weight [N, K], to [M, N]."""
+        plan, casts, need_grad_weight = layer.plan, layer.casts, layer.need_grad_weight
+        float8_grad_weight = need_grad_weight and plan.grad_weight is not None
+        compiling = torch.compiler.is_compiling()
+        kept, x = KeptWeight(weight), Quantized()
+        input_scale = columns_of = None
 
         if plan.output is not None:
-            col = float8_grad_weight and plan.share_input and not call.keep_input
-            spec, state = plan.input, scales.input
             if isinstance(input, Float8Tensor):
                 x = input_in_float8(input, plan)
-                record_amax(state if record else None, x.amax)
+                record(casts.input, x.amax)
             else:
-                x = quantize(
-                    input, spec, row=True, col=col, state=state, record=record,
-                    reduce=across.input, fuse_amax=True,
-                )  # fmt: skip
-            w = weight_rows(weight, ready, plan.weight, scales.weight, record, across)
-            y = product(x.row, w, plan.output, input.dtype, input.shape[0], weight.shape[0])
-            x_col, input_scale, weight_scale = x.col, x.row.scale, w.scale
+                col = float8_grad_weight and plan.share_input and not compiling
+                x = quantize(input, casts.input, row=True, col=col, fuse_amax=True)
+            y, kept = layer.output(x.row, weight, input.dtype, input.shape[0])
+            input_scale = x.row.scale
         else:
             y = input @ weight.to(input.dtype).t()
 
+        x_col = x.col
         if float8_grad_weight and not plan.share_input:
-            spec, state = plan.input_for_grad_weight, scales.input_for_grad_weight
-            reduce = across.input
-            x_col = quantize(input, spec, col=True, state=state, record=record, reduce=reduce).col
+            x_col = quantize(input, casts.input_for_grad_weight, col=True).col
+        saved_input: Tensor | None = None
         if x_col is not None:
             saved_input, input_scale = x_col
-        elif call.need_grad_weight and isinstance(input, Float8Tensor):
+        elif need_grad_weight and isinstance(input, Float8Tensor):
             saved_input = input._data
-            if not torch.compiler.is_compiling():
-                columns_of = input._columns.expect()
-        elif call.need_grad_weight:
+            columns_of = None if compiling else input._columns.expect()
+        elif need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
-            saved_input = input.clone() if torch.compiler.is_compiling() else input
-
-        ready = ready if plan.share_weight else None
-        kept = KeptWeight(None, None, None)
-        if call.need_grad_input:
-            kept = kept_weight(weight, ready, weight_scale)
-        saved = Saved(
-            (saved_input, input_scale, *kept),
-            input_is_transposed=x_col is not None,
-            weight_is_transposed=ready is not None and ready.col is not None,
-            columns_of=columns_of,
-        )
-        return y if across.output is None else across.output.scatter(y), saved
+            saved_input = input.clone() if compiling else input
+        if not layer.need_grad_input:
+            kept = KeptWeight()
+        elif not plan.share_weight:  # it is cast anew
+            kept = KeptWeight(weight)
+        saved = Saved(saved_input, input_scale, kept, x_col is not None, columns_of)
+        return y if layer.tokens is None else layer.tokens.scatter(y), saved
 
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor,
-        ready: Quantized | None,
-        call: Call,
+        layer: BoundLinear,
         computed: tuple[Tensor, Saved] | None,
     ) -> Tensor:
-        """The output; `computed` if a compiler has traced that by now."""
+        """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = _Linear.compute(input, weight, ready, call)
+            y, saved = _Linear.compute(input, weight, layer)
         else:
             y, saved = own(computed[0]), computed[1]
-        ctx.save_for_backward(*saved.tensors)
-        ctx.call, ctx.how_saved = call, saved[1:]
-        ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
+        ctx.save_for_backward(saved.input, saved.input_scale, *saved.weight)
+        ctx.how_saved = saved.input_is_transposed, saved.columns_of
+        ctx.layer = layer.for_backward() if layer.ready else layer
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """`grad_input` [M, K], dtype of grad_output; `grad_weight` [N, K], dtype of weight."""
+        """Return `grad_input` [M, K], dtype of grad_output; `grad_weight` [N, K], as the weight."""
         if not torch.compiler.is_compiling() and (
             (functorch_levels is not None and functorch_levels() is not None)
             or (is_batch_of_gradients is not None and is_batch_of_gradients(grad_output))
         ):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
-        call: Call = ctx.call
-        plan, scales, across, record = call.plan, call.scales, call.across, call.record
-        input_is_transposed, weight_is_transposed, columns_of = ctx.how_saved
+        layer: BoundLinear = ctx.layer
+        plan, casts, tokens = layer.plan, layer.casts, layer.tokens
         saved_input, input_scale, *of_weight = ctx.saved_tensors
         kept = KeptWeight(*of_weight)
-        (N, K), dtype, M = ctx.shape, grad_output.dtype, grad_output.shape[0]
+        input_is_transposed, columns_of = ctx.how_saved
+        dtype, M = grad_output.dtype, grad_output.shape[0]
 
-        gemm_for_input = plan.grad_input if call.need_grad_input else None
-        gemm_for_weight = plan.grad_weight if call.need_grad_weight else None
-        row, col = gemm_for_input is not None, gemm_for_weight is not None
-        g = Quantized()
-        spec, state = plan.grad_output, scales.grad_output
-        tokens, reduce = across.output, across.grad_output
+        cast, other = casts.grad_output, casts.grad_output_for_grad_weight
         if tokens is not None:
             M *= tokens.ranks
-            if not plan.casts_grad_output_once():
-                grad_output, tokens, reduce = tokens.gather(grad_output), None, None
+            if not plan.casts_grad_output_once:
+                grad_output, tokens = tokens.gather(grad_output), None
+                cast, other = cast._replace(reduce=None), other._replace(reduce=None)
+        row = layer.need_grad_input and plan.grad_input is not None
+        col = layer.need_grad_weight and plan.grad_weight is not None
         shared_col = col and plan.share_grad_output
+        g = Quantized()
         if row or shared_col:
-            g = cast_tokens(
-                grad_output, spec, tokens, row=row, col=shared_col, state=state, record=record,
-                reduce=reduce,
-            )  # fmt: skip
+            g = cast_tokens(grad_output, cast, tokens, row=row, col=shared_col)
 
         dx: Tensor | None = None
-        if gemm_for_input is not None:
-            spec, state = plan.weight_for_grad_input, scales.weight_for_grad_input
-            if plan.share_weight:
-                of, after = scales.weight, g.row.scale
-                w = weight_columns(kept, spec, of, weight_is_transposed, after)
-            else:
-                of_all, weight = across.weight, kept.data
-                w = quantize(weight, spec, col=True, state=state, record=record, reduce=of_all).col
-            dx = product(g.row, w, gemm_for_input, dtype, M, K)
-        elif call.need_grad_input:
+        if row:
+            dx = layer.grad_input(g.row, kept, dtype, M)
+        elif layer.need_grad_input:
             dx = grad_output @ kept.data.to(dtype)
 
         dw: Tensor | None = None
-        if gemm_for_weight is not None:
-            if not plan.share_grad_output:
-                spec, state = plan.grad_output_for_grad_weight, scales.grad_output_for_grad_weight
-                g = quantize(grad_output, spec, col=True, state=state, record=record, reduce=reduce)
+        if col:
+            g_col = g.col if shared_col else quantize(grad_output, other, col=True).col
             x = Part(saved_input, input_scale)
             if columns_of is not None:
-                x = columns_of.of(x, plan.input)
+                x = columns_of.of(x, casts.input.spec)
             elif not input_is_transposed:
-                x = recast(saved_input, plan.input, input_scale)
-            dw = product(g.col, x, gemm_for_weight, ctx.weight_dtype, N, K)
-        elif call.need_grad_weight:
-            dw = (grad_output.t() @ saved_input).to(ctx.weight_dtype)
-
-        return dx, dw, None, None, None
+                x = recast(saved_input, casts.input.spec, input_scale)
+            dw = layer.grad_weight(g_col, x)
+        elif layer.need_grad_weight:
+            dw = (grad_output.t() @ saved_input).to(layer.weight_dtype)
+        return dx, dw, None, None
 
     @staticmethod
     def symbolic(*_: Any) -> Any:
-        """Called by `torch.onnx.export`, where it exports what TorchScript traced."""
+        """Refuse `torch.onnx.export`, which calls this where it exports what TorchScript traced."""
         raise RuntimeError(NO_ONNX)

@@ -1,4 +1,4 @@
-"""Inputs of a layer that are no plain tensors: what torch.fx traces with, and other layouts."""
+"""Take inputs of a layer that are no plain tensors: Proxies of torch.fx, other layouts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,7 @@ from torch.fx import Proxy
 from float8.kernels.runtime.private import known_lengths
 
 
-def of_another_kind(
-    layer: nn.Module, input: Any, run: Callable[[Tensor], Tensor], **arguments: object
-) -> Any:
+def of_another_kind(layer: nn.Module, input: Any, run: Callable[[Tensor], Tensor]) -> Any:
     """Return the output of `layer` for an input whose layout is not strided, or which is nested.
 
     Args:
@@ -20,7 +18,6 @@ def of_another_kind(
         input: a `Proxy`; or a nested tensor [B, *, ..., K] of layout jagged, contiguous as
             `nn.Linear` asks for it.
         run: forward, for the values of a nested tensor, [..., K]: all its sequences have one scale.
-        arguments: what the noted call is to have besides `input`, if it is true.
 
     Raises:
         TypeError: the input has another layout.
@@ -28,7 +25,7 @@ def of_another_kind(
         RuntimeError: torch.fx cannot note a call of this layer.
     """
     if isinstance(input, Proxy):
-        return _noted_call(layer, input, arguments)
+        return _noted_call(layer, input)
     if input.layout is not torch.jagged:
         got = "nested input of layout" if input.is_nested else "input of layout"
         do = "use layout=torch.jagged" if input.is_nested else "call input.to_dense()"
@@ -49,22 +46,17 @@ def of_another_kind(
     )
 
 
-def _noted_call(layer: nn.Module, input: Proxy, arguments: dict[str, Any]) -> Proxy:
+def _noted_call(layer: nn.Module, input: Proxy) -> Proxy:
     """Note what a tracer does where `is_leaf_module` is true, as for the layers of torch.nn."""
     tracer = input.tracer
     path = tracer.path_of_module(layer)  # type: ignore[attr-defined]
-    hooks = layer._forward_pre_hooks or layer._forward_hooks
-    if path == "" or hooks:
-        what = "forward hooks, which ran while it was traced" if hooks else "no module around it"
-        do = (
-            "remove them and register them in what is traced, or trace with a Tracer whose "
-            "is_leaf_module(layer, name) is true for it"
-            if hooks
-            else "trace nn.Sequential(layer)"
-        )
-        raise RuntimeError(
-            f"Float8Linear: got torch.fx.symbolic_trace of a layer with {what}, expected a part of "
-            f"a model without hooks: it becomes one call, nothing inside is traced; {do}"
-        )
-    asked = {name: value for name, value in arguments.items() if value}
-    return tracer.create_proxy("call_module", path, (input,), asked)
+    what, do = "no module around it", "trace nn.Sequential(layer)"
+    if layer._forward_pre_hooks or layer._forward_hooks:
+        what = "forward hooks, which ran while it was traced"
+        do = "trace with a Tracer whose is_leaf_module(layer, name) is true for it, or remove them"
+    elif path:
+        return tracer.create_proxy("call_module", path, (input,), {})
+    raise RuntimeError(
+        f"Float8Linear: got torch.fx.symbolic_trace of a layer with {what}, expected a part of a "
+        f"model without hooks: it becomes one call, nothing inside is traced; {do}"
+    )

@@ -1,4 +1,4 @@
-"""What a linear layer reads from its configuration, resolved once instead of at every call."""
+"""The plan of a linear layer: its configuration, resolved once instead of at every call."""
 
 import functools
 from typing import NamedTuple
@@ -11,24 +11,30 @@ from float8.config import (
     GEMM_OPERANDS,
     CastSite,
     Float8LinearConfig,
-    ScalingGranularity,
 )
 from float8.formats import E4M3
 from float8.gemm import Gemm
+from float8.quantize.quantize import Cast
 from float8.quantize.spec import CastSpec
 
-TENSORWISE = ScalingGranularity.TENSORWISE
+
+class Casts(NamedTuple):
+    """The casts of a layer: one for each operand of its three GEMMs."""
+
+    input: Cast
+    weight: Cast
+    grad_output: Cast
+    input_for_grad_weight: Cast
+    weight_for_grad_input: Cast
+    grad_output_for_grad_weight: Cast
 
 
 class LinearPlan(NamedTuple):
     """Six casts, three GEMMs (None: in high precision), and which casts serve two GEMMs."""
 
-    input: CastSpec
-    weight: CastSpec
-    grad_output: CastSpec
-    input_for_grad_weight: CastSpec
-    weight_for_grad_input: CastSpec
-    grad_output_for_grad_weight: CastSpec
+    casts: Casts
+    """Without state: those of delayed scaling, and of ranks that share a layer, are made of them
+    for each call."""
     share_input: bool
     share_weight: bool
     share_grad_output: bool
@@ -37,37 +43,17 @@ class LinearPlan(NamedTuple):
     grad_weight: Gemm | None
     pad: bool
     alignment: int
-    """What dims are padded to, or must be multiples of."""
+    """The multiple that dims are padded to, or must be of."""
 
-    def casts_input_once(self) -> bool:
-        """Whether the bytes of one cast of the input, with their scales, are all its GEMMs read."""
-        gemms = self.output is not None and self.grad_weight is not None
-        return gemms and self.share_input and _serves_columns(self.input)
-
-    def casts_grad_output_once(self) -> bool:
-        """The same of grad_output."""
-        gemms = self.grad_input is not None and self.grad_weight is not None
-        return gemms and self.share_grad_output and _serves_columns(self.grad_output)
-
-    def casts_weight_dynamically(self) -> bool:
-        """Whether forward casts the weight under one scale of its values."""
-        in_float8 = self.output is not None and self.weight.granularity is TENSORWISE
-        return in_float8 and not self.weight.delayed
-
-    def casts_delayed(self, role: str) -> bool:
-        """Whether all casts of `"input"`, `"weight"` or `"grad_output"` have delayed scaling."""
-        uses = {
-            "input": (self.input, self.input_for_grad_weight),
-            "weight": (self.weight, self.weight_for_grad_input),
-            "grad_output": (self.grad_output, self.grad_output_for_grad_weight),
-        }[role]
-        return all(spec.delayed for spec in uses)
+    casts_input_once: bool
+    """Whether the bytes of one cast of the input, with their scales, are all its GEMMs read."""
+    casts_grad_output_once: bool
 
 
-def _serves_columns(spec: CastSpec) -> bool:
+def _serves_columns(cast: Cast) -> bool:
     """Whether column data are made of row data without rounding again: see `columns`."""
-    by_rows = spec.granularity is ScalingGranularity.AXISWISE and spec.power_of_2
-    return spec.granularity is TENSORWISE or by_rows
+    of = cast.spec.granularity
+    return of.one_scale or (of.by_rows and cast.spec.power_of_2)
 
 
 def plan_linear(config: Float8LinearConfig) -> LinearPlan:
@@ -77,13 +63,15 @@ def plan_linear(config: Float8LinearConfig) -> LinearPlan:
 
 
 def _resolved(config: Float8LinearConfig) -> LinearPlan:
-    def cast(site: CastSite) -> CastSpec:
-        cast_config = config.cast_config(site)
-        return CastSpec(
-            cast_config.target_dtype or E4M3,
-            cast_config.scaling_granularity,
-            cast_config.scaling_type,
-            config.round_scales_to_power_of_2,
+    def cast(site: CastSite) -> Cast:
+        how = config.cast_config(site)
+        return Cast(
+            CastSpec(
+                how.target_dtype or E4M3,
+                how.scaling_granularity,
+                how.scaling_type,
+                config.round_scales_to_power_of_2,
+            )
         )
 
     def gemm(name: str) -> Gemm | None:
@@ -96,16 +84,24 @@ def _resolved(config: Float8LinearConfig) -> LinearPlan:
     def shared(site: CastSite) -> bool:
         return config.owner(site) is BASE_SITE[site]
 
+    casts = Casts(*map(cast, CAST_SITES))
+    output, grad_input, grad_weight = gemm("output"), gemm("grad_input"), gemm("grad_weight")
+    share_input = shared(CastSite.INPUT_FOR_GRAD_WEIGHT)
+    share_grad_output = shared(CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT)
+    input_once = share_input and None not in (output, grad_weight)
+    grad_output_once = share_grad_output and None not in (grad_input, grad_weight)
     return LinearPlan(
-        **{site.value: cast(site) for site in CAST_SITES},
-        share_input=shared(CastSite.INPUT_FOR_GRAD_WEIGHT),
-        share_weight=shared(CastSite.WEIGHT_FOR_GRAD_INPUT),
-        share_grad_output=shared(CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT),
-        output=gemm("output"),
-        grad_input=gemm("grad_input"),
-        grad_weight=gemm("grad_weight"),
-        pad=config.pad_inner_dim,
-        alignment=config.alignment,
+        casts,
+        share_input,
+        shared(CastSite.WEIGHT_FOR_GRAD_INPUT),
+        share_grad_output,
+        output,
+        grad_input,
+        grad_weight,
+        config.pad_inner_dim,
+        config.alignment,
+        casts_input_once=input_once and _serves_columns(casts.input),
+        casts_grad_output_once=grad_output_once and _serves_columns(casts.grad_output),
     )
 
 

@@ -1,36 +1,73 @@
-"""The layer that a `Float8Linear` is made of: which ones can be, and what they hand over."""
+"""Tell which layers can become a `Float8Linear`, and give them its class."""
 
 import copy
 import functools
 import types
-import weakref
 from collections.abc import Collection
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
-from float8.linear.classes import class_of, computes_something_else, path
-from float8.linear.delayed import StatefulLayer, delayed_sites
+from float8.linear.delayed import StatefulLayer
+from float8.tensor import is_dtensor, is_fsdp_module
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
+_REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
+"""The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
+
+
+# ---------------------------------------------------------------- from one to the other
+
+
+def shallow_copy(mod: nn.Module, cls: Any) -> Any:
+    """Return an instance of `cls` with all that `mod` has.
+
+    What is registered or removed later in one does not show in the other. As in other copies of
+    modules, `.compile()` is forgotten, which holds the module that it was called on.
+    """
+    new = cls.__new__(cls)
+    for name, value in vars(mod).items():
+        new.__dict__[name] = copy.copy(value) if name in _REGISTRIES else value
+    for name in ("forward", "_compiled_call_impl"):
+        new.__dict__.pop(name, None)
+    return new
+
+
+def become(mod: nn.Module, new: nn.Module) -> None:
+    """Turn `mod` into what `new`, a copy of it, is; it stays the same object with its hooks."""
+    mod.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
+    mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
+    mod.__class__ = type(new)
 
 
 @functools.cache
 def own_names(base: type) -> frozenset[str]:
-    """The names that layers of class `base` use and `nn.Linear` does not."""
+    """Return the names that layers of class `base` use and `nn.Linear` does not."""
     return frozenset({"config", "plan", *dir(base)} - {*dir(nn.Linear)})
 
 
-def copied_from(old: nn.Module, cls: Any) -> Any:
-    """An instance of `cls` with all that `old` has; what is registered later is of one alone."""
-    new = cls.__new__(cls)
-    new.__dict__.update(old.__dict__)
-    new.__dict__.update(_own_containers(old))
-    new.__dict__.pop("forward", None)  # that of the class of `old`, else there was a problem
-    _rebind_hooks(old, new)
-    return new
+# ---------------------------------------------------------------- which layers can
+
+
+def is_conv1d(mod: nn.Module) -> bool:
+    """Whether `mod` is the `Conv1D` of transformers (GPT2), a linear layer with weight [K, N].
+
+    Told by its name: transformers is not imported for it.
+    """
+    cls = _class_with_forward(type(mod))
+    return cls.__name__ == "Conv1D" and cls.__module__.split(".")[0] == "transformers"
+
+
+def _class_with_forward(cls: type) -> type:
+    for each in cls.__mro__:
+        if "forward" in vars(each) or "__call__" in vars(each):
+            return each
+    return cls
 
 
 def replaced_forward(mod: nn.Module) -> bool:
@@ -40,61 +77,21 @@ def replaced_forward(mod: nn.Module) -> bool:
     return own is not None and not of_class
 
 
-def move_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Hand the hooks of `old`, and the handles that remove them, to its replacement `new`."""
-    # A handle removes its hook from the dict it was registered in: `new` takes these very dicts.
-    for name, copied in _own_containers(old).items():
-        if "_hooks" in name:
-            new.__dict__[name] = old.__dict__[name]
-            old.__dict__[name] = copied
-    _rebind_hooks(old, new)
-    pre_hooks: dict[int, Any] = new._load_state_dict_pre_hooks
-    for hook in pre_hooks.values():
-        if getattr(hook.hook, "__self__", None) is old:
-            hook.hook = types.MethodType(hook.hook.__func__, new)
-        if hook.with_module:  # it holds a weak reference to its module
-            hook.module = weakref.ref(new)
-
-
-def _own_containers(mod: nn.Module) -> dict[str, Any]:
-    """Copies of the dicts and sets in which `nn.Module` keeps Parameters, buffers and hooks."""
-    names = [name for name, value in nn.Module().__dict__.items() if isinstance(value, dict | set)]
-    return {name: copy.copy(mod.__dict__[name]) for name in names}
-
-
-def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Make hooks that are methods of `old` methods of `new`."""
-    for name, hooks in new.__dict__.items():
-        if "_hooks" in name and isinstance(hooks, dict):
-            for key, hook in hooks.items():
-                if getattr(hook, "__self__", None) is old:
-                    hooks[key] = types.MethodType(hook.__func__, new)
-
-
 def problem(
     mod: Any,
     base: type[StatefulLayer],
     config: Float8LinearConfig,
     linear_classes: Collection[type],
 ) -> TypeError | ValueError | None:
-    """Why `mod` cannot become a layer of class `base`; None: it can. See `unsupported`."""
-    # What is converted is one of ours, whatever it was made of; a parametrized one is not.
-    if reason := computes_something_else(mod, (*linear_classes, StatefulLayer)):
-        return TypeError(reason)
-    if reason := (
-        _name_taken(mod, base, config)
-        or _cannot_be_both(type(mod), base)
-        or _needs_whole_weight(mod, base, config)
-    ):
-        return ValueError(reason)
+    """Return an error that says why `mod` cannot become a layer of class `base`, or None."""
+    if reason := _computes_something_else(mod, linear_classes):
+        return TypeError(f"got a {_path(type(mod))}, {reason}")
+    if reason := _name_taken(mod, base, config) or _cannot_be_both(type(mod), base):
+        return ValueError(f"got a {_path(type(mod))}{reason}")
     if replaced_forward(mod):  # it would win over ours
         return ValueError(
             "got a layer with a `forward` of its own as attribute, expected nn.Linear's; convert "
             "before accelerate, or whoever else gives it one, dispatches the model"
-        )
-    if mod._compiled_call_impl is not None:  # bound to the layer it was made for
-        return ValueError(
-            "got a layer after `.compile()`, expected one before; convert first, then compile"
         )
     weight = mod.weight
     if type(weight).__module__.startswith("torchao."):
@@ -113,65 +110,143 @@ def problem(
             f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
             f"pad_inner_dim=True to have them padded"
         )
-    if config.float8_weights is Float8Weights.ONLY and (weight.requires_grad or base.transposed):
-        what = "a Conv1D" if base.transposed else "a weight with requires_grad=True"
+    holds_part = base.holds_part or (isinstance(mod, StatefulLayer) and mod.holds_part)
+    if holds_part and config.enable_fsdp_float8_all_gather:
         return ValueError(
-            f"got {what} with float8_weights=ONLY, expected an nn.Linear whose weight is frozen; "
-            f"call weight.requires_grad_(False) first, or convert it with another config"
+            "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
+            "ranks hold parts of the weight, too"
         )
+    if config.float8_weights is Float8Weights.ONLY:
+        what = "a weight with requires_grad=True" if weight.requires_grad else None
+        what = "a Conv1D" if base.transposed else what
+        what = "a weight that ranks share" if holds_part or is_dtensor(weight) else what
+        if what is not None:
+            return ValueError(
+                f"got {what} with float8_weights=ONLY, expected an nn.Linear whose weight is "
+                f"whole, and frozen; call weight.requires_grad_(False) first, or convert it with "
+                f"another config"
+            )
     reason = lacks_float8_gemm(weight.device, config.scales_by_blocks)
     if not config.emulate and reason is not None:
         return ValueError(f"{reason}; set emulate=True to compute in high precision instead")
     return None
 
 
-def _needs_whole_weight(
-    mod: Any, base: type[StatefulLayer], config: Float8LinearConfig
-) -> str | None:
-    """Why a layer whose weight is a part, though no DTensor, cannot take `config`, or None."""
-    if not (base.holds_part or (isinstance(mod, StatefulLayer) and mod.holds_part)):
+def _path(cls: type) -> str:
+    """Return the class with its module, as one imports it."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -> str | None:
+    """Say why `mod` may not compute what `nn.Linear` does when it is called, or return None.
+
+    Layers of `linear_classes` do, by what their user says; and ours, whatever they were made of,
+    but for parametrized ones.
+    """
+    cls = type(mod)
+    if is_parametrized(mod):
+        return "whose weight is computed, expected an nn.Linear with a weight of its own"
+    if isinstance(mod, LazyModuleMixin):
+        return "whose shape is not known yet, expected an nn.Linear: run a forward first"
+    if isinstance(mod, NonDynamicallyQuantizableLinear):
+        return (
+            "expected an nn.Linear that is called: nn.MultiheadAttention reads the weight of this "
+            "one itself"
+        )
+    if is_fsdp_module(mod):
+        return "which is sharded, expected an nn.Linear: convert, then fully_shard"
+    if isinstance(mod, (*linear_classes, StatefulLayer)):
         return None
-    if config.enable_fsdp_float8_all_gather:
-        return (
-            "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
-            "ranks hold parts of the weight, too"
-        )
-    if config.float8_weights is Float8Weights.ONLY:
-        return (
-            "got float8_weights=ONLY for a weight of which other ranks hold parts, expected "
-            "ON_THE_FLY: each rank would cast its part under a scale of its own"
-        )
-    return None
+    if _class_with_forward(cls) is nn.Linear or is_conv1d(mod):
+        return None
+    return (
+        f"whose forward is not nn.Linear's, expected an nn.Linear or a subclass without a "
+        f"forward; if it computes the same, convert_to_float8_training(..., "
+        f"linear_classes=[{cls.__name__}]) replaces it"
+    )
 
 
 def _name_taken(mod: Any, base: type, config: Float8LinearConfig) -> str | None:
-    """Which name that `mod` needs as a `base` is something else's, or None."""
-    names = {name for site in delayed_sites(config) for name in site.buffers}
+    """Say which name that `mod` needs as a `base` is something else's, or return None."""
+    names = {name for site in config.delayed_sites for name in site.buffers}
     if isinstance(mod, StatefulLayer):
         names -= {name for site in mod.delayed for name in site.buffers}
     else:
         names |= own_names(base)
     if taken := names & {*dir(mod)}:
-        return (
-            f"got a {path(type(mod))} with an attribute {min(taken)!r}, expected one without: "
-            f"{base.__name__} has one of that name"
-        )
+        name = min(taken)
+        return f" with an attribute {name!r}, expected one without: {base.__name__} has one"
     return None
 
 
 def _cannot_be_both(cls: type, base: type) -> str | None:
-    """Why layers of `cls` and `base` do not go together, or None."""
+    """Say why layers of `cls` and `base` do not go together, or return None."""
     if issubclass(cls, StatefulLayer):
         return None
-    theirs = (vars(each) for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object))
-    for members in theirs:
-        if own := [name for name in _PICKLING if members.get(name)]:  # `__slots__` may be empty
+    theirs = (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object))
+    for each in theirs:
+        if own := [name for name in _PICKLING if vars(each).get(name)]:  # `__slots__` may be empty
             return (
-                f"got a {path(cls)} with {own[0]!r}, expected one without: {base.__name__} has a "
-                f"way of its own to copy and pickle layers"
+                f" with {own[0]!r}, expected one without: {base.__name__} has a way of its own to "
+                f"copy and pickle layers"
             )
     try:
         class_of(base, cls)
     except Exception as error:
-        return f"got a {path(cls)}, which cannot be a {base.__name__}, too: {error}"
+        return f", which cannot be a {base.__name__}, too: {error}"
     return None
+
+
+# ---------------------------------------------------------------- the class of a converted layer
+
+
+def class_of(base: Any, source: Any) -> Any:
+    """Return the class of layers that were a `source`; `base` is `Float8Linear` or a subclass.
+
+    Where `source` is a subclass of `nn.Linear`, a subclass of both: `isinstance` holds and the
+    methods, properties and class attributes of `source` stay; forward is that of `base`. Its layers
+    are pickled as long as `source` can be. It is called as `source`, and with a `config`.
+    """
+    return base if issubclass(base, source) else _class_of_both(base, source)
+
+
+@functools.cache
+def _class_of_both(base: type, source: type) -> Any:
+    name = f"{base.__name__}[{source.__qualname__}]"
+    members = {"__init__": _init, "base_class": base, "source_class": source}
+    return new_class(name, (base, source), _class_of_both, (base, source), **members)
+
+
+def _init(layer: Any, *args: Any, config: Any = None, **more: Any) -> None:
+    layer.source_class.__init__(layer, *args, **more)
+    layer.begin(config)
+
+
+def new_class(
+    name: str, bases: tuple[type, type], make: Any, made_of: tuple[Any, ...], **members: Any
+) -> Any:
+    """Return a class that instances of the second of `bases` can be given.
+
+    Its own are pickled as those of `make(*made_of)`, which returns it: it cannot be imported, but
+    what it is made of can.
+
+    Raises:
+        TypeError: it takes no subclass, or its instances lie otherwise in memory.
+    """
+
+    def reduce(module: Any, protocol: int) -> Any:
+        reduced = nn.Module.__reduce_ex__(module, protocol)
+        if type(module) is not cls:  # made of this one by somebody else
+            return reduced
+        return _instance, (make, *made_of), *reduced[2:]
+
+    members = {"__module__": bases[0].__module__, "__doc__": bases[0].__doc__} | members
+    members["__reduce_ex__"] = reduce
+    cls = types.new_class(name, bases, exec_body=lambda body: body.update(members))
+    object.__setattr__(object.__new__(bases[1]), "__class__", cls)
+    return cls
+
+
+def _instance(make: Any, *made_of: Any) -> Any:
+    cls = make(*made_of)
+    return cls.__new__(cls)

@@ -1,50 +1,19 @@
-"""Amaxes over ranks, and which ranks."""
+"""Ranks that share the amaxes of a sync."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from float8.tensor import Float8Tensor, is_dtensor, local_tensor
+from float8.tensor.ranks import sharding_groups
 
 Group = Any
 """A `ProcessGroup`, which a torch built without distributed does not have."""
 
 
-def all_reduce_amax(
-    amax: Tensor, groups: Sequence[Group], device_type: str | None = None
-) -> Tensor:
-    """Raise `amax` to the maximum over all ranks of `groups`, one group after the other.
-
-    In place; returns it, too.
-
-    A NaN on one rank is a NaN on all, which a maximum of floats does not promise: it is one of
-    their bit patterns, whose order is that of the numbers, with NaN above all. `device_type` is
-    where the groups can reduce, as `amax` may be offloaded; None: where it is.
-    """
-    if not groups:
-        return amax
-    bits = amax.view(torch.int32)
-    bits.bitwise_and_(0x7FFFFFFF)  # a NaN may carry a sign
-    there = bits if device_type in (None, amax.device.type) else bits.to(device_type)
-    for group in groups:
-        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
-    if there is not bits:
-        bits.copy_(there)
-    return amax
-
-
-def all_gather_rows(x: Tensor, group: Group) -> Tensor:
-    """The [R, C] of all ranks of `group`, alike in shape, one below the other."""
-    whole = x.new_empty(dist.get_world_size(group) * x.shape[0], x.shape[1])
-    dist.all_gather(list(whole.chunk(dist.get_world_size(group))), x, group=group)
-    return whole
-
-
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
-    """The type of device of the mesh that the weights are on, which they may be offloaded from."""
+    """Return the type of device of the mesh of `weights`, from which they may be offloaded."""
     return next((mesh.device_type for mesh in _meshes(weights)), None)
 
 
@@ -55,19 +24,6 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
         for x in tensors
         if is_dtensor(x) and not isinstance(local_tensor(x), Float8Tensor)
     }
-
-
-def sharding_groups(weight: Any) -> tuple[Group, ...]:
-    """The groups over which a DTensor's parts are spread: one per mesh dim that shards it.
-
-    Under FSDP2 with tensor parallel there are two: over both it is the amax of the whole.
-    """
-    mesh = weight.device_mesh
-    return tuple(
-        mesh.get_group(dim)
-        for dim, placement in enumerate(weight.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    )
 
 
 def _require_whole_weights(parted: Iterable[Group], got: list[int], *, given: bool) -> None:
@@ -93,7 +49,7 @@ def sync_groups(
     others: Iterable[Any] = (),
     parted: Iterable[Group] = (),
 ) -> tuple[Group, ...]:
-    """The groups over which the amaxes of layers with these weights are reduced: see the sync.
+    """Return the groups over which the amaxes of layers with these weights are reduced.
 
     Args:
         weights: those of the layers.

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel must leave alone."""
+"""Buffers and weights that DistributedDataParallel must leave alone."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

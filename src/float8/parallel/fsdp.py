@@ -4,7 +4,6 @@ Each rank casts its shard under the scale of the whole weight. What travels is a
 as `uint8`: not every backend knows float8.
 """
 
-import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
@@ -15,18 +14,12 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import Float8LinearConfig, Float8Weights, ScalingGranularity
-from float8.linear import WEIGHT_SCALE, Float8Linear
+from float8.config import CastSite, Float8LinearConfig, Float8Weights
+from float8.linear import Float8Linear
 from float8.linear.sharded import all_have_some
-from float8.parallel.amax import (
-    all_gather_rows,
-    all_reduce_amax,
-    mesh_device_type,
-    sharding_groups,
-)
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import quantize, scales_of
-from float8.quantize.spec import BLOCK, Part, Quantized
+from float8.quantize.quantize import Cast, quantize, scales_of
+from float8.quantize.spec import Part, Quantized
 from float8.tensor import (
     Float8GatherWeight,
     Float8Tensor,
@@ -35,11 +28,12 @@ from float8.tensor import (
     remember,
     remembered,
 )
+from float8.tensor.ranks import amax_over, sharding_groups
 from float8.untraced import untraced
 
 
 class GatherMetadata(NamedTuple):
-    """What this rank knows of a gather besides what travels."""
+    """A gather as this rank knows it, besides what travels."""
 
     scale: Tensor | None
     """Of the whole weight, the same on all ranks; None if scales travel."""
@@ -53,9 +47,9 @@ class FSDPFloat8Weight(Float8GatherWeight):
     """A `Float8GatherWeight` with FSDP2's hooks; while not sharded a plain weight.
 
     Scales finer than one per tensor travel with the data, as a second tensor. Torch takes one of
-    even shards only: where it pads a shard, it wants each tensor in the size of that. There the
-    scales take a gather of their own. Where a scale would cover elements of two ranks the weight is
-    gathered in high precision, with a warning.
+    even shards only: where it pads a shard, it wants each tensor in the size of that. There, and
+    where a scale would cover elements of two ranks, the weight is gathered in high precision, with
+    a warning.
     """
 
     # Grad mode is off already, says FSDP2. What is made here outlives an evaluation in inference
@@ -70,7 +64,7 @@ class FSDPFloat8Weight(Float8GatherWeight):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """The `uint8` to gather, with zeros below up to the rows of the largest shard.
+        """Cast the shard to the `uint8` to gather, with zeros below up to the rows of the largest.
 
         `mesh` is that of this gather, to which tensor parallel adds another. An offloaded weight
         comes as a copy of that of `module`.
@@ -82,11 +76,20 @@ class FSDPFloat8Weight(Float8GatherWeight):
         rows, by_rows = self.shape[0], self.shape[1] == outer_size[1]
         if by_rows and rows != outer_size[0]:
             rows = -(-outer_size[0] // mesh.size())
-        even = rows * mesh.size() == outer_size[0]
-        if reason := self._not_in_float8(rows, by_rows, even):
+        granularity, problem = self.spec.granularity, None
+        if granularity.one_scale:
+            pass
+        elif not by_rows:
+            problem = f"its columns are sharded, which {granularity} would cut"
+        elif rows * mesh.size() != outer_size[0]:
+            problem = f"shards of {rows} rows are not all of one size, for which scales travel"
+        elif rows % (granularity.height or 1):
+            block = f"{granularity.height} x {granularity.width}"
+            problem = f"shards of {rows} rows would cut blocks of {block}"
+        if problem:
             warnings.warn(
-                f"float8: a weight of {tuple(outer_size)} is gathered in {reason}; shard it "
-                f"evenly, or leave enable_fsdp_float8_all_gather out",
+                f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
+                f"{problem}; shard it evenly, or leave enable_fsdp_float8_all_gather out",
                 stacklevel=2,
             )
             shard = _padded(self.high_precision.to(param_dtype), rows)
@@ -94,24 +97,10 @@ class FSDPFloat8Weight(Float8GatherWeight):
         cast = self.cast_shard(module, param_dtype)
         data, scale = cast.row
         bytes_ = _padded(data.contiguous().view(torch.uint8), rows)
-        if self.spec.granularity is not ScalingGranularity.TENSORWISE:
-            if not even:
-                scale = all_gather_rows(_padded(scale, rows), mesh.get_group())[: outer_size[0]]
-            elif mesh.size() > 1:  # of one rank FSDP2 takes the first tensor alone
-                sent = bytes_, scale.contiguous().view(torch.uint8)
-                return sent, GatherMetadata(None, None, outer_size)
-        return (bytes_,), GatherMetadata(scale, cast.amax, outer_size)
-
-    def _not_in_float8(self, rows: int, by_rows: bool, even: bool) -> str | None:
-        """Say what is done instead, and why, where scales would cover elements of two ranks."""
-        granularity = self.spec.granularity
-        if granularity is ScalingGranularity.TENSORWISE:
-            return None
-        if not by_rows:
-            return f"high precision: its columns are sharded, which {granularity} would cut"
-        if granularity is ScalingGranularity.BLOCK_128x128 and (not even or rows % BLOCK):
-            return f"high precision: shards of {rows} rows would cut blocks of {BLOCK} x {BLOCK}"
-        return None
+        if granularity.one_scale or mesh.size() == 1:  # FSDP2 takes one tensor of one rank
+            return (bytes_,), GatherMetadata(scale, cast.amax, outer_size)
+        sent = bytes_, scale.contiguous().view(torch.uint8)
+        return sent, GatherMetadata(None, None, outer_size)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -123,7 +112,7 @@ class FSDPFloat8Weight(Float8GatherWeight):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The gathered weight as a `Float8Tensor` [N, K] over the gathered bytes.
+        """Return the gathered weight, a `Float8Tensor` [N, K] over the gathered bytes.
 
         `out` is the result of the first call, over the same memory, which was filled anew.
         """
@@ -151,48 +140,40 @@ class FSDPFloat8Weight(Float8GatherWeight):
         There may be no rows. Row data come without padding. Their scale is that of the whole weight
         under `TENSORWISE`; under other granularities those of the shard. With delayed scaling the
         amax of the shard comes along for each forward in training to record; the sync makes it that
-        of the whole weight. With `Float8Weights.HELD` the cast is kept until the weight, or a scale
-        from a history, is written.
+        of the whole weight. With `Float8Weights.HELD` a dynamic cast is kept until the weight is
+        written.
         """
-        of: tuple[Any, ...] = (param_dtype,)
-        keep = module.config.float8_weights is Float8Weights.HELD
-        if self.spec.delayed:
-            scale = module.get_buffer(WEIGHT_SCALE)
-            of += scale._version, scale.data_ptr()
-            keep = keep and module.knows_weight_scale()
-        known = remembered(module.weight, *of) if keep or not self.spec.delayed else None
+        delayed = self.spec.delayed
+        known = None if delayed else remembered(module.weight, param_dtype)
         if isinstance(known, Quantized):
             return known
         made = self._cast(module, param_dtype, known)
+        keep = module.config.float8_weights is Float8Weights.HELD and not delayed
         # Ranks must agree on who takes part in the all-reduce of a cast.
         if keep and _on_all_ranks(module.weight):
-            remember(module.weight, made, *of)
+            remember(module.weight, made, param_dtype)
         return made
 
     def _cast(self, module: Any, param_dtype: torch.dtype, scale: Tensor | None) -> Quantized:
-        shard = self.high_precision.to(param_dtype)
-        if self.spec.granularity is not ScalingGranularity.TENSORWISE:
-            row = quantize(shard, self.spec, row=True).row
-            data = row.data[: shard.shape[0], : shard.shape[1]]
-            return Quantized(Part(data, row.scale))
-        state = amax = None
-        if scale is not None:
-            scale = scale.to(shard.device)  # it may be offloaded
+        shard, amax = self.high_precision.to(param_dtype), None
+        # It may be offloaded.
+        cast = Cast(self.spec, scale=None if scale is None else scale.to(shard.device))
         if self.spec.delayed:
             amax = torch.zeros((), dtype=torch.float32, device=shard.device)
-            if module.knows_weight_scale():
-                state = DelayedScale(module.get_buffer(WEIGHT_SCALE).to(shard.device), amax)
+        if amax is not None and module.knows_weight_scale():
+            state = DelayedScale(module.get_buffer(CastSite.WEIGHT.scale).to(shard.device), amax)
+            cast = cast._replace(state=state, record=True)  # the sync reduces what that records
+        elif self.spec.granularity.one_scale:
 
-        def of_all(own: Tensor) -> Tensor:
-            if amax is not None:
-                amax.copy_(own)
-            return all_reduce_amax(own, sharding_groups(module.weight))
+            def of_all(own: Tensor) -> Tensor:
+                if amax is not None:
+                    amax.copy_(own)
+                return amax_over(sharding_groups(module.weight))(own)
 
-        reduce = of_all if state is None else None  # the sync reduces what a history records
-        row = quantize(
-            shard, self.spec, row=True, state=state, record=True, scale=scale, reduce=reduce
-        ).row
-        return Quantized(Part(row.data[:, : shard.shape[1]], row.scale), amax=amax)
+            cast = cast._replace(reduce=of_all)
+        row = quantize(shard, cast, row=True).row
+        data = row.data[: shard.shape[0], : shard.shape[1]]
+        return Quantized(Part(data, row.scale), amax=amax)
 
 
 # FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
@@ -203,7 +184,7 @@ FSDPFloat8Weight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type:
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:
-    """0-dim float32: the amax of this rank's shard as it would be cast; None if it has none."""
+    """Return the amax of this rank's shard as it would be cast, 0-dim float32; None without one."""
     local = local_tensor(weight)
     if local is weight or not isinstance(local, FSDPFloat8Weight):
         return None
@@ -211,7 +192,7 @@ def shard_amax(weight: Tensor) -> Tensor | None:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """`x` [R, C] with zeros below, [rows, C], contiguous; R may be 0."""
+    """Return `x` [R, C] with zeros below, [rows, C], contiguous; R may be 0."""
     missing = rows - x.shape[0]
     return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
 
@@ -248,28 +229,27 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
     """
     require_module(model, "model")
-    alike: dict[Any, list[Tensor]] = {}
-    for weight in _sharded_weights(model):
-        shard: Float8GatherWeight = local_tensor(weight)
-        where = (sharding_groups(weight), mesh_device_type([weight]), shard.device)
-        alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.spec), []).append(weight)
-    for (groups, device_type, _, _, param_dtype, spec), weights in alike.items():
-        shards = [local_tensor(weight).high_precision for weight in weights]
-        reduce = functools.partial(all_reduce_amax, groups=groups, device_type=device_type)
-        scales = scales_of(shards, spec, param_dtype, reduce)
-        for weight, scale in zip(weights, scales, strict=True):
+    alike: dict[Any, dict[Any, Tensor]] = {}
+    for weight, shard in _sharded_weights(model):
+        where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
+        of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.spec), {})
+        of_one[weight] = shard.high_precision
+    for (groups, device_type, _, _, param_dtype, spec), shards in alike.items():
+        reduce = amax_over(groups, device_type)
+        scales = scales_of(list(shards.values()), spec, param_dtype, reduce)
+        for weight, scale in zip(shards, scales, strict=True):
             remember(weight, scale, param_dtype)
 
 
-def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
-    """The weights with a scale to compute ahead, each once, also if layers share it."""
+def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight]]:
+    """Yield the weights with a scale to compute ahead, each once, and their shards."""
     names = {
         layer.weight: name
         for name, layer in model.named_modules()
         if isinstance(layer, Float8Linear)
         and layer.config.enable_fsdp_float8_all_gather
-        and not layer.plan.weight.delayed
-        and layer.plan.weight.granularity is ScalingGranularity.TENSORWISE
+        and not layer.plan.casts.weight.spec.delayed
+        and layer.plan.casts.weight.spec.granularity.one_scale
     }
     for weight, name in names.items():
         local = local_tensor(weight)
@@ -285,10 +265,10 @@ def _sharded_weights(model: nn.Module) -> Iterator[Tensor]:
             isinstance(local, Float8GatherWeight)
             and local is not weight
             and local.param_dtype is not None
-            and not local.high_precision.is_inference()
+            and not local.counted.is_inference()
             and _on_all_ranks(weight)
         ):
-            yield weight
+            yield weight, local
 
 
 def _on_all_ranks(weight: Any) -> bool:
@@ -329,66 +309,56 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     graph that used it). A weight that an embedding uses, too, stays plain: bytes cannot be looked
     up in.
     """
-    users: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
-    for name, part in module.named_modules():
-        for own, parameter in part._parameters.items():
+    users: dict[nn.Parameter, list[Any]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
             if parameter is not None:
-                users.setdefault(parameter, []).append((name, part, own))
-    new_objects: list[str] = []
-    for weight, uses in users.items():
-        layers = [x for _, x, own in uses if own == "weight" and isinstance(x, Float8Linear)]
+                gathers = name == "weight" and isinstance(part, Float8Linear)
+                users.setdefault(parameter, []).append(part if gathers else None)
+    made: dict[Any, Tensor] = {}
+    for weight, layers in users.items():
         if (
-            isinstance(weight, Float8GatherWeight)
-            or len(layers) < len(uses)
-            or not layers[0].config.enable_fsdp_float8_all_gather
-            or any(layer.config != layers[0].config for layer in layers)
+            not isinstance(weight, Float8GatherWeight)
+            and None not in layers
+            and layers[0].config.enable_fsdp_float8_all_gather
+            and all(layer.config == layers[0].config for layer in layers)
         ):
-            continue
-        # `.data`: no view that refers to the weight.
-        wrapped = FSDPFloat8Weight(weight.data, layers[0].plan.weight)
-        new = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
-        if not _take_place(weight, new, layers):
-            new_objects.append(uses[0][0] or "(root)")
-    if new_objects:
-        warnings.warn(
-            f"float8: the weights of {len(new_objects)} layer(s) are new Parameters, because "
-            f"something refers to the old ones (a compiled forward, a graph, a weakref): "
-            f"{', '.join(new_objects[:3])} ... An optimizer made before the conversion does not "
-            f"train them: make it afterwards",
-            stacklevel=3,
-        )
+            # `.data`: no view that refers to the weight.
+            made[weight] = FSDPFloat8Weight(weight.data, layers[0].plan.casts.weight.spec)
+    _take_places(made, users)
 
 
 def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
     """Make weights that were to be gathered in float8 ordinary Parameters again."""
-    users: dict[Float8GatherWeight, list[nn.Module]] = {}
+    users: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         weight: Any = layer._parameters.get("weight")
         if isinstance(weight, Float8GatherWeight):
             users.setdefault(weight, []).append(layer)
-    for weight, of_layers in users.items():
-        plain = nn.Parameter(weight.high_precision, requires_grad=weight.requires_grad)
-        if not _take_place(weight, plain, of_layers):
-            warnings.warn(
-                "float8: a weight is a new Parameter, because something refers to the old one (a "
-                "graph, a weakref): make the optimizer anew",
-                stacklevel=3,
-            )
+    _take_places({weight: weight.high_precision for weight in users}, users)
 
 
-def _take_place(old: Any, new: Any, layers: Iterable[nn.Module]) -> bool:
-    """Make `old`, the weight of `layers`, what `new` is: the same object over the same memory.
+def _take_places(made: dict[Any, Tensor], users: dict[Any, list[nn.Module]]) -> None:
+    """Make each weight in `made` what it leads to there: the same object over the same memory.
 
-    With the gradient and what users and optimizers wrote on it. False where torch cannot, because
-    something refers to `old`: then `layers` have `new`.
+    With the gradient and what users and optimizers wrote on it. Where torch cannot, because
+    something refers to the weight, its users have a new one, and a warning says so.
     """
-    new.grad = old.grad
-    ours = {*Float8GatherWeight.__annotations__, "_is_param"}
-    new.__dict__.update({name: x for name, x in vars(old).items() if name not in ours})
-    try:
-        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # nothing has changed then
-        for layer in layers:
-            layer._parameters["weight"] = new
-        return False
-    return True
+    ours, new_objects = {*Float8GatherWeight.__annotations__, "_is_param"}, 0
+    for old, tensor in made.items():
+        new: Any = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        new.grad = old.grad
+        new.__dict__.update({name: x for name, x in vars(old).items() if name not in ours})
+        try:
+            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # nothing has changed then
+            new_objects += 1
+            for layer in users[old]:
+                layer._parameters["weight"] = new
+    if new_objects:
+        warnings.warn(
+            f"float8: the weights of {new_objects} layer(s) are new Parameters, because something "
+            f"refers to the old ones (a compiled forward, a graph, a weakref). An optimizer made "
+            f"before does not train them: make it afterwards",
+            stacklevel=4,
+        )

@@ -4,9 +4,7 @@ Tokens that are spread over ranks (sequence parallel) are cast under the scale o
 then gathered as bytes, in backward as in forward. What is summed over ranks is in high precision.
 """
 
-import copy
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,17 +15,14 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.config import ScalingGranularity
 from float8.linear import Float8Layer, Float8Linear
-from float8.linear.sharded import ParallelStyle, forward_hooks, require_parts, weight_scales
-from float8.tensor import Float8Tensor, is_dtensor, local_tensor
+from float8.linear.sharded import Shards, require_parts
+from float8.tensor import is_dtensor
 
 Placements = tuple[Placement, ...]
-BY_ROWS = ScalingGranularity.AXISWISE
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -56,12 +51,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = _require_layer(self, module, 0, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            layer.gathered = "input"
-        before = forward_hooks(layer)
-        super()._apply(layer, device_mesh)
-        (input,), (output,) = self.input_layouts, self.output_layouts
-        layer.parallel_style = ParallelStyle(input, output, _added(layer, before))
-        return layer
+            layer.shards = layer.shards._replace(gathered="input")
+        return super()._apply(layer, device_mesh)
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -74,34 +65,8 @@ class Float8RowwiseParallel(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
         if isinstance(to, Shard) and to.dim != -1:
-            layer.tokens_dim, layer.gathered = to.dim, "grad_output"
-        before = forward_hooks(layer)
-        super()._apply(layer, device_mesh)
-        layer.parallel_style = ParallelStyle(*self.input_layouts, to, _added(layer, before))
-        return layer
-
-
-class Float8SequenceParallel(SequenceParallel):
-    """`SequenceParallel` for a norm that `rms_norm_linear` or `swiglu_feed_forward` is given.
-
-    They then fuse it, which they cannot do with hooks that they do not know; elsewhere it is the
-    same as torch's. The gradients of the norm's parameters are those of all tokens.
-
-    Args:
-        sequence_dim: as for `SequenceParallel`.
-        use_local_output: likewise; without effect where the norm is fused.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _require_one_dim(self, device_mesh)
-        before, noted = forward_hooks(module), vars(module)
-        frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-        super()._apply(module, device_mesh)
-        for name in frozen:  # torch's class makes new Parameters
-            module.get_parameter(name).requires_grad_(False)
-        (tokens,) = self.sequence_sharding
-        noted["parallel_style"] = ParallelStyle(tokens, tokens, _added(module, before))
-        return module
+            layer.shards = Shards("grad_output", to.dim)
+        return super()._apply(layer, device_mesh)
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
@@ -115,126 +80,47 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             to cast; None: all of them must say the same.
     """
 
-    layer_names: list[str]
-
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
         float8_dtype: torch.dtype | None = None,
         fwd_config_submodule_fqn: str | None = None,
+        **layouts: Any,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
+        super().__init__(**layouts)
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = copy.copy(self)  # one style may prepare many modules
-        own.layer_names = self._find_layers(module)
+        names = self._find_layers(module)
         _require_one_dim(self, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            for name in own.layer_names:
+            for name in names:
                 layer: Any = module.get_submodule(name)
-                layer.gathered = layer.gathered or "input"
-        # No hook: torch compiles hooks apart from the module that is compiled, and compiled code
-        # cannot return a `Float8Tensor` that requires grad.
-        prepared = own._prepared(vars(module).get("forward"), device_mesh)
-        module.forward = types.MethodType(prepared, module)
-        return module
-
-    def _prepared(self, inner: Any, mesh: DeviceMesh) -> Callable[..., Any]:
-        """A forward that prepares its inputs for that of the class, or for `inner`."""
+                if layer.shards.gathered is None:
+                    layer.shards = layer.shards._replace(gathered="input")
+        inner = vars(module).get("forward")
         inner = getattr(inner, "__func__", inner)  # a copy of the module is handed itself
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.input_layouts is not None:
-                layouts, desired = self.input_layouts, self.desired_input_layouts or ()
-                if len(args) != len(layouts):
+                if len(args) != len(self.input_layouts):
                     raise ValueError(
                         f"PrepareFloat8ModuleInput: got {len(args)} inputs and layouts of "
-                        f"{len(layouts)}, expected as many; None leaves an input alone"
+                        f"{len(self.input_layouts)}, expected as many; None leaves an input alone"
                     )
-                args = tuple(
-                    self._prepare(module, mesh, *each)
-                    for each in zip(args, layouts, desired, strict=True)
-                )
+                pairs = zip(args, self.input_layouts, strict=True)
+                args = tuple(_cast(module, names, device_mesh, *each) for each in pairs)
             for name, layout in self.input_kwarg_layouts.items():
                 if name in kwargs:
-                    to = self.desired_input_kwarg_layouts.get(name)
-                    kwargs[name] = self._prepare(module, mesh, kwargs[name], layout, to)
-            layers = self._find_weight_scales(module)
-            try:
-                return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
-            finally:
-                for layer in layers:
-                    layer.weight_scale = None
+                    kwargs[name] = _cast(module, names, device_mesh, kwargs[name], layout)
+            args, kwargs = self._prepare_input_kwarg_fn(args, kwargs, device_mesh)  # type: ignore[no-untyped-call]
+            return (type(module).forward if inner is None else inner)(module, *args, **kwargs)
 
-        prepared: Any = forward
-        prepared.runs_class_forward = inner is None or getattr(inner, "runs_class_forward", False)
-        return forward
-
-    def _find_weight_scales(self, module: nn.Module) -> list[Float8Linear]:
-        """Ask all ranks at once for the scales of weights that are cast now, and tell the layers.
-
-        In compiled code each layer asks for its own: Dynamo lets nothing that is checkpointed write
-        to a module.
-        """
-        alike: list[Any] = []
-        if torch.compiler.is_compiling():
-            return alike
-        for name in self.layer_names:
-            layer: Any = module.get_submodule(name)
-            weight: Any = getattr(layer, "weight", None)
-            if not isinstance(layer, Float8Linear) or not layer.plan.casts_weight_dynamically():
-                continue
-            if not is_dtensor(weight) or isinstance(local_tensor(weight), Float8Tensor):
-                continue
-            if layer.held_of(weight) is not None:
-                continue
-            mine = layer.plan.weight, weight.device_mesh
-            if not alike or mine == (alike[0].plan.weight, alike[0].weight.device_mesh):
-                alike.append(layer)
-        if len(alike) > 1:
-            scales = weight_scales([layer.weight for layer in alike], alike[0].plan.weight)
-            for layer, scale in zip(alike, scales, strict=True):
-                layer.weight_scale = scale
-        return alike
-
-    def _prepare(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        input: Any,
-        layout: Placement | None,
-        desired: Placement | None,
-    ) -> Any:
-        shape = list(getattr(input, "shape", ()))
-        layer = self._reader(module, shape[-1]) if shape and layout is not None else None
-        if layer is None or layout is None:  # positions, masks and the like
-            return self._prepare_input_arg(input, mesh, layout, desired)
-        x = layer.in_float8(_on_mesh(input, mesh, (layout,)))
-        if desired is not None and x.placements != (desired,):
-            x = x.redistribute(placements=(desired,))
-        return x.to_local() if self.use_local_output else x
-
-    def _reader(self, module: nn.Module, features: int) -> Float8Linear | None:
-        """The first layer that may read an input of so many features, which are all here."""
-        for name in self.layer_names:
-            layer = module.get_submodule(name)
-            reads = isinstance(layer, Float8Linear) and layer.in_features == features
-            if reads and not layer.sums_over_ranks:
-                return layer  # type: ignore[return-value]
-        return None
+        # No hook: torch compiles hooks apart from the module that is compiled, and compiled code
+        # cannot return a `Float8Tensor` that requires grad.
+        module.forward = types.MethodType(forward, module)
+        return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
         fqn = self.fwd_config_submodule_fqn
@@ -248,7 +134,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"{type(self).__name__}: got {_named(next(iter(found.values())))}, expected a "
                 f"Float8Linear or a module that holds some; convert the model first"
             )
-        specs = {layer.plan.input for layer in layers.values()}
+        specs = {layer.plan.casts.input.spec for layer in layers.values()}
         if len(specs) > 1:
             raise ValueError(
                 f"{type(self).__name__}: got layers that cast their input in {len(specs)} ways, "
@@ -263,9 +149,23 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return list(layers)
 
 
-def _added(module: nn.Module, before: tuple[int, int]) -> tuple[int, int]:
-    pre, post = forward_hooks(module)
-    return pre - before[0], post - before[1]
+def _cast(
+    module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, layout: Placement | None
+) -> Any:
+    """Cast `input` as the first layer, of those with `names`, that may read it; else return it.
+
+    Such a layer reads as many features, all of which are here.
+    """
+    shape = getattr(input, "shape", ())
+    if layout is None or not shape:
+        return input
+    for name in names:
+        layer = module.get_submodule(name)
+        if not isinstance(layer, Float8Linear):  # it was turned back into high precision
+            continue
+        if layer.in_features == shape[-1] and not layer.sums_over_ranks:
+            return layer.in_float8(_on_mesh(input, mesh, (layout,)))
+    return input  # positions, masks and the like
 
 
 def _named(module: nn.Module) -> str:
@@ -285,9 +185,9 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
             f"that nobody has shared; parallelize each layer once, and before fully_shard"
         )
-    granularity = module.plan.weight.granularity
-    whole = granularity is ScalingGranularity.TENSORWISE
-    if module.keeps_no_master and not whole and (granularity, dim) != (BY_ROWS, 0):
+    granularity = module.plan.casts.weight.spec.granularity
+    by_rows = granularity.by_rows and dim == 0
+    if module.keeps_no_master and not (granularity.one_scale or by_rows):
         raise ValueError(
             f"{type(style).__name__}: got a layer with float8_weights=ONLY whose weight has "
             f"{granularity} scales, expected one scale, or those of rows for a colwise style: "

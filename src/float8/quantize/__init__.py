@@ -1,4 +1,4 @@
-"""High precision -> float8: how a tensor is cast, and what a GEMM reads of it.
+"""High precision -> float8: the records of a cast, scales, histories, and the cast itself.
 
 `spec`, `scale` and `history` know nothing of kernels; `quantize` runs them.
 """

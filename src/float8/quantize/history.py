@@ -13,7 +13,7 @@ value and not a flag, so that compiled graphs and checkpoints carry it."""
 
 
 class DelayedScale(NamedTuple):
-    """What a cast with delayed scaling reads and writes: two 0-dim float32 tensors."""
+    """The state that a cast with delayed scaling reads and writes: two 0-dim float32 tensors."""
 
     scale: Tensor
     """Decode scale for this step, or `UNKNOWN_SCALE`."""
@@ -37,7 +37,7 @@ class DelayedScale(NamedTuple):
 
 
 NO_STATE = (None, None)
-"""What takes the place of a `DelayedScale` where there is none."""
+"""Two Nones, in the place of a `DelayedScale` where there is none."""
 
 
 def next_history_and_scale(
@@ -49,7 +49,7 @@ def next_history_and_scale(
     scale_fn_name: str,
     round_to_power_of_2: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The histories with the step's amaxes pushed into them, and the next scales.
+    """Push the amaxes of a step into their histories, and compute the next scales.
 
     Where the amax is 0 (nothing was recorded since the last update, or only zeros) history and
     scale stay as they were, so an update too many forgets nothing. A non-finite amax is recorded

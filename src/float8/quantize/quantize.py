@@ -1,29 +1,55 @@
 """The one door for casts: choose the scale of a tensor, cast it, lay it out."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import ScalingGranularity
+from float8.config import Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import BLOCK, CastSpec, Part, Quantized, dequantised
+from float8.quantize.spec import CastSpec, Part, Quantized, dequantised
+
+Reduction = Callable[[Tensor], Tensor]
+"""Takes the amax of this rank's part of a tensor, returns that of the whole; collective."""
+
+
+class Cast(NamedTuple):
+    """One cast of one tensor in one call: bound once, handed on whole."""
+
+    spec: CastSpec
+    """Format, granularity and scaling."""
+
+    state: DelayedScale | None = None
+    """Of delayed scaling: the scale is taken from it as long as it knows one. None: the scale is
+    taken from the tensor."""
+
+    record: bool = False
+    """Whether `state` learns the amax of the tensor."""
+
+    reduce: Reduction | None = None
+    """Makes an amax that of all ranks. It runs where the scale comes from the tensor, or may do so:
+    where there is a `state`, in every call. Finer scales are of this rank's part: it has no effect
+    on them."""
+
+    scale: Tensor | None = None
+    """The one scale, where it is known already: nothing else chooses one then."""
+
+    def known(self, scale: Tensor) -> "Cast":
+        """Return the cast of the same tensor once more: under that scale, if there is one only."""
+        return Cast(self.spec, scale=scale if self.spec.granularity.one_scale else None)
 
 
 def quantize(
     x: Tensor,
-    spec: CastSpec,
+    cast: Cast,
     *,
     row: bool = False,
     col: bool = False,
     pad_rows: bool = False,
-    state: DelayedScale | None = None,
-    record: bool = False,
-    scale: Tensor | None = None,
-    reduce: Callable[[Tensor], Tensor] | None = None,
     after: Tensor | None = None,
     fuse_amax: bool = False,
 ) -> Quantized:
@@ -31,19 +57,12 @@ def quantize(
 
     Args:
         x: [R, C] float32, bfloat16 or float16, any strides.
-        spec: format, granularity and scaling.
+        cast: how.
         row: make row data.
         col: make column data.
         pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
-        state: of delayed scaling: the scale is taken from it as long as it knows one. None: the
-            scale is taken from `x`.
-        record: whether `state` learns the amax of `x`.
-        scale: the scale of `TENSORWISE`, where it is known already; nothing else chooses one then.
-        reduce: takes the amax of `x` and returns that of the whole tensor, of which `x` is the part
-            of this rank; called where the scale comes from `x`, or may do so: where there is a
-            `state`, in every call. Finer scales are of the part: it has no effect on them.
         after: what a compiler must have computed first, see `kernels.cast`.
-        fuse_amax: let a compiler take amaxes in the kernel that produces `x`, or with a `state`
+        fuse_amax: let a compiler take amaxes in the kernel that produces `x`, or with a state
             record them apart from the cast, which backward may do again. Without effect in eager
             mode, where that kernel has run.
 
@@ -53,35 +72,34 @@ def quantize(
 
     Raises:
         TypeError: a dtype is not one of those above.
-        ValueError: `x` is not 2-D, no layout is asked for, or `state` or `scale` is given with
+        ValueError: `x` is not 2-D, no layout is asked for, or a state or a scale is given with
             finer scales.
     """
-    if spec.granularity is not ScalingGranularity.TENSORWISE:
+    spec, state, record, reduce, scale = cast
+    fuse = fuse_amax and torch.compiler.is_compiling()
+    if not spec.granularity.one_scale:
         if state is not None or scale is not None:
             raise ValueError(
                 f"quantize: got {spec.granularity} with a state or a scale, expected none: finer "
                 f"scales come from the tensor at hand"
             )
-        fuse = fuse_amax and torch.compiler.is_compiling()
         return Quantized(
-            *_finer(x, spec, row=row, col=col, pad_rows=pad_rows, after=after, fuse=fuse)
+            *kernels.cast_finer(
+                x, spec, row=row, col=col, pad_rows=pad_rows, after=after, traced=fuse
+            )
         )
     if scale is None and state is not None and reduce is None:
-        apart = state.apart() if record and fuse_amax and torch.compiler.is_compiling() else None
+        apart = state.apart() if record and fuse else None
         scale, row_data, col_data = kernels.cast_delayed(
             x, spec, apart or state, row=row, col=col, pad_rows=pad_rows, record=record
         )
         if apart:
             state.record(apart.amax)
-    elif scale is None and reduce is None and not (fuse_amax and torch.compiler.is_compiling()):
-        scale, row_data, col_data = kernels.cast_dynamic(
-            x, spec, row=row, col=col, pad_rows=pad_rows
-        )
     else:
-        if scale is None:
-            scale = scale_of(x, spec, state, record=record, reduce=reduce)
-        row_data, col_data = kernels.cast(
-            x, scale, spec.dtype, row=row, col=col, pad_rows=pad_rows, after=after
+        if scale is None and (reduce is not None or fuse):
+            scale = scale_of(x, cast)
+        scale, row_data, col_data = kernels.cast(
+            x, spec, scale=scale, row=row, col=col, pad_rows=pad_rows, after=after
         )
     return Quantized(
         None if row_data is None else Part(row_data, scale),
@@ -89,52 +107,25 @@ def quantize(
     )
 
 
-def scale_of(
-    x: Tensor,
-    spec: CastSpec,
-    state: DelayedScale | None,
-    *,
-    record: bool,
-    reduce: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    """Choose the one scale of `x` and cast nothing; arguments are those of `quantize`."""
+def scale_of(x: Tensor, cast: Cast) -> Tensor:
+    """Choose the one scale of `x`, and cast nothing."""
     amax = kernels.amax(x)
-    if state is not None and record:
-        state.record(amax)
-    amax = amax if reduce is None else reduce(amax)
-    scale = amax_to_scale(amax, spec.dtype, spec.power_of_2)
-    if state is None:
+    if cast.state is not None and cast.record:
+        cast.state.record(amax)
+    amax = amax if cast.reduce is None else cast.reduce(amax)
+    scale = amax_to_scale(amax, cast.spec.dtype, cast.spec.power_of_2)
+    if cast.state is None:
         return scale
-    return torch.where(state.scale == UNKNOWN_SCALE, scale, state.scale)
-
-
-def _finer(
-    x: Tensor,
-    spec: CastSpec,
-    *,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    after: Tensor | None,
-    fuse: bool,
-) -> tuple[Part | None, Part | None]:
-    """Cast under finer scales than one per tensor; `fuse`: in code that a compiler sees."""
-    if spec.granularity is ScalingGranularity.AXISWISE:
-        if fuse:
-            return kernels.cast_axiswise_traced(x, spec, row=row, col=col, pad_rows=pad_rows)
-        return kernels.cast_axiswise(x, spec, row=row, col=col, pad_rows=pad_rows, after=after)
-    if fuse:
-        return kernels.cast_blockwise_traced(x, spec, row=row, col=col)
-    return kernels.cast_blockwise(x, spec, row=row, col=col, after=after)
+    return torch.where(cast.state.scale == UNKNOWN_SCALE, scale, cast.state.scale)
 
 
 def scales_of(
     tensors: Sequence[Tensor],
     spec: CastSpec,
     dtype: torch.dtype,
-    reduce: Callable[[Tensor], Tensor] | None = None,
+    reduce: Reduction | None = None,
 ) -> list[Tensor]:
-    """The scale of each of several tensors, all found in a few kernels.
+    """Find the scale of each of several tensors in a few kernels.
 
     Args:
         tensors: float32, bfloat16 or float16, not empty; all of one dtype, on one device.
@@ -156,7 +147,7 @@ def scales_of(
 
 
 def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
-    """Column data of `x` [R, C], which was cast before, under the same scale if that has one.
+    """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
 
     Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
     not keep `x` from forward to backward, but can make it again from what it keeps anyway, say an
@@ -171,51 +162,49 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
     """
     if x.dtype in FLOAT8_MAX:
         return columns(Part(x, scale), spec)
-    one_scale = spec.granularity is ScalingGranularity.TENSORWISE
-    if one_scale and torch.compiler.is_compiling():
+    if spec.granularity.one_scale and torch.compiler.is_compiling():
         row = Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
         return columns(row, spec)
-    known = scale if one_scale else None
-    return quantize(x.detach(), spec, col=True, scale=known, fuse_amax=True).col
+    return quantize(x.detach(), Cast(spec).known(scale), col=True, fuse_amax=True).col
 
 
-def padded(row: Part, spec: CastSpec, pad_rows: bool = True) -> Part:
-    """Row data as a cast by `spec` pads them; as they are, if that is nothing."""
+def padded(row: Part, granularity: Granularity, pad_rows: bool = True) -> Part:
+    """Return row data as a cast pads them; the very same, if that is nothing."""
     data, scale = row
-    to = BLOCK if spec.granularity is ScalingGranularity.BLOCK_128x128 else GEMM_ALIGNMENT
+    to = (granularity.square and granularity.width) or GEMM_ALIGNMENT
     bottom, right = -data.shape[0] % to if pad_rows else 0, -data.shape[1] % to
     if not bottom and not right:
         return row
     bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
-    if bottom and spec.granularity is ScalingGranularity.AXISWISE:
+    if bottom and granularity.by_rows:
         scale = torch.nn.functional.pad(scale, (0, 0, 0, bottom), value=1.0)
     return Part(bytes_.view(data.dtype), scale)
 
 
 def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
-    """Column data of row data [R, C] that were cast by `spec`; `after` as `kernels.cast`.
+    """Return column data of row data [R, C] that were cast by `spec`; `after` as `kernels.cast`.
 
-    Bytes are transposed where columns have the scales of rows. Columns under `AXISWISE` have others
-    than rows: the values are cast again. With powers of two as scales that changes no value but
-    those that are tiny in their column; what was tiny in its row was rounded before.
+    Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
+    columns have others: the values are cast again. With powers of two as scales that changes no
+    value but those that are tiny in their column; what was tiny in its row was rounded before.
 
     Raises:
-        ValueError: under `BLOCK_1x128`, which no weight has.
+        ValueError: scales are of parts of rows, which no weight has.
     """
-    if spec.granularity is ScalingGranularity.TENSORWISE:
+    granularity = spec.granularity
+    if granularity.one_scale:
         return Part(kernels.transpose_bytes(row.data, after=after), row.scale)
-    if spec.granularity is ScalingGranularity.BLOCK_128x128:
-        row = padded(row, spec)
-        scale = row.scale[:, : row.data.shape[1] // BLOCK].t()
+    if granularity.square and granularity.width is not None:
+        row = padded(row, granularity)
+        scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
         scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
         return Part(kernels.transpose_bytes(row.data, after=after), scale.contiguous())
-    if spec.granularity is not ScalingGranularity.AXISWISE:
+    if not granularity.by_rows:
         raise ValueError(
-            f"columns: got row data under {spec.granularity}, expected TENSORWISE, AXISWISE or "
-            f"BLOCK_128x128; cast the tensor with `quantize(..., col=True)`"
+            f"columns: got row data under {granularity}, expected one scale, rows or squares; "
+            f"cast the tensor with `quantize(..., col=True)`"
         )
     row = Part(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
     # Times a power of two a float8 value is exact in bfloat16, too.
     dtype = torch.bfloat16 if spec.power_of_2 else torch.float32
-    values = dequantised(row, spec.granularity, dtype)
-    return quantize(values, spec, col=True, after=after).col
+    return quantize(dequantised(row, granularity, dtype), Cast(spec), col=True, after=after).col

@@ -10,7 +10,7 @@ SMALLEST_AMAX = 2.0**-100
 
 
 def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2: bool) -> Tensor:
-    """The decode scale that maps `amax` to the largest value of a float8 format.
+    """Return the decode scale that maps `amax` to the largest value of a float8 format.
 
     `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
     format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
@@ -30,10 +30,8 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
     # float64 makes the quotient, once rounded to float32, the correctly rounded one whether a
     # backend divides or multiplies by the reciprocal: eager, Inductor, CPU and GPU agree bitwise.
     scale = (amax.clamp(min=7.888609052210118e-31).to(torch.float64) / largest).to(torch.float32)
-    return _round_up_to_power_of_2(scale) if round_to_power_of_2 else scale
-
-
-def _round_up_to_power_of_2(scale: Tensor) -> Tensor:
+    if not round_to_power_of_2:
+        return scale
     # Carry any mantissa bit into the exponent, then drop the mantissa. Inf stays Inf; NaN, whose
     # bits would overflow, is passed by. The scale is a normal number (SMALLEST_AMAX).
     bits = scale.view(torch.int32)

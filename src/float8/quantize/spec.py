@@ -1,24 +1,24 @@
-"""The only description of a cast, and what casts and GEMMs hand to each other."""
+"""The description of a cast, and the records that casts and GEMMs hand to each other."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity, ScalingType
+from float8.config import Granularity, ScalingGranularity, ScalingType
 
 
 class CastSpec(NamedTuple):
-    """How one tensor is cast: what its `CastConfig` comes down to."""
+    """A `CastConfig` resolved: format, granularity and scaling of one tensor."""
 
     dtype: torch.dtype
     """The float8 format."""
 
-    granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
-    """What one scale covers."""
+    granularity: Granularity = ScalingGranularity.TENSORWISE
+    """The block that one scale covers."""
 
     scaling: ScalingType = ScalingType.DYNAMIC
-    """Where the scale comes from."""
+    """The source of the scale."""
 
     power_of_2: bool = False
     """Whether scales are rounded up to powers of two."""
@@ -30,7 +30,7 @@ class CastSpec(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one GEMM reads of a tensor."""
+    """One operand of a GEMM: float8 data and their scale."""
 
     data: Tensor
     """[R, C] float8, contiguous along C, the contraction dim; C is padded to 16."""
@@ -52,59 +52,38 @@ class Quantized(NamedTuple):
     """The transposed copy [C, R], contracted over R."""
 
     amax: Tensor | None = None
-    """0-dim float32: what delayed scaling still has to record at each use, if anything."""
+    """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
 
 
-BLOCK = 128
-"""Elements along one side of a block."""
-
-
-def check_scale(part: Part, granularity: ScalingGranularity) -> None:
+def check_scale(part: Part, granularity: Granularity) -> None:
     """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
 
-    One element under `TENSORWISE`; [R, 1] under `AXISWISE`, where both may have more leading dims;
-    [R, ceil(C / 128)], column-major, under `BLOCK_1x128`; [ceil(R / 128), ceil(C / 128)] with the
-    columns padded to 4 under `BLOCK_128x128`, as cuBLASLt wants them.
+    One element for one scale, else `Granularity.scales`; rows may have more leading dims.
     """
-    got = tuple(part.scale.shape)
-    if granularity is ScalingGranularity.TENSORWISE:
+    if granularity.one_scale:
         right, expected = part.scale.numel() == 1, "one element"
     elif torch.compiler.is_compiling():  # sizes may be symbols, of which nothing should be asked
         return
     else:
-        *leading, C = part.data.shape
-        R = leading[0]
-        wanted = {
-            ScalingGranularity.AXISWISE: (*leading, 1),
-            ScalingGranularity.BLOCK_1x128: (R, blocks(C)),
-            ScalingGranularity.BLOCK_128x128: (blocks(R), ceil4(blocks(C))),
-        }[granularity]
-        right, expected = got == wanted, f"shape {wanted}"
+        wanted = granularity.scales(tuple(part.data.shape))
+        right, expected = tuple(part.scale.shape) == wanted, f"shape {wanted}"
     if not right:
         raise ValueError(
-            f"scale: got shape {got} for data of {tuple(part.data.shape)}, expected {expected} "
-            f"under {granularity}"
+            f"scale: got shape {tuple(part.scale.shape)} for data of {tuple(part.data.shape)}, "
+            f"expected {expected} under {granularity}"
         )
 
 
-def dequantised(
-    part: Part, granularity: ScalingGranularity, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """`data * scale` in `dtype`; of any shape under `TENSORWISE`, else [R, C]."""
+def dequantised(part: Part, granularity: Granularity, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `data * scale` in `dtype`; of any shape under one scale or rows, else [R, C]."""
     scale = part.scale
-    if granularity in (ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128):
-        R, C = part.data.shape
-        scale = scale.repeat_interleave(BLOCK, dim=1)[:, :C]
-        if granularity is ScalingGranularity.BLOCK_128x128:
-            scale = scale.repeat_interleave(BLOCK, dim=0)[:R]
+    if granularity.width is not None:
+        scale = scale.repeat_interleave(granularity.width, dim=1)[:, : part.data.shape[1]]
+    if granularity.height not in (None, 1):
+        scale = scale.repeat_interleave(granularity.height, dim=0)[: part.data.shape[0]]
     return part.data.to(dtype) * scale.to(dtype)
 
 
-def blocks(n: int) -> int:
-    """How many blocks of 128 cover `n`; also of symbolic sizes, without a guard."""
-    return (n + (BLOCK - 1)) // BLOCK
-
-
 def ceil4(n: int) -> int:
-    """The smallest multiple of 4 that is not below `n`."""
+    """Return the smallest multiple of 4 that is not below `n`."""
     return (n + 3) // 4 * 4

@@ -1,4 +1,4 @@
-"""`Float8Tensor` and what each op does to it; weights that are gathered in float8."""
+"""`Float8Tensor` and its ops; weights that are gathered in float8."""
 
 from float8.tensor import ops  # noqa: F401  registers the op handlers
 from float8.tensor.dtensor import dtensor_like, is_dtensor, is_fsdp_module, local_tensor
@@ -9,6 +9,7 @@ from float8.tensor.gather import (
     high_precision,
     remember,
     remembered,
+    stamp_of,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "local_tensor",
     "remember",
     "remembered",
+    "stamp_of",
 ]

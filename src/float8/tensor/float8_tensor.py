@@ -1,19 +1,17 @@
 """`Float8Tensor`: float8 data and their scale as one tensor, for borders and for saving."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from float8.autograd import computed_before
-from float8.config import ScalingGranularity
+from float8.config import Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import columns, quantize
+from float8.quantize.quantize import Cast, columns, quantize
 from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
-from float8.tensor.dtensor import dtensor_like, is_dtensor, whole_amax
+from float8.tensor.dtensor import dtensor_like, is_dtensor
+from float8.tensor.ranks import amax_over, sharding_groups
 from float8.tensor.wrapper import Wrapper
 
 
@@ -23,9 +21,8 @@ class Columns:
     They are made by the first and dropped by the last: graphs may live on after backward.
     """
 
-    def __init__(self) -> None:
-        self._readers = 0
-        self._made: Part | None = None
+    _readers = 0
+    _made: Part | None = None
 
     def expect(self) -> "Columns":
         """Count one more reader."""
@@ -33,11 +30,11 @@ class Columns:
         return self
 
     def forget(self) -> None:
-        """What was made is of values that were written over."""
+        """Drop what was made: its values were written over."""
         self._made = None
 
     def of(self, row: Part, spec: CastSpec) -> Part:
-        """Column data of `row`, the same for all readers."""
+        """Return column data of `row`, the same for all readers."""
         made = columns(row, spec) if self._made is None else self._made
         self._readers -= 1
         self._made = made if self._readers > 0 else None
@@ -73,7 +70,7 @@ class Float8Tensor(Wrapper):
     _data: Tensor
     _scale: Tensor
     _orig_dtype: torch.dtype
-    _granularity: ScalingGranularity
+    _granularity: Granularity
     _by_columns: bool
     """Whether each column has a scale, under `AXISWISE`, and not each row."""
     _amax: Tensor | None
@@ -86,7 +83,7 @@ class Float8Tensor(Wrapper):
         data: Tensor,
         scale: Tensor,
         orig_dtype: torch.dtype,
-        granularity: ScalingGranularity = ScalingGranularity.TENSORWISE,
+        granularity: Granularity = ScalingGranularity.TENSORWISE,
         amax: Tensor | None = None,
     ) -> "Float8Tensor":
         """See the class."""
@@ -98,29 +95,42 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        axiswise = granularity is ScalingGranularity.AXISWISE
+        axiswise = granularity.by_rows
         fits = data.is_contiguous() and (data.dim() == 2 or (axiswise and data.dim() > 2))
         fits = fits or (axiswise and data.dim() == 2 and data.t().is_contiguous())
-        if granularity is not ScalingGranularity.TENSORWISE and not fits:
+        if not granularity.one_scale and not fits:
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
-        by_columns = axiswise and _has_scales_of_columns(data, scale)
-        check_scale(Part(data.t(), scale.t()) if by_columns else Part(data, scale), granularity)
+        self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
+        part = Part(data.t(), scale.t()) if self._by_columns else Part(data, scale)
+        check_scale(part, granularity)
+        return self
+
+    @classmethod
+    def _unchecked(
+        cls,
+        data: Tensor,
+        scale: Tensor,
+        orig_dtype: torch.dtype,
+        granularity: Granularity,
+        amax: Tensor | None,
+    ) -> "Float8Tensor":
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
-        self._by_columns = by_columns
+        self._by_columns = granularity.by_rows and _has_scales_of_columns(data, scale)
         self._columns = Columns()
         return self
 
     def _like(
-        self, data: Tensor, each: Callable[[Tensor], Tensor] = lambda field: field
+        self, data: Tensor, scale: Tensor | None = None, amax: Tensor | None = None
     ) -> "Float8Tensor":
-        """`data`, values of this tensor, with its other fields, tensors among them by `each`."""
-        amax = None if self._amax is None else each(self._amax)
-        return Float8Tensor(data, each(self._scale), self._orig_dtype, self._granularity, amax)
+        """Return `data` under `scale`, with the other fields of this tensor; None: its own."""
+        scale = self._scale if scale is None else scale
+        amax = self._amax if amax is None else amax
+        return Float8Tensor._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
     @staticmethod
     def from_high_precision(
@@ -145,15 +155,15 @@ class Float8Tensor(Wrapper):
         """
         spec = CastSpec(dtype, power_of_2=round_scales_to_power_of_2)
         if not is_dtensor(x):
-            return to_float8(x, spec, scale=scale)
+            return to_float8(x, Cast(spec, scale=scale))
         whole: Any = x
         if any(placement.is_partial() for placement in whole.placements):
             raise ValueError(
                 f"from_high_precision: got a DTensor placed {whole.placements}, expected no "
                 f"Partial: its values are still to be summed up; redistribute it first"
             )
-        reduce = functools.partial(whole_amax, like=whole)
-        local = to_float8(whole.to_local(), spec, scale=scale, reduce=reduce)
+        cast = Cast(spec, scale=scale, reduce=amax_over(sharding_groups(whole)))
+        local = to_float8(whole.to_local(), cast)
         return dtensor_like(local, whole)  # type: ignore[no-any-return]
 
     def to_original_precision(self) -> Tensor:
@@ -161,14 +171,14 @@ class Float8Tensor(Wrapper):
         return _ToOriginalPrecision.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def _assign(self, new: Tensor) -> None:
-        """Refuse what nothing here would notice."""
+        """Refuse a tensor that would take the place of data and scale, which would not notice."""
         raise RuntimeError(
             "data: got a tensor to take the place of float8 data and scale, expected none; assign "
             "a new Float8Tensor or Parameter to the attribute that holds this one"
         )
 
     def storage(self) -> Any:
-        """Refuse what there are two of, as safetensors asks for them."""
+        """Refuse to name one storage, as safetensors asks for: there are two."""
         raise RuntimeError(
             "Float8Tensor: got a request for its storage, as save_pretrained and safetensors make, "
             "expected tensors in high precision; save high_precision_state_dict(model), as in "
@@ -195,7 +205,7 @@ class Float8Tensor(Wrapper):
 
     @property
     def _scaling(self) -> str:
-        """For messages: the granularity, and which dim has the scales where that differs."""
+        """Describe the granularity for messages, and the dim of the scales if that differs."""
         return f"{self._granularity}{' by columns' if self._by_columns else ''}"
 
     @classmethod
@@ -227,62 +237,40 @@ OP_HANDLERS: dict[Any, Any] = {}
 """aten op, or its name -> handler(func, args, kwargs); filled by `float8.tensor.ops`."""
 
 
-def to_float8(
-    x: Tensor,
-    spec: CastSpec,
-    *,
-    scale: Tensor | None = None,
-    state: DelayedScale | None = None,
-    reduce: Callable[[Tensor], Tensor] | None = None,
-) -> Float8Tensor:
+def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
     """Cast `x`, of any shape, under one scale or one for each row; differentiable.
 
-    The rest is as for `quantize`. What delayed scaling has to record goes along with the result,
-    for those who use it.
+    What delayed scaling has to record goes along with the result, for those who use it.
     """
-    args = x, spec, scale, state, reduce
-    computed = computed_before(_ToFloat8, *args) if torch.compiler.is_compiling() else None
-    return _ToFloat8.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
+    computed = computed_before(_ToFloat8, x, cast) if torch.compiler.is_compiling() else None
+    return _ToFloat8.apply(x, cast, computed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ToFloat8(torch.autograd.Function):
     @staticmethod
-    def compute(
-        x: Tensor,
-        spec: CastSpec,
-        scale: Tensor | None,
-        state: DelayedScale | None,
-        reduce: Callable[[Tensor], Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if spec.granularity not in (ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE):
-            raise ValueError(f"to_float8: got {spec.granularity}, expected TENSORWISE or AXISWISE")
-        amax = None
-        if state is not None:
-            state = state.apart()
-            amax = state.amax
+    def compute(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
+        granularity, amax = cast.spec.granularity, None
+        if granularity.by_blocks:
+            raise ValueError(f"to_float8: got {granularity}, expected TENSORWISE or AXISWISE")
+        if cast.state is not None:
+            state = cast.state.apart()
+            cast, amax = cast._replace(state=state, record=True), state.amax
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
-        made = quantize(
-            rows, spec, row=True, state=state, record=True, scale=scale, reduce=reduce
-        ).row
-        data = made.data
+        data, scale = quantize(rows, cast, row=True).row
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
-        scale = made.scale
-        if spec.granularity is ScalingGranularity.AXISWISE:
+        if granularity.by_rows:
             scale = scale.reshape(*x.shape[:-1], 1)
         return data.reshape(x.shape), scale, amax
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: CastSpec, *args: Any) -> Float8Tensor:
-        *of_compute, computed = args
-        if computed is None:
-            computed = _ToFloat8.compute(x, spec, *of_compute)
-        data, scale, amax = computed
-        return Float8Tensor(data, scale, x.dtype, spec.granularity, amax)
+    def forward(ctx: Any, x: Tensor, cast: Cast, computed: Any) -> Float8Tensor:
+        data, scale, amax = _ToFloat8.compute(x, cast) if computed is None else computed
+        return Float8Tensor(data, scale, x.dtype, cast.spec.granularity, amax)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None, None
+        return grad, None, None
 
 
 class _ToOriginalPrecision(torch.autograd.Function):
@@ -296,7 +284,7 @@ class _ToOriginalPrecision(torch.autograd.Function):
 
 
 def dequantise(x: Float8Tensor) -> Tensor:
-    """`data * scale` in float32, rounded to the original dtype; not differentiable."""
+    """Return `data * scale` in float32, rounded to the original dtype; not differentiable."""
     return dequantised(Part(x._data, x._scale), x._granularity).to(x._orig_dtype)
 
 

@@ -44,9 +44,9 @@ class Float8GatherWeight(Wrapper):
     FSDP2 copies shards on some ranks only, and all must know the same."""
 
     _inner: Tensor
-    _counted: Tensor
-    _known: tuple[Tensor | Quantized, tuple[Any, ...], tuple[int, ...]] | None = None
-    """A scale or a whole cast, what it depends on, and the versions it is of."""
+    counted: Tensor
+    _known: tuple[Tensor | Quantized, tuple[Any, ...]] | None = None
+    """A scale or a whole cast, and the stamp of what it was made of."""
 
     @staticmethod
     def __new__(
@@ -55,17 +55,17 @@ class Float8GatherWeight(Wrapper):
         """See the class."""
         self: Float8GatherWeight = cls._around(inner, inner.dtype)
         self._inner, self.spec = inner, spec
-        self._counted = inner if counted is None else counted
+        self.counted = inner if counted is None else counted
         return self
 
     @property
     def high_precision(self) -> Tensor:
-        """A plain tensor that shares its memory, and its version counter."""
-        if self._inner is self._counted:
+        """Return a plain tensor that shares its memory, and its version counter."""
+        if self._inner is self.counted:
             return self._inner
         # Ops on what is inside run below the version counters: a view made there has its own.
-        with torch.inference_mode(self._counted.is_inference()):
-            return self._counted.as_strided(self.shape, self.stride(), self.storage_offset())
+        with torch.inference_mode(self.counted.is_inference()):
+            return self.counted.as_strided(self.shape, self.stride(), self.storage_offset())
 
     def _assign(self, new: Tensor) -> None:
         """Take `new` in the place of the tensor inside: shared, or copied if it lies otherwise.
@@ -84,7 +84,7 @@ class Float8GatherWeight(Wrapper):
         values = values.detach()
         if (values.stride(), values.storage_offset()) != (self.stride(), self.storage_offset()):
             values = self._inner.new_empty_strided(self.shape, self.stride()).copy_(values)
-        self._inner = self._counted = values
+        self._inner = self.counted = values
         self._known = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -111,7 +111,7 @@ class Float8GatherWeight(Wrapper):
             given = dict(zip((x.name for x in parameters), args, strict=False)) | kwargs
             leaves = tree_leaves([given.get(x.name) for x in parameters if x.is_write])
             written = [x for x in leaves if isinstance(x, Float8GatherWeight)]
-            torch.autograd.graph.increment_version([x._counted for x in written])
+            torch.autograd.graph.increment_version([x.counted for x in written])
             same = {id(x._inner): x for x in written}
             return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
         if not func.is_view and func not in _KEEP:
@@ -124,13 +124,13 @@ class Float8GatherWeight(Wrapper):
             return tree_map_only(Tensor, lambda x: source._like(func, x), result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
-        """`result` of an op on the inner tensor, as a tensor of this kind."""
+        """Return `result` of an op on the inner tensor as a tensor of this kind."""
         if result is self._inner:
             return self
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
         shares = func.is_view and result.dtype == self.dtype
-        new = type(self)(result, self.spec, self._counted if shares else None)
+        new = type(self)(result, self.spec, self.counted if shares else None)
         new.param_dtype = self.param_dtype
         return new
 
@@ -172,27 +172,36 @@ torch.serialization.add_safe_globals(
 # ---------------------------------------------------------------- scales and casts that are kept
 
 
-def remember(weight: Tensor, made: Tensor | Quantized, *of: Any) -> None:
-    """Keep the scale or cast of a weight until the weight is written.
+def stamp_of(*tensors: Any) -> tuple[int, ...]:
+    """Return what changes when one of some tensors is written, as far as version counters tell.
 
-    `of`: the dtype that the weight was rounded to, and whatever else the cast depends on.
+    They count what ops write, and not what fused optimizers do, nor what goes through `weight.data`
+    or a raw pointer. A DTensor counts the writes of ops on it and of compiled code; its shard those
+    through `to_local()`, and of ops that take lists, as an optimizer's.
     """
-    local_tensor(weight)._known = made, of, _versions(weight)
+    stamp: list[int] = []
+    for x in tensors:
+        stamp += x._version, x.data_ptr()
+    return tuple(stamp)
 
 
-def remembered(weight: Tensor, *of: Any) -> Tensor | Quantized | None:
-    """What was kept since the weight was last written, if it is of the same."""
-    known = local_tensor(weight)._known
-    if known is None or known[1:] != (of, _versions(weight)):
-        return None
-    return known[0]  # type: ignore[no-any-return]
-
-
-def _versions(weight: Tensor) -> tuple[int, ...]:
-    # A DTensor counts the writes of ops on it and of compiled code; its shard those through
-    # `to_local()`, and of ops that take lists, as an optimizer's.
+def remember(weight: Any, made: Tensor | Quantized, dtype: torch.dtype) -> None:
+    """Keep the scale or cast of a weight, rounded to `dtype` first, until the weight is written."""
     local: Float8GatherWeight = local_tensor(weight)
-    return weight._version, local._counted._version, local._inner.data_ptr()
+    local._known = made, _stamp_of_cast(weight, local, dtype)
+
+
+def remembered(weight: Any, dtype: torch.dtype) -> Tensor | Quantized | None:
+    """Return what was kept since the weight was last written, if it is of the same `dtype`."""
+    local: Float8GatherWeight = local_tensor(weight)
+    if local._known is None:
+        return None
+    made, stamp = local._known
+    return made if stamp == _stamp_of_cast(weight, local, dtype) else None
+
+
+def _stamp_of_cast(weight: Any, local: Float8GatherWeight, dtype: torch.dtype) -> tuple[Any, ...]:
+    return dtype, weight._version, *stamp_of(local.counted, local._inner)
 
 
 # ---------------------------------------------------------------- weights in and out of state dicts
@@ -201,7 +210,7 @@ def _versions(weight: Tensor) -> tuple[int, ...]:
 # Version counters, which tell of writes, are there outside of inference mode only.
 @torch.inference_mode(False)
 def high_precision(x: Tensor) -> Tensor:
-    """`x`, maybe a DTensor, without the spec of its gather; shares memory and version counters."""
+    """Return `x`, maybe a DTensor, without its spec; shares memory and version counters."""
     local = local_tensor(x)
     if not isinstance(local, Float8GatherWeight):
         return x
@@ -214,7 +223,7 @@ def high_precision(x: Tensor) -> Tensor:
 
 
 def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
-    """`new` as a weight that is gathered like `old`; itself if `old` is a plain tensor."""
+    """Return `new` as a weight that is gathered like `old`; itself if `old` is a plain tensor."""
     model, values = local_tensor(old), local_tensor(new)
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What each aten op does to a `Float8Tensor`."""
+"""Handlers of the aten ops that have a meaning for a `Float8Tensor`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from float8.config import ScalingGranularity
+from float8.config import Granularity
 from float8.formats import E4M3, E5M2, sendable
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
-from float8.quantize.spec import CastSpec, Part
+from float8.quantize.spec import Part
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.wrapper import as_inference_as
 
@@ -50,7 +50,7 @@ def implements(*ops: Any) -> Callable[[Handler], Handler]:
     aten.constant_pad_nd.default,
 )
 def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Ops that move no values: done on the data; one scale covers all of them."""
+    """Do ops that move no values on the data; one scale covers all of them."""
     x, *rest = args
     if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):
         raise ValueError(
@@ -58,24 +58,29 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"values; call .to_original_precision() first"
         )
     with as_inference_as(x):
-        result = func(x._data, *rest, **kwargs)
-        if x._granularity is ScalingGranularity.TENSORWISE:
-            made = tree_map_only(Tensor, x._like, result)
-        else:
-            made = _view_with_scales(func, x, result, rest, kwargs)
-        if isinstance(result, Tensor) and _same_rows(x._data, result):
-            made._columns = x._columns
-        return made
+        data = func(x._data, *rest, **kwargs)
+        scale = x._scale
+        if not x._granularity.one_scale:
+            scale = _scale_of_view(func, x, data, rest, kwargs)
+        if not isinstance(scale, Tensor):
+            return [x._like(*piece) for piece in zip(data, scale, strict=True)]
+        if not isinstance(data, Tensor):
+            return [x._like(piece, scale) for piece in data]
+        view = x._like(data, scale)
+        if _same_rows(x._data, data):
+            view._columns = x._columns
+        return view
 
 
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 _SHAPES = (aten.view.default, aten._unsafe_view.default)
-_PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-
-
-def _keeps_rows(x: Tensor, dim: int = 0, *_: Any) -> bool:
-    """Whether what is cut along `dim` are not the rows of `x` themselves."""
-    return x.dim() > 1 and dim % x.dim() != x.dim() - 1
+_CUTS = {
+    aten.slice.Tensor: 0,
+    aten.split.Tensor: 1,
+    aten.split_with_sizes.default: 1,
+    aten.chunk.default: 1,
+}
+"""Ops that cut along a dim, and where among their arguments after the tensor it stands."""
 
 
 def _same_rows(x: Tensor, view: Tensor) -> bool:
@@ -84,39 +89,41 @@ def _same_rows(x: Tensor, view: Tensor) -> bool:
     return alike and x.is_contiguous() and view.is_contiguous()
 
 
-def _view_with_scales(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """`data`, made by `func` of that of `x`, with the scales of the same rows, or with all."""
-    if func in _TURNS and x._granularity is ScalingGranularity.AXISWISE and x.dim() == 2:
-        return x._like(data, lambda scale: func(scale, *rest, **kwargs))
-    if x._granularity is ScalingGranularity.AXISWISE and not x._by_columns:
-        if func is aten.slice.Tensor and _keeps_rows(x, *rest) and data.is_contiguous():
-            return x._like(data, lambda scale: func(scale, *rest, **kwargs))
-        if func is aten.constant_pad_nd.default and not any(rest[0][:2]):
-            return x._like(data, lambda scale: func(scale, rest[0], 1.0))
-        if func in _SHAPES and _same_rows(x._data, data):
-            return x._like(data, lambda scale: scale.reshape(*data.shape[:-1], 1))
-        dim = (*rest[1:], *kwargs.values(), 0)[0]
-        if func in _PIECES and x.dim() > 1 and dim == 0:
-            pairs = zip(data, func(x._scale, *rest, **kwargs), strict=True)
-            return [x._like(piece, lambda _, own=scale: own) for piece, scale in pairs]
-    for each in [data] if isinstance(data, Tensor) else data:
-        if (each.shape, each.stride()) != (x._data.shape, x._data.stride()):
-            raise ValueError(
-                f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part "
-                f"of the data does not have all of the scales; call .to_original_precision() first"
-            )
-    return tree_map_only(Tensor, x._like, data)
+def _scale_of_view(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the scales of `data`, which `func` made of that of `x`: a list if it made pieces.
+
+    They are those of the same rows, or all.
+    """
+    pieces = tree_leaves(data)
+    if x._granularity.by_rows and x.dim() > 1:
+        if func in _TURNS and x.dim() == 2:
+            return func(x._scale, *rest, **kwargs)
+        if func in _CUTS and not x._by_columns:
+            dim = kwargs.get("dim", (*rest[_CUTS[func] :], 0)[0])
+            if dim % x.dim() != x.dim() - 1 and all(piece.is_contiguous() for piece in pieces):
+                return func(x._scale, *rest, **kwargs)
+        if func is aten.constant_pad_nd.default and not x._by_columns and not any(rest[0][:2]):
+            return func(x._scale, rest[0], 1.0)
+        if func in _SHAPES and not x._by_columns and data.dim() > 1 and _same_rows(x._data, data):
+            return x._scale.reshape(*data.shape[:-1], 1)
+    if any((each.shape, each.stride()) != (x.shape, x.stride()) for each in pieces):
+        raise ValueError(
+            f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part "
+            f"of the data does not have all of the scales; call .to_original_precision() first"
+        )
+    return x._scale
 
 
 @implements(aten.clone.default, aten.empty_like.default, aten._to_copy.default)
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A copy, maybe on another device, or room for one; of another dtype it is dequantised."""
+    """Copy, maybe to another device, or make room for a copy; dequantise to another dtype."""
     (x,) = args
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x._orig_dtype):
         return func(dequantise(x), dtype=dtype, **kwargs)
     rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return x._like(func(x._data, **kwargs), lambda field: func(field, **rest))
+    amax = None if x._amax is None else func(x._amax, **rest)
+    return x._like(func(x._data, **kwargs), func(x._scale, **rest), amax)
 
 
 def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
@@ -143,22 +150,19 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
     first: Any = pieces[0]
-    rows = getattr(first, "_granularity", None) is ScalingGranularity.AXISWISE
-    rows = rows and not first._by_columns
+    rows = isinstance(first, Float8Tensor) and first._granularity.by_rows and not first._by_columns
     for piece in pieces:
-        _require_alike("cat", pieces[0], piece, scale=not rows)
-    if rows and (*rest, *kwargs.values(), 0)[0] % pieces[0].dim() != pieces[0].dim() - 1:
-        scales = func([piece._scale for piece in pieces], *rest, **kwargs)
-        data = func([piece._data for piece in pieces], *rest, **kwargs)
-        return pieces[0]._like(data, lambda _: scales)
-    if pieces[0]._granularity is not ScalingGranularity.TENSORWISE:
+        _require_alike("cat", first, piece, scale=not rows)
+    rows = rows and (*rest, *kwargs.values(), 0)[0] % first.dim() != first.dim() - 1
+    if not rows and not first._granularity.one_scale:
         raise ValueError(
-            f"cat: got Float8Tensors under {pieces[0]._scaling}, expected TENSORWISE, or whole "
+            f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
             f"rows under AXISWISE; call .to_original_precision() first"
         )
     data = func([piece._data for piece in pieces], *rest, **kwargs)
-    whole = pieces[0]._like(data)
-    whole._scale = whole._scale.clone()  # a write in place reaches it, too
+    if rows:
+        return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
+    whole = first._like(data, first._scale.clone())  # a write in place reaches it, too
     amaxes = [piece._amax for piece in pieces]
     if any(amax is not amaxes[0] for amax in amaxes):
         # To be recorded of the whole is the largest; unknown, if that of a piece is.
@@ -188,7 +192,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """As `torch.distributed.checkpoint` asks."""
+    """Tell `torch.distributed.checkpoint` whether the data are pinned."""
     (x, *device) = args
     return func(x._data, *device, **kwargs)
 
@@ -202,26 +206,9 @@ def _new_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-@implements(aten.index_put_.default)
-def _index_put_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Bytes are written under the scale that they have in `target` already."""
-    target, indices, values, *accumulate = args
-    if not isinstance(target, Float8Tensor):
-        return func(target, indices, dequantise(values), *accumulate)
-    _require_alike("index_put_", target, values, scale=True)
-    if any(accumulate) or target._granularity is not ScalingGranularity.TENSORWISE:
-        raise ValueError(
-            f"index_put_: got accumulate={any(accumulate)} under {target._granularity}, expected "
-            f"False under TENSORWISE; call .to_original_precision() first"
-        )
-    func(target._data.view(torch.uint8), indices, values._data.view(torch.uint8))
-    target._columns.forget()
-    return target
-
-
 @implements(aten._foreach_lerp_.Scalar)
 def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """As averages of whole models are made: of equal float8 tensors nothing changes."""
+    """Average the tensors of whole models: equal float8 tensors stay as they are."""
     targets, sources, weight = args
     others: list[Any] = []
     for target, source in zip(targets, sources, strict=True):
@@ -259,7 +246,7 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     aten.ones_like.default,
 )
 def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Of the values, however they are held: a new tensor is plain, as its values may be any."""
+    """Run an op on the values: a new tensor is plain, as its values may be any."""
     return func(*_dequantised(args), **kwargs)
 
 
@@ -268,14 +255,14 @@ def _dequantised(args: Any) -> Any:
 
 
 def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Functional collectives that change no values.
+    """Run a functional collective that changes no values.
 
-    They are waited for at once, where compilers know to look for it.
+    It is waited for at once, where compilers know to look for it.
     """
     x, *rest = args
-    rows = x._granularity is ScalingGranularity.AXISWISE and func.name().endswith("into_tensor")
+    rows = x._granularity.by_rows and func.name().endswith("into_tensor")
     rows = rows and not x._by_columns
-    if not rows and x._granularity is not ScalingGranularity.TENSORWISE:
+    if not rows and not x._granularity.one_scale:
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE, or an "
             f"all-gather of rows under AXISWISE: its scales would stay here; call "
@@ -287,11 +274,11 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return received
 
     data = sent(sendable(x._data)).view(x._data.dtype)
-    return x._like(data, sent) if rows else x._like(data)
+    return x._like(data, sent(x._scale) if rows else None)
 
 
 def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Collectives of `torch.distributed` that move whole tensors, each with a scale of its own.
+    """Run a collective of `torch.distributed` that moves whole tensors, each with its own scale.
 
     Field by field: bytes, scales, and amaxes where there are some. All ranks must give alike ones.
     """
@@ -351,7 +338,7 @@ if torch.distributed.is_available():
 
 
 def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
-    """`a @ b`, [M, K] x [K, N], as a scaled GEMM on data laid out along K and padded to 16."""
+    """Return `a @ b`, [M, K] x [K, N]: a scaled GEMM on data laid out along K, padded to 16."""
     if a._orig_dtype != b._orig_dtype:
         raise ValueError(
             f"mm: got Float8Tensors of original dtypes {a._orig_dtype} and {b._orig_dtype}, "
@@ -364,8 +351,8 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
         )
     # What the GEMM sums over must have one scale.
     for x, one_each in ((a, not a._by_columns), (b, b._by_columns or b.numel() == 1)):
-        fits = one_each and x._granularity is ScalingGranularity.AXISWISE
-        if not fits and x._granularity is not ScalingGranularity.TENSORWISE:
+        fits = one_each and x._granularity.by_rows
+        if not fits and not x._granularity.one_scale:
             raise ValueError(
                 f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
                 f"TENSORWISE, or AXISWISE by rows and by columns, which leaves one scale for what "
@@ -380,6 +367,6 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
     return product[: a.shape[0], : b.shape[1]]
 
 
-def _operand(data: Tensor, scale: Tensor, granularity: ScalingGranularity) -> Part:
-    part = padded(Part(data, scale), CastSpec(data.dtype, granularity))
+def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Part:
+    part = padded(Part(data, scale), granularity)
     return Part(part.data.contiguous(), part.scale)

@@ -1,4 +1,4 @@
-"""What tensor subclasses around plain tensors have in common."""
+"""A base of tensor subclasses around plain tensors."""
 
 import copy
 import hashlib
@@ -21,7 +21,7 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def _around(cls, inner: Tensor, dtype: torch.dtype) -> Any:
-        """A new one that has the shape, strides and device of `inner`, and reports `dtype`."""
+        """Return a new one with the shape, strides and device of `inner`, which reports `dtype`."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -34,7 +34,7 @@ class Wrapper(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor."""
+        """Return a detached view, as of any tensor; setting it is up to `_assign`."""
         view: Tensor = _tensor_data.__get__(self)
         return view
 
@@ -78,7 +78,7 @@ class Wrapper(torch.Tensor):
         return memo[id(self)]
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd puts into its cache key: all but the values, the same in any process."""
+        """Hash all but the values for the cache of AOTAutograd, the same in any process."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         described = [
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
@@ -109,7 +109,7 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:
-    """A context for making what is derived from `source`: inference tensors only if it is one.
+    """Return a context in which tensors derived from `source` are inference tensors if it is one.
 
     Torch's own views of normal tensors are normal in inference mode, too; of a subclass they must
     be, or they raise ("Cannot set version_counter for inference tensor").

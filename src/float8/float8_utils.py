@@ -1,4 +1,4 @@
-"""What has the same meaning here as in torchao; casts and scales have not."""
+"""Helpers of torchao with the same meaning here; those of casts and scales have another."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ _OTHER_SCALES = (
 
 @torch.no_grad()
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
-    """The SQNR in dB of `y` as an approximation of `x`, both of any shape; 0-dim."""
+    """Return the SQNR in dB of `y` as an approximation of `x`, both of any shape; 0-dim."""
     norm = torch.linalg.vector_norm
     return 20 * torch.log10(norm(x) / norm(x - y))
 

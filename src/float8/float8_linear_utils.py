@@ -1,0 +1,88 @@
+"""Functions of converted models, in the module of torchao that has them."""
+
+from collections.abc import Callable, Collection
+
+from torch import nn
+
+from float8.config import ConfigOrRecipe, as_config, linear_requires_sync
+from float8.convert import (
+    ModuleFilter,
+    convert_to_float8_training,
+    swap_linear_with_float8_linear,
+)
+from float8.convert.filters import DEFAULT_TOKENS, choose_filter
+from float8.linear import Float8Layer, is_conv1d
+from float8.sync import sync_float8_amax_and_scale_history
+
+__all__ = [
+    "_auto_filter_for_recipe",
+    "_auto_filter_for_rowwise",
+    "_auto_filter_for_tensorwise",
+    "convert_to_float8_training",
+    "get_float8_layers",
+    "linear_requires_sync",
+    "swap_linear_layers",
+    "swap_linear_with_float8_linear",
+    "sync_float8_amax_and_scale_history",
+]
+
+
+def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
+    """Return a `module_filter_fn` like the default, but without layers of some names.
+
+    Args:
+        recipe: of the conversion.
+        filter_fqns: layers stay in high precision if their names contain one of these.
+
+    Returns:
+        A function that takes no more than linear layers: it returns False for all else, also for
+        what is no module.
+    """
+    skip = choose_filter(None, as_config(recipe), DEFAULT_TOKENS, False, ())
+
+    def takes(mod: nn.Module, fqn: str) -> bool:
+        if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Module):
+            return False
+        if isinstance(mod, Float8Layer):
+            return True
+        return (isinstance(mod, nn.Linear) or is_conv1d(mod)) and skip(mod, fqn) is None
+
+    return takes
+
+
+def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
+    """Whether `_auto_filter_for_recipe("tensorwise", filter_fqns)` takes a layer."""
+    return _auto_filter_for_recipe("tensorwise", filter_fqns)(mod, fqn)
+
+
+def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
+    """Whether `_auto_filter_for_recipe("rowwise", filter_fqns)` takes a layer."""
+    return _auto_filter_for_recipe("rowwise", filter_fqns)(mod, fqn)
+
+
+def get_float8_layers(model: nn.Module) -> list[Float8Layer]:
+    """Return all converted layers, each once."""
+    return [layer for layer in model.modules() if isinstance(layer, Float8Layer)]
+
+
+def swap_linear_layers(
+    module: nn.Module,
+    from_float_func: Callable[[nn.Linear], nn.Module],
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+) -> nn.Module:
+    """Replace each `nn.Linear` for which `module_filter_fn` returns True, in place.
+
+    Returns:
+        `module`; or, if it is itself such a layer, its replacement.
+    """
+    new: dict[nn.Module, nn.Module] = {
+        mod: from_float_func(mod)
+        for fqn, mod in module.named_modules()
+        if isinstance(mod, nn.Linear) and (module_filter_fn is None or module_filter_fn(mod, fqn))
+    }
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in new:  # at each place of a shared layer
+                parent._modules[name] = new[child]
+    return new.get(module, module)
