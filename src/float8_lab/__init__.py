@@ -1,4 +1,4 @@
-"""What measures and shows the library: reference models, trainer, bench, the `float8` command.
+"""Tools that measure and show the library: reference models, trainer, bench, the `float8` command.
 
 Needs the `cli` extra: `pip install '.[cli]'` in a checkout. The library itself imports nothing of
 it.

@@ -1,19 +1,15 @@
-"""Devices of this machine: by name, and the time and memory of steps on them."""
+"""Devices of this machine: by name, and the time of steps on them."""
 
 import contextlib
-import ctypes
-import gc
 import itertools
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from float8.formats import lacks_float8_gemm
-from float8_lab.errors import ConfigError, OutOfMemoryError, for_all, is_for_all
+from float8_lab.errors import ConfigError, OutOfMemoryError
 
 
 def check_device(name: str) -> torch.device:
@@ -22,15 +18,12 @@ def check_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from error
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     there = {"cpu": 1, "cuda": gpus}
     if device.type not in there:
         raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
     if (device.index or 0) >= there[device.type]:
-        hint = "there is one CPU device, use cpu"
-        if device.type == "cuda":
-            none = "no CUDA GPU here, use --device cpu"
-            hint = f"PyTorch sees {gpus} CUDA device(s)" if gpus else none
+        hint = f"PyTorch sees {gpus} CUDA GPU(s)" if gpus else "no CUDA GPU here, use --device cpu"
         raise ConfigError(f"device {name!r} is not there: {hint}")
     return device
 
@@ -94,57 +87,4 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
         known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not known and not any(sign in str(error) for sign in _SIGNS_OF_TOO_MUCH):
             raise
-        message = message.replace("{error}", str(error))
-        raise for_all(OutOfMemoryError(message), is_for_all(error)) from error
-
-
-def total_memory(device: torch.device) -> int:
-    """Bytes of memory that `device` has, of this machine for the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-class PeakMemory:
-    """Peak memory of what happens after `__init__`.
-
-    On CUDA the highest number of bytes that tensors held at once. On the CPU the growth of the
-    process's peak resident memory, which Linux can measure per run; elsewhere not at all.
-
-    Attributes:
-        note: What the number means, or why there is none.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._resident: int | None = None
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            self.note = "highest torch.cuda.max_memory_allocated"
-            return
-        self.note = "not measured: the peak of a CPU run can only be told apart on Linux"
-        # Give freed memory back to the system, or an earlier run's would hide this one's growth.
-        with contextlib.suppress(AttributeError, OSError, TypeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc only
-        with contextlib.suppress(OSError, IndexError):
-            # Writing 5 sets the process's recorded peak back to what it holds now: see proc(5).
-            Path("/proc/self/clear_refs").write_text("5")
-            resident = _status_bytes("VmRSS")
-            if _status_bytes("VmHWM") <= resident + (64 << 20):
-                self._resident = resident
-                self.note = "growth of the process's peak resident memory"
-
-    def read(self) -> int | None:
-        """Bytes, or None if this machine cannot tell."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        if self._resident is None:
-            return None
-        return max(_status_bytes("VmHWM") - self._resident, 0)
-
-
-def _status_bytes(name: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{name}:")[2].split()[0]) * 1024
+        raise OutOfMemoryError(message.replace("{error}", str(error))) from error

@@ -1,8 +1,4 @@
-"""What can go wrong, as exceptions that say what to do about it."""
-
-from typing import TypeVar
-
-E = TypeVar("E", bound=BaseException)
+"""Exceptions that say to the user what to do."""
 
 GET_EXTRAS = "pip install '.[cli]' in a checkout of float8"
 
@@ -26,7 +22,7 @@ class CheckpointError(LabError):
 
 
 class FailedError(LabError):
-    """What was asked for makes sense and did not work out."""
+    """Raised where a call makes sense, but training or a measurement failed."""
 
     exit_code = 1
 
@@ -43,6 +39,10 @@ class RankFailedError(FailedError):
     """Another rank is gone, maybe without a word."""
 
 
+class ToldError(RankFailedError):
+    """Another rank has failed, and tells the user why."""
+
+
 def require_divisor(
     option: str, got: int, count: int, of_what: str, common: int | None = None
 ) -> None:
@@ -53,18 +53,3 @@ def require_divisor(
             f"{option} got {got}, expected a divisor of the {count} {of_what}: "
             f"use one of {', '.join(str(n) for n in range(1, fitting + 1) if fitting % n == 0)}"
         )
-
-
-def for_all(error: E, when: bool = True) -> E:
-    """Mark an error that all ranks raise: the first one tells it. Others are told by each rank.
-
-    Which those are only the code that raises them knows, not their class.
-    """
-    if when:
-        vars(error)["for_all"] = True
-    return error
-
-
-def is_for_all(error: BaseException) -> bool:
-    """Whether it, or what it was made of, went through `for_all`."""
-    return "for_all" in vars(error)

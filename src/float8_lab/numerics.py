@@ -1,7 +1,6 @@
-"""What casts to float8 do to the values of a model: what vanishes, what saturates, SQNR in dB.
+"""Effects of casts to float8 on the values of a model: underflow, saturation, SQNR in dB.
 
-`numerics_report(model, batch)` shows it for each layer of a user's model. What it is made of serves
-`float8 bench numerics`, too.
+`numerics_report(model, batch)` shows it for each layer of a user's model.
 """
 
 import contextlib
@@ -17,64 +16,56 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Float8Tensor
-from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, ScalingGranularity
+from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS
 from float8.formats import FLOAT8_MAX
-from float8.linear.functional import NO_SCALES, DelayedScales, check_input
-from float8.linear.plan import plan_linear
-from float8.quantize.quantize import quantize
+from float8.linear.functional import check_input
+from float8.linear.plan import Casts, plan_linear
+from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, dequantised
 
-_SAME_BOTH_WAYS = (ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCK_128x128)
 _ROUNDING = 1 + 2.0**-20  # a float32 scale is rounded, and its amax so not quite the largest value
 ROLES = ("input", "weight", "grad_output")
 _LAYER_WIDTH = 23  # with it a report has 80 columns
 
 
-class Call(NamedTuple):
-    """One forward of a layer, and its backward."""
-
-    layer: str  # its name
-    scales: DelayedScales  # that it has
-    gemms: frozenset[str]  # that it needs, of `"output"`, `"grad_input"` and `"grad_weight"`
-
-
-class Cast(NamedTuple):
+class MeasuredCast(NamedTuple):
     """One cast of a linear layer, which serves one or two of its GEMMs."""
 
     role: str  # of `ROLES`
     gemms: tuple[str, ...]  # that read it
     spec: CastSpec
     col: bool  # whether scales run along columns
-    state: str  # which of `DelayedScales` it has
+    site: str  # of `Casts`: the one that owns it
 
 
-def casts_of(config: Float8LinearConfig) -> list[Cast]:
+def casts_of(config: Float8LinearConfig) -> list[MeasuredCast]:
     """The casts of a layer of this configuration that differ in their values."""
-    plan, found = plan_linear(config), dict[tuple[str, bool], Cast]()
+    plan, found = plan_linear(config), dict[tuple[str, bool], MeasuredCast]()
     read_by = {site: gemm for gemm, sites in GEMM_OPERANDS.items() for site in sites}
     for site in CAST_SITES:
         if not config.cast_config(site).is_float8:
             continue
-        spec: CastSpec = getattr(plan, site.value)
-        col = site in BASE_SITE and spec.granularity not in _SAME_BOTH_WAYS
-        state = config.owner(site).value
-        same = found.get((state, col))
+        spec: CastSpec = getattr(plan.casts, site.value).spec
+        col = site in BASE_SITE and not spec.granularity.square
+        owner = config.owner(site).value
+        same = found.get((owner, col))
         gemms = (*(same.gemms if same else ()), read_by[site])
-        found[state, col] = Cast(BASE_SITE.get(site, site).value, gemms, spec, col, state)
+        role = BASE_SITE.get(site, site).value
+        found[owner, col] = MeasuredCast(role, gemms, spec, col, owner)
     return list(found.values())
 
 
 @torch.no_grad()
-def measure_cast(x: Tensor, cast: Cast, scales: DelayedScales = NO_SCALES) -> Tensor:
-    """Cast x [R, C] as a layer would and compare.
+def measure_cast(x: Tensor, cast: MeasuredCast, casts: Casts | None = None) -> Tensor:
+    """Cast x [R, C] as a layer would and compare; `casts`: with scales from histories.
 
     Returns:
         [10] float64: amax of x; numbers of its elements that are not zero, that become zero
         although they are not, that become the largest value although they are larger; then what
         `compare` returns. All but amax may be added up over several tensors.
     """
-    state = getattr(scales, cast.state)
-    made = quantize(x, cast.spec, row=not cast.col, col=cast.col, state=state)
+    how = Cast(cast.spec) if casts is None else getattr(casts, cast.site)
+    made = quantize(x, how, row=not cast.col, col=cast.col)
     part = made.col if cast.col else made.row
     assert part is not None
     x = (x.t() if cast.col else x).float()
@@ -105,7 +96,7 @@ def compare(expected: Tensor, found: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerCast:
-    """What one cast of one layer does to its tensor."""
+    """Effects of one cast of one layer on its tensor."""
 
     layer: str
     role: str  # of `ROLES`
@@ -117,7 +108,7 @@ class LayerCast:
     even_db: float  # of the mean relative error of rows, or of columns, whichever is lower
 
     @classmethod
-    def of(cls, layer: str, cast: Cast, measured: Tensor) -> "LayerCast":
+    def of(cls, layer: str, cast: MeasuredCast, measured: Tensor) -> "LayerCast":
         """From what `measure_cast` returns, waiting for the device."""
         amax, nonzero, vanished, saturated, signal, noise, rows, R, columns, C = measured.tolist()
         count, whole = max(nonzero, 1), decibels(signal, noise)
@@ -142,7 +133,7 @@ def watch(
     model: nn.Module,
     layers: Mapping[str, nn.Linear],
     loss: Callable[[], Tensor],
-    see: Callable[[Call, str, Tensor], None],
+    see: Callable[[str, Casts | None, set[str], str, Tensor], None],
 ) -> None:
     """Run one forward and backward, and show what `layers` cast; leave everything as it was.
 
@@ -151,8 +142,9 @@ def watch(
     eagerly meanwhile.
 
     `loss` runs the forward of `model`, whose `layers` have names, and returns a 0-dim tensor. `see`
-    is shown input [M, K] and weight [N, K] at each forward of a layer, and grad_output [M, N] when
-    backward reaches it.
+    is shown a layer's name, its casts if it is converted, the GEMMs that it needs, a role and its
+    tensor: input [M, K] and weight [N, K] at each forward, and grad_output [M, N] when backward
+    reaches it.
     """
     probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
 
@@ -163,15 +155,15 @@ def watch(
         needs = {"grad_input": x.requires_grad, "grad_weight": layer.weight.requires_grad}
         backward = {gemm for gemm in needs if needs[gemm] and output.requires_grad}
         with torch.no_grad():  # so that nothing is recorded
-            scales = layer.delayed_scales() if isinstance(layer, Float8Linear) else NO_SCALES
-            call = Call(name, scales, frozenset({"output"} | backward))
-            see(call, "input", x.reshape(-1, x.shape[-1]))
-            see(call, "weight", layer.weight)
+            casts = layer.casts() if isinstance(layer, Float8Linear) else None
+            show = functools.partial(see, name, casts, {"output"} | backward)
+            show("input", x.reshape(-1, x.shape[-1]))
+            show("weight", layer.weight)
         if not output.requires_grad:
             return None
 
         def see_gradient(gradient: Tensor) -> None:
-            see(call, "grad_output", gradient.reshape(-1, gradient.shape[-1]))
+            show("grad_output", gradient.reshape(-1, gradient.shape[-1]))
 
         output = output + probe
         output.register_hook(see_gradient)  # type: ignore[no-untyped-call]
@@ -210,7 +202,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """What casts do to the tensors of a model in one step. `str()` gives a table of 80 columns."""
+    """Effects of all casts of a model in one step. `str()` gives a table of 80 columns."""
 
     casts: tuple[LayerCast, ...]  # worst first: tensors that are not finite, then by `even_db`
     left_out: tuple[str, ...]  # linear layers in high precision, and those that did not run
@@ -270,16 +262,16 @@ def numerics_report(
     """
     configs = _configs(model, recipe)
     layers = {name: layer for name, layer in model.named_modules() if name in configs}
-    casts = {name: casts_of(config) for name, config in configs.items()}
-    found: dict[tuple[str, Cast], Tensor] = {}
+    differ = {name: casts_of(config) for name, config in configs.items()}
+    found: dict[tuple[str, MeasuredCast], Tensor] = {}
 
-    def see(call: Call, role: str, x: Tensor) -> None:
-        for cast in casts[call.layer]:
-            cast = cast._replace(gemms=tuple(gemm for gemm in cast.gemms if gemm in call.gemms))
+    def see(name: str, casts: Casts | None, gemms: set[str], role: str, x: Tensor) -> None:
+        for cast in differ[name]:
+            cast = cast._replace(gemms=tuple(gemm for gemm in cast.gemms if gemm in gemms))
             if cast.role == role and cast.gemms:
-                new = measure_cast(x, cast, call.scales if recipe is None else NO_SCALES)
-                old = found.get((call.layer, cast), torch.zeros_like(new))
-                found[call.layer, cast] = torch.cat([torch.maximum(old, new)[:1], (old + new)[1:]])
+                new = measure_cast(x, cast, casts if recipe is None else None)
+                old = found.get((name, cast), torch.zeros_like(new))
+                found[name, cast] = torch.cat([torch.maximum(old, new)[:1], (old + new)[1:]])
 
     watch(model, layers, lambda: _loss(model, batch, loss), see)
     measured = [LayerCast.of(name, cast, sums) for (name, cast), sums in found.items()]

@@ -2,7 +2,7 @@
 
 One process per GPU, started by `torchrun`. Numbers for the log are reduced where they are; flags
 and objects travel through Gloo, so that no rank waits for its GPU to say whether to stop. What goes
-wrong on one rank is raised on all of them, so that the first one tells the user, once.
+wrong on one rank ends all of them: that one tells the user, the others raise a `ToldError`.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8_lab.device import check_device
-from float8_lab.errors import ConfigError, LabError, RankFailedError, for_all, require_divisor
+from float8_lab.errors import ConfigError, RankFailedError, ToldError, require_divisor
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 # How a run on several ranks is started.
 LAUNCH = "torchrun --nproc-per-node {ranks} --no-python float8 train"
@@ -43,11 +44,10 @@ class Ranks:
 
     rank: int = 0  # of this process; the first one writes files and talks to the user
     size: int = 1
-    sharded: bool = False  # whether the model is sharded over them: one rank can do that, too
 
     def device(self, name: str) -> torch.device:
         """The device of this rank, made the current one; a `ConfigError` if it has none."""
-        if name == "cuda" and self.sharded:
+        if name == "cuda" and dist.is_initialized():
             # Who made the group without torchrun has chosen the device, too.
             name = f"cuda:{os.environ.get('LOCAL_RANK') or torch.cuda.current_device()}"
         elif not name.startswith("cpu") and self.size > 1:
@@ -81,7 +81,7 @@ class Ranks:
         require_divisor("--hsdp", replicas, groups, who)
 
     def share(self, count: int, tp: int) -> slice:
-        """Which of `count` sequences are this rank's: `tp` ranks have the same, all as many."""
+        """Return this rank's share of `count` sequences: `tp` ranks have the same, all as many."""
         each, group = count * tp // self.size, self.rank // tp
         return slice(group * each, (group + 1) * each)
 
@@ -94,7 +94,7 @@ class Ranks:
         return total / self.size
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds on some rank; collective."""
+        """Return whether it holds on some rank; collective."""
         if self.size == 1:
             return flag
         flags = torch.tensor(int(flag))
@@ -111,28 +111,33 @@ class Ranks:
     def together(self, work: Callable[[], T]) -> T:
         """Run what may fail and communicates nothing. Collective.
 
-        If it fails on one rank, all raise what the first of those raised.
+        If it fails on some ranks, the first of those raises why, all others a `ToldError`.
         """
         error: Exception | None = None
         try:
             result = work()
         except Exception as caught:
             error = caught
-        for rank, problem in enumerate(self.gather(error)):
-            if error is not None and rank == self.rank:
-                raise for_all(error)
-            if rank and isinstance(problem, (LabError, OSError)):
-                raise for_all(type(problem)(f"rank {rank}: {problem}"))
-            if problem is not None:
-                raise for_all(problem)
-        return result
+        whats = self.gather(None if error is None else str(error))
+        failed = next((rank for rank, what in enumerate(whats) if what is not None), None)
+        if failed is None:
+            return result
+        if error is not None and failed == self.rank:
+            raise error
+        raise ToldError(f"rank {failed} has failed: {whats[failed]}")
 
     def once(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank alone; its picklable result on all. As `together`."""
         return self.gather(self.together(lambda: work() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
 
-ALONE = Ranks()  # one process, nothing sharded
+ALONE = Ranks()
+
+
+def for_all(error: E) -> E | ToldError:
+    """Return what to raise where all ranks meet `error`: the first one tells it."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    return error if rank == 0 else ToldError(f"as rank 0 says: {error}")
 
 
 def start_ranks(device: str, wanted: int | None) -> None:
@@ -175,7 +180,7 @@ def join_ranks(spread: bool) -> Iterator[Ranks]:
             raise for_all(ConfigError(message))
         yield ALONE
         return
-    ready = dist.is_available() and dist.is_initialized()
+    ready = dist.is_initialized()
     if not ready and "RANK" not in os.environ:
         raise ConfigError(
             "--fsdp and --tp need ranks to share a model, expected to be started by torchrun: use "
@@ -184,7 +189,7 @@ def join_ranks(spread: bool) -> Iterator[Ranks]:
     if not ready:
         # Both: tensors on GPUs and flags on CPUs have ways of their own.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), sharded=True)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
     with explain_lost_rank():
         yield ranks
         if not ready:

@@ -9,17 +9,15 @@ from torch import Tensor, nn
 
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
-from float8.quantize.quantize import quantize
+from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.step import Row, Step, compare, saved_bytes
-from float8_lab.bench.timing import Sampler, issue_microseconds, kernel_sampler
-from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
+from float8_lab.bench.step import Row, Step, compare, with_speedups
+from float8_lab.bench.timing import Sampler, input_sets, kernel_sampler, steady_sampler
+from float8_lab.bench.variants import Variant
 
-_AT_LEAST = 17.0  # lower bound of the SQNR in dB against bf16
-_SUM = "sum"
-# Layers so small that only the time to issue them counts.
-_TOKENS, _WIDTH, _CHAIN = 32, 256, 16
+AT_LEAST = 17.0  # lower bound of the SQNR in dB against bf16
+_MOST_SETS = 16
 
 
 class Layer(nn.Module):
@@ -33,8 +31,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output [M, N] for x [M, K]."""
-        output: Tensor = self.linear(x)
-        return output
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def layer_data(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight [N, K], input [M, K] and gradient of the output [M, N], random in bf16."""
+    M, K, N = shape
+    make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    return make(N, K) * K**-0.5, make(M, K), make(M, N)
 
 
 def bench_linear(
@@ -42,47 +46,52 @@ def bench_linear(
     variants: Sequence[Variant],
     device: torch.device,
     rounds: int,
+    *,
+    gpu_time: bool = False,
 ) -> Iterator[list[Row]]:
     """Time every variant of every shape; yields the rows of one shape, then a set's sums.
 
     The first variant of each mode must be bf16. Times are those of a steady state: in eager mode,
-    if issuing takes longer than the GPU, they are the time to issue. The sync of delayed scaling,
-    which happens once per optimizer step for a whole model, is not in them; `float8 bench block`
-    has it.
+    if issuing takes longer than the GPU, they are the time to issue. With `gpu_time` they are the
+    GPU's alone, on data that is not in its cache. The sync of delayed scaling, which happens once
+    per optimizer step for a whole model, is not in them; `float8 bench model` has it.
     """
     for name, members in shapes.items():
         summed = []
         for shape in members:
-            summed.append(_rows(name, shape, variants, device, rounds))
+            rows = _rows(shape, variants, device, rounds, gpu_time)
+            summed.append([{"set": name, **shape._asdict(), **row} for row in rows])
             yield summed[-1]
         if len(summed) > 1:
-            yield _sums(name, summed)
+            yield _sums(summed)
 
 
 def _rows(
-    name: str, shape: Shape, variants: Sequence[Variant], device: torch.device, rounds: int
+    shape: Shape, variants: Sequence[Variant], device: torch.device, rounds: int, gpu_time: bool
 ) -> list[Row]:
     torch.compiler.reset()  # the shape before may have filled the compiler's cache
-    M, K, N = shape
-    sizes = ((N, K), (M, K), (M, N))
-    weight, x, grad = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in sizes)
-    weight *= K**-0.5
+    weight, *data = layer_data(shape, device)
 
-    def saved(step: Step) -> Row:
-        return {"saved_mib": saved_bytes(step.forward, step.model.parameters()) / 2**20}
+    def make(variant: Variant) -> Step:
+        return Step(variant, Layer(weight), *data)
 
-    steps = (Step(variant, Layer(weight), x, grad) for variant in variants)
-    beside = {"floor_ms": _gemms_sampler(x, weight, grad)}
-    *_, rows = compare(
-        f"linear {shape}", steps, device, rounds, at_least=_AT_LEAST, measure=saved, beside=beside
-    )
-    return [{"set": name, "M": M, "K": K, "N": N, **row} for row in rows]
+    def uncached(step: Step, device: torch.device) -> Sampler:
+        sets = min(_MOST_SETS, input_sets(2 * shape.M * (shape.K + shape.N), device))
+        data = [layer_data(shape, device)[1:] for _ in range(sets)]
+        calls = [functools.partial(step.gradients, *each) for each in data]
+        return kernel_sampler(calls, device, at_least_ms=1.0)
+
+    more: dict[str, Any] = {"at_least": AT_LEAST}
+    more["sample"] = uncached if gpu_time else steady_sampler
+    more["beside"] = {"floor_ms": _gemms_sampler(weight, *data)}
+    *_, rows = compare(f"linear {shape}", make, variants, device, rounds, **more)
+    return rows
 
 
-def _gemms_sampler(x: Tensor, weight: Tensor, grad: Tensor) -> Sampler:
+def _gemms_sampler(weight: Tensor, x: Tensor, grad: Tensor) -> Sampler:
     """Samples the three float8 GEMMs of a layer alone, which casts could be hidden behind."""
     formats = ((x, E4M3), (weight, E4M3), (grad, E5M2))
-    casts: list[Any] = [quantize(t, CastSpec(to), row=True, col=True) for t, to in formats]
+    casts: list[Any] = [quantize(t, Cast(CastSpec(to)), row=True, col=True) for t, to in formats]
     x8, w8, g8 = casts
     gemms = ((x8.row, w8.row, True), (g8.row, w8.col, False), (g8.col, x8.col, False))
 
@@ -92,39 +101,12 @@ def _gemms_sampler(x: Tensor, weight: Tensor, grad: Tensor) -> Sampler:
     return kernel_sampler([run], x.device)
 
 
-def _sums(name: str, summed: Sequence[Sequence[Row]]) -> list[Row]:
+def _sums(summed: Sequence[Sequence[Row]]) -> list[Row]:
     sums: list[Row] = []
     for same in zip(*summed, strict=True):  # one variant over all shapes
-        total = {**same[0], "set": name, "M": _SUM, "K": None, "N": None, "peak_gib": None}
-        total |= {key: sum(row[key] for row in same) for key in ("saved_mib", "ms", "floor_ms")}
-        total["sqnr_db"] = min(row["sqnr_db"] for row in same)
+        total = {**same[0], "M": "sum", "K": None, "N": None, "peak_gib": None}
+        if all("ms" in row for row in same):
+            total |= {key: sum(row[key] for row in same) for key in ("ms", "floor_ms")}
+            total["sqnr_db"] = min(row["sqnr_db"] for row in same)
         sums.append(total)
-    bf16 = {row["mode"]: row["ms"] for row in sums if row["recipe"] == HIGH_PRECISION}
-    return [{**row, "speedup": bf16[row["mode"]] / row["ms"]} for row in sums]
-
-
-def host_microseconds(variants: Sequence[Variant], device: torch.device) -> dict[str, float]:
-    """Time of the calling thread to issue one forward and backward in eager mode, by recipe.
-
-    Of a chain of layers, divided by their number: a single one would be charged the start of
-    `backward()`, which is the same for a whole model.
-    """
-    make = {"device": device, "dtype": torch.bfloat16}
-    # A CPU computes in the calling thread, for seconds if it has no float8 GEMM of its own.
-    calls, samples = (3, 15) if device.type == "cuda" else (1, 3)
-    times = {}
-    for variant in variants:
-        if variant.mode == EAGER:
-            linears = [nn.Linear(_WIDTH, _WIDTH, bias=False, **make) for _ in range(_CHAIN)]
-            x, grad = (torch.randn(_TOKENS, _WIDTH, **make) for _ in range(2))  # type: ignore[call-overload]
-            step = Step(variant, nn.Sequential(*linears), x, grad)
-            call = functools.partial(_issue, step, grad)
-            issue = issue_microseconds(call, device, calls=calls, samples=samples)
-            times[variant.recipe] = issue / _CHAIN
-    return times
-
-
-def _issue(step: Step, grad: Tensor) -> object:
-    """Forward and backward, and nothing else of a step."""
-    output, x = step.forward()
-    return torch.autograd.grad(output, (x, *step.model.parameters()), grad)
+    return with_speedups(sums)

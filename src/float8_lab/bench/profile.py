@@ -1,4 +1,4 @@
-"""`float8 bench profile`: where the time of a stack of blocks goes, by kind of kernel."""
+"""`float8 bench profile`: where the time of a step goes, by kind of kernel."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
-from float8_lab.bench.block import StackSize, stack_step
-from float8_lab.bench.step import Row
-from float8_lab.bench.variants import Variant, many_compilations
+from float8_lab.bench.step import Row, Step
+from float8_lab.bench.variants import many_compilations
 
 GEMM, CAST, ATTENTION, OTHER = "GEMM", "cast/amax", "attention", "other"
 
@@ -22,41 +21,18 @@ _KINDS = (
 )
 
 
-def profile_block(
-    size: StackSize, variant: Variant, device: torch.device, folder: Path
-) -> list[Row]:
-    """Run one forward and one backward under the profiler, after a few that are not.
+def profile_step(step: Step, device: torch.device, trace: Path) -> list[Row]:
+    """Run one step under the profiler, after a few that are not; `trace` gets all that happens.
 
-    `forward.json` and `backward.json` go to `folder`: traces for chrome://tracing and
-    ui.perfetto.dev. Rows have the µs of each pass and kind of kernel, and its share of all.
+    Rows have the µs of each kind of kernel, and its share of all.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    gpu = device.type == "cuda"
-    rows = []
     with many_compilations():
-        step = stack_step(variant, size, device)
         step.warm_up()
-        for which in ("forward", "backward"):
-            with profile() as profiled:
-                if which == "forward":
-                    output, x = step.forward()
-                else:
-                    step.backward(output)
-                    step.finish(output, x)
-                if gpu:
-                    torch.cuda.synchronize()
-            rows += _rows(which, profiled, device)
-            profiled.export_chrome_trace(str(folder / f"{which}.json"))
-    return rows
-
-
-def kind_of(name: str) -> str:
-    """The kind of a kernel or op of this name."""
-    lower = name.lower()
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), OTHER)
-
-
-def _rows(which: str, profiled: profile, device: torch.device) -> list[Row]:
+        with profile() as profiled:
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+    profiled.export_chrome_trace(str(trace))
     gpu = device.type == "cuda"
     found: dict[str, Row] = {}
     for event in profiled.key_averages():
@@ -64,7 +40,7 @@ def _rows(which: str, profiled: profile, device: torch.device) -> list[Row]:
         on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
         if not event.is_user_annotation and (on_gpu or not gpu):
             kind = kind_of(event.key)
-            row = found.setdefault(kind, {"pass": which, "kind": kind, "calls": 0, "us": 0.0})
+            row = found.setdefault(kind, {"kind": kind, "calls": 0, "us": 0.0})
             row["calls"] += event.count
             row["us"] += event.self_device_time_total if gpu else event.self_cpu_time_total
     total = sum(row["us"] for row in found.values())
@@ -75,3 +51,9 @@ def _rows(which: str, profiled: profile, device: torch.device) -> list[Row]:
         )
     rows = (found[kind] for kind in (GEMM, CAST, ATTENTION, OTHER) if kind in found)
     return [{**row, "share": row["us"] / total} for row in rows]
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel or op of this name."""
+    lower = name.lower()
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), OTHER)

@@ -1,34 +1,37 @@
-"""Forward and backward of a model in several variants: checked, then timed in turn."""
+"""Training steps of a model in several variants: checked, then timed in turn."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert.measure import WrongResultError
 from float8.sync import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import COMPILED, HIGH_PRECISION, Variant, many_compilations
-from float8_lab.errors import for_all
+from float8_lab.bench.variants import COMPILED, Variant, many_compilations
+from float8_lab.ranks import for_all
 
 Row = dict[str, Any]
+Results = dict[str, Tensor]  # output and gradients of a step, by name
 
 WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
+# Too small to change what bf16 weights are like within a benchmark; the work is that of training.
+_LEARNING_RATE = 1e-5
 
 
 def check(
     what: str, reference: Mapping[str, Tensor], results: Mapping[str, Tensor], at_least: float
 ) -> float:
-    """The lowest signal to quantisation noise ratio of all results in dB; infinite if all equal.
+    """Return the lowest signal to quantisation noise ratio of all results in dB.
 
-    References have at least one dim, on any device; results have the same names and shapes. Where
-    there is a process group, tensors are shards and ratios those of whole ones: all ranks must
-    call it, and all come to the same end. A `WrongResultError` if a result is below `at_least`, or
-    not a number.
+    Infinite if all are equal. References have at least one dim, on any device; results have the
+    same names and shapes. Where there is a process group, tensors are shards and ratios those of
+    whole ones: all ranks must call it, and all come to the same end. A `WrongResultError` if a
+    result is below `at_least`, or not a number.
     """
     powers = []
     for name, expected in reference.items():
@@ -60,22 +63,14 @@ def _powers(reference: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def _has_state(config: Float8LinearConfig | None) -> bool:
-    """Whether something is due after an optimizer's step; under dynamic scaling nothing is."""
-    if config is None:
-        return False
-    return bool(config.delayed_sites) or config.float8_weights is Float8Weights.HELD
-
-
 class Step:
     """Forward and backward of a bf16 model, which the variant converts, on fixed random data.
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, or the model as
-    a whole if it has none. Gradients of `microbatches` accumulate; with `sync` that of delayed
-    scaling, and the casts of weights that are held, are a part of a step where there are such.
+    a whole if it has none. Gradients of `microbatches` accumulate. With `sync` that of delayed
+    scaling, and the casts of weights that are held, are a part of a step where there are such;
+    after `add_optimizer` its step is, with what is attached to it.
     """
-
-    one_graph = True  # whether a part is compiled without breaks
 
     def __init__(
         self,
@@ -86,18 +81,32 @@ class Step:
         *,
         microbatches: int = 1,
         sync: bool = False,
+        one_graph: bool = True,
     ) -> None:
         self.model = variant.convert(model)
         self.parts: list[nn.Module] = list(getattr(self.model, "layers", [self.model]))
         if variant.mode == COMPILED:
             for part in self.parts:  # by their own method, which keeps their types and names
                 # Without graph breaks where the code is ours: they would go unnoticed in a time.
-                whole = self.one_graph and (variant.ours or variant.is_reference)
+                whole = one_graph and (variant.ours or variant.is_reference)
                 part.compile(fullgraph=whole, dynamic=False)
         if variant.ours:
             update_float8_weights(self.model)  # those that are held, as an optimizer's step would
         self.variant, self._x, self._grad = variant, x, grad
-        self._microbatches, self._sync = microbatches, sync and _has_state(variant.config)
+        self._microbatches = microbatches
+        self._sync = sync and variant.has_state
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def add_optimizer(self) -> None:
+        """Have a fused AdamW's step end each step; its state has the dtype of the parameters."""
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
+        self._attached = self.variant.attach(self.model, self._optimizer)
+
+    def gradients(self, x: Tensor, grad: Tensor) -> object:
+        """Forward and backward on other data, as a CUDA graph can capture them."""
+        x = x.detach().requires_grad_()
+        output = self.model(x)
+        return output, torch.autograd.grad(output, (x, *self.model.parameters()), grad)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output and the input that it was computed from.
@@ -105,24 +114,26 @@ class Step:
         The input is a new tensor object at each call, as in training: layers that read the same
         object in eager mode share one cast of it, which a second call would find done.
         """
-        x = self._x.detach().requires_grad_()
-        with self.variant.around():
-            output: Tensor = self.model(x)
+        x = self._x.detach().requires_grad_(self._x.is_floating_point())
+        output: Tensor = self.model(x)
         return output, x
 
     def backward(self, output: Tensor) -> None:
         """Adds to the gradients of weights and input."""
         torch.autograd.backward(output, self._grad)
 
-    def finish(self, output: Tensor, x: Tensor) -> dict[str, Tensor]:
-        """Output and gradients by name, taken from the model; and what follows a step."""
-        if self._sync:
+    def finish(self, output: Tensor, x: Tensor) -> Results:
+        """End a step; returns output and gradients by name, taken from the model."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+        elif self._sync:
             sync_float8_amax_and_scale_history(self.model)
             update_float8_weights(self.model)
         results = {"output": output.detach()}
         for name, tensor in [("input", x), *self.model.named_parameters()]:
-            assert tensor.grad is not None
-            results[f"gradient of {name}"], tensor.grad = tensor.grad, None
+            if tensor.requires_grad:
+                assert tensor.grad is not None, name
+                results[f"gradient of {name}"], tensor.grad = tensor.grad, None
         return results
 
     def warm_up(self) -> None:
@@ -132,7 +143,7 @@ class Step:
             if self.variant.ours:
                 sync_float8_amax_and_scale_history(self.model)
 
-    def __call__(self) -> dict[str, Tensor]:
+    def __call__(self) -> Results:
         """One step; the sums of all weights' gradients, the last output and gradient of input."""
         for _ in range(self._microbatches):
             output, x = self.forward()
@@ -142,72 +153,94 @@ class Step:
 
 def compare(
     what: str,
-    steps: Iterable[Step],
+    make: Callable[[Variant], Step],
+    variants: Iterable[Variant],
     device: torch.device,
     rounds: int,
     *,
     at_least: float,
-    measure: Callable[[Step], Row] = lambda step: {},
     beside: Mapping[str, Sampler] | None = None,
+    sample: Callable[[Step, torch.device], Sampler] = steady_sampler,
 ) -> Iterator[list[Row]]:
     """Check and time every variant; an empty list for each that is ready, then all rows.
 
+    All are held at once and timed in turns. Rows of peers that failed say why in `left_out`.
+    Memory is what a variant holds between steps, and the peak of a step over it.
+
     Args:
         what: Named by errors.
-        steps: The first must be bf16, which the others are checked against; one in each mode.
+        make: Builds the step of a variant.
+        variants: In each mode the first must be bf16; the very first all are checked against.
         device: Where.
         rounds: Samples of each.
         at_least: Lower bound in dB of the SQNR of output and gradients: a `WrongResultError`.
-        measure: Further columns, of a step that was checked.
         beside: Further samplers; their medians in ms become columns.
+        sample: Makes the sampler of a step.
     """
     rows: dict[str, Row] = {}
     samplers = dict(beside or {})
-    reference: dict[str, Tensor] = {}
+    reference: Results = {}
     with many_compilations():
-        for step in steps:
-            variant = step.variant
-            step.warm_up()
-            results = step()
-            reference = reference or results
-            quality = check(f"{what} {variant.name}:", reference, results, at_least)
-            del results
-            peak = peak_bytes(step, device)
-            row = {"recipe": variant.recipe, "mode": variant.mode, **measure(step)}
-            row |= {"peak_gib": None if peak is None else peak / 2**30, "sqnr_db": quality}
-            rows[variant.name] = row
-            samplers[variant.name] = steady_sampler(step, device)
+        for variant in variants:
+            row = rows[variant.name] = dict(variant.columns)
+            try:
+                free_memory(device)
+                before = allocated(device)
+                step = make(variant)
+                step.warm_up()
+                held = allocated(device) - before
+                results = step()
+                reference = reference or results
+                row["sqnr_db"] = check(f"{what} {variant.name}:", reference, results, at_least)
+                del results
+                peak = peak_bytes(step, device)
+                row["peak_gib"] = None if peak is None else (held + peak) / 2**30
+                samplers[variant.name] = sample(step, device)
+            except Exception as error:
+                leave_out(row, variant, error)
             yield []
         reference.clear()
         times = take_turns(samplers, rounds)
     for name, row in rows.items():
-        row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
-        row["speedup"] = times[Variant(HIGH_PRECISION, row["mode"]).name] / row["ms"]
-    yield list(rows.values())
+        if name in times:
+            row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
+    yield with_speedups(list(rows.values()))
 
 
-def saved_bytes(forward: Callable[[], object], known: Iterable[Tensor]) -> int:
-    """Bytes that `forward`, which returns its result, keeps for backward, each storage once.
+def leave_out(row: Row, variant: Variant, error: Exception) -> None:
+    """Say in the row why there are no numbers of a peer; other errors are raised again."""
+    if variant.ours or variant.is_reference:
+        raise error
+    row["left_out"] = f"{type(error).__name__}: {error}"[:500]
 
-    Not counted are those of tensors `known` to be there anyway, such as parameters.
-    """
-    there = {tensor.untyped_storage().data_ptr() for tensor in known}
-    saved: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in there:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+def with_speedups(rows: Sequence[Row]) -> list[Row]:
+    """Add to rows with a time their speedups over the first one of their mode, which is bf16's."""
+    bf16: dict[str, float] = {}
+    for row in rows:
+        if "ms" in row:
+            row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
+    return list(rows)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()
-    del result  # until here it kept what was saved, so that no address was used twice
-    return sum(saved.values())
+
+# ---------------------------------------------------------------- memory
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes that tensors hold; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a step held that nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
-    """Most memory in use during `step` over what was in use before; None on a CPU."""
+    """Return the most memory in use during `step` over what was before; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

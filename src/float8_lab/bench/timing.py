@@ -1,7 +1,6 @@
 """Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
 
 import statistics
-import timeit
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,12 +10,11 @@ from float8.convert.measure import Call, issued_at_once, milliseconds
 Sampler = Callable[[], float]  # takes one sample: milliseconds per call
 
 _WARMUP = 3
-_CACHE_MULTIPLE = 4
-_MOST_SETS = 64
+_CACHE_MULTIPLE, _MOST_SETS = 4, 64
 
 
 def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]:
-    """Median of each sampler over interleaved rounds, in milliseconds.
+    """Return the median of each sampler over interleaved rounds, in milliseconds.
 
     Interleaved, so that a clock that drops while a GPU heats up drops for all alike. A few rounds
     before those that count are thrown away.
@@ -29,7 +27,7 @@ def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]
 def call_sampler(
     calls: Sequence[Call], device: torch.device, *, lead_in: Call | None = None
 ) -> Sampler:
-    """Samples calls issued one after the other: the larger of GPU time and time to issue them.
+    """Sample calls issued one after the other: the larger of GPU time and time to issue them.
 
     By CUDA events on a GPU, by the host's clock elsewhere. On a GPU `lead_in` is issued before the
     clock starts, so that the first call finds it at work, as a training step does.
@@ -50,7 +48,7 @@ def call_sampler(
 def kernel_sampler(
     calls: Sequence[Call], device: torch.device, *, at_least_ms: float = 0.0
 ) -> Sampler:
-    """Samples what the GPU needs for `calls`, without the time to issue them.
+    """Sample what the GPU needs for `calls`, without the time to issue them.
 
     On a GPU the calls become one CUDA graph. Calls do the same work on different data, together
     larger than the L2 cache, so that none finds its input there. A sample takes `at_least_ms` on a
@@ -65,7 +63,7 @@ def kernel_sampler(
 
 
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:
-    """Samples a call in a steady state: as many calls back to back as take `at_least_ms`.
+    """Sample a call in a steady state: as many calls back to back as take `at_least_ms`.
 
     On a GPU at least three. A single call would be charged the wait for its first kernel, which a
     training step hides behind the work before it, and what the host's caches forgot of it during
@@ -76,20 +74,8 @@ def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0
     return call_sampler([call] * count, device, lead_in=call)
 
 
-def issue_microseconds(
-    call: Call, device: torch.device, *, calls: int = 20, samples: int = 15
-) -> float:
-    """Median time that the calling thread takes to issue `call`, in microseconds.
-
-    The GPU's time must be the shorter one: give it a tensor too small to matter.
-    """
-    wait = torch.cuda.synchronize if device.type == "cuda" else "pass"
-    times = timeit.repeat(call, wait, number=calls, repeat=_WARMUP + samples)
-    return statistics.median(times[_WARMUP:]) * 1e6 / calls
-
-
 def input_sets(set_bytes: int, device: torch.device) -> int:
-    """How many input sets of `set_bytes` outgrow the L2 cache several times; at least 2."""
+    """Return how many input sets of `set_bytes` outgrow the L2 cache several times; at least 2."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size

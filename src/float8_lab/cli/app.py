@@ -11,9 +11,9 @@ COMMANDS = {
     "compare": "Train high precision and each RECIPE from the same seed on the same data, and "
     "compare.",
     "plan": "Show for each linear layer of a model whether float8 makes it faster.",
-    "bench": "Time GEMMs, casts, layers, blocks and sharded training, each checked first.",
+    "bench": "Time GEMMs, casts, layers, models and sharded training, each checked first.",
 }
-"""What `float8 --help` says of each: the first line of its own help."""
+"""Texts of `float8 --help`: the first line of the help of each command."""
 
 
 class _Commands(TyperGroup):
@@ -21,7 +21,7 @@ class _Commands(TyperGroup):
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """What stands for it in the list."""
+        """Return an empty command, which stands for it in the list."""
         return TyperCommand(name, help=COMMANDS[name]) if name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

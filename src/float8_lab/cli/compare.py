@@ -5,18 +5,20 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
-from float8_lab.cli.progress import ConsoleProgress, make_console
+from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.cli.table import print_table
-from float8_lab.errors import ConfigError, for_all
-from float8_lab.trainer.compare import RunRow, cells, compare
+from float8_lab.errors import ConfigError
+from float8_lab.ranks import for_all
+from float8_lab.trainer.compare import Row, cells, compare
 from float8_lab.trainer.config import ONE_PROCESS, OUTPUT, TrainConfig
-from float8_lab.trainer.interrupt import stop_on_signals
+from float8_lab.trainer.metrics import FAILED
 
 _NOT_OURS = (
     *("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after"),
@@ -31,7 +33,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@takes(chosen=settings(but=_NOT_OURS, shown={"eval_interval": "a fifth of the steps"}))
+@takes(chosen=settings(but=_NOT_OURS, eval_interval="a fifth of the steps"))
 def compare_command(
     recipes: Annotated[
         list[str],
@@ -64,23 +66,25 @@ def compare_command(
     console = make_console()
     with stop_on_signals(STOP_NOTICE) as stop:
         shown = [ConsoleProgress(console)]
-        comparison = compare(config, recipes, shown, resume=resume, overwrite=overwrite, stop=stop)
-    print_rows(console, comparison.rows)
-    console.print(f"report: {comparison.report}")
-    if comparison.plot:
-        console.print(f"loss curves: {comparison.plot}")
-    if comparison.interrupted:
+        rows = compare(config, recipes, shown, resume=resume, overwrite=overwrite, stop=stop)
+    print_rows(console, rows)
+    console.print(f"report: {output}/report.json")
+    if Path(output, "loss.png").exists():
+        console.print(f"loss curves: {output}/loss.png")
+    if stop.is_set():
         console.print("interrupted: go on with the same command and --resume")
         raise typer.Exit(INTERRUPTED_EXIT)
-    for row in comparison.failed:
-        sys.stderr.write(f"error: {row.recipe}: {row.error}\n")
-    if comparison.failed:
+    failed = [row for row in rows if row["status"] == FAILED]
+    for row in failed:
+        sys.stderr.write(f"error: {row['recipe']}: {row['error']}\n")
+    if failed:
         raise typer.Exit(1)
 
 
-def print_rows(console: Console, rows: Sequence[RunRow]) -> None:
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
     """One table within 80 columns; on less as many as it takes to print numbers whole."""
     shown = [cells(row) for row in rows]
     for row in shown if console.width < _WIDE else ():
         row["recipe"] = textwrap.fill(row["recipe"], _NAME)
-    print_table(console, "losses in nats per byte", shown, list(shown[0])[1:])
+    known = [name for name in shown[0] if any(row[name] != "-" for row in shown)]
+    print_table(console, "losses in nats per byte", shown, known[1:])

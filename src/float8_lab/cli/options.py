@@ -5,28 +5,25 @@ so that defaults stay in one place, `TrainConfig.create`, and a resumed run can 
 for now from what it was started with.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from float8.convert.measure import WrongResultError
 from float8_lab.device import explain_out_of_memory
-from float8_lab.errors import FailedError, for_all, is_for_all
-from float8_lab.trainer.config import SETTINGS, TrainConfig
+from float8_lab.errors import FailedError
+from float8_lab.trainer.config import OPTIONS, TrainConfig
 
 INTERRUPTED_EXIT = 130
 STOP_NOTICE = "stopping after this step, with a checkpoint (again: stop at once)"
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write results: .json or .csv.")
-]
 
 
 def takes(
@@ -64,7 +61,7 @@ def takes(
                 with explain_out_of_memory("too large for the memory: {error}"):
                     command(**made, **values)
             except WrongResultError as error:
-                raise for_all(FailedError(str(error)), is_for_all(error)) from error
+                raise FailedError(str(error)) from error
 
         changed = defaults or {}
         parameters = [
@@ -92,27 +89,19 @@ def _option(name: str, annotation: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=text, min=1 if kind is int else None)]
 
 
-def settings(*, but: tuple[str, ...] = (), shown: Mapping[str, str] | None = None) -> Any:
+def settings(*, but: tuple[str, ...] = (), **shown: str) -> Any:
     """A dataclass for `takes` of an option for each setting of the trainer, `but` some.
 
     `shown` are defaults in words that differ from those of `TrainConfig`.
     """
     types = typing.get_type_hints(TrainConfig)
     fields = []
-    for name, setting in SETTINGS.items():
-        if name in but:
-            continue
-        default = setting.default
-        if isinstance(default, bool):
-            default = "yes" if default else "no"
-        in_words = setting.shown or ("by model" if default is None else str(default))
-        option = typer.Option(
-            *([setting.flag] if setting.flag else []),
-            help=setting.text,
-            rich_help_panel=setting.group,
-            show_default=(shown or {}).get(name, in_words),
-        )
-        fields.append((name, Annotated[types[name] | None, option], None))
+    for name, option in OPTIONS.items():
+        if name in shown:
+            option = copy.copy(option)
+            option.show_default = shown[name]
+        if name not in but:
+            fields.append((name, Annotated[types[name] | None, option], None))
     return dataclasses.make_dataclass("Settings", fields)
 
 

@@ -11,34 +11,33 @@ from float8.config import Float8LinearConfig
 from float8.convert.filters import known_gpu
 from float8.convert.measure import LinearTimes, measure_linear
 from float8.convert.smallest import SMALLEST, judged_as, too_small
-from float8_lab.cli.bench import Bench, Place
-from float8_lab.cli.options import Debug, Output, takes
+from float8_lab.cli.bench import Bench, Output, Place
+from float8_lab.cli.options import Debug, takes
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.config import RECIPES
 from float8_lab.trainer.environment import device_name
 
-CONVERT = "convert"
+CONVERT, HEAD = "convert", "output"
 _DEFAULT_GPU = "H100"
+
+app = typer.Typer(add_completion=False)
 
 
 def plan_conversion(
-    model: nn.Module,
-    tokens: int,
-    judge: Callable[[int, int], str | LinearTimes | None],
-    head: str,
+    model: nn.Module, tokens: int, judge: Callable[[int, int], str | LinearTimes | None]
 ) -> list[dict[str, Any]]:
     """Judge every `nn.Linear` of a model, on the meta device, too, without changing it.
 
     `judge(in_features, out_features)` gives what was measured, or what says that float8 is slower,
-    or None if nothing does. The layer named `head` is left in high precision. Returns a row per
-    shape, in the order of the model: how many, which, their times, their fate.
+    or None if nothing does. The head is left in high precision. Returns a row per shape, in the
+    order of the model: how many, which, their times, their fate.
     """
     groups: dict[tuple[int, int, bool], list[str]] = {}
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):
-            key = (linear.in_features, linear.out_features, name == head)
+            key = (linear.in_features, linear.out_features, name == HEAD)
             groups.setdefault(key, []).append(name)
     rows = []
     for (K, N, is_head), names in groups.items():
@@ -52,9 +51,6 @@ def plan_conversion(
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
     return rows
-
-
-app = typer.Typer(add_completion=False)
 
 
 @app.command()
@@ -72,16 +68,9 @@ def plan_command(
         ),
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Judge by size for {' or '.join(SMALLEST)}.",
-            show_default=f"the one here, or {_DEFAULT_GPU} without one",
-        ),
+        str | None, f"By size for {' or '.join(SMALLEST)}, not for the one here."
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Where to measure: cuda, cuda:N or cpu.", show_default="cuda"),
-    ] = None,
+    device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
     output: Output = None,
     debug: Debug = False,
 ) -> None:
@@ -90,8 +79,7 @@ def plan_command(
     The output head is left in high precision, as the reference trainer does. GPU time only: what
     the CPU needs to issue kernels is not in it.
     """
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    shape = preset(model)
+    config, shape = Float8LinearConfig.from_recipe_name(recipe), preset(model)
     here = torch.cuda.is_available()
     measuring = here and gpu is None if measure is None else measure
     if measuring and gpu is not None:
@@ -109,17 +97,16 @@ def plan_command(
         return too_small(judged, judged_as(config), tokens, K, N)
 
     with torch.device("meta"):
-        llama = Llama(shape.model, shape.seq_len)
-    rows = plan_conversion(llama, tokens, judge, head="output")
+        rows = plan_conversion(Llama(shape.model, shape.seq_len), tokens, judge)
     title = f"{model}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
-    if measuring:
-        bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
-        taken = {True: "float8_ms", False: "bf16_ms"}
-        gain = bf16 / sum(row["count"] * row[taken[row["fate"] == CONVERT]] for row in rows)
-        bench.finish(f"{title}; ms of forward + backward", rows, linear_speedup=gain)
-        bench.console.print(f"all linear layers: {gain:.2f}x of bf16")
-    else:
+    if not measuring:
         bench.finish(title, rows)
+        return
+    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+    taken = {True: "float8_ms", False: "bf16_ms"}
+    gain = bf16 / sum(row["count"] * row[taken[row["fate"] == CONVERT]] for row in rows)
+    bench.finish(f"{title}; ms of forward + backward", rows, linear_speedup=gain)
+    bench.console.print(f"all linear layers: {gain:.2f}x of bf16")
 
 
 def _gpu(name: str | None, here: bool) -> str:

@@ -1,20 +1,23 @@
-"""A run on the terminal: a bar where there is one, plain lines at intervals where there is not."""
+"""A run on the terminal: what it shows, and signals that ask it to stop."""
 
-from collections.abc import Sequence
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Event
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
 
-if TYPE_CHECKING:
-    from float8_lab.trainer.loop import Trainer
-
 _PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
-_BAR, _WIDE = 12, 70  # Columns: of bar and gaps; from which the time left is shown.
+_BAR, _WIDE = 8, 70  # Columns: of the bar; from which the time left is shown.
+_STATUS = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what the others leave
 _PLAIN_LINES = 20  # How many progress lines a whole run writes, about.
 
 
@@ -27,42 +30,30 @@ def make_console() -> Console:
 
 
 class ConsoleProgress(Observer):
-    """Shows loss, speed, step time and memory of a run under way."""
+    """Shows loss, speed, step time and memory: in a bar, or in lines without a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Progress | None = None
         self._steps = self._last_line = 0
 
-    def on_start(self, run: "Trainer") -> None:
+    def on_start(self, config: TrainConfig, step: int, about: str) -> None:
         """Say what is trained on what, and start the bar."""
-        config, corpus, say = run.config, run.corpus, self._console.print
-        self._steps, self._last_line = config.steps, run.step
-        say(
-            f"{config.recipe}: Llama {config.model}, "
-            f"{config.model_config().num_parameters / 1e6:.1f}M parameters, "
-            f"{config.dtype}{', compiled' if config.compile else ''} on {config.device}"
-            f"{f', {run.ranks.size} ranks' if run.ranks.size > 1 else ''}"
-        )
-        say(
-            f"  data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in {corpus.train_files} "
-            f"file(s), {config.tokens_per_step:,} tokens per step"
-        )
-        if run.conversion:
-            say(f"  {run.conversion.splitlines()[0]}")
-        if run.step:
-            say(f"  resumed after step {run.step}")
+        self._steps, self._last_line = config.steps, step
+        self._console.print(about)
+        if step:
+            self._console.print(f"  resumed after step {step}")
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(None, table_column=Column(ratio=1)),  # what the others leave
+                BarColumn(_BAR),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[status]}", table_column=_STATUS),
                 *[TimeRemainingColumn()] * (self._console.width >= _WIDE),
                 console=self._console,
                 expand=True,
             )
-            self._bar.add_task(config.recipe, total=config.steps, completed=run.step, status="")
+            self._bar.add_task(config.recipe, total=config.steps, completed=step, status="")
             self._bar.start()
 
     def on_step(self, step: int) -> None:
@@ -80,12 +71,7 @@ class ConsoleProgress(Observer):
         if memory is not None:
             parts.append(f"{memory / 2**30:.2f} GiB")
         if self._bar is not None:
-            task = self._bar.tasks[0]
-            room = self._console.width - _BAR - len(task.description) - 2 * len(str(self._steps))
-            room -= len("  -:--:--") if self._console.width >= _WIDE else 0
-            while len(parts) > 1 and len("  ".join(parts)) > room:
-                parts.pop()
-            self._bar.update(task.id, status="  ".join(parts))
+            self._bar.update(self._bar.task_ids[0], status="  ".join(parts))
         elif step >= self._last_line + self._steps // _PLAIN_LINES or step == self._steps:
             self._console.print(f"  step {step}/{self._steps}  {'  '.join(parts)}")
             self._last_line = step
@@ -104,3 +90,25 @@ class ConsoleProgress(Observer):
         """Take the bar down, so that what follows is not drawn over."""
         if self._bar is not None:
             self._bar.stop()
+
+
+@contextlib.contextmanager
+def stop_on_signals(notice: str = "") -> Iterator[Event]:
+    """Turn the first SIGINT or SIGTERM into an event that is set; the second one acts as usual.
+
+    Works in the main thread only, as signals do. The notice goes to standard error when the first
+    signal comes.
+    """
+    stop = Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        restore.close()
+        # Past Python's buffers: the signal may have come in the middle of a write to them.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{notice}\n".encode() if notice else b"")
+
+    with contextlib.ExitStack() as restore:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            restore.callback(signal.signal, number, signal.signal(number, handle))
+        yield stop

@@ -12,8 +12,8 @@ from rich.table import Table
 Rows = list[dict[str, Any]]
 
 # What is shown of a row, in this order. A heading is the key itself, its words below each other.
-_NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather"
-_TEXT = "pass gemm case layers variant kind recipe mode gather fate"
+_NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather keep"
+_TEXT = "pass gemm case layers variant kind recipe mode gather keep fate"
 _NUMBERS = (
     "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
     "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_gib "
@@ -33,6 +33,7 @@ _HEADINGS = {
     "same_bits": "bits of\n16-bit\ngather",
     "more_noise_db": "dB\nlost",
     "exposed_ms": "exposed\ncomm ms",
+    "keep": "kept",
     "fate": "",
 }
 _WORDS = {"gemm": "GEMM", "sqnr": "SQNR", "db": "dB", "kb": "kB", "mb": "MB", "mib": "MiB"}

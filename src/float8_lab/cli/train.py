@@ -6,12 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
-from float8_lab.cli.progress import ConsoleProgress, make_console
+from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.ranks import LAUNCH, join_ranks
 from float8_lab.trainer.config import ONE_PROCESS, OUTPUT, TrainConfig
-from float8_lab.trainer.interrupt import stop_on_signals
 from float8_lab.trainer.loop import train
-from float8_lab.trainer.metrics import FINISHED, INTERRUPTED
+from float8_lab.trainer.metrics import FINISHED, INTERRUPTED, read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
 app = typer.Typer(add_completion=False)
@@ -46,19 +45,19 @@ def train_command(
         with stop_on_signals(notice) as stop:
             config, checkpoint = ranks.once(lambda: _settings(given(chosen), resume))
             progress = ConsoleProgress(console)
-            result = train(config, observers=[progress], resume=checkpoint, stop=stop, ranks=ranks)
-    summary, folder = result.summary, result.folder.path
-    console.print(f"{result.status} after step {summary.steps} of {config.steps}")
-    if summary.val_loss is not None:
-        console.print(f"validation loss {summary.val_loss:.4f} nats per byte")
+            run = train(config, observers=[progress], resume=checkpoint, stop=stop, ranks=ranks)
+    folder, validation = run.folder.path, read_metrics(run.folder.metrics).validation
+    console.print(f"{run.status} after step {run.step} of {config.steps}")
+    if validation:
+        console.print(f"validation loss {validation[-1].loss:.4f} nats per byte")
     console.print(f"everything is in {folder}")
-    if result.status != FINISHED:
-        go_on = LAUNCH.format(ranks=ranks.size) if ranks.sharded else "float8 train"
+    if run.status != FINISHED:
+        go_on = LAUNCH.format(ranks=ranks.size) if several else "float8 train"
         for name, default in ONE_PROCESS.items():
             if (value := getattr(config, name)) != default:
                 go_on += f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         console.print(f"go on with: {go_on} --resume {folder}")
-    if result.status == INTERRUPTED:
+    if run.status == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_EXIT)
 
 

@@ -10,17 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from float8.fused import linear_keeping_input, rms_norm_linear, swiglu_feed_forward
 from float8_lab.models.presets import ModelConfig
 
 
 class RMSNorm(nn.RMSNorm):
     """Computed in float32 and returned in the input's dtype, which it keeps under autocast, too."""
 
-    is_rms_norm = True  # may be fused with the layers that read it
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., dim]; same shape and dtype out."""
+        if x.dtype == self.weight.dtype:  # one kernel, which computes in float32 itself
+            return super().forward(x).to(x.dtype)
         normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
         return normed.to(x.dtype)
 
@@ -57,25 +56,21 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.dim, kv_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
-        """X plus what attention makes of norm(x [batch, seq, dim])."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix x [batch, seq, dim] over the sequence; same shape out."""
+        # As many heads as there are on this rank.
         layers = (self.query, self.key, self.value)
-        query, key, value, x = rms_norm_linear(x, norm, layers, residual=True)
-        return x + linear_keeping_input(self.mix(query, key, value, cos, sin), self.out)
-
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention of as many heads as there are in these [batch, seq, heads * head_dim]."""
-        heads = (*query.shape[:2], -1, self.head_dim)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
         # Transposed as views only: attention reads and writes these strides as they are.
-        query = apply_rope(query.view(heads), cos, sin).transpose(1, 2)
-        key = apply_rope(key.view(heads), cos, sin).transpose(1, 2)
-        value = value.view(heads).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return mixed.transpose(1, 2).flatten(2)
+        q, k = (apply_rope(each, cos, sin).transpose(1, 2) for each in (q, k))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, added to its input: x + down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,9 +78,9 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """X plus the SwiGLU of norm(x [batch, seq, dim]); same shape out."""
-        return swiglu_feed_forward(x, self.gate, self.up, self.down, norm=norm, residual=True)
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform x [batch, seq, dim]; same shape out."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -100,8 +95,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Add attention and feed-forward to x [batch, seq, dim]."""
-        x = self.attention(x, self.attention_norm, cos, sin)
-        return self.feed_forward(x, self.feed_forward_norm)  # type: ignore[no-any-return]
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
@@ -170,20 +165,13 @@ class Llama(nn.Module):
 
         Returns:
             Logits [batch, seq, vocab_size], in the autocast dtype if autocast is on, else float32.
-
-        Raises:
-            ValueError: If the sequences are longer than `max_seq_len`.
         """
-        seq = tokens.shape[1]
-        if seq > self.max_seq_len:
-            raise ValueError(
-                f"sequence of {seq} tokens, but the model was built for {self.max_seq_len}"
-            )
         x = self.embedding(tokens)
         device_type = tokens.device.type
         if torch.is_autocast_enabled(device_type):
             # autocast leaves embeddings alone; without this the residual stream would be float32.
             x = x.to(torch.get_autocast_dtype(device_type))
+        seq = tokens.shape[1]  # at most `max_seq_len`
         cos, sin = self.cos[:seq], self.sin[:seq]
         for block in self.layers:
             if self.activation_checkpointing and self.training:

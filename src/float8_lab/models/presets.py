@@ -5,42 +5,23 @@ from dataclasses import dataclass
 
 from float8_lab.errors import ConfigError, require_divisor
 
-BYTE_VOCAB = 256  # Byte-level text needs exactly this many; a multiple of 16 as float8 GEMMs want.
 LLAMA3_VOCAB = 128256
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama; a `ConfigError` if the numbers do not fit together."""
+    """Shape of a Llama."""
 
     dim: int  # width of the residual stream
     n_layers: int
     n_heads: int  # query heads; `dim` is divided among them
     n_kv_heads: int  # key/value heads, each shared by `n_heads / n_kv_heads` query heads
     ffn_dim: int  # hidden width of the SwiGLU feed-forward
-    vocab_size: int = BYTE_VOCAB  # rows of embedding and head; at least 256 for byte-level text
+    vocab_size: int = 256  # rows of embedding and head; bytes are 256, a multiple of 16, too
     tied_head: bool = False  # whether the head shares its weight with the embedding
     rope_theta: float = 500_000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model {name} must be at least 1, got {getattr(self, name)}")
-        if self.vocab_size < BYTE_VOCAB:
-            raise ConfigError(
-                f"vocab size {self.vocab_size} is too small: "
-                f"the data is bytes and needs at least {BYTE_VOCAB}"
-            )
-        if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
-            raise ConfigError(
-                f"model dim {self.dim} over {self.n_heads} heads must give an even head size"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
-            )
 
     def check_shares(self, what: str, ranks: int, tokens: int = 0) -> None:
         """Raise a `ConfigError`, of the setting `what`, unless so many ranks can share evenly.
@@ -56,15 +37,6 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.dim // self.n_heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained parameters, a tied head counted once."""
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.n_kv_heads * self.head_dim
-        feed_forward = 3 * self.dim * self.ffn_dim
-        norms = (2 * self.n_layers + 1) * self.dim
-        tables = (1 if self.tied_head else 2) * self.vocab_size * self.dim
-        return self.n_layers * (attention + feed_forward) + norms + tables
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 from float8 import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    Float8SequenceParallel,
     Float8Weights,
     conversion_report,
     convert_to_float8_training,
 )
 from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
+from float8.parallel import tensor as float8_styles
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
+from float8_lab.models.parallel import share_layers
 from float8_lab.ranks import ALONE, Ranks
 from float8_lab.trainer.config import DTYPES, HIGH_PRECISION, TrainConfig, float8_config
 
@@ -107,33 +106,19 @@ def _parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> None:
     They, too, become DTensors, so that the norm of all gradients is that of tensors on one mesh.
     """
     tokens = Shard(1) if config.sequence_parallel else Replicate()
-    high = config.recipe == HIGH_PRECISION
-    first: Any = parallel.ColwiseParallel() if high else Float8ColwiseParallel(input_layouts=tokens)
-    last: Any = (parallel.RowwiseParallel if high else Float8RowwiseParallel)(output_layouts=tokens)
-    whole: Any = Float8SequenceParallel()
-    local: Any = Float8SequenceParallel(use_local_output=True)
-    whole.sequence_sharding = local.sequence_sharding = (tokens,)
-    plan = {f"attention.{name}": first for name in ("query", "key", "value")}
-    plan |= {"feed_forward.gate": first, "feed_forward.up": first}
-    plan |= {"attention.out": last, "feed_forward.down": last}
-    norms = "attention_norm", "feed_forward_norm"
-    plan |= dict.fromkeys(norms, whole)
-    gather = parallel.PrepareModuleOutput(
-        output_layouts=tokens, desired_output_layouts=Replicate(), use_local_output=False
-    )
+    styles = None if config.recipe == HIGH_PRECISION else float8_styles
     try:
-        for block in model.layers:
-            parallel.parallelize_module(block, mesh, plan, src_data_rank=None)
-            if high:  # once for all layers that read it, as in fused functions
-                parallel.parallelize_module(block, mesh, dict.fromkeys(norms, gather))
+        share_layers(model.layers, mesh, tokens, styles)
     except ValueError as error:
         raise ConfigError(f"recipe {config.recipe!r} with --tp {config.tp}: {error}") from error
+    local: Any = parallel.SequenceParallel(use_local_output=True)
+    local.sequence_sharding = (tokens,)
     # Each rank is given all tokens.
     share = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens)
     parallel.parallelize_module(model.embedding, mesh, share)
     head = local
     if config.sequence_parallel:  # torch 2.11 flattens tokens only where the first dim is sharded
-        head = Float8SequenceParallel(sequence_dim=0, use_local_output=True)
+        head = parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
         model.output.register_forward_pre_hook(lambda _, args: (args[0].transpose(0, 1),))
         model.output.register_forward_hook(lambda _, args, logits: logits.transpose(0, 1))
     parallel.parallelize_module(model, mesh, {"embedding": local, "norm": local, "output": head})
@@ -149,9 +134,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
-    )
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -1,10 +1,9 @@
 """The same training under several recipes: same seed, same data in the same order; a report."""
 
+import gc
 import json
 import shutil
-import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,101 +16,66 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
 from float8_lab.trainer.loop import Trainer, train
-from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, Summary, read_metrics, summarize
+from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics, summarize
 from float8_lab.trainer.plot import plot_comparison
-from float8_lab.trainer.run_folder import RunFolder, check_same_run, read_config_file
+from float8_lab.trainer.run_folder import RunFolder, check_same_run
+
+Row = dict[str, Any]
+"""One run: what `summarize` gives, its recipe, how it ended, and gaps to high precision.
+
+None stands for what is not known; `metrics` is relative to the report.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRow(Summary):
-    """One run of a comparison; None stands for what is not known. Gaps are to high precision."""
-
-    recipe: str
-    status: str  # `"finished"`, `"interrupted"`, `"stopped"` or `"failed"`
-    parameters: int  # how many are trained
-    metrics: str  # the run's record, relative to the report
-    error: str | None = None  # why it failed
-    train_gap_nats: float | None = None
-    val_gap_nats: float | None = None
-    val_gap_percent: float | None = None
-    speedup: float | None = None
-
-
-def with_gaps(row: RunRow, base: RunRow) -> RunRow:
-    """`row` with what it differs by from `base`, the row of high precision.
+def add_gaps(row: Row, base: Row) -> None:
+    """Add to `row` what it differs by from `base`, the row of high precision.
 
     Gaps stay None unless both runs finished: losses after different numbers of steps say nothing
     about a recipe.
     """
-    found: dict[str, Any] = {}
-    if row.tokens_per_s and base.tokens_per_s:
-        found["speedup"] = row.tokens_per_s / base.tokens_per_s
-    if row.status == base.status == FINISHED:
-        if row.train_loss is not None and base.train_loss is not None:
-            found["train_gap_nats"] = row.train_loss - base.train_loss
-        if row.val_loss is not None and base.val_loss:
-            found["val_gap_nats"] = row.val_loss - base.val_loss
-            found["val_gap_percent"] = 100 * found["val_gap_nats"] / base.val_loss
-    return replace(row, **found)
+    comparable = row["status"] == base["status"] == FINISHED
+    for kind in ("train", "val"):
+        losses = [each[f"{kind}_loss"] for each in (row, base)]
+        known = comparable and None not in losses
+        row[f"{kind}_gap_nats"] = losses[0] - losses[1] if known else None
+    nats = row["val_gap_nats"]
+    row["val_gap_percent"] = None if nats is None else 100 * nats / base["val_loss"]
+    timed = row["tokens_per_s"] and base["tokens_per_s"]
+    row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"] if timed else None
 
 
-def write_report(folder: Path, rows: list[RunRow], about: dict[str, Any]) -> None:
-    """Write `report.json` and `report.md`; each is replaced in one go."""
-    content = {"runs": [asdict(row) for row in rows], **about}
-    files = {
-        "report.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
-        "report.md": _markdown(rows, about["environment"], about["corpus"]),
-    }
-    for name, text in files.items():
-        temporary = folder / f".{name}.unfinished"
-        temporary.write_text(text)
-        temporary.replace(folder / name)
-
-
-def cells(row: RunRow) -> dict[str, str]:
+def cells(row: Row) -> dict[str, str]:
     """A row as text by column; "-" for what is not known."""
 
-    def show(value: float | None, form: str, unit: str = "") -> str:
-        return "-" if value is None else format(value, form) + unit
+    def show(name: str, form: str, unit: str = "", per: float = 1) -> str:
+        return "-" if row[name] is None else format(row[name] / per, form) + unit
 
-    memory = row.peak_memory_bytes
+    finished = row["status"] == FINISHED
     return {
-        "recipe": row.recipe if row.status == FINISHED else f"{row.recipe} ({row.status})",
-        "train loss": show(row.train_loss, ".4f"),
-        "val loss": show(row.val_loss, ".4f"),
-        "gap (nats)": show(row.val_gap_nats, "+.4f"),
-        "gap (%)": show(row.val_gap_percent, "+.2f"),
-        "tokens/s": show(row.tokens_per_s, ",.0f"),
-        "speed-up": show(row.speedup, ".2f", "x"),
-        "step (ms)": show(row.step_ms, ".1f"),
-        "peak MiB": show(None if memory is None else memory / 2**20, ",.0f"),
+        "recipe": row["recipe"] if finished else f"{row['recipe']} ({row['status']})",
+        "train loss": show("train_loss", ".4f"),
+        "val loss": show("val_loss", ".4f"),
+        "gap (nats)": show("val_gap_nats", "+.4f"),
+        "gap (%)": show("val_gap_percent", "+.2f"),
+        "tokens/s": show("tokens_per_s", ",.0f"),
+        "speed-up": show("speedup", ".2f", "x"),
+        "step (ms)": show("step_ms", ".1f"),
+        "peak MiB": show("peak_memory_bytes", ",.0f", per=2**20),
     }
 
 
-def _markdown(rows: list[RunRow], environment: dict[str, Any], corpus: dict[str, Any]) -> str:
-    table = [cells(row) for row in rows]
+def write_report(folder: Path, rows: list[Row], about: dict[str, Any]) -> None:
+    """Write `report.json` and `report.md`."""
+    content = json.dumps({"runs": rows, **about}, indent=1, allow_nan=False)
+    (folder / "report.json").write_text(content + "\n")
+    table, corpus = [cells(row) for row in rows], about["corpus"]
     lines = ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
     lines += ["| " + " | ".join(row.values()) + " |" for row in table]
     lines += ["", "Losses in nats per byte; gaps in validation loss to the first row."]
-    lines += [f"{row.recipe} failed: {row.error}" for row in rows if row.error]
+    lines += [f"{row['recipe']} failed: {row['error']}" for row in rows if row["error"]]
     lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]
-    lines += [f"- {name}: {value}" for name, value in environment.items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What a comparison left."""
-
-    rows: list[RunRow]  # one per run that was started, the first one high precision
-    report: Path  # of `report.json`
-    plot: Path | None  # None if no run has a step to show
-    interrupted: bool  # whether a signal ended it early
-
-    @property
-    def failed(self) -> list[RunRow]:
-        """Runs that ended in an error."""
-        return [row for row in self.rows if row.status == FAILED]
+    lines += [f"- {key}: {value}" for key, value in about["environment"].items() if value]
+    (folder / "report.md").write_text("\n".join(lines) + "\n")
 
 
 def compare(
@@ -122,11 +86,12 @@ def compare(
     resume: bool = False,
     overwrite: bool = False,
     stop: Event | None = None,
-) -> Comparison:
+) -> list[Row]:
     """Train high precision and then each recipe, and report the gaps.
 
-    A run that fails is reported as failed and does not keep the others from running; the report
-    is written again after each run.
+    A run that diverges or does not fit is reported as failed and does not keep the others from
+    running; the report is written again after each run, and `loss.png` at the end. Returns a row
+    for each run that was started, the first one high precision.
 
     Args:
         base: The settings; `recipe` is replaced, and run i goes to `output`/its recipe.
@@ -149,7 +114,9 @@ def compare(
     corpus = load_corpus(base.data)
     check_length(corpus, base.seq_len)
     for config in configs:
-        _try(config, corpus)
+        # A step of a very small model: what does not work on this device says so at once.
+        small = {"model": "tiny", "seq_len": min(config.seq_len, 16), "batch_size": 1}
+        Trainer(config.replace(compile=False, **small), corpus).train_step()
     _prepare(output, configs, corpus, resume=resume, overwrite=overwrite)
 
     stop = stop or Event()
@@ -160,31 +127,19 @@ def compare(
         "settings": settings,
         "corpus": {**corpus.describe(), "name": public_path(corpus.name)},
     }
-    rows: list[RunRow] = []
+    rows: list[Row] = []
     for config in configs:
-        row = _run(config, corpus, observers, stop)
-        rows.append(with_gaps(row, base=rows[0] if rows else row))
+        rows.append(_run(config, corpus, observers, stop))
+        add_gaps(rows[-1], base=rows[0])
         write_report(output, rows, about)
         if stop.is_set():
             break
-    runs = {row.recipe: read_metrics(output / row.metrics) for row in rows}
-    plot = output / "loss.png" if runs[HIGH_PRECISION].train else None
-    if plot is not None:
+    runs = {row["recipe"]: read_metrics(output / row["metrics"]) for row in rows}
+    if runs[HIGH_PRECISION].train:
         title = f"Llama {base.model} on {public_path(corpus.name)}, {base.dtype}"
-        plot_comparison(runs, f"{title}, {base.tokens_per_step:,} tokens per step", plot)
-    return Comparison(rows, output / "report.json", plot, interrupted=stop.is_set())
-
-
-def _try(config: TrainConfig, corpus: Corpus) -> None:
-    """Take one step of a very small model with the run's recipe, and throw it away.
-
-    What is loaded and allocated once per process on first use (50 MiB on a CPU) is then there
-    before a run's memory is measured, instead of being counted against the first run. And what does
-    not work on this device says so at once.
-    """
-    tokens = {"seq_len": min(config.seq_len, 16), "batch_size": 1}
-    small = config.replace(model="tiny", vocab_size=256, compile=False, **tokens)
-    Trainer(small, corpus).train_step()
+        title += f", {base.tokens_per_step:,} tokens per step"
+        plot_comparison(runs, title, output / "loss.png")
+    return rows
 
 
 def _prepare(
@@ -202,12 +157,11 @@ def _prepare(
             f"{output} already holds a comparison: go on with it with --resume, replace it with "
             "--overwrite, or choose another folder with --output"
         )
-    if not resume:
-        for name in ("report.json", "report.md", "loss.png"):
-            (output / name).unlink(missing_ok=True)
+    for name in () if resume else ("report.json", "report.md", "loss.png"):
+        (output / name).unlink(missing_ok=True)
     for config, folder in zip(configs, folders, strict=True):
         if resume and (folder.status == FINISHED or folder.saved):
-            check_same_run(config, corpus, read_config_file(folder), folder.path)
+            check_same_run(config, corpus, folder.path)
         elif folder.used:
             shutil.rmtree(folder.path)
     try:
@@ -216,34 +170,24 @@ def _prepare(
         raise ConfigError(f"cannot write to {output}: {error}") from error
 
 
-def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], stop: Event) -> RunRow:
-    """Train one recipe, or take what an earlier attempt left of it.
-
-    The traceback of an error that nobody expected goes to the run's folder.
-    """
+def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], stop: Event) -> Row:
+    """Train one recipe, or take what an earlier attempt left of it."""
     folder = RunFolder(config.output)
     status, error = FINISHED, None
     if folder.status != FINISHED:
-        if config.compile:
-            torch.compiler.reset()  # Each run starts with its whole budget of recompilations.
+        # Each run starts with its whole budget of recompilations, and without former tensors.
+        torch.compiler.reset()
+        gc.collect()
         unfinished = folder.path if folder.saved else None
         try:
-            done = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
-            status = done.status
+            run = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
+            status = run.status
         except LabError as problem:
             status, error = FAILED, str(problem)
-        except Exception as problem:
-            details = folder.path / "error.txt"
-            folder.path.mkdir(parents=True, exist_ok=True)
-            details.write_text(traceback.format_exc())
-            first_line = (str(problem).splitlines() or [""])[0]
-            status = FAILED
-            error = f"{type(problem).__name__}: {first_line} (traceback in {details})"
-    return RunRow(
-        **vars(summarize(read_metrics(folder.metrics))),
-        recipe=config.recipe,
-        status=status,
-        parameters=config.model_config().num_parameters,
-        metrics=f"{folder.path.name}/{folder.metrics.name}",
-        error=error,
-    )
+    return {
+        "recipe": config.recipe,
+        "status": status,
+        **summarize(read_metrics(folder.metrics)),
+        "metrics": f"{folder.path.name}/{folder.metrics.name}",
+        "error": error,
+    }

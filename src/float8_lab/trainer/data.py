@@ -32,15 +32,12 @@ class Corpus:
     train: Tensor  # [bytes] uint8
     validation: Tensor  # [bytes] uint8; no file is in both
     train_files: int
-    validation_files: int
-    skipped_files: int  # left out because they are not UTF-8 text or not readable
     fingerprint: str  # hash of all text in order; equal only for equal data
 
     def describe(self) -> dict[str, Any]:
-        """What it is, JSON-ready: the splits by their sizes in bytes."""
-        sizes = {"train_bytes": len(self.train), "validation_bytes": len(self.validation)}
-        rest = {name: value for name, value in vars(self).items() if name not in _SPLITS}
-        return {**rest, **sizes}
+        """Describe it, JSON-ready: the splits by their sizes in bytes."""
+        sizes = {f"{split}_bytes": len(getattr(self, split)) for split in _SPLITS}
+        return {**{k: v for k, v in vars(self).items() if k not in _SPLITS}, **sizes}
 
 
 def load_corpus(path: str | Path | None = None) -> Corpus:
@@ -63,8 +60,8 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
     files = [root] if root.is_file() else _walk(root, suffix)
     read = {file.relative_to(root).as_posix(): _read_text(file) for file in files}
     texts = {place: text for place, text in read.items() if text}
-    skipped = sum(text is None for text in read.values())
     if not texts:
+        skipped = sum(text is None for text in read.values())
         raise DataError(f"no readable UTF-8 text in {root}: {skipped} file(s) skipped")
     if len(texts) == 1:
         ((place, text),) = texts.items()
@@ -77,19 +74,13 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
         held_out = set(order[: min(max(count, 1), len(order) - 1)])
         sides = [(place in held_out, text) for place, text in texts.items()]
         splits = [[text for held, text in sides if held is side] for side in (False, True)]
-    fingerprint = hashlib.sha256()
-    tensors = []
-    for split, members in zip(_SPLITS, splits, strict=True):
-        joined = SEPARATOR.join(members)
-        if not joined:
-            raise DataError(
-                f"{name}: no text left for the {split} split; give more or larger files"
-            )
-        fingerprint.update(len(joined).to_bytes(8, "big") + joined)
-        tensors.append(torch.frombuffer(bytearray(joined), dtype=torch.uint8))
-    (train, validation), (train_files, validation_files) = tensors, map(len, splits)
-    digest = fingerprint.hexdigest()[:16]
-    return Corpus(name, train, validation, train_files, validation_files, skipped, digest)
+    joined = [SEPARATOR.join(members) for members in splits]
+    if not all(joined):
+        raise DataError(f"{name}: no text left to train or to validate on; give more text")
+    fingerprint = hashlib.sha256(b"".join(len(t).to_bytes(8, "big") + t for t in joined))
+    tensors = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in joined)
+    train, validation = tensors
+    return Corpus(name, train, validation, len(splits[0]), fingerprint.hexdigest()[:16])
 
 
 def _walk(root: Path, suffix: str) -> Iterator[Path]:

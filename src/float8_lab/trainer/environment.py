@@ -16,7 +16,7 @@ from float8 import __version__
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to repeat a result, JSON-ready."""
+    """Return versions, device, commit and command of this process, JSON-ready."""
     return {
         "float8": __version__,
         "torch": torch.__version__,
@@ -42,10 +42,13 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of the source tree this package runs from, with "-dirty" if `src` was changed.
+    """Return the commit of the sources of this package, with "-dirty" if `src` was changed.
 
-    None for an installed package, whose surrounding repository says nothing about it.
+    None for an installed package, whose surrounding repository says nothing about it. The variable
+    FLOAT8_COMMIT names the commit of a copy of the sources without their history.
     """
+    if told := os.environ.get("FLOAT8_COMMIT"):
+        return told
     source = Path(__file__).resolve().parents[2]  # of both packages
 
     def git(*words: str) -> str:

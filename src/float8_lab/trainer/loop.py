@@ -3,7 +3,6 @@
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -16,19 +15,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from float8 import attach_to_optimizer
-from float8_lab.device import Clock, PeakMemory, explain_out_of_memory, total_memory
-from float8_lab.errors import DataError, OutOfMemoryError, TrainingDivergedError, for_all
-from float8_lab.ranks import ALONE, Ranks, join_ranks
+from float8_lab.device import Clock, explain_out_of_memory
+from float8_lab.errors import DataError, TrainingDivergedError
+from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
 from float8_lab.trainer.checkpoint import (
     check_checkpoint,
     load_checkpoint,
-    read_state,
     save_checkpoint,
+    step_of,
 )
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
-from float8_lab.trainer.run_folder import RunFolder, describe_run, find_checkpoint, open_run_folder
+from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, open_run_folder
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
@@ -49,71 +48,85 @@ class Trainer:
         self.observers = observers
         self.ranks = ranks
         self.device = ranks.together(lambda: ranks.device(config.device))
-        self.memory = PeakMemory(self.device)
         self.timer = Clock(self.device)
         self.step = 0
+        self.status = ""  # of `metrics`, once it has ended
         self.last_checkpoint: Path | None = None
         self._mine = ranks.share(config.batch_size, config.tp)
         self._token_parts = config.tp if config.sequence_parallel else 1
         self.model, self.conversion = build.build_model(config, self.device, ranks)
         self.optimizer = build.build_optimizer(self.model, config)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self._first_step = 0
-        self._saved_step = -1
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
 
     def restore(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was written."""
-        self.step = self._first_step = int(read_state(checkpoint)["step"])
+        self.step = self._first_step = step_of(checkpoint)
         load_checkpoint(checkpoint, self.state(), self.ranks)
-        self._saved_step, self.last_checkpoint = self.step, checkpoint
+        self.last_checkpoint = checkpoint
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, to be saved or to be loaded into. Nothing in training is random.
+        """Return the contents of a checkpoint, to save or to load into. Training is not random.
 
-        What the optimizer has gathered, by the names of parameters; its settings are not among it.
-        Before the first step that is nothing, and torch would take a step to make something.
+        Of the optimizer its state by the names of parameters, not its settings. Before the first
+        step there is none, and torch would take a step to make some.
         """
         if not self.step:
             return {"model": self.model}
         gathered = get_optimizer_state_dict(self.model, self.optimizer)["state"]
         return {"model": self.model, "optimizer": gathered}
 
-    def run(self, stop: Event) -> str:
-        """Train until the last step, a request to stop, or `stop_after`; returns the status."""
+    def run(self, stop: Event) -> None:
+        """Train until the last step, a request to stop, or `stop_after`: `status` says which."""
         config = self.config
         self.model.train()
         # Not earlier: restoring takes a step to make the optimizer's state.
         attach_to_optimizer(self.model, self.optimizer)
         try:
-            self._tell("on_start", self)
+            self._tell("on_start", config, self.step, self._about())
             while self.step < config.last_step and not self.ranks.any(stop.is_set()):
                 self.train_step()
                 self._tell("on_step", self.step)
                 if self._due(config.log_interval):
-                    self._report(check=True)
+                    self._report()
                 if self._due(config.eval_interval) or self.step == config.steps:
-                    self._report(check=True)
+                    self._report()
                     self._tell("on_validation", ValidationRecord(self.step, self.validate()))
                 if self._due(config.checkpoint_interval):
                     self._save()
-            self._report(check=True)
-            status = metrics.FINISHED
+            self._report()
+            self.status = metrics.FINISHED
             if self.step < config.steps:
                 stopping = self.ranks.any(stop.is_set())
-                status = metrics.INTERRUPTED if stopping else metrics.STOPPED
-            if config.final_checkpoint or status != metrics.FINISHED:
+                self.status = metrics.INTERRUPTED if stopping else metrics.STOPPED
+            if config.final_checkpoint or self.step < config.steps:
                 self._save()
         except BaseException:
             # Whatever happened, the steps that were done go on record: of several ranks, which
             # may not be there any more, those that were reduced.
             with contextlib.suppress(Exception):
                 if self.ranks.size == 1:
-                    self._report(check=False)
+                    self._report()
             with contextlib.suppress(Exception):
                 self._tell("on_end", metrics.FAILED, self.step)
             raise
-        self._tell("on_end", status, self.step)
-        return status
+        self._tell("on_end", self.status, self.step)
+
+    def _about(self) -> str:
+        """Describe model and data for people."""
+        config, corpus, ranks = self.config, self.corpus, self.ranks.size
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        lines = [
+            f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters, "
+            f"{config.dtype}{', compiled' if config.compile else ''} on {config.device}"
+            f"{f', {ranks} ranks' if ranks > 1 else ''}",
+            f"  data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in {corpus.train_files} "
+            f"file(s), {config.tokens_per_step:,} tokens per step",
+            *(f"  {line}" for line in self.conversion.splitlines()[:1]),
+        ]
+        return "\n".join(lines)
 
     def train_step(self) -> None:
         """Forward, backward and optimizer, without waiting for the device."""
@@ -187,11 +200,11 @@ class Trainer:
         self.model.train()
         return self.ranks.mean(total).item() / self.config.eval_batches
 
-    def _report(self, *, check: bool) -> None:
+    def _report(self) -> None:
         """Read the losses since the last time from the device and pass them on; collective.
 
         Raises:
-            TrainingDivergedError: If `check` and one of them is not finite.
+            TrainingDivergedError: If one of them is not finite.
         """
         if not self._pending:
             return
@@ -199,8 +212,9 @@ class Trainer:
         steps = range(self.step - len(losses) + 1, self.step + 1)
         means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
-        peaks = self.ranks.gather(self.memory.read())
-        memory = None if None in peaks else max(peaks)  # type: ignore[type-var]
+        memory = None  # float8 saves none on a CPU
+        if self.device.type == "cuda":
+            memory = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
         columns = (steps, means.tolist(), norms.tolist(), seconds)
         records = [
             StepRecord(
@@ -218,7 +232,7 @@ class Trainer:
         self._pending = []
         self._tell("on_records", records)
         bad = next((record for record in records if not record.finite), None)
-        if check and bad is not None:
+        if bad is not None:
             kept = self.last_checkpoint
             message = (
                 f"training diverged at step {bad.step}: loss {bad.loss}, gradient norm "
@@ -229,33 +243,21 @@ class Trainer:
             raise for_all(TrainingDivergedError(message))
 
     def _save(self) -> None:
-        if self._saved_step == self.step:
+        if self.last_checkpoint and step_of(self.last_checkpoint) == self.step:
             return
-        self._report(check=True)  # A run that has diverged must not replace good checkpoints.
+        self._report()  # A run that has diverged must not replace good checkpoints.
         self.last_checkpoint = save_checkpoint(
             self.folder.checkpoints,
             self.step,
             self.state(),
-            describe_run(self.config, self.corpus),
             keep=self.config.keep_checkpoints,
             ranks=self.ranks,
         )
-        self._saved_step = self.step
         self._tell("on_checkpoint", self.last_checkpoint)
 
     def _tell(self, event: str, *values: object) -> None:
         for observer in self.observers:
             getattr(observer, event)(*values)
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run went."""
-
-    status: str  # `"finished"`, `"interrupted"` (by a signal) or `"stopped"` (by `stop_after`)
-    summary: metrics.Summary  # over all its parts if it was resumed
-    folder: RunFolder  # where everything was written
-    checkpoint: Path | None  # of the last step, None if none was asked for
 
 
 def train(
@@ -265,19 +267,20 @@ def train(
     resume: Path | None = None,
     corpus: data.Corpus | None = None,
     stop: Event | None = None,
-    ranks: Ranks | None = None,
-) -> TrainResult:
+    ranks: Ranks = ALONE,
+) -> Trainer:
     """Train a Llama as `config` says and leave everything in `config.output`.
 
-    With `config.fsdp` or `config.tp` all ranks call it alike; the first writes and tells observers.
+    Returns the run as it ended.
 
     Args:
         config: The settings.
-        observers: Told what happens, besides the JSON lines and TensorBoard files.
+        observers: Told what happens on the first rank, besides the JSON lines and TensorBoard.
         resume: A checkpoint, or the folder of a run whose newest one is meant.
         corpus: The data, if it is loaded already.
         stop: Ends the run after the step in which it is set on any rank, with a checkpoint.
-        ranks: Who trains, if they have met already: see `join_ranks`.
+        ranks: Who trains: all of them call it alike. With `config.fsdp` or `config.tp` those that
+            `join_ranks` gave.
 
     Raises:
         DataError: If there is no usable data.
@@ -288,17 +291,11 @@ def train(
         OutOfMemoryError: If the model does not fit.
         RankFailedError: If another rank is gone.
     """
-    if ranks is None:
-        with join_ranks(config.spread) as met:
-            return train(
-                config, observers=observers, resume=resume, corpus=corpus, stop=stop, ranks=met
-            )
 
     def usable() -> data.Corpus:
         ranks.check_fits(config.batch_size, config.hsdp, config.tp, config.fsdp)
         found = corpus if corpus is not None else data.load_corpus(config.data)
         data.check_length(found, config.seq_len, config.batch_size)
-        _check_memory(config, ranks)
         return found
 
     text = ranks.together(usable)
@@ -324,31 +321,12 @@ def train(
         if ranks.rank == 0:
             everyone = [*observers, metrics.JsonLines(folder.metrics)]
             if config.tensorboard:
-                start_step = read_state(checkpoint)["step"] if checkpoint else 0
-                everyone.append(metrics.TensorBoard(folder.tensorboard, start_step))
+                step = step_of(checkpoint) if checkpoint else 0
+                everyone.append(metrics.TensorBoard(folder.tensorboard, step))
         trainer = Trainer(config, text, everyone, ranks)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         if trainer.conversion and ranks.rank == 0:
             folder.conversion.write_text(trainer.conversion + "\n")
-        status = trainer.run(stop or Event())
-    summary = ranks.once(lambda: metrics.summarize(metrics.read_metrics(folder.metrics)))
-    return TrainResult(status, summary, folder, trainer.last_checkpoint)
-
-
-def _check_memory(config: TrainConfig, ranks: Ranks) -> None:
-    """Refuse what cannot fit before it is tried: systems kill who asks for too much, unheard."""
-    shared = 1 if config.sequence_parallel else config.tp  # ranks that have the same tokens
-    shape = config.model_config()
-    tokens = config.batch_size * config.seq_len * shared // ranks.size
-    # Of a token at least: logits and their gradient in float32; in each block its input and, unless
-    # it runs again, what is multiplied by SwiGLU, a byte each.
-    block = shape.dim + (0 if config.activation_checkpointing else 2 * shape.ffn_dim)
-    needed = tokens * (8 * shape.vocab_size + shape.n_layers * block)
-    there = total_memory(torch.device(config.device))
-    if needed > there:
-        raise OutOfMemoryError(
-            f"a batch of {config.batch_size} x {config.seq_len} tokens needs more than "
-            f"{needed / 2**30:,.0f} GiB, but {config.device} has {there / 2**30:,.0f}: "
-            "lower --batch-size (and raise --accumulate by as much)"
-        )
+        trainer.run(stop or Event())
+    return trainer

@@ -1,4 +1,4 @@
-"""What a run reports while it goes, who listens, and how the record is read back."""
+"""Records of a run, observers that are told of them, and the file that they are read back from."""
 
 import json
 import math
@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from float8_lab.errors import GET_EXTRAS, ConfigError
-
-if TYPE_CHECKING:
-    from float8_lab.trainer.loop import Trainer
+from float8_lab.trainer.config import TrainConfig
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
@@ -31,11 +29,11 @@ class StepRecord:
     seconds: float  # on the first rank
     tokens: int  # seen by all ranks
     timed: bool  # whether it counts for throughput, being past compilation and warm-up
-    memory_bytes: int | None  # peak until now, of the rank that took most, where it is known
+    memory_bytes: int | None  # highest of tensors until now, of the rank that took most; of GPUs
 
     @property
     def finite(self) -> bool:
-        """Whether training can go on from here."""
+        """Return whether training can go on from here."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -55,8 +53,8 @@ class Observer:
     `on_checkpoint`, and at last, whatever happened, `on_end`.
     """
 
-    def on_start(self, run: "Trainer") -> None:
-        """The run is about to take its first step; after `run.step` others if it was resumed."""
+    def on_start(self, config: TrainConfig, step: int, about: str) -> None:
+        """The run `about` something goes on after `step` steps."""
 
     def on_step(self, step: int) -> None:
         """Step `step` was sent to the device."""
@@ -94,9 +92,9 @@ class JsonLines(Observer):
         }
         self._file.write(json.dumps({"kind": kind, **safe}, allow_nan=False) + "\n")
 
-    def on_start(self, run: "Trainer") -> None:
+    def on_start(self, config: TrainConfig, step: int, about: str) -> None:
         """Note where the run starts."""
-        self._write("start", step=run.step, time=time.time(), memory_note=run.memory.note)
+        self._write("start", step=step, time=time.time())
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
         """Write the steps."""
@@ -126,17 +124,13 @@ class TensorBoard(Observer):
                 f"TensorBoard is not installed: run {GET_EXTRAS}, "
                 "or turn its events off with --no-tensorboard"
             ) from error
-        purge = start_step + 1 if start_step else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
         """Write the steps."""
         for record in records:
-            values = {
-                "loss/train": record.loss,
-                "optimizer/grad_norm": record.grad_norm,
-                "optimizer/learning_rate": record.learning_rate,
-            }
+            values = {"loss/train": record.loss, "optimizer/grad_norm": record.grad_norm}
+            values["optimizer/learning_rate"] = record.learning_rate
             if record.timed:
                 values["speed/tokens_per_s"] = record.tokens / record.seconds
             if record.memory_bytes is not None:
@@ -160,7 +154,6 @@ class Metrics:
     train: list[StepRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
     status: str = ""  # how the run ended; empty if it is still going or was killed
-    memory_note: str = ""  # what the peak memory means, or why there is none
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -179,7 +172,7 @@ def read_metrics(path: Path) -> Metrics:
         if kind == "start":
             metrics.train = [record for record in metrics.train if record.step <= step]
             metrics.validation = [record for record in metrics.validation if record.step <= step]
-            metrics.status, metrics.memory_note = "", event.get("memory_note", "")
+            metrics.status = ""
         elif kind == "train":
             del event["tokens_per_s"]
             event["loss"], event["grad_norm"] = float(event["loss"]), float(event["grad_norm"])
@@ -191,26 +184,13 @@ def read_metrics(path: Path) -> Metrics:
     return metrics
 
 
-@dataclass(frozen=True)
-class Summary:
+def summarize(metrics: Metrics) -> dict[str, Any]:
     """The numbers by which runs are compared; None where a run has not got that far or diverged.
 
     Losses are in nats per byte. The training loss is a mean over the last tenth of the steps (at
     most 100): that of one step is too noisy. Times are medians over the steps past compilation and
     warm-up.
     """
-
-    steps: int
-    train_loss: float | None
-    val_loss: float | None  # of the last validation
-    tokens_per_s: float | None
-    step_ms: float | None
-    peak_memory_bytes: int | None
-    memory_note: str  # what the peak means, or why there is none
-
-
-def summarize(metrics: Metrics) -> Summary:
-    """Boil a run's record down to a `Summary`."""
     train = metrics.train
     last = [record.loss for record in train[-min(max(len(train) // 10, 1), 100) :]]
     train_loss = statistics.fmean(last) if last else math.nan
@@ -218,12 +198,11 @@ def summarize(metrics: Metrics) -> Summary:
     seconds = [record.seconds for record in train if record.timed and record.seconds > 0]
     middle = statistics.median_high(seconds) if seconds else None
     peaks = [record.memory_bytes for record in train if record.memory_bytes is not None]
-    return Summary(
-        steps=train[-1].step if train else 0,
-        train_loss=train_loss if math.isfinite(train_loss) else None,  # JSON has no NaN
-        val_loss=val_loss if math.isfinite(val_loss) else None,
-        tokens_per_s=train[-1].tokens / middle if middle else None,
-        step_ms=1e3 * middle if middle else None,
-        peak_memory_bytes=max(peaks, default=None),
-        memory_note=metrics.memory_note,
-    )
+    return {
+        "steps": train[-1].step if train else 0,
+        "train_loss": train_loss if math.isfinite(train_loss) else None,  # JSON has no NaN
+        "val_loss": val_loss if math.isfinite(val_loss) else None,  # of the last validation
+        "tokens_per_s": train[-1].tokens / middle if middle else None,
+        "step_ms": 1e3 * middle if middle else None,
+        "peak_memory_bytes": max(peaks, default=None),
+    }

@@ -5,20 +5,17 @@
 - `metrics.jsonl`: one line per step and validation
 - `tensorboard/`: the same for TensorBoard
 - `checkpoints/`: see `checkpoint`
-- `failed-1/`: the same of an earlier run that failed before its first checkpoint
 """
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from float8_lab.errors import CheckpointError, ConfigError
-from float8_lab.trainer.checkpoint import is_checkpoint, list_checkpoints, read_state
-from float8_lab.trainer.config import ONE_PROCESS, TrainConfig
+from float8_lab.trainer.checkpoint import is_checkpoint, list_checkpoints
+from float8_lab.trainer.config import ONE_PROCESS, OPTIONS, OUTPUT, RANKS, TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
@@ -41,18 +38,13 @@ class RunFolder:
 
     @property
     def used(self) -> bool:
-        """Whether a run was written here before."""
+        """Return whether a run was written here before."""
         return bool(self.saved) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     @property
     def status(self) -> str:
-        """How that run ended, as `Metrics` says it."""
+        """Return how that run ended, as `Metrics` says it."""
         return read_metrics(self.metrics).status
-
-
-def describe_run(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
-    """What `check_same_run` needs, JSON-ready."""
-    return {"config": dataclasses.asdict(config), "corpus": corpus.describe()}
 
 
 def open_run_folder(
@@ -60,23 +52,17 @@ def open_run_folder(
 ) -> RunFolder:
     """Make the run's folder and write its `config.json`.
 
-    What a run left there that failed before its first checkpoint goes to `failed-1`, `failed-2`
-    and so on. A run that resumes from `checkpoint` may go on in the folder of that checkpoint.
+    A run that resumes from `checkpoint` may go on in the folder of that checkpoint, a new one where
+    another failed before its first checkpoint; its metrics then follow those.
 
     Raises:
         ConfigError: (a `ValueError`) if another run lies there, it cannot be written, or the run
             cannot go on from the checkpoint with these settings.
     """
     folder = RunFolder(config.output)
-    own = False
+    own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
     if checkpoint is not None:
-        check_same_run(config, corpus, read_state(checkpoint), checkpoint)
-        own = folder.path.resolve() in checkpoint.resolve().parents
-        if not own and read_state(checkpoint)["step"] >= config.steps:
-            raise ConfigError(
-                f"{checkpoint} is of the last of {config.steps} steps: nothing is left to train; "
-                f"resume an earlier one, or leave --output out to see its results again"
-            )
+        check_same_run(config, corpus, checkpoint.parent.parent)
     failed = folder.status == FAILED and not folder.saved
     if folder.used and not own and not failed:
         way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"
@@ -86,33 +72,13 @@ def open_run_folder(
             f"{folder.path} already holds a run: {way_on}, or choose another folder with --output"
         )
     try:
-        if failed:
-            targets = (folder.path / f"failed-{number}" for number in itertools.count(1))
-            aside = next(path for path in targets if not path.exists())
-            aside.mkdir()
-            for path in vars(folder).values():
-                if path != folder.path and path.exists():
-                    path.rename(aside / path.name)
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(json.dumps(describe_run(config, corpus), indent=1) + "\n")
+        folder.conversion.unlink(missing_ok=True)
+        about = {"config": dataclasses.asdict(config), "corpus": corpus.describe()}
+        folder.config.write_text(json.dumps(about, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
-
-
-def read_config_file(folder: RunFolder) -> dict[str, Any]:
-    """What `config.json` holds, for `check_same_run`; a `ConfigError` if it is damaged."""
-    try:
-        saved: dict[str, Any] = json.loads(folder.config.read_text())
-        TrainConfig.from_dict(saved["config"])
-        str(saved["corpus"]["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(
-            f"cannot read the settings of the run in {folder.path} from {folder.config.name} "
-            f"({problem}): delete that folder to have the run done again"
-        ) from error
-    return saved
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -121,7 +87,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise CheckpointError(f"nothing to resume at {path}: give a run's folder or a checkpoint")
-    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    checkpoints = RunFolder(path).saved
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {path}: the run was not saved")
     return checkpoints[-1]
@@ -129,27 +95,40 @@ def find_checkpoint(path: Path) -> Path:
 
 def saved_config(checkpoint: Path) -> TrainConfig:
     """The settings of a checkpoint's run, to go on in its folder, in one process."""
-    config = TrainConfig.from_dict(read_state(checkpoint)["config"])
-    return config.replace(output=str(checkpoint.parent.parent), stop_after=0, **ONE_PROCESS)
+    folder = checkpoint.parent.parent
+    config, _ = _read_config(folder)
+    return config.replace(output=str(folder), stop_after=0, **ONE_PROCESS)
 
 
-def check_same_run(config: TrainConfig, corpus: Corpus, saved: dict[str, Any], where: Path) -> None:
-    """Raise a `ConfigError` unless a run goes on with the settings and the data it began with.
+def _read_config(folder: Path) -> tuple[TrainConfig, str]:
+    """The settings of a run, and the fingerprint of its data."""
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+        return TrainConfig.from_dict(saved["config"]), saved["corpus"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read the settings of the run in {folder} from config.json ({error}): delete "
+            "that folder to have the run done again"
+        ) from error
 
-    It may go on on another GPU, as each of several ranks does. `saved` is what `describe_run` gave
-    when it began; `where` names what is resumed.
+
+def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
+    """Raise a `ConfigError` unless the run in `folder` goes on with what changes its numbers.
+
+    It may go on on another GPU, as each of several ranks does, and on other ranks.
     """
-    old = TrainConfig.from_dict(saved["config"])
-    wrong = [
-        f"{name} was {before!r} and is now {now!r}"
-        for name, (now, before) in config.differences(old).items()
-        if name != "device" or torch.device(now).type != torch.device(before).type
-    ]
-    before, now = saved["corpus"]["fingerprint"], corpus.fingerprint
-    if before != now:
-        wrong.append(f"the text of the data has changed (fingerprint {before} and now {now})")
+    old, fingerprint = _read_config(folder)
+    wrong = []
+    for name, option in OPTIONS.items():
+        now, before = getattr(config, name), getattr(old, name)
+        if name == "device":
+            now, before = torch.device(now).type, torch.device(before).type
+        if option.rich_help_panel not in (RANKS, OUTPUT) and name != "data" and now != before:
+            wrong.append(f"{name} was {before!r} and is now {now!r}")
+    if fingerprint != (now := corpus.fingerprint):
+        wrong.append(f"the text of the data has changed (fingerprint {fingerprint} and now {now})")
     if wrong:
         raise ConfigError(
-            f"cannot resume {where} with different settings: {'; '.join(wrong)}. "
+            f"cannot resume {folder} with different settings: {'; '.join(wrong)}. "
             "Use the settings of the run, or start a new one with another --output"
         )

@@ -1,0 +1,98 @@
+"""`float8 bench limits`: from which size on a linear layer gains, per recipe.
+
+Read from GPU times of layers of many sizes. Limits are those that cost the least: the sum over all
+layers of how much slower each one becomes by what the limits decide for it.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from float8.convert.smallest import SMALLEST, Smallest
+from float8_lab.bench.variants import HIGH_PRECISION
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = ROOT / "src" / "float8" / "convert" / "smallest.py"
+PAGE = ROOT / "docs" / "measuring.md"
+
+Cell = tuple[int, int, float, float]  # tokens, min(K, N), product, log of speedup
+
+
+class Found(NamedTuple):
+    """Limits, and what they decide."""
+
+    limits: Smallest
+    loss: float  # mean over all layers of how much more time they take than by the best choice
+    right: float  # share of layers that take the least time
+
+
+def fit(cells: Sequence[Cell]) -> Found:
+    """Return the limits of least loss, each of a measured layer; of several, the lowest."""
+    table = torch.tensor(cells, dtype=torch.float64)
+    sizes, gains = table[:, :3], table[:, 3]
+    rounded = map(_rounded, sizes[:, 2].tolist())
+    columns = (*(sorted({*sizes[:, i].tolist()}) for i in (0, 1)), sorted({*rounded}))
+    limits = [Smallest(int(M), int(F), product) for M, F, product in itertools.product(*columns)]
+    large = (sizes >= torch.tensor(limits, dtype=torch.float64).unsqueeze(1)).all(-1)
+    losses = torch.where(large, -gains, gains).clamp(min=0)  # [limits, cells]
+    means = losses.mean(1).tolist()
+    best = means.index(min(means))
+    return Found(limits[best], means[best], (losses[best] == 0).double().mean().item())
+
+
+def _rounded(product: float) -> float:
+    """Down to two digits."""
+    size = 10 ** (math.floor(math.log10(product)) - 1)
+    return float(math.floor(product / size) * size)
+
+
+def fit_results(results: dict[str, Any]) -> tuple[str, dict[str, Found]]:
+    """Return the GPU of a results file, and limits by recipe."""
+    gpu = re.search(r"\b[A-Z]+\d+\b", results["environment"]["device"])
+    if gpu is None:
+        raise ValueError(f"device: got {results['environment']['device']!r}, expected a GPU")
+    size, bf16 = ("mode", "M", "K", "N"), {}
+    cells: dict[str, list[Cell]] = {}
+    for row in results["rows"]:  # of each size, bf16 comes first
+        if row["K"] is None:  # a sum
+            continue
+        key = tuple(row[name] for name in size)
+        if row["recipe"] == HIGH_PRECISION:
+            bf16[key] = row["ms"]
+        else:
+            _, M, K, N = key
+            gain = math.log(bf16[key] / row["ms"])
+            cells.setdefault(row["recipe"], []).append((M, min(K, N), float(M * K * N), gain))
+    return gpu[0], {recipe: fit(each) for recipe, each in cells.items()}
+
+
+def write_limits(gpu: str, found: dict[str, Found]) -> None:
+    """Write the limits of this GPU into the library and, for readers, into its page."""
+    limits = {recipe: each.limits for recipe, each in found.items()}
+    every = SMALLEST | {gpu: SMALLEST.get(gpu, {}) | limits}
+    code = ["SMALLEST = {"]
+    text = ["", "| GPU | recipe | tokens per forward | K and N | tokens x K x N |"]
+    text.append("| --- | --- | --- | --- | --- |")
+    for name, recipes in sorted(every.items()):
+        code.append(f'    "{name}": {{')
+        for recipe, (M, F, product) in recipes.items():
+            code.append(f'        "{recipe}": Smallest({M}, {F}, {product / 1e9:g}e9),')
+            text.append(f"| {name} | {recipe} | {M} | {F} | {product / 1e9:g}e9 |")
+        code.append("    },")
+    _replace(TABLE, "# begin: written by float8 bench limits", "# end", [*code, "}"])
+    marker = "<!-- limits: written by float8 bench limits -->"
+    _replace(PAGE, marker, "<!-- end of limits -->", [*text, ""])
+
+
+def _replace(path: Path, begin: str, end: str, lines: Sequence[str]) -> None:
+    """Write lines between two lines of a file."""
+    before, found, rest = path.read_text().partition(begin + "\n")
+    _, found_end, after = rest.partition(end + "\n")
+    if not found or not found_end:
+        raise ValueError(f"{path.name}: expected the lines {begin!r} and {end!r}")
+    path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}\n{after}"]))

@@ -1,0 +1,284 @@
+"""`float8 bench tables`: the tables of README.md and docs/performance.md, from results files alone.
+
+The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. Those of plain models,
+and of Hugging Face's, are older: scripts wrote them, which are `float8 bench model` today.
+"""
+
+import json
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+PLAIN, HUGGING_FACE = "plain-rebuild.json", "hugging-face.json"
+WIDTH = 96  # of a command, which goes on in the next line
+REMOVED = ("speculative",)  # recipes that results files of former versions have
+
+Row = dict[str, Any]
+Results = dict[str, Any]
+Columns = Mapping[str, tuple[str, int]]  # key and digits of each heading
+
+_STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
+_SMALL = {**_STEP, "ms": ("ms", 2)}
+_TOKENS = {"tokens/s": ("tokens_per_s", 0), "speedup": ("speedup", 2), "GiB": ("peak_gib", 2)}
+_LINEAR = {"ms": ("ms", 2), "speedup": ("speedup", 2), "GEMMs alone, ms": ("floor_ms", 2)}
+_RANKS = {"ms": ("ms", 1), "tokens/s": ("tokens_per_s", 0), "speedup": ("speedup", 2)}
+_RANKS |= {"sent GB": ("sent_gb", 2), "exposed ms": ("exposed_ms", 1), "GiB": ("peak_gib", 2)}
+
+
+def write_tables(only_check: bool) -> list[Path]:
+    """Write both pages, unless that is only to be checked; return those that change."""
+    changed = []
+    for page in (README, PERFORMANCE):
+        old = new = page.read_text()
+        for (where, name), write in SECTIONS.items():
+            new = updated(new, name, write(RESULTS)) if where == page else new
+        if new != old:
+            changed.append(page)
+            page.write_text(old if only_check else new)
+    return changed
+
+
+def updated(page: str, name: str, content: str) -> str:
+    """Return the page with `content` between the two markers of that name."""
+    begin = f"<!-- {name}: written by float8 bench tables -->"
+    end = f"<!-- end of {name} -->"
+    before, found, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"page: expected the lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n\n{content}\n{end}{after}"
+
+
+# ---------------------------------------------------------------- files of scripts
+
+
+def plain(folder: Path, commit: str, what: Sequence[str], command: str, page: Path) -> str:
+    """Plain models in the run of exactly this commit; `command` is what measures them today."""
+    runs: list[Results] = json.loads((folder / PLAIN).read_text())["runs"]
+    runs = [run for run in runs if run["environment"]["commit"] == commit]
+    found = [run for run in runs if {*what} <= {row["what"] for row in run["rows"]}]
+    if len(found) != 1:
+        raise ValueError(
+            f"{PLAIN}: got {len(found)} runs of commit {commit} with {what[0]}, expected one"
+        )
+    (run,) = found
+    # "tensorwise@torchao" -> "torchao tensorwise"
+    rows = [
+        {**row, "recipe": " ".join(reversed(row["recipe"].split("@"))), "layers": name}
+        for name in what
+        for row in run["rows"]
+        if row["what"] == name
+    ]
+    one = len(what) == 1
+    lines = pivot(rows, run, _STEP if one else _SMALL, ("layers", "recipe")[one:])
+    return "\n".join([*lines, "", *source(run, folder / PLAIN, page, command)])
+
+
+def hugging_face(folder: Path) -> str:
+    """Steps of the `Trainer` of transformers, and the command for the like today."""
+    how = "float8 bench model --transformers --optimizer --recipe tensorwise,tensorwise+fuse"
+    command = f"{how} --mode compiled; {how} --mode eager"
+    results: Results = json.loads((folder / HUGGING_FACE).read_text())
+    rows = [{**row, "recipe": row["recipe"].replace("@", ", ")} for row in results["rows"]]
+    shown = source(results, folder / HUGGING_FACE, PERFORMANCE, command)
+    version = results["environment"]["transformers"]
+    shown[0] = shown[0].replace(", commit", f", transformers {version}, commit")
+    return "\n".join([*pivot(rows, results, _TOKENS), "", *shown])
+
+
+# ---------------------------------------------------------------- files of `float8 bench`
+
+
+def tables(folder: Path) -> str:
+    """Return all tables, of the files in `folder` by name."""
+    parts = []
+    shown = {"model": model_table, "block": model_table, "fsdp": ranks_table, "tp": ranks_table}
+    shown |= {"linear": linear_table, "cast": cast_line}
+    for name, show in shown.items():
+        for path in sorted(folder.glob("*.json")):
+            results = json.loads(path.read_text())
+            if results.get("benchmark") == name:
+                parts += [*show(results), "", *source(results, path)]
+                if "note" in results:
+                    parts += [*textwrap.wrap(results["note"], 116), ""]
+    return "\n".join(parts)
+
+
+def _title(results: Results, before: str, after: str) -> str:
+    size = results["settings"]
+    blocks = f"{size['blocks']} block{'' if size['blocks'] == 1 else 's'} of {size['model']}"
+    return f"**{blocks}, {before}{size['batch']} x {size['seq_len']} tokens{after}**"
+
+
+def model_table(results: Results) -> list[str]:
+    """Return a row per recipe, compiled and eager."""
+    after = ", forward + backward"
+    microbatches = results["settings"].get("microbatches", 1)  # older files lack it
+    after += f" of {microbatches} microbatches" if microbatches > 1 else ""
+    after += " + AdamW" if results["settings"].get("optimizer") else ""
+    rows = [{**row, "kept": row.get("keep") or ""} for row in results["rows"]]
+    return [_title(results, "", after), "", *pivot(rows, results, _STEP, ("recipe", "kept"))]
+
+
+def ranks_table(results: Results) -> list[str]:
+    """Return a row per recipe, mode and gather."""
+    sharded, ranks = results["benchmark"] == "fsdp", results["settings"]["ranks"]
+    before = f"{'FSDP2' if sharded else 'tensor and sequence parallel'} on {ranks} ranks, "
+    after = " each, forward + backward + AdamW" if sharded else ", forward + backward"
+    rows = []
+    for row in results["rows"]:
+        if "ms" in row:
+            name = row["recipe"] + (", eager" if row["mode"] == "eager" else "")
+            sent = (row["gathered_mb"] + row["reduce_scattered_mb"]) / 1e3
+            keys = {"recipe": name, "kept": row.get("keep") or "", "mode": "", "sent_gb": sent}
+            rows.append({**row, **keys, "gather": row["gather"] or ""})
+    lines = pivot(rows, results, _RANKS, ("recipe", "gather", "kept"), ("",))
+    return [_title(results, before, after), "", *lines]
+
+
+def linear_table(results: Results) -> list[str]:
+    """Return a row per shape set and recipe: the set's sums, or its only shape."""
+    rows = results["rows"]
+    several = {row["set"] for row in rows if row["M"] == "sum"}
+    sums = [
+        {**row, "layers": row["set"] if row["M"] == "sum" else "{M} x {K} x {N}".format(**row)}
+        for row in rows
+        if row["M"] == "sum" or row["set"] not in several
+    ]
+    title = "**Linear layers one by one, forward + backward, summed over each set of shapes**"
+    return [title, "", *pivot(sums, results, _LINEAR, ("layers", "recipe"))]
+
+
+def cast_line(results: Results) -> list[str]:
+    """Return how near to copy bandwidth the casts to both GEMM layouts come."""
+    ranges = []
+    for case, what in (("cast", "one scale"), ("rowwise", "row scales"), ("1x128", "1x128 blocks")):
+        shares = [row["of_copy"] for row in results["rows"] if row["case"] == f"{case} row+col"]
+        if shares:
+            ranges.append(f"{min(shares):.2f} to {max(shares):.2f} with {what}")
+    return ["Of copy bandwidth, casts to both GEMM layouts reach", f"{', '.join(ranges)}."]
+
+
+# ---------------------------------------------------------------- Markdown
+
+
+def pivot(
+    rows: Iterable[Row],
+    results: Results,
+    columns: Columns,
+    names: Sequence[str] = ("recipe",),
+    modes: Sequence[str] = ("compiled", "eager"),
+) -> list[str]:
+    """Return a table with a line for each of the `names`, and columns of each mode."""
+    first, *others = columns
+    heads = [*names]
+    for mode in modes:
+        heads += [f"{mode} {first}".strip(), *others]
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["recipe"] not in REMOVED and "ms" in row:
+            named = {**row, "recipe": label(row["recipe"], results)}
+            found.setdefault(tuple(named[name] for name in names), {})[row["mode"]] = row
+    lines = [
+        [*key, *(number(of.get(mode, {}), *each) for mode in modes for each in columns.values())]
+        for key, of in found.items()
+    ]
+    return table(heads, lines)
+
+
+def label(recipe: str, results: Results) -> str:
+    """Return the recipe; a peer's with its version."""
+    peer, _, name = recipe.partition(" ")
+    version = results["environment"].get(peer)
+    return f"{peer} {version} {name}" if version else recipe
+
+
+def number(row: Row, key: str, digits: int) -> str:
+    """Return a number with so many digits behind the point; "" if there is none."""
+    return "" if row.get(key) is None else f"{row[key]:,.{digits}f}"
+
+
+def table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """Return lines of a table, without columns that no row fills; readable as plain text, too."""
+    padded = []
+    for i, column in enumerate(zip(heads, *rows, strict=True)):
+        if any(column[1:]):
+            width = max(map(len, column))
+            texts = all(not cell or not cell[0].isdigit() for cell in column[1:]) or i == 0
+            aligned = [cell.ljust(width) if texts else cell.rjust(width) for cell in column]
+            rule = "-" * width if texts else "-" * (width - 1) + ":"
+            padded.append([aligned[0], rule, *aligned[1:]])
+    return [f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)]
+
+
+def source(results: Results, path: Path, page: Path = PERFORMANCE, command: str = "") -> list[str]:
+    """Return where it was measured, and the commands: today's if they are given."""
+    environment = results["environment"]
+    commands = (command or environment["command"]).split("; ")
+    for recipe in REMOVED:
+        commands = [each.replace(f",{recipe}", "") for each in commands]
+    link = Path(os.path.relpath(path, page.parent)) if path.is_relative_to(ROOT) else path.name
+    commit = environment.get("commit", environment.get("git_commit"))
+    where = f"{environment['device']}, torch {environment['torch']}"
+    where += f", commit {commit[:7]}" if commit else ""
+    lines = [f"{where}. Results in", f"[{path.name}]({link}), by", ""]
+    return [*lines, "```bash", *(line for each in commands for line in wrapped(each)), "```", ""]
+
+
+def wrapped(command: str) -> list[str]:
+    """Return a shell command in lines of at most `WIDTH` characters, broken before options."""
+    lines = [""]
+    for part in command.replace(" -", "\n-").split("\n"):
+        if lines[-1] and len(lines[-1]) + len(part) + 3 > WIDTH:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] = f"{lines[-1]} {part}" if lines[-1] else part
+    return lines
+
+
+# ---------------------------------------------------------------- what is written where
+
+_STACK, _BESIDE = ("8B stack",), "--mode compiled --peers torchao --rounds 7"
+_FUSED = "tensorwise+fuse,tensorwise+held+fuse,delayed+held+fuse"
+
+# Of plain models the commit, what of its run, and the options that measure it today.
+_PLAIN: dict[tuple[Path, str], tuple[str, Sequence[str], str]] = {
+    (README, "plain models"): ("ca2477b", _STACK, "--peers torchao --rounds 7"),
+    (PERFORMANCE, "finer scales"): (
+        *("301e755", _STACK),
+        "--recipe tensorwise,rowwise,rowwise_with_gw_hp,blockwise --rounds 7",
+    ),
+    (PERFORMANCE, "held and fused"): (
+        *("6b3c701", _STACK),
+        f"--recipe tensorwise,delayed,delayed+fuse,{_FUSED} --rounds 9",
+    ),
+    (PERFORMANCE, "microbatches"): (
+        *("bb167fc", ("8B stack, 8 microbatches",)),
+        f"--mode compiled --microbatches 8 --recipe {_FUSED} --rounds 4",
+    ),
+    (PERFORMANCE, "narrow"): (
+        *("9763af4", ("1b stack",)),
+        f"--model 1b --blocks 8 {_BESIDE} --recipe tensorwise,delayed,tensorwise+held,"
+        "tensorwise+fuse,delayed+fuse,tensorwise+held+fuse",
+    ),
+    (PERFORMANCE, "small layers"): (
+        *("ca2477b", ("linear 8192,4096,4096", "150m, every layer")),
+        f"--model 150m --blocks 12 --seq-len 2048 --batch 4 --all-layers {_BESIDE}; "
+        f"float8 bench linear --mkn 8192,4096,4096 {_BESIDE}",
+    ),
+}
+
+SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
+    key: partial(plain, commit=commit, what=what, command=f"float8 bench model {how}", page=key[0])
+    for key, (commit, what, how) in _PLAIN.items()
+}
+SECTIONS[PERFORMANCE, "Hugging Face"] = hugging_face
+SECTIONS[PERFORMANCE, "performance"] = tables
