@@ -110,21 +110,14 @@ def test_one_shared_cast_config_keeps_every_roles_default_dtype(shared: CastConf
     )
 
 
-def test_replace_changes_one_field_and_keeps_the_rest() -> None:
+def test_replace_changes_one_field_and_checks_again() -> None:
     before = mixed(DELAYED, DYNAMIC, DYNAMIC, round_scales_to_power_of_2=True)
     after = dataclasses.replace(before, emulate=True)
     assert (before.emulate, after.emulate) == (False, True)
     assert dataclasses.replace(after, emulate=False) == before
-
-
-def test_replace_of_a_role_carries_to_its_second_use() -> None:
-    config = dataclasses.replace(Float8LinearConfig(), cast_config_input=DELAYED)
-    assert config.cast_config_input.scaling_type is ScalingType.DELAYED
-    assert config.cast_config_input_for_grad_weight is None
-    assert config.cast_config_weight.scaling_type is ScalingType.DYNAMIC
-
-
-def test_replace_checks_again() -> None:
+    other = dataclasses.replace(Float8LinearConfig(), cast_config_input=DELAYED)
+    assert other == mixed(DELAYED, DYNAMIC, DYNAMIC)
+    assert other.cast_config_input_for_grad_weight is None  # which goes on as the input
     with pytest.raises(ValueError, match="expected both operands in float8"):
         dataclasses.replace(Float8LinearConfig(), cast_config_input=DISABLED)
 
@@ -157,14 +150,8 @@ def test_one_gemm_can_stay_in_high_precision(
     assert runs == {name: name != gemm for name in runs}
 
 
-@pytest.mark.parametrize("off", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("off", [*ROLES, *SECOND_USES])
 def test_one_operand_alone_in_high_precision_is_refused(off: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s)got .*{off}.*expected both.*set both or neither"):
-        Float8LinearConfig(**{f"cast_config_{off}": DISABLED})
-
-
-@pytest.mark.parametrize("off", SECOND_USES)
-def test_one_second_use_alone_in_high_precision_is_refused(off: str) -> None:
     with pytest.raises(ValueError, match=f"(?s)got .*{off}.*expected both.*set both or neither"):
         Float8LinearConfig(**{f"cast_config_{off}": DISABLED})
 
@@ -202,6 +189,8 @@ def test_what_asks_for_nothing_without_delayed_scaling_is_accepted(name: str) ->
     assert getattr(config, name) is False
     layer = Float8Linear(32, 16, config=config)
     assert list(layer.state_dict()) == ["weight", "bias"]
+    defaults = {name: True, "delayed_scaling_config": DelayedScalingConfig()}
+    assert Float8LinearConfig(**defaults) == Float8LinearConfig()
     with pytest.raises(TypeError, match=f"{name}: got 0, expected a bool"):
         Float8LinearConfig(**{name: 0})
 
@@ -217,29 +206,15 @@ def test_recomputing_weights_is_accepted_since_it_is_always_done(value: bool) ->
         Float8LinearConfig(force_recompute_fp8_weight_in_bwd=1)
 
 
-def test_the_defaults_of_delayed_scaling_are_fine_without_it() -> None:
-    config = Float8LinearConfig(
-        enable_amax_init=True,
-        enable_pre_and_post_forward=True,
-        delayed_scaling_config=DelayedScalingConfig(),
-    )
-    assert config == Float8LinearConfig()
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_a_dtype_for_what_is_not_cast_means_nothing(dtype: torch.dtype) -> None:
-    cast = CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
-    assert cast == DISABLED
-    assert mixed(cast, cast, DISABLED) == mixed(DISABLED, DISABLED, DISABLED)
-    with pytest.raises(ValueError, match=r"target_dtype: got torch.float16, expected"):
-        CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=torch.float16)
-
-
 def test_a_disabled_cast_has_no_dtype() -> None:
     config = mixed(DISABLED, DISABLED, DISABLED)
     assert config.float8_gemms == ()
     assert {cast_of(config, role).target_dtype for role in ROLES} == {None}
     assert dataclasses.replace(config) == config
+    for dtype in (E4M3, E5M2):
+        assert CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype) == DISABLED
+    with pytest.raises(ValueError, match=r"target_dtype: got torch.float16, expected"):
+        CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("gemm", ["output", "grad_input"])
@@ -272,52 +247,37 @@ def test_float8_all_gather_needs_one_cast_of_the_weight() -> None:
 # ---------------------------------------------------------------- wrong values
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("scaling_type", "dynamic"),
-        ("scaling_type", None),
-        ("scaling_granularity", "tensorwise"),
-    ],
-)
-def test_cast_config_refuses_other_types(field: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{field}: got {value!r}, expected a Scaling"):
-        CastConfig(**{field: value})
+DTYPE, SCALE_FN = r"got .*expected torch.float8_e4m3fn or", r"got .*expected 'max' or 'most_recent'"
+LENGTH = "expected an int >= 1"
+WRONG: list[tuple[Any, str, Any, type[Exception], str]] = [
+    (CastConfig, "scaling_type", "dynamic", TypeError, "got 'dynamic', expected a Scaling"),
+    (CastConfig, "scaling_type", None, TypeError, "got None, expected a Scaling"),
+    (CastConfig, "scaling_granularity", "tensorwise", TypeError, "got .*expected a Scaling"),
+    (CastConfig, "target_dtype", torch.bfloat16, ValueError, DTYPE),
+    (CastConfig, "target_dtype", torch.float8_e4m3fnuz, ValueError, DTYPE),
+    (CastConfig, "target_dtype", "e4m3", ValueError, DTYPE),
+    (DelayedScalingConfig, "history_len", 0, ValueError, f"got 0, {LENGTH}"),
+    (DelayedScalingConfig, "history_len", -1, ValueError, f"got -1, {LENGTH}"),
+    (DelayedScalingConfig, "history_len", 1.0, TypeError, f"got .*{LENGTH}"),
+    (DelayedScalingConfig, "history_len", True, TypeError, f"got .*{LENGTH}"),
+    (DelayedScalingConfig, "scale_fn_name", "mean", ValueError, SCALE_FN),
+    (DelayedScalingConfig, "scale_fn_name", None, ValueError, SCALE_FN),
+    (Float8GemmConfig, "use_fast_accum", "no", TypeError, "got 'no', expected a bool"),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fnuz, "e4m3"])
-def test_cast_config_refuses_other_target_dtypes(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r"target_dtype: got .*expected torch.float8_e4m3fn or"):
-        CastConfig(target_dtype=dtype)
-
-
-@pytest.mark.parametrize("history_len", [0, -1])
-def test_history_len_is_at_least_one(history_len: int) -> None:
-    with pytest.raises(ValueError, match=f"history_len: got {history_len}, expected an int >= 1"):
-        DelayedScalingConfig(history_len=history_len)
-
-
-@pytest.mark.parametrize("history_len", [1.0, True, "16", None])
-def test_history_len_is_an_int(history_len: Any) -> None:
-    with pytest.raises(TypeError, match=r"history_len: got .*expected an int >= 1"):
-        DelayedScalingConfig(history_len=history_len)
-
-
-@pytest.mark.parametrize("scale_fn_name", ["mean", "", None, "MAX"])
-def test_scale_fn_name_is_one_of_two(scale_fn_name: Any) -> None:
-    with pytest.raises(ValueError, match=r"scale_fn_name: got .*expected 'max' or 'most_recent'"):
-        DelayedScalingConfig(scale_fn_name=scale_fn_name)
+@pytest.mark.parametrize(("config", "field", "value", "error", "told"), WRONG)
+def test_wrong_values_are_refused(
+    config: Any, field: str, value: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=f"{field}: {told}"):
+        config(**{field: value})
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Float8LinearConfig)])
 def test_every_field_refuses_another_type(field: str) -> None:
     with pytest.raises(TypeError, match=f"{field}: got 'x', expected a"):
         Float8LinearConfig(**{field: "x"})
-
-
-def test_use_fast_accum_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="use_fast_accum: got 'no', expected a bool"):
-        Float8GemmConfig(use_fast_accum="no")  # type: ignore[arg-type]
 
 
 def test_unknown_field_is_refused() -> None:
@@ -337,10 +297,7 @@ def test_recipe_by_string_and_by_enum(name: str, spell: Any) -> None:
     assert [cast_of(config, role).scaling_type for role in ROLES] == scaling
     assert [cast_of(config, role).target_dtype for role in ROLES] == [E4M3, E4M3, E5M2]
     assert linear_requires_sync(config) == (name != "tensorwise")
-
-
-def test_the_recipe_tensorwise_is_the_default() -> None:
-    assert Float8LinearConfig.from_recipe_name("tensorwise") == Float8LinearConfig()
+    assert (config == Float8LinearConfig()) == (name == "tensorwise")
 
 
 def test_what_is_written_into_a_recipe_s_config_does_not_stay_in_the_recipe() -> None:

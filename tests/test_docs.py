@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import float8
-from support.forks import run_program
+from support.forks import COMPILER, run_program
 from support.samples import PAGES, ROOT, Sample, fences, page_name, samples
 
 # Every fence says what it holds. Samples in a fence of `py` need several ranks: tests/distributed
@@ -15,6 +15,7 @@ LANGUAGES = {"python", "py", "bash", "text"}
 
 # What samples may import and users need not have.
 EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"}
+PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
 SAMPLES = samples("python")
 
 
@@ -43,12 +44,6 @@ def test_there_are_pages_and_samples() -> None:
     assert any(page_name(page) == "README.md" for page in PAGES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_fence_names_a_language(page: Path) -> None:
-    assert {language for language, _ in fences(page)} <= LANGUAGES
-    assert page.read_text().count("```") == 2 * len(list(fences(page)))
-
-
 def test_warnings_in_a_checkout_called_float8_may_be_of_others() -> None:
     line = "/float8/.venv/lib/python3/site-packages/peft/x.py:3: FutureWarning: old\n"
     ours = [f"{Path(float8.__file__).parent}/sync.py:3: UserWarning: new"]
@@ -56,12 +51,13 @@ def test_warnings_in_a_checkout_called_float8_may_be_of_others() -> None:
     assert warnings_of_ours("/home/me" + line + "\n".join(ours)) == ours
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_sample_runs(sample: Sample) -> None:
     extras = EXTRAS & sample.needs
     for library in extras | ({"accelerate"} if "transformers" in extras else set()):
         pytest.importorskip(library)
-    done = run_program(sample.code)
+    done = run_program(sample.code, COMPILER + (PEERS if extras else ()))
     assert done.returncode == 0, done.stderr
     # Others warn of what they like.
     found = warnings_of_ours(done.stderr) if extras else "Warning" in done.stderr
@@ -69,7 +65,13 @@ def test_sample_runs(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_relative_links_lead_to_files(page: Path) -> None:
+def test_pages_read_well_and_lead_somewhere(page: Path) -> None:
+    """Every fence names a language, lines fit an editor, relative links lead to files."""
+    text = page.read_text()
+    assert {language for language, _ in fences(page)} <= LANGUAGES
+    assert text.count("```") == 2 * len(list(fences(page)))
+    for number, line in enumerate(text.splitlines(), 1):
+        assert len(line) <= 120, f"{page_name(page)}:{number}"
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", link):
             continue
@@ -79,9 +81,3 @@ def test_relative_links_lead_to_files(page: Path) -> None:
         assert target.is_relative_to(ROOT), link
         if anchor:
             assert anchor in anchors(target), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_lines_are_no_longer_than_an_editor_is_wide(page: Path) -> None:
-    for number, line in enumerate(page.read_text().splitlines(), 1):
-        assert len(line) <= 120, f"{page_name(page)}:{number}"

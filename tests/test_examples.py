@@ -1,17 +1,16 @@
 """Every example runs to its end."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from support.forks import COMPILER, run_program
+
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+def test_example_runs(example: Path) -> None:
+    done = run_program(example.read_text(), COMPILER)
     assert done.returncode == 0, done.stderr

@@ -1,12 +1,13 @@
 """Importing float8 changes nothing and prints nothing; its public names are all there."""
 
-import subprocess
-import sys
+import pytest
 
 import float8
+from support.forks import run_program
+
+pytestmark = pytest.mark.xdist_group("programs")
 
 EFFECTS = """
-import sys, torch, torch._dynamo, torch._inductor.config
 import torch.optim.optimizer as optimizer
 
 def state():
@@ -20,47 +21,50 @@ def state():
         torch.nn.Linear.forward,
     )
 
-before, modules = state(), set(sys.modules)
+before = state()
 import float8
 assert state() == before
-heavy = {"torch.distributed.fsdp", "matplotlib", "typer", "rich", "tensorboard"}
-assert heavy.isdisjoint(set(sys.modules) - modules)
+"""
+
+LIGHT = """
+before, start = set(sys.modules), time.process_time()
+import float8
+seconds = time.process_time() - start
+new = set(sys.modules) - before
+
+def are_light(names):
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "matplotlib", "typer")
+    found = [x for x in names if x.startswith((*heavy, "rich", "tensorboard", "float8.float8_"))]
+    assert not found, found
+
+are_light(new)
+model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+float8.convert_to_float8_training(model, config="delayed")
+model(torch.randn(16, 32)).sum().backward()
+float8.sync_float8_amax_and_scale_history(model)
+are_light(x for x in set(sys.modules) - before if x.startswith(("torch._dynamo", "torch._ind")))
+print(seconds)
 """
 
 
-def run(program: str) -> str:
-    """What it prints; without warnings."""
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(program: str, *imported: str) -> str:
+    """Return what a program prints; warnings are errors."""
+    header = "import sys, time, warnings, torch\nwarnings.simplefilter('error')\n"
+    done = run_program(header + program, ("torch", *imported))
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 def test_importing_has_no_effect() -> None:
-    assert run(EFFECTS) == ""
+    assert run(EFFECTS, "torch._inductor.compile_fx") == ""
 
 
-def test_importing_leaves_dynamo_and_inductor_alone() -> None:
-    """They take seconds, and who does not compile never needs them."""
-    program = """
-import sys, torch
-before = set(sys.modules)
-import float8
-new = sorted(set(sys.modules) - before)
-print(*[name for name in new if name.startswith(("torch._dynamo", "torch._inductor"))][:3])
-"""
-    assert run(program) == "\n"
+def test_importing_is_cheap_and_takes_no_compiler_along() -> None:
+    """Dynamo takes seconds: who does not compile never needs it, in eager training neither.
 
-
-def test_importing_is_cheap() -> None:
-    """In seconds of the CPU, over `import torch`: the least of three, as others may be at work."""
-    program = """
-import time, torch
-before = time.process_time()
-import float8
-print(time.process_time() - before)
-"""
-    assert any(float(run(program)) <= 0.5 for _ in range(3))
+    Seconds of the CPU, over `import torch`: the least of three, as others may be at work.
+    """
+    assert any(float(run(LIGHT)) <= 0.5 for _ in range(3))
 
 
 def test_public_names_exist() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-collect_ignore = [] if dist.is_available() else ["test_fsdp.py", "test_tp.py", "test_traffic.py"]
+collect_ignore = [] if dist.is_available() else ["test_ranks.py", "test_traffic.py"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

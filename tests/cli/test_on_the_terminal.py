@@ -1,37 +1,33 @@
-"""What runs and comparisons show fits the terminal, however narrow it is."""
+"""What runs and comparisons show fits the terminal, however narrow it is; signals stop them."""
 
 import io
 import re
-from types import SimpleNamespace
-from typing import Any
+import signal
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 
 from float8_lab.cli.compare import print_rows
-from float8_lab.cli.progress import ConsoleProgress
-from float8_lab.ranks import ALONE
-from float8_lab.trainer.compare import RunRow, cells
+from float8_lab.cli.progress import ConsoleProgress, stop_on_signals
+from float8_lab.trainer.compare import Row, cells
+from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import StepRecord
 
 
-def row(recipe: str, status: str = "finished") -> RunRow:
-    return RunRow(
-        recipe=recipe,
-        status=status,
-        steps=9,
-        train_loss=1.2345,
-        val_loss=1.2346,
-        val_gap_nats=-0.0123,
-        val_gap_percent=-10.12,
-        tokens_per_s=1_234_567.0,
-        speedup=1.08,
-        step_ms=1234.5,
-        peak_memory_bytes=123_456 * 2**20,
-        memory_note="",
-        parameters=10,
-        metrics="",
-    )
+def row(recipe: str, status: str = "finished") -> Row:
+    return {
+        "recipe": recipe,
+        "status": status,
+        "train_loss": 1.2345,
+        "val_loss": 1.2346,
+        "val_gap_nats": -0.0123,
+        "val_gap_percent": -10.12,
+        "tokens_per_s": 1_234_567.0,
+        "speedup": 1.08,
+        "step_ms": 1234.5,
+        "peak_memory_bytes": 123_456 * 2**20,
+    }
 
 
 @pytest.mark.parametrize(("width", "tables"), [(120, 1), (80, 1), (50, 3)])
@@ -52,14 +48,8 @@ def test_the_table_of_a_comparison_fits_with_all_its_numbers(width: int, tables:
 def test_the_bar_fits_and_shows_step_and_loss(width: int) -> None:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    config: Any = SimpleNamespace(
-        steps=100_000, recipe="high_precision", model="tiny", dtype="float32", compile=False,
-        device="cpu", tokens_per_step=64, model_config=lambda: SimpleNamespace(num_parameters=10),
-    )  # fmt: skip
-    corpus = SimpleNamespace(name="text", train=b"", train_files=1)
-    run: Any = SimpleNamespace(config=config, corpus=corpus, conversion="", step=0, ranks=ALONE)
     progress = ConsoleProgress(console)
-    progress.on_start(run)
+    progress.on_start(TrainConfig.create(steps=100_000), 0, "about it")
     progress.on_step(50_000)
     progress.on_records([StepRecord(50_000, 1.25, 1.0, 1e-3, 0.1, 65_536, True, 12 * 2**30)])
     assert progress._bar is not None
@@ -71,5 +61,29 @@ def test_the_bar_fits_and_shows_step_and_loss(width: int) -> None:
     for line in bars:
         assert len(line) <= width
         assert " 50000/100000 " in line
-        assert "…" not in line
         assert ("12.00 GiB" in line) == (width == 120)
+
+
+@pytest.fixture
+def usual_ctrl_c() -> Iterator[None]:
+    """Python's own handler: a process started in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_acts_as_usual(number: signal.Signals) -> None:
+    def handlers() -> list[object]:
+        return [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    before = handlers()
+    with stop_on_signals() as stop:
+        assert not {*handlers()} & {*before}
+        signal.raise_signal(number)
+        assert stop.is_set()
+        assert handlers() == before
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert handlers() == before

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from float8.config import Float8LinearRecipeName
-from float8_lab.bench.block import StackSize, stack_step
+from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.variants import COMPILED, EAGER, Variant, make_variants, many_compilations
 from sqnr import sqnr
 
@@ -14,13 +14,16 @@ LOST = 0.5
 
 
 def results_of(variant: Variant) -> dict[str, Tensor]:
-    step = stack_step(variant, StackSize("150m", blocks=1, seq_len=4096), torch.device("cuda"))
+    step = model_step(variant, Size("150m", blocks=1, seq_len=4096), torch.device("cuda"))
     step.warm_up()
     return {name: x.clone() for name, x in step().items()}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
+@pytest.mark.parametrize(
+    "recipe",
+    [*(recipe.value for recipe in Float8LinearRecipeName), "tensorwise+fuse", "delayed+fuse"],
+)
 def test_a_block_loses_nothing_by_being_compiled(recipe: str) -> None:
     torch._dynamo.reset()
     (bf16, eager), (_, compiled) = (make_variants([recipe], [mode]) for mode in (EAGER, COMPILED))

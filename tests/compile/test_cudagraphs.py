@@ -13,6 +13,15 @@ from support.training import SideBySide, two_layers
 pytestmark = pytest.mark.gpu
 
 
+def assert_step_is_close(both: SideBySide, seed: int) -> None:
+    torch.compiler.cudagraph_mark_step_begin()
+    for name, (wanted, got) in both.step(seed).items():
+        if bool((wanted == 0).all()):
+            assert same_bits(got, wanted), (seed, name)
+        else:
+            assert sqnr(wanted, got) > tolerances.COMPILED, (seed, name)
+
+
 @pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
 def test_reduce_overhead_replays_graphs_with_the_results_of_eager_mode(config, how: str) -> None:
@@ -22,12 +31,7 @@ def test_reduce_overhead_replays_graphs_with_the_results_of_eager_mode(config, h
         lambda m: torch.compile(m, mode="reduce-overhead", fullgraph=True),
     )
     for seed in range(5):
-        torch.compiler.cudagraph_mark_step_begin()
-        for name, (wanted, got) in both.step(seed).items():
-            if bool((wanted == 0).all()):
-                assert same_bits(got, wanted), (seed, name)
-            else:
-                assert sqnr(wanted, got) > tolerances.COMPILED, (seed, name)
+        assert_step_is_close(both, seed)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     assert torch._inductor.cudagraph_trees.get_container(0).tree_manager is not None  # did run
 
@@ -46,12 +50,7 @@ def test_held_weights_are_read_as_they_are_in_each_step(config, updated: bool) -
         kept.append(torch.empty(2 * 32 * 64, dtype=torch.uint8, device="cuda"))  # moves the next
         if updated or seed == 0:
             update_float8_weights(both.copy)
-        torch.compiler.cudagraph_mark_step_begin()
-        for name, (wanted, got) in both.step(seed).items():
-            if bool((wanted == 0).all()):
-                assert same_bits(got, wanted), (seed, name)
-            else:
-                assert sqnr(wanted, got) > tolerances.COMPILED, (seed, name)
+        assert_step_is_close(both, seed)
         for model in (both.model, both.copy):
             with torch.no_grad():
                 for index, parameter in enumerate(model.parameters()):

@@ -23,11 +23,11 @@ def scale(x: Tensor) -> Tensor:
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "cast": lambda x, w, r: kernels.cast(x * 2, scale(x), E4M3, row=True, col=True),
+    "cast": lambda x, w, r: kernels.cast(x * 2, SPEC, scale=scale(x), row=True, col=True),
     "cast of x.t()": lambda x, w, r: kernels.cast(
-        x.t(), scale(x), E5M2, row=True, col=False, pad_rows=True, after=r
+        x.t(), CastSpec(E5M2), scale=scale(x), row=True, col=False, pad_rows=True, after=r
     ),
-    "cast_dynamic": lambda x, w, r: kernels.cast_dynamic(x * 2, SPEC, row=True, col=True),
+    "cast under its own scale": lambda x, w, r: kernels.cast(x * 2, SPEC, row=True, col=True),
     "transpose": lambda x, w, r: kernels.transpose_bytes(x.view(torch.uint8)),
     "swiglu_cast": lambda x, w, r: kernels.swiglu_cast(x, x + 1, SPEC),
     "swiglu_backward_cast": lambda x, w, r: kernels.swiglu_backward_cast(
@@ -39,44 +39,36 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-EACH = [pytest.param(op, True, id=f"{op}-dynamic") for op in OPS]
-STATIC = [
-    pytest.param(
-        op, False, id=f"{op}-static", marks=[] if op == "cast" else [pytest.mark.exhaustive]
-    )
-    for op in OPS
-]
-
-
 @on_devices
-@pytest.mark.parametrize(("op", "dynamic"), EACH + STATIC)
-def test_an_op(op: str, dynamic: bool, device: str) -> None:
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_each_op(dynamic: bool, device: str) -> None:
+    def all_ops(*args: Tensor) -> list[Any]:
+        return [op(*args) for op in OPS.values()]
+
     x = torch.randn(40, 72, dtype=torch.bfloat16, device=device)
     w, r = x[0].clone(), torch.rand(40, device=device)
-    torch._dynamo.reset()
-    got, code = compiled_once(OPS[op], x, w, r, dynamic=dynamic)
-    assert f" = {called(op.split()[0], device)}(" in code
-    for a, b in zip(flat(got), flat(OPS[op](x, w, r)), strict=True):
-        assert same_bits(a, b)
+    got, code = compiled_once(all_ops, x, w, r, dynamic=dynamic)
+    for (name, op), result in zip(OPS.items(), got, strict=True):
+        assert f" = {called(name.split()[0], device)}(" in code
+        assert all(same_bits(*both) for both in zip(flat(result), flat(op(x, w, r)), strict=True))
 
 
 @on_devices
-@pytest.mark.parametrize("known", [0.0, 0.03])
-def test_an_op_that_writes_its_argument(known: float, device: str) -> None:
-    def cast(x: Tensor, state: DelayedScale) -> Any:
-        return kernels.cast_delayed(x * 2, SPEC, state, row=True, col=True)
+def test_an_op_that_writes_its_argument(device: str) -> None:
+    def casts(x: Tensor, *states: DelayedScale) -> Any:
+        return [kernels.cast_delayed(x * 2, SPEC, y, row=True, col=True) for y in states]
+
+    def states() -> list[DelayedScale]:  # whose scale is not known yet, and is
+        pairs = [torch.tensor([known, 0.5], device=device).unbind() for known in (0.0, 0.03)]
+        return [DelayedScale(scale.clone(), amax.clone()) for scale, amax in pairs]
 
     x = torch.randn(40, 72, dtype=torch.bfloat16, device=device)
-    states = [
-        DelayedScale(torch.tensor(known, device=device), torch.tensor(0.5, device=device))
-        for _ in range(2)
-    ]
-    torch._dynamo.reset()
-    got, code = compiled_once(cast, x, states[0], dynamic=False)
-    assert f" = {called('cast_delayed', device)}(" in code
-    want = cast(x, states[1])
-    for a, b in zip([*flat(got), states[0].amax], [*flat(want), states[1].amax], strict=True):
-        assert same_bits(a, b)
+    (one, other) = states(), states()
+    got, code = compiled_once(casts, x, *one, dynamic=False)
+    assert code.count(f" = {called('cast_delayed', device)}(") == 2
+    made = [*flat(got), *(y.amax for y in one)]
+    wanted = [*flat(casts(x, *other)), *(y.amax for y in other)]
+    assert all(same_bits(*both) for both in zip(made, wanted, strict=True))
 
 
 def called(op: str, device: str) -> str:

@@ -1,6 +1,7 @@
 """Which layers are converted without a filter: those that float8 makes no slower."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -73,20 +74,16 @@ def test_a_config_is_judged_as_the_recipe_that_it_is_like(recipe: str) -> None:
 
 
 @pytest.mark.usefixtures("on_h100")
-def test_fewer_tokens_leave_more_layers() -> None:
-    assert is_float8(convert_to_float8_training(model(), tokens_per_step=16)) == []
-
-
-@pytest.mark.usefixtures("on_h100")
-def test_a_given_filter_decides_alone() -> None:
-    converted = convert_to_float8_training(model(), module_filter_fn=all_linears)
-    assert is_float8(converted) == ["large", "small"]
-
-
-@pytest.mark.usefixtures("on_h100")
-def test_emulation_is_not_about_speed() -> None:
-    config = Float8LinearConfig(emulate=True)
-    assert is_float8(convert_to_float8_training(model(), config=config)) == ["large", "small"]
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"tokens_per_step": 16}, []),
+        ({"module_filter_fn": all_linears}, ["large", "small"]),  # decides alone
+        ({"config": Float8LinearConfig(emulate=True)}, ["large", "small"]),  # not about speed
+    ],
+)
+def test_what_else_decides(arguments: dict[str, Any], expected: list[str]) -> None:
+    assert is_float8(convert_to_float8_training(model(), **arguments)) == expected
 
 
 @pytest.mark.usefixtures("on_h100")

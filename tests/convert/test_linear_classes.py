@@ -16,7 +16,6 @@ from float8 import (
     all_linears,
     conversion_report,
     convert_to_float8_training,
-    convert_to_high_precision,
 )
 from float8.linear.source import own_names
 from sqnr import same_bits
@@ -110,19 +109,12 @@ def test_it_is_copied_and_pickled(how: str, config: Float8LinearConfig) -> None:
 
 def test_layers_of_one_class_have_one_class() -> None:
     """So compiled code is made once for all of them."""
-    model = convert_to_float8_training(nn.Sequential(Scaled(16, 16), Scaled(16, 16)))
+    model = convert_to_float8_training(nn.Sequential(Scaled(16, 16), Scaled(16, 16), Of(16, 16)))
     assert type(model[0]) is type(model[1])
+    assert isinstance(model[2], Of)
+    assert isinstance(model[2], Float8Linear)
     model.compile(backend="aot_eager", fullgraph=True)
     model(seeded(0, 4, 16)).sum().backward()
-
-
-def test_a_class_defined_in_a_function_converts() -> None:
-    class Linear(nn.Linear):
-        pass
-
-    model = convert_to_float8_training(nn.Sequential(Linear(16, 16)))
-    assert isinstance(model[0], Linear)
-    assert isinstance(model[0], Float8Linear)
 
 
 @pytest.mark.parametrize("cls", [Doubled, DoubledOutside])
@@ -144,7 +136,7 @@ def test_a_subclass_with_a_forward_of_its_own_converts_on_request() -> None:
     x = seeded(0, 4, 32)
     assert torch.equal(model[0](x), convert_to_float8_training(linear)(x))
     with pytest.raises(TypeError, match="whose forward is not"):
-        Float8Linear.from_float(mine)
+        Float8Linear.from_float(Plain(32, 16))
 
 
 @pytest.mark.parametrize("wrong", [nn.ReLU, "Linear", nn.Linear(1, 1)])
@@ -153,32 +145,20 @@ def test_linear_classes_of_a_wrong_type(wrong: object) -> None:
         convert_to_float8_training(nn.Linear(16, 16), linear_classes=[wrong])
 
 
-def test_an_attribute_that_we_need_is_not_overwritten() -> None:
-    class Configured(nn.Linear):
-        config = "theirs"
+@pytest.mark.parametrize("name", ["plan", "config", "set_up", "fp8_scale_input"])
+@pytest.mark.parametrize(
+    "theirs", [nn.ReLU(), nn.Buffer(torch.ones(1)), nn.Parameter(torch.ones(1)), "theirs"]
+)
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_name_that_we_need_is_taken_by_anything(name: str, theirs: object, of_class) -> None:
+    class Mine(nn.Linear):
+        pass
 
-    model = nn.Sequential(Configured(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
-    model[1].plan = "theirs"
-    convert_to_float8_training(model)
-    for layer, name in zip(conversion_report(model).skipped, ("config", "plan"), strict=True):
-        assert f"with an attribute '{name}', expected one without" in layer.skip_reason
-    assert (model[0].config, model[1].plan) == ("theirs", "theirs")
-
-
-@pytest.mark.parametrize("name", ["plan", "config", "set_up", "tokens_dim", "fp8_scale_input"])
-@pytest.mark.parametrize("kind", ["submodule", "buffer", "parameter", "attribute"])
-def test_a_name_that_we_need_is_taken_by_anything(kind: str, name: str) -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    theirs = {
-        "submodule": lambda: nn.ReLU(),
-        "buffer": lambda: nn.Buffer(torch.ones(1)),
-        "parameter": lambda: nn.Parameter(torch.ones(1)),
-        "attribute": lambda: "theirs",
-    }[kind]()
-    setattr(model[1], name, theirs)
+    model = nn.Sequential(nn.Linear(16, 16), Mine(16, 16))
+    setattr(Mine if of_class else model[1], name, theirs)
     convert_to_float8_training(model, config=delayed())
     assert isinstance(model[0], Float8Linear)
-    assert type(model[1]) is nn.Linear
+    assert type(model[1]) is Mine
     assert getattr(model[1], name) is theirs
     (layer,) = conversion_report(model).skipped
     assert f"with an attribute '{name}', expected one without" in layer.skip_reason
@@ -208,8 +188,12 @@ class Pickled(nn.Linear, PicklesItself):
     pass
 
 
-class Of(Generic[TypeVar("T")], nn.Linear):
+class Of(nn.Linear, Generic[TypeVar("T")]):
     """`Generic` has empty slots."""
+
+
+class OfFirst(Generic[TypeVar("T")], nn.Linear):
+    """Objects of it lie otherwise in memory."""
 
 
 class NeedsAKind(nn.Linear):
@@ -222,6 +206,7 @@ class NeedsAKind(nn.Linear):
     [
         (Slotted, "with '__slots__', expected one without"),
         (Pickled, "with '__getstate__', expected one without"),
+        (OfFirst, "cannot be a Float8Linear, too: .*object layout differs"),
         (NeedsAKind, "cannot be a Float8Linear, too: .*required keyword-only argument: 'kind'"),
     ],
 )
@@ -232,21 +217,20 @@ def test_classes_that_cannot_be_combined_with_ours_stay(cls: type, reason: str) 
     assert re.search(reason, layer.skip_reason)
 
 
-def test_a_generic_class_converts() -> None:
-    assert isinstance(convert_to_float8_training(Of[int](16, 16)), Of)
-
-
 def test_a_conversion_that_fails_changes_nothing() -> None:
     class Fails(nn.Linear):
         def register_buffer(self, *args: object, **more: object) -> None:
             raise OSError("no buffers today")
 
     model = nn.Sequential(nn.Linear(16, 16), Fails(16, 16))
-    before, state = list(model), [dict(vars(layer)) for layer in model]
+
+    def state() -> list[object]:
+        return [(type(x), {k: copy.copy(v) for k, v in vars(x).items()}) for x in model]
+
+    before = state()
     with pytest.raises(OSError, match="no buffers"):
         convert_to_float8_training(model, config=delayed())
-    assert all(layer is one for layer, one in zip(model, before, strict=True))
-    assert [vars(layer) for layer in model] == state
+    assert str(state()) == str(before)
 
 
 @CONFIGS
@@ -262,7 +246,7 @@ def test_a_converted_class_is_called_as_the_original(config: Float8LinearConfig)
     assert type(layer)(32, 16).config == Float8LinearConfig()
 
 
-def test_hooks_that_are_methods_of_the_layer_are_methods_of_the_new_one() -> None:
+def test_hooks_that_are_methods_of_the_layer_are_called() -> None:
     class Counting(nn.Linear):
         calls = loads = 0
 
@@ -272,14 +256,14 @@ def test_hooks_that_are_methods_of_the_layer_are_methods_of_the_new_one() -> Non
         def count_loads(self, *_: object) -> None:
             self.loads += 1
 
-    linear = Counting(16, 16)
-    handle = linear.register_forward_hook(linear.count)
-    linear.register_forward_pre_hook(linear.count)
-    linear.register_load_state_dict_pre_hook(linear.count_loads)
-    layer = convert_to_float8_training(linear)
+    layer = Counting(16, 16)
+    handle = layer.register_forward_hook(layer.count)
+    layer.register_forward_pre_hook(layer.count)
+    layer.register_load_state_dict_pre_hook(layer.count_loads)
+    convert_to_float8_training(layer)
     layer(seeded(0, 4, 16))
     layer.load_state_dict(layer.state_dict())
-    assert (layer.calls, linear.calls, layer.loads, linear.loads) == (2, 0, 1, 0)
+    assert (layer.calls, layer.loads) == (2, 1)
     handle.remove()
     layer(seeded(0, 4, 16))
     assert layer.calls == 3
@@ -290,89 +274,3 @@ def test_all_that_conversion_adds_to_a_layer_is_known() -> None:
     layer = Float8Linear.from_float(linear, delayed())
     forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
     assert vars(layer).keys() - vars(linear).keys() <= own_names(Float8Linear)
-
-
-# ---------------------------------------------------------------- and back
-
-
-@CONFIGS
-def test_it_becomes_what_it_was(config: Float8LinearConfig) -> None:
-    model = nn.Sequential(Scaled(32, 16), Plain(16, 16), nn.Linear(16, 16).eval())
-    model[0].register_forward_hook(lambda mod, args, out: out + 1)
-    model[2].weight.requires_grad_(False)
-    original, x = copy.deepcopy(model), seeded(0, 4, 32)
-    parameters = dict(model.named_parameters())
-    convert_to_float8_training(model, config=config, linear_classes=[Plain])
-    assert len(conversion_report(model).converted) == 3
-    layers = list(model)
-    model(x).sum().backward()
-    assert convert_to_high_precision(model) is model
-    assert [*map(type, model)] == [*map(type, original)]
-    assert all(layer is converted for layer, converted in zip(model, layers, strict=True))
-    assert all(p is parameters[name] for name, p in model.named_parameters())
-    assert list(model.state_dict()) == list(original.state_dict())
-    left = {"_ddp_params_and_buffers_to_ignore"}  # names of buffers that are gone
-    for layer, before in zip(model, original, strict=True):
-        assert vars(layer).keys() - left == vars(before).keys()
-    assert not model[2].training
-    assert torch.equal(model(x), original(x))
-    assert conversion_report(model).converted == ()
-    convert_to_float8_training(model, config=config, linear_classes=[Plain])  # and again
-    assert len(conversion_report(model).converted) == 3
-
-
-def test_a_layer_as_root_becomes_a_linear_in_place() -> None:
-    layer = Float8Linear(16, 16, config=delayed())
-    assert convert_to_high_precision(layer) is layer
-    assert type(layer) is nn.Linear
-    assert convert_to_high_precision(layer) is layer  # nothing left to do
-
-
-def test_an_optimizer_goes_on_across_the_way_back() -> None:
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=delayed())
-    optimizer = torch.optim.AdamW(model.parameters())
-    for change in (lambda m: m, convert_to_high_precision, convert_to_float8_training):
-        change(model)
-        before = model[0].weight.detach().clone()
-        model(seeded(0, 4, 16)).sum().backward()
-        optimizer.step()
-        assert not torch.equal(model[0].weight, before)
-    assert optimizer.state[model[0].weight]["step"] == 3
-
-
-def test_a_compiled_model_follows() -> None:
-    model = nn.Sequential(nn.Linear(16, 16))
-    x, wanted = seeded(0, 4, 16), None
-    wanted = model(x)
-    compiled = torch.compile(convert_to_float8_training(model), backend="eager")
-    assert not torch.equal(compiled(x), wanted)
-    convert_to_high_precision(compiled)
-    assert torch.equal(compiled(x), wanted)
-
-
-def test_weights_to_be_gathered_in_float8_are_plain_again() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model[1].weight = model[0].weight
-    weight = model[0].weight
-    model[0].weight.note = "kept"
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config)
-    assert type(model[0].weight.data) is not Tensor
-    convert_to_high_precision(model)
-    assert model[0].weight is model[1].weight is weight
-    assert type(weight) is nn.Parameter
-    assert type(weight.data) is Tensor
-    assert vars(weight) == {"note": "kept"}
-    convert_to_float8_training(model, config=config)
-    convert_to_float8_training(model)  # without the gather
-    assert type(model[0].weight.data) is Tensor
-
-
-def test_what_somebody_relies_on_is_refused_before_anything_changes() -> None:
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    nn.utils.parametrizations.weight_norm(model[1])
-    with pytest.raises(ValueError, match=r"layer '1': got a layer that is parametrized"):
-        convert_to_high_precision(model)
-    assert isinstance(model[0], Float8Linear)
-    with pytest.raises(TypeError, match="module: got NoneType"):
-        convert_to_high_precision(None)

@@ -22,9 +22,9 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from support.configs import RECIPES, delayed, tensorwise
+from support.configs import delayed, tensorwise
 from support.models import gradients, seeded
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 from support.sharded import DIM, convert, model_of, shard, train, whole
 
 
@@ -34,7 +34,9 @@ def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): whole(x) for name, x in gradients(model).items()}
 
 
-def changed(wrap: str) -> None:
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@on("two")
+def test_a_wrapped_model_changes(wrap: str) -> None:
     wrapped = []
     for recipe in (None, "delayed", "tensorwise"):
         model = model_of(42)
@@ -57,12 +59,8 @@ def changed(wrap: str) -> None:
     assert all(torch.equal(got[name], x) for name, x in wanted.items())
 
 
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_a_wrapped_model_changes(two: Ranks, wrap: str) -> None:
-    two.run(changed, wrap)
-
-
-def refused() -> None:
+@on("two")
+def test_weights_that_are_gathered_in_float8_are_refused() -> None:
     model = shard(convert(model_of(42), "delayed"))
     train(model, 1)
     before = [type(layer) for layer in model.modules()]
@@ -73,10 +71,6 @@ def refused() -> None:
         with pytest.raises(ValueError, match="got a weight that FSDP2 gathers in float8, expected"):
             change(model)
     assert [type(layer) for layer in model.modules()] == before
-
-
-def test_weights_that_are_gathered_in_float8_are_refused(two: Ranks) -> None:
-    two.run(refused)
 
 
 def gpt2_on_ranks(path: str, recipe: str, all_gather: bool) -> None:
@@ -117,8 +111,7 @@ def gpt2_on_ranks(path: str, recipe: str, all_gather: bool) -> None:
     assert all(torch.equal(x, full[name]) for name, x in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("all_gather", [False, True])
+@pytest.mark.parametrize(("recipe", "all_gather"), [("tensorwise", True), ("delayed", False)])
 def test_conv1d_is_sharded_and_its_checkpoints_stay_those_of_gpt2(
     two: Ranks, recipe: str, all_gather: bool, tmp_path: Path
 ) -> None:

@@ -1,24 +1,24 @@
 """What FSDP2 with float8 all-gather sends: half the bytes, and one all-reduce for all scales."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
-from float8.parallel.amax import all_reduce_amax
-from support.ranks import Ranks
-from support.sharded import batch, convert, here, mesh_of, model_of, shard, traffic, train, whole
+from support.ranks import Ranks, on
+from support.sharded import batch, convert, mesh_of, model_of, shard, traffic, train, whole
 
 BF16 = torch.bfloat16
 
 
-def step(model: nn.Module, number: int = 0) -> torch.Tensor:
+def step(model: nn.Module, number: int = 0) -> Tensor:
     x = batch(number, dist.get_rank(), next(model.parameters()).dtype)
     loss = model(x).float().square().mean()
     loss.backward()
@@ -29,36 +29,24 @@ def weights(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if "ffn" in name]
 
 
-def bytes_are_halved() -> None:
-    gathered, dtypes = [], []
-    for all_gather in (False, True):
-        layer = nn.Linear(64, 64, bias=False, device=here())
-        model = shard(convert(nn.Sequential(layer), "tensorwise", all_gather))
-        with traffic() as seen:
-            model(torch.ones(4, 64, device=here())).sum().backward()
-        gathered.append(sum(seen.sizes))
-        dtypes.append(seen.gather_dtypes)
+@on("either")
+def test_half_the_bytes_of_16_bit_weights_are_gathered() -> None:
     model = model_of(dtype=BF16)
     rest = sum(p.numel() for name, p in model.named_parameters() if "ffn" not in name)
-    linear = sum(p.numel() for name, p in model.named_parameters() if "ffn" in name)
-    assert gathered[0] == 4 * gathered[1]  # float32 here
-    assert dtypes == [{torch.float32}, {torch.uint8}]
-
+    linear = sum(p.numel() for p in weights(model))
     for all_gather in (False, True):
         model = shard(convert(model_of(dtype=BF16), "tensorwise", all_gather))
         step(model)
         with traffic() as seen:
             step(model)
+        assert seen.gather_dtypes == {torch.uint8 if all_gather else BF16}
         size = 1 if all_gather else 2
         # Forward and backward gather each block once; the weights of this model divide evenly.
         assert sum(seen.sizes) == 2 * (2 * rest + size * linear) // dist.get_world_size()
 
 
-def test_half_the_bytes_of_16_bit_weights_are_gathered(either: Ranks) -> None:
-    either.run(bytes_are_halved)
-
-
-def one_all_reduce() -> None:
+@on("either")
+def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward() -> None:
     model = shard(convert(model_of(41), "tensorwise"), param_dtype=BF16)
     count = len(weights(model))
     with traffic() as seen:
@@ -83,11 +71,8 @@ def one_all_reduce() -> None:
     assert seen.all_reduces == 0
 
 
-def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward(either: Ranks) -> None:
-    either.run(one_all_reduce)
-
-
-def sync_is_one_all_reduce() -> None:
+@on("four")
+def test_a_sync_is_one_all_reduce() -> None:
     for mesh, all_reduces in ((mesh_of(), 1), (mesh_of(2, 2), 1)):
         model = shard(convert(model_of(), "delayed"), mesh)
         for _ in range(2):
@@ -107,60 +92,52 @@ def sync_is_one_all_reduce() -> None:
     assert torch.equal(alone[0].ffn.w1.fp8_amax_history_input[0], mine)
 
 
-def test_a_sync_is_one_all_reduce(four: Ranks) -> None:
-    four.run(sync_is_one_all_reduce)
+def stage_of(mesh: DeviceMesh, all_gather: bool) -> nn.Module:
+    """After a step: the first of a pipeline has one block, the second two."""
+    model = convert(model_of(blocks=1 + mesh.get_local_rank("stage")), "delayed", all_gather)
+    model.gain = nn.Parameter(torch.ones(2))
+    shard(model, mesh["shard"])
+    step(model)
+    return model
 
 
-def stages() -> None:
+def require_synced(model: nn.Module, mesh: DeviceMesh, **group: dist.ProcessGroup) -> None:
+    """Each stage shares its amaxes with the ranks of its shards, and no others."""
+    amax = model[0].ffn.w1.fp8_amax_input.clone()
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group("shard"))
+    sync_float8_amax_and_scale_history(model, **group)
+    assert torch.equal(model[0].ffn.w1.fp8_amax_history_input[0], amax)
+
+
+@on("four")
+def test_a_sync_is_among_the_ranks_of_the_mesh() -> None:
     """Two stages of a pipeline with different layers, each sharded over two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    stage, rank = mesh.get_local_rank("stage"), mesh.get_local_rank("shard")
-    model = shard(convert(model_of(blocks=1 + stage), "delayed"), mesh["shard"])
+    model = stage_of(mesh, True)
+    require_synced(model, mesh)
     step(model)
-    amax = model[0].ffn.w1.fp8_amax_input.clone()
-    parts = [torch.zeros(()) for _ in range(2)]
-    dist.all_gather(parts, amax, group=mesh.get_group("shard"))
-    sync_float8_amax_and_scale_history(model)
-    assert torch.equal(model[0].ffn.w1.fp8_amax_history_input[0], torch.stack(parts).max())
-    assert torch.equal(parts[rank], amax)
     for module in (model, *model.children()):
         module.unshard()
     with pytest.raises(ValueError, match=r"got weights that are gathered(.)*reshard(.)*`group=`"):
         sync_float8_amax_and_scale_history(model)
-    sync_float8_amax_and_scale_history(model, group=mesh.get_group("shard"))
+    require_synced(model, mesh, group=mesh.get_group("shard"))
     for module in (model, *model.children()):
         module.reshard()
     other = shard(convert(model_of(blocks=1), "delayed"), mesh_of())
-    both = nn.ModuleList([model, other])
     with pytest.raises(ValueError, match=r"got layers on 2 different meshes.*`group=`"):
-        sync_float8_amax_and_scale_history(both)
+        sync_float8_amax_and_scale_history(nn.ModuleList([model, other]))
     with pytest.raises(TypeError, match="group: got int, expected a ProcessGroup"):
         sync_float8_amax_and_scale_history(model, group=3)
-
-
-def gathered_stages() -> None:
-    """The same with weights in high precision, gathered at the moment: others tell the mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    stage = mesh.get_local_rank("stage")
-    model = convert(model_of(blocks=1 + stage), "delayed", all_gather=False)
-    model.gain = nn.Parameter(torch.ones(2))
-    shard(model, mesh["shard"])
-    step(model)
+    # In high precision, and gathered at the moment: other parameters tell the mesh.
+    model = stage_of(mesh, False)
     for block in model:
         block.unshard()
     assert not any(hasattr(weight, "device_mesh") for weight in weights(model))
-    parts = [torch.zeros(()) for _ in range(2)]
-    amax = model[0].ffn.w1.fp8_amax_input.clone()
-    dist.all_gather(parts, amax, group=mesh.get_group("shard"))
-    sync_float8_amax_and_scale_history(model)
-    assert torch.equal(model[0].ffn.w1.fp8_amax_history_input[0], torch.stack(parts).max())
+    require_synced(model, mesh)
 
 
-def test_a_sync_of_gathered_weights_is_among_the_ranks_of_the_mesh(four: Ranks) -> None:
-    four.run(gathered_stages)
-
-
-def gathered_beside_another_mesh() -> None:
+@on("two")
+def test_a_mesh_of_something_else_does_not_tell_the_ranks_of_a_sync() -> None:
     """A head on a mesh of one rank does not tell which ranks the gathered layers are on."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
     model = nn.Module()
@@ -173,59 +150,47 @@ def gathered_beside_another_mesh() -> None:
         sync_float8_amax_and_scale_history(model)
 
 
-def test_a_mesh_of_something_else_does_not_tell_the_ranks_of_a_sync(two: Ranks) -> None:
-    two.run(gathered_beside_another_mesh)
+def tripled(model: nn.Module) -> dict[str, Tensor]:
+    return {name: 3 * value for name, value in model.state_dict().items()}
 
 
-def test_a_sync_is_among_the_ranks_of_the_mesh(four: Ranks) -> None:
-    four.run(stages)
+def write_views(model: nn.Module, early: dict[str, Tensor]) -> None:
+    for weight in weights(model):
+        weight.to_local()[:1].mul_(3)
 
 
-def write_whole(model: nn.Module, early: dict[str, torch.Tensor], how: str) -> None:
-    """Change all weights without an optimizer; `early` is a state dict from before."""
-    linears, state = weights(model), model.state_dict()
-    with torch.no_grad():
-        match how:
-            case "in place":
-                for weight in linears:
-                    weight.mul_(3)
-            case "foreach":
-                torch._foreach_mul_(linears, 3)
-            case "data":
-                for weight in linears:
-                    weight.data.mul_(3)
-            case "a view":
-                for weight in linears:
-                    weight.to_local()[:1].mul_(3)
-            case "copy":
-                for weight in linears:
-                    weight.copy_(weight * 3)
-            case "init":
-                for weight in linears:
-                    nn.init.constant_(weight, 3.0)
-            case "state dict":
-                for value in state.values():
-                    value.mul_(3)
-            case "earlier state dict":
-                for value in early.values():
-                    value.detach().mul_(3)
-            case "shards in a state dict":
-                for value in state.values():
-                    value.to_local()[:1].mul_(3)
-            case "load":
-                state = {name: 3 * value for name, value in model.state_dict().items()}
-                model.load_state_dict(state)
-            case "assign":
-                state = {name: 3 * value for name, value in model.state_dict().items()}
-                model.load_state_dict(state, assign=True)
+def write_data(model: nn.Module, early: dict[str, Tensor]) -> None:
+    for weight in weights(model):
+        weight.data.mul_(3)
 
 
-HOWS = ["in place", "foreach", "data", "a view", "copy", "init", "load", "assign"]
-HOWS += ["state dict", "earlier state dict", "shards in a state dict"]
+def write_early(model: nn.Module, early: dict[str, Tensor]) -> None:
+    for value in early.values():
+        value.detach().mul_(3)
 
 
-def stale_scales(hidden: int) -> None:
-    for how in HOWS:
+def write_state(model: nn.Module, early: dict[str, Tensor]) -> None:
+    for value in model.state_dict().values():
+        value.to_local()[:1].mul_(3)
+
+
+WRITES: list[Callable[[nn.Module, dict[str, Tensor]], object]] = [
+    lambda model, early: torch._foreach_mul_(weights(model), 3),
+    lambda model, early: model.load_state_dict(tripled(model)),
+    lambda model, early: model.load_state_dict(tripled(model), assign=True),
+    write_views,
+    write_data,
+    write_early,
+    write_state,
+]
+"""Without an optimizer; `early` is a state dict from before."""
+
+
+@pytest.mark.parametrize("hidden", [pytest.param(3, marks=pytest.mark.exhaustive), 42])
+@on("four")
+def test_a_stale_precomputed_scale_is_never_used(hidden: int) -> None:
+    """Shards of 42 rows: 11, 11, 11, 9. Of 3 rows one rank has none."""
+    for number, write in enumerate(WRITES):
         results = []
         for precompute in (True, False):
             model = shard(convert(model_of(hidden, blocks=1), "tensorwise"))
@@ -234,20 +199,16 @@ def stale_scales(hidden: int) -> None:
             step(model)
             if precompute:
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            write_whole(model, early, how)
+            with torch.no_grad():
+                write(model, early)
             model.zero_grad()
             with traffic() as seen:
                 results.append([step(model), *(whole(p.grad) for p in weights(model))])
-            assert torch.uint8 in seen.gather_dtypes, how
+            assert torch.uint8 in seen.gather_dtypes, number
             if precompute:  # a write moves the shards of some ranks, maybe, and all must agree
                 precompute_float8_dynamic_scale_for_fsdp(model)
             results[-1].append(step(model))
-        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), how
-
-
-@pytest.mark.parametrize("hidden", [3, 42])  # no row on one rank; 11, 11, 11, 9
-def test_a_stale_precomputed_scale_is_never_used(four: Ranks, hidden: int) -> None:
-    four.run(stale_scales, hidden)
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), number
 
 
 def loaded_between() -> None:
@@ -268,10 +229,6 @@ def loaded_between() -> None:
         assert torch.equal(step(reference), precomputed)
 
 
-def test_precomputing_after_a_load_and_before_a_forward(four: Ranks) -> None:
-    four.run(loaded_between)
-
-
 def few_rows() -> None:
     """Whether an empty shard was written cannot be seen, so its weight is not precomputed."""
     model = shard(convert(nn.Sequential(nn.Linear(8, 5, bias=False)), "tensorwise"))  # 2, 2, 1, 0
@@ -279,10 +236,6 @@ def few_rows() -> None:
     with traffic() as seen:
         model(torch.ones(4, 8))
     assert seen.all_reduces == 1
-
-
-def test_weights_of_which_a_rank_holds_nothing_are_not_precomputed(four: Ranks) -> None:
-    four.run(few_rows)
 
 
 def before_the_first_forward() -> None:
@@ -298,11 +251,14 @@ def before_the_first_forward() -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_precomputing_before_the_first_forward(four: Ranks) -> None:
+def test_when_scales_can_be_precomputed(four: Ranks) -> None:
+    four.run(loaded_between)
+    four.run(few_rows)
     four.run(before_the_first_forward)
 
 
-def gathered_now() -> None:
+@on("two")
+def test_precomputing_while_weights_are_gathered_raises() -> None:
     model = shard(convert(model_of(), "tensorwise"))
     model.unshard()
     with pytest.raises(TypeError, match=r"model: got int, expected an nn.Module"):
@@ -312,22 +268,22 @@ def gathered_now() -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def test_precomputing_while_weights_are_gathered_raises(two: Ranks) -> None:
-    two.run(gathered_now)
-
-
-def nan_on_one_rank(recipe: str, precompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "precompute"), [("tensorwise", True), ("tensorwise", False), ("delayed", False)]
+)
+@on("either")
+def test_nan_on_one_rank_shows_on_all(recipe: str, precompute: bool) -> None:
     for where in ("weight", "input"):
         model = shard(convert(model_of(), recipe))
         train(model, 2)
         x = batch(0, dist.get_rank(), torch.float32)
         if dist.get_rank() == 1 and where == "input":
-            x[0, 0] = torch.nan
+            x[0, 0] = -torch.nan
         if where == "weight":
             weight = model[0].ffn.w1.weight
             with torch.no_grad():
                 local = weight.to_local()
-                local[0, 0] = torch.nan if dist.get_rank() == 1 else local[0, 0]
+                local[0, 0] = -torch.nan if dist.get_rank() == 1 else local[0, 0]
             if precompute:
                 precompute_float8_dynamic_scale_for_fsdp(model)
         loss = model(x).square().mean()
@@ -340,21 +296,15 @@ def nan_on_one_rank(recipe: str, precompute: bool) -> None:
             assert buffer.isfinite().all(), name  # one bad step does not spoil the next
 
 
-@pytest.mark.parametrize(
-    ("recipe", "precompute"), [("tensorwise", True), ("tensorwise", False), ("delayed", False)]
-)
-def test_nan_on_one_rank_shows_on_all(either: Ranks, recipe: str, precompute: bool) -> None:
-    either.run(nan_on_one_rank, recipe, precompute)
-
-
 class ReducedError(Exception):
     """On which device."""
 
 
-def reduced_on_the_mesh() -> None:
+@on("two")
+def test_offloaded_amaxes_are_reduced_on_the_device_of_the_mesh() -> None:
     """A mesh of another type of device than the weights and amaxes are on, as with offloading."""
 
-    def reduce(x: torch.Tensor, **_: object) -> None:
+    def reduce(x: Tensor, *_: object, **__: object) -> None:
         raise ReducedError(x.device.type)
 
     models = {recipe: shard(convert(model_of(), recipe)) for recipe in ("tensorwise", "delayed")}
@@ -363,25 +313,9 @@ def reduced_on_the_mesh() -> None:
     with (
         mock.patch.object(DeviceMesh, "device_type", "meta"),
         mock.patch.object(dist, "all_reduce", reduce),
+        mock.patch.object(torch.ops._c10d_functional, "all_reduce", reduce),
     ):
         with pytest.raises(ReducedError, match="meta"):
             precompute_float8_dynamic_scale_for_fsdp(models["tensorwise"])
         with pytest.raises(ReducedError, match="meta"):
             sync_float8_amax_and_scale_history(models["delayed"])
-
-
-def test_offloaded_amaxes_are_reduced_on_the_device_of_the_mesh(two: Ranks) -> None:
-    two.run(reduced_on_the_mesh)
-
-
-def one_scale_on_all() -> None:
-    amax = torch.tensor([1.0, 2.0, 0.0, torch.inf])
-    if dist.get_rank() == 1:
-        amax = torch.tensor([-torch.nan, 1.0, 0.0, 1.0])
-    all_reduce_amax(amax, (dist.group.WORLD,))
-    assert amax[0].isnan()
-    assert amax[1:].tolist() == [2.0, 0.0, torch.inf]
-
-
-def test_a_maximum_over_ranks_keeps_nan(two: Ranks) -> None:
-    two.run(one_scale_on_all)

@@ -5,7 +5,9 @@ FSDP2's hooks switch the compiler off for themselves, in this torch: compiling "
 a block between them, and a whole model breaks where the first runs, as it does without float8.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,7 @@ from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
 from sqnr import sqnr
 from support.configs import RECIPES
 from support.devices import E4M3
-from support.models import fp8_state
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 from support.sharded import DIM, Run, convert, here, model_of, shard, small, traffic, train
 from support.spies import saved_tensors
 from tolerances import COMPILED
@@ -79,9 +80,7 @@ def assert_near(run: Run, eager: Run) -> None:
         assert sqnr(gradient, run.grads[0][name]) > COMPILED, name
 
 
-@pytest.mark.parametrize(
-    ("recipe", "what"), [*((recipe, "blocks") for recipe in RECIPES), ("delayed", "whole model")]
-)
+@pytest.mark.parametrize(("recipe", "what"), [("tensorwise", "blocks"), ("delayed", "whole model")])
 def test_what_is_compiled_has_one_graph_per_block_and_the_bits_of_eager_mode(
     either: Ranks, recipe: str, what: str
 ) -> None:
@@ -112,43 +111,21 @@ def fused(recipe: str) -> None:
     assert_near(runs["compiled"], runs["eager"])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fused_feed_forwards(either: Ranks, recipe: str) -> None:
-    either.run(fused, recipe)
+def test_fused_feed_forwards(either: Ranks) -> None:
+    either.run(fused, "tensorwise")
 
 
-def evaluating(all_gather: bool, compile: bool) -> Run:
-    """Evaluations record nothing, and the trained steps between them what they must."""
-    torch._dynamo.reset()
-    model = small("delayed", all_gather)
-    if compile:
-        # One is enough, and half the time.
-        model[0].compile(backend="aot_eager", fullgraph=IN_ONE_GRAPH)
-    model = shard(model)
-
-    def evaluate(last: bool) -> None:
-        before = {name: value.clone() for name, value in fp8_state(model).items()}
-        with torch.no_grad():
-            model(64 * torch.ones(4, DIM))
-        for name, value in fp8_state(model).items():
-            assert torch.equal(value, before[name]), name
-
-    return train(model, 3, before_backward=evaluate)
+@pytest.mark.exhaustive
+def test_fused_feed_forwards_with_delayed_scaling(either: Ranks) -> None:
+    either.run(fused, "delayed")
 
 
-def evaluations() -> None:
-    evaluating(True, True).assert_equal(evaluating(False, False))
-
-
-def test_compiled_evaluations_record_nothing(two: Ranks) -> None:
-    two.run(evaluations)
-
-
-def saved_weights(recipe: str) -> None:
+@on("either")
+def test_compiled_forwards_keep_the_gathered_bytes_and_no_copy() -> None:
     """Else every whole weight stays transposed until backward, however it was sharded."""
     torch._dynamo.reset()
     layers = (nn.Linear(*shape, bias=False) for shape in ((32, 64), (64, 32)))
-    model = shard(convert(nn.Sequential(*map(nn.Sequential, layers)).to(here()), recipe))
+    model = shard(convert(nn.Sequential(*map(nn.Sequential, layers)).to(here()), "tensorwise"))
     for block in model:
         block.compile(backend=backend())
     with saved_tensors() as saved:
@@ -158,24 +135,18 @@ def saved_weights(recipe: str) -> None:
     assert [(tuple(x.shape), x.stride()) for x in kept] == [((32, 64), (64, 1))]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_forwards_keep_the_gathered_bytes_and_no_copy(either: Ranks, recipe: str) -> None:
-    either.run(saved_weights, recipe)
+SGD = partial(torch.optim.SGD, lr=1.0)
+ADAMW = [
+    partial(torch.optim.AdamW, lr=0.1, **{kind: value})
+    for kind, value in (("fused", True), ("foreach", True), ("foreach", False))
+]
 
 
-OPTIMIZERS = {
-    "SGD": partial(torch.optim.SGD, lr=1.0),
-    "foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
-    "for loop": partial(torch.optim.AdamW, lr=0.1, foreach=False),
-    "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
-}
-
-
-def stepped(recipe: str, compile_step: bool, tell: str, kind: str) -> list[Tensor]:
+def stepped(compile_step: bool, attached: bool, kind: Callable[..., Any] = SGD) -> list[Tensor]:
     torch._dynamo.reset()
-    model, losses = shard(small(recipe, True)), []
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    if tell == "attach":
+    model, losses = shard(small("delayed recipe", True)), []
+    optimizer = kind(model.parameters())
+    if attached:
         attach_to_optimizer(model, optimizer)
 
     def step() -> None:
@@ -184,28 +155,30 @@ def stepped(recipe: str, compile_step: bool, tell: str, kind: str) -> list[Tenso
     for _ in range(4):
         with traffic() as seen:
             loss = model(torch.ones(4, DIM, device=here())).square().mean()
-        assert (seen.all_reduces == 0) == (tell == "attach" and len(losses) > 0)
+        assert (seen.all_reduces == 0) == (attached and len(losses) > 0)
         loss.backward()
         losses.append(loss.detach())
-        if tell == "before":  # what the step makes of it is not known then
+        if not attached:  # what the step makes of it is not known then
             precompute_float8_dynamic_scale_for_fsdp(model)
         (torch.compile(step, backend=backend()) if compile_step else step)()
         optimizer.zero_grad()
     return losses
 
 
-def compiled_steps(cases: list[tuple[str, str]], kinds: list[str]) -> None:
-    for recipe, tell in cases:
-        eager, compiled = (stepped(recipe, compiled, tell, "SGD") for compiled in (False, True))
-        assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True)), (recipe, tell)
-    for kind in kinds:  # of others torch compiles another rounding
-        stepped("tensorwise", True, "before", kind)
+def same_steps(attached: bool) -> None:
+    eager, compiled = (stepped(compile_step, attached) for compile_step in (False, True))
+    assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True))
 
 
-def test_compiled_optimizer_steps(two: Ranks) -> None:
-    two.run(compiled_steps, [("delayed recipe", "attach")], ["fused"])
+@on("two")
+def test_compiled_optimizer_steps() -> None:
+    same_steps(attached=True)
+    stepped(True, False, ADAMW[0])  # of AdamW torch compiles another rounding
 
 
 @pytest.mark.exhaustive
-def test_compiled_steps_of_every_optimizer(two: Ranks) -> None:
-    two.run(compiled_steps, [("tensorwise", "attach"), ("tensorwise", "before")], [*OPTIMIZERS])
+@on("two")
+def test_compiled_steps_of_every_kind() -> None:
+    same_steps(attached=False)
+    for kind in ADAMW:
+        stepped(True, False, kind)

@@ -6,13 +6,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import attach_to_optimizer, sync_float8_amax_and_scale_history
-from support.configs import RECIPES
 from support.models import fp8_state
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 from support.sharded import batch, convert, model_of, small, train, train_alone
 
 
-def same_as_alone(recipe: str, all_gather: bool) -> None:
+@pytest.mark.parametrize(("recipe", "all_gather"), [("tensorwise", True), ("delayed", False)])
+@on("either")
+def test_ddp_on_two_ranks_equals_one(recipe: str, all_gather: bool) -> None:
     model = convert(model_of(), recipe, all_gather)
     ddp = DistributedDataParallel(model)
     alone = convert(model_of(), recipe, all_gather=False)
@@ -24,17 +25,12 @@ def same_as_alone(recipe: str, all_gather: bool) -> None:
     run.assert_equal(train_alone(alone, 5, foreach=False))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("all_gather", [False, True])
-def test_ddp_on_two_ranks_equals_one(either: Ranks, recipe: str, all_gather: bool) -> None:
-    either.run(same_as_alone, recipe, all_gather)
-
-
-def compiled_as_eager(recipe: str) -> None:
+@on("either")
+def test_ddp_compiled_is_as_eager() -> None:
     runs = []
     for what in ("nothing", "blocks", "whole model"):
         torch._dynamo.reset()
-        model = small(recipe, all_gather=False)
+        model = small("delayed", all_gather=False)
         if what == "blocks":
             for block in model:
                 block.compile(backend="aot_eager", fullgraph=True)
@@ -46,12 +42,9 @@ def compiled_as_eager(recipe: str) -> None:
         run.assert_equal(runs[0])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_ddp_compiled_is_as_eager(either: Ranks, recipe: str) -> None:
-    either.run(compiled_as_eager, recipe)
-
-
-def amaxes_survive(wrapped: str) -> None:
+@pytest.mark.parametrize("wrapped", ["model", "part"])
+@on("two")
+def test_amaxes_of_all_ranks_and_microbatches_count(wrapped: str) -> None:
     model = convert(model_of(blocks=1), "delayed", all_gather=False)
     alone = convert(model_of(blocks=1), "delayed", all_gather=False)
     ddp = DistributedDataParallel(model if wrapped == "model" else model[0])
@@ -65,11 +58,6 @@ def amaxes_survive(wrapped: str) -> None:
     states = fp8_state(model), fp8_state(alone)
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
-
-
-@pytest.mark.parametrize("wrapped", ["model", "part"])
-def test_amaxes_of_all_ranks_and_microbatches_count(two: Ranks, wrapped: str) -> None:
-    two.run(amaxes_survive, wrapped)
 
 
 def uneven_inputs(recipe: str, stop_all: bool) -> int:

@@ -1,7 +1,6 @@
 """Delayed scaling on ranks: the same layers everywhere, pipelines, evaluation under FSDP2."""
 
 import copy
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,26 +18,23 @@ from float8 import (
     attach_to_optimizer,
     convert_to_float8_training,
     forget_float8_amax,
-    sync,
     sync_float8_amax_and_scale_history,
 )
 from float8.parallel.texts import all_gather_texts
 from support.configs import delayed
 from support.models import fp8_state, seeded
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 from support.sharded import batch, convert, model_of, shard
-from support.stacks import stack, train
+from support.stacks import stack
 
 # ---------------------------------------------------------------- the same layers
 
 
 def message_of(model: nn.Module) -> str:
     """What a sync says, on a rank that shares no more than the processes with the others."""
-    try:
+    with pytest.raises(ValueError, match="different layers with delayed scaling on the ranks") as e:
         sync_float8_amax_and_scale_history(model)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return str(e.value)
 
 
 def different(what: str) -> list[str]:
@@ -65,31 +61,14 @@ def different(what: str) -> list[str]:
 NAMED = {"number": "'0'", "names": "'2'", "order": "their order", "settings": "round_scales"}
 
 
-@pytest.mark.parametrize("what", NAMED)
-def test_different_layers_raise_on_every_rank_and_are_named(two: Ranks, what: str) -> None:
-    for messages in two.run(different, what):
-        for message in messages:
-            assert "different layers with delayed scaling on the ranks" in message
-            assert NAMED[what] in message
+def test_different_layers_raise_on_every_rank_and_are_named(two: Ranks) -> None:
+    for what, named in NAMED.items():
+        for messages in two.run(different, what):
+            assert all(named in message for message in messages)
 
 
-def subsets() -> None:
-    """The comparison is made once per number of layers."""
-    model = stack(3)
-    with mock.patch.object(sync, "all_gather_texts", wraps=all_gather_texts) as compared:
-        for step in range(3):
-            train(model, step)
-            sync_float8_amax_and_scale_history(model, [model[0], model[1]])
-            sync_float8_amax_and_scale_history(model)
-        assert compared.call_count == 2
-        assert int((model[0].fp8_amax_history_input > 0).sum()) == 3
-
-
-def test_layers_are_compared_once(two: Ranks) -> None:
-    two.run(subsets)
-
-
-def texts() -> None:
+@on("four")
+def test_texts_of_all_ranks_are_known_to_each() -> None:
     """Over both dims of a mesh each rank knows those of all, the odd one's too."""
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
     groups, device = [mesh.get_group(dim) for dim in range(2)], torch.device("cpu")
@@ -99,14 +78,12 @@ def texts() -> None:
     assert all_gather_texts(mine, groups, device) == {"é" * 70, "other"}
 
 
-def test_texts_of_all_ranks_are_known_to_each(four: Ranks) -> None:
-    four.run(texts)
-
-
 # ---------------------------------------------------------------- compiled
 
 
-def compiled_sync(sharded: bool) -> None:
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@on("two")
+def test_a_compiled_sync_is_that_of_eager_mode(sharded: bool) -> None:
     models = [stack(2), stack(2)]
     models[1].load_state_dict(models[0].state_dict())
     if sharded:
@@ -123,15 +100,11 @@ def compiled_sync(sharded: bool) -> None:
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_compiled_sync_is_that_of_eager_mode(two: Ranks, sharded: bool) -> None:
-    two.run(compiled_sync, sharded)
-
-
 # ---------------------------------------------------------------- a group
 
 
-def of_one_rank() -> None:
+@on("two")
+def test_attach_to_optimizer_takes_a_group() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([1])]
     model = stack(1 + rank)  # not the same, nor need it be
@@ -143,10 +116,6 @@ def of_one_rank() -> None:
     assert model[0].fp8_amax_history_input[0] == x.abs().max()
 
 
-def test_attach_to_optimizer_takes_a_group(two: Ranks) -> None:
-    two.run(of_one_rank)
-
-
 # ---------------------------------------------------------------- pipelines
 
 
@@ -156,7 +125,6 @@ def garbage(*args, **kwargs):
 
 
 _TO_TENSOR = getattr(PipelineStage, "_to_tensor", None)
-needs_seam = pytest.mark.skipif(_TO_TENSOR is None, reason="this torch makes it elsewhere")
 
 
 def staged(forget: bool) -> bool:
@@ -190,61 +158,23 @@ def staged(forget: bool) -> bool:
     return all(torch.equal(mine[name], wanted[name]) for name in mine)
 
 
-@needs_seam
+@pytest.mark.skipif(_TO_TENSOR is None, reason="this torch makes it elsewhere")
 def test_histories_of_a_pipeline_are_of_its_microbatches_alone(two: Ranks) -> None:
     assert two.run(staged, True) == [True, True]
+    assert False in two.run(staged, False)  # they know memory that nobody wrote
 
 
-@needs_seam
-def test_without_forgetting_they_know_memory_that_nobody_wrote(two: Ranks) -> None:
-    assert False in two.run(staged, False)
-
-
-def told_shapes(folder: str, steps: range) -> dict[str, torch.Tensor]:
-    """The state of a stage after `steps`; before step 2 it is saved, or loaded if that is first."""
-    rank, module = dist.get_rank(), stack(2)
-    for index, parameter in enumerate(module.parameters()):
-        parameter.data.copy_(seeded(10 * rank + index, *parameter.shape) / 4)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    attach_to_optimizer(module, optimizer, group=[dist.new_group([0]), dist.new_group([1])][rank])
-    like = torch.zeros(4, 16, requires_grad=rank > 0)
-    output = torch.zeros(4, 16, requires_grad=True)
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"), like, output)
-    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
-    path = Path(folder) / f"{rank}.pt"
-    if steps.start == 2:
-        states = torch.load(path, weights_only=True)
-        module.load_state_dict(states[0])
-        optimizer.load_state_dict(states[1])
-    for step in steps:
-        if step == 2 and steps.start == 0:
-            torch.save([module.state_dict(), optimizer.state_dict()], path)
-        optimizer.zero_grad()
-        x = seeded(step, 8, 16)
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=x, losses=[])
-        optimizer.step()
-    return module.state_dict()
-
-
-def test_a_pipeline_that_is_told_its_shapes_is_resumed_bit_by_bit(tmp_path: Path) -> None:
-    """It runs no stage on memory that nobody has written."""
-    results = []
-    for steps in (range(4), range(2, 4)):
-        ranks = Ranks(2)
-        try:
-            results.append(ranks.run(told_shapes, str(tmp_path), steps))
-        finally:
-            ranks.stop()
-    for whole, rest in zip(*results, strict=True):
-        counts = {name: int((x > 0).sum()) for name, x in whole.items() if "history" in name}
-        assert set(counts.values()) == {4}, counts
-        assert all(torch.equal(x, rest[name]) for name, x in whole.items())
-
-
-def pipelined(name: str, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("ScheduleGPipe", "delayed"),
+        ("Schedule1F1B", "rowwise"),
+        ("ScheduleInterleaved1F1B", "tensorwise"),
+        ("ScheduleInterleaved1F1B", "delayed"),
+    ],
+)
+@on("two")
+def test_schedules_train_as_a_model_without_stages(name: str, recipe: str) -> None:
     """Each stage is trained as in a model without a pipeline that accumulates microbatches."""
     rank, schedule_class = dist.get_rank(), getattr(pipelining, name)
     stages = 4 if issubclass(schedule_class, PipelineScheduleMulti) else 2
@@ -289,16 +219,12 @@ def pipelined(name: str, recipe: str) -> None:
                 assert torch.equal(y, state[key]), (step, index, key)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
-def test_schedules_train_as_a_model_without_stages(two: Ranks, name: str, recipe: str) -> None:
-    two.run(pipelined, name, recipe)
-
-
 # ---------------------------------------------------------------- FSDP2
 
 
-def evaluated(all_gather: bool) -> None:
+@pytest.mark.parametrize("all_gather", [False, True])
+@on("two")
+def test_evaluation_is_that_of_dynamic_scaling(all_gather: bool) -> None:
     outputs = {}
     for recipe in ("delayed", "tensorwise"):
         model = shard(convert(model_of(), recipe, all_gather))
@@ -310,26 +236,3 @@ def evaluated(all_gather: bool) -> None:
                 parameter.mul_(20)  # far from what the histories know
             outputs[recipe] = model.eval()(batch(9, dist.get_rank(), torch.float32))
     assert torch.equal(outputs["delayed"], outputs["tensorwise"])
-
-
-@pytest.mark.parametrize("all_gather", [False, True])
-def test_evaluation_is_that_of_dynamic_scaling(two: Ranks, all_gather: bool) -> None:
-    two.run(evaluated, all_gather)
-
-
-def accumulated(all_gather: bool) -> None:
-    model = shard(convert(model_of(), "delayed", all_gather))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    attach_to_optimizer(model, optimizer)
-    for step in range(3):
-        for microbatch in range(3):
-            model(batch(3 * step + microbatch, dist.get_rank(), torch.float32)).sum().backward()
-        optimizer.step()
-        if step == 1:
-            model.load_state_dict(model.state_dict())
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("all_gather", [False, True])
-def test_accumulation_under_fsdp_is_no_missing_sync(two: Ranks, all_gather: bool) -> None:
-    two.run(accumulated, all_gather)

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import Float8Tensor, Float8Weights
 from float8.config import ScalingGranularity
+from float8.quantize.quantize import Cast
 from float8.quantize.spec import CastSpec
 from float8.tensor.float8_tensor import to_float8
 from support.models import seeded
 from support.parallel import STYLES, mesh_of, off, part
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 from support.sharded import FunctionalTraffic, convert, here
 
 
@@ -38,10 +39,6 @@ def redistributed() -> None:
     uneven = x[:5]  # 3 and 2 rows
     gathered = distribute_tensor(uneven, mesh, [rows], src_data_rank=None).full_tensor()
     assert torch.equal(gathered.to_original_precision(), expected[:5])
-
-
-def test_redistributing_sends_bytes(two: Ranks) -> None:
-    two.run(redistributed)
 
 
 def cast_whole() -> None:
@@ -69,27 +66,6 @@ def cast_whole() -> None:
         Float8Tensor.from_high_precision(DTensor.from_local(x, mesh, [Partial()]))
 
 
-def test_a_dtensor_is_cast_under_the_scale_of_the_whole(either: Ranks) -> None:
-    either.run(cast_whole)
-
-
-def multiplied() -> None:
-    mesh = mesh_of()
-    x, w = (
-        Float8Tensor.from_high_precision(seeded(seed, 16, 32, device=here())) for seed in (1, 2)
-    )
-    for placements in ((Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(1), Shard(1))):
-        a, b = (
-            distribute_tensor(t, mesh, [placement], src_data_rank=None)
-            for t, placement in zip((x, w), placements, strict=True)
-        )
-        assert off((a @ b.t()).full_tensor(), x @ w.t()) < 1e-6
-
-
-def test_products_of_shards(two: Ranks) -> None:
-    two.run(multiplied)
-
-
 def own_style() -> None:
     """A layer takes the bytes that somebody else cast and gathered."""
     mesh, results = mesh_of(), []
@@ -112,10 +88,6 @@ def own_style() -> None:
         assert off(got, expected) < 1e-5
 
 
-def test_a_layer_takes_bytes_that_others_cast(two: Ranks) -> None:
-    two.run(own_style)
-
-
 def same(a: Float8Tensor, b: Float8Tensor) -> bool:
     alike = torch.equal(a._data.view(torch.uint8), b._data.view(torch.uint8))
     return alike and torch.equal(a._scale, b._scale) and a._amax == b._amax
@@ -123,7 +95,7 @@ def same(a: Float8Tensor, b: Float8Tensor) -> bool:
 
 def by_rows(seed: int, *shape: int) -> Float8Tensor:
     spec = CastSpec(torch.float8_e4m3fn, ScalingGranularity.AXISWISE)
-    return to_float8(seeded(seed, *shape, device=here()), spec)
+    return to_float8(seeded(seed, *shape, device=here()), Cast(spec))
 
 
 def one_scale(seed: int, *shape: int) -> Float8Tensor:
@@ -137,21 +109,13 @@ def distributed() -> None:
         for placement in (Replicate(), Shard(0), Shard(1)):
             expected, mine = one_scale(0, rows, 16), one_scale(rank, rows, 16)
             assert rank == 0 or not same(mine, expected)
-            placed = distribute_tensor(mine, mesh, [placement])
-            assert torch.equal(placed.to_local()._scale, expected._scale)
-            whole = placed.full_tensor()
-            assert torch.equal(whole.to_original_precision(), expected.to_original_precision())
-    for rows in (6, 5):
+            assert same(distribute_tensor(mine, mesh, [placement]).full_tensor(), expected)
         expected, mine = by_rows(0, rows, 16), by_rows(rank, rows, 16)
         placed = distribute_tensor(mine, mesh, [Shard(0)])
         assert same(placed.to_local(), expected.split(3)[rank])
         assert same(placed.full_tensor(), expected)
         assert same(placed.redistribute(placements=[Replicate()]).to_local(), expected)
         assert same(distribute_tensor(mine, mesh, [Replicate()]).to_local(), expected)
-
-
-def test_distributing_sends_bytes_and_scales_of_one_rank(either: Ranks) -> None:
-    either.run(distributed)
 
 
 class Waitable(TorchDispatchMode):
@@ -214,11 +178,14 @@ def moved() -> None:
     assert same(rows[other], by_rows(other, 4, 16))
 
 
-def test_collectives_move_whole_tensors(either: Ranks) -> None:
+def test_casts_and_collectives(either: Ranks) -> None:
+    either.run(cast_whole)
+    either.run(distributed)
     either.run(moved)
 
 
-def refused() -> None:
+@on("two")
+def test_what_scales_forbid_raises() -> None:
     """Before any collective; so do all ranks, and none waits."""
     mesh, x = mesh_of(), one_scale(0, 8, 16)
     plain = x.to_original_precision()
@@ -256,11 +223,9 @@ def refused() -> None:
             dist.all_gather(parts, one_scale(0, 4, 16))
 
 
-def test_what_scales_forbid_raises(two: Ranks) -> None:
-    two.run(refused)
-
-
-def only(kind: str) -> None:
+@pytest.mark.parametrize("kind", STYLES)
+@on("either")
+def test_weights_in_float8_only_are_shared(kind: str) -> None:
     """Weights that are in float8 only go to the ranks as bytes."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)).requires_grad_(False).to(here())
@@ -282,11 +247,6 @@ def only(kind: str) -> None:
     if kind == "float8":
         with pytest.raises(ValueError, match=r"ONLY whose weight has (.)*AXISWISE scales"):
             parallelize_module(rows, mesh_of(), {"1": rowwise()})
-
-
-@pytest.mark.parametrize("kind", STYLES)
-def test_weights_in_float8_only_are_shared(either: Ranks, kind: str) -> None:
-    either.run(only, kind)
 
 
 def strategies() -> None:
@@ -317,5 +277,7 @@ def strategies() -> None:
     assert off(y.full_tensor(), (x @ w.t()).view(2, 8, 48)) < 1e-6
 
 
-def test_how_products_are_sharded(two: Ranks) -> None:
+def test_what_styles_are_made_of(two: Ranks) -> None:
+    two.run(redistributed)
     two.run(strategies)
+    two.run(own_style)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from support.configs import RECIPES
 from support.models import Block, fp8_state
-from support.ranks import Ranks
+from support.ranks import on
 from support.sharded import Run, convert, here, model_of, small, train, train_alone
 
 
@@ -24,7 +24,9 @@ def wrap(model: nn.Module) -> nn.Module:
     )
 
 
-def same_as_alone(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@on("either")
+def test_two_ranks_equal_one(recipe: str) -> None:
     model = convert(model_of(), recipe, all_gather=False)
     alone = convert(model_of(), recipe, all_gather=False)
     losses = train(wrap(model), 4).losses, train_alone(alone, 4).losses
@@ -35,19 +37,11 @@ def same_as_alone(recipe: str) -> None:
         assert torch.equal(state[name], value), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_two_ranks_equal_one(either: Ranks, recipe: str) -> None:
-    either.run(same_as_alone, recipe)
-
-
-def with_all_gather() -> None:
+@on("two")
+def test_it_cannot_gather_in_float8_and_says_so() -> None:
     model = convert(model_of(blocks=1), "tensorwise")
     with pytest.raises(ValueError, match=r"FSDP1(.)*enable_fsdp_float8_all_gather=False"):
         train(wrap(model), 1)
-
-
-def test_it_cannot_gather_in_float8_and_says_so(two: Ranks) -> None:
-    two.run(with_all_gather)
 
 
 def compiled(recipe: str | None, what: str, steps: int = 4) -> tuple[Run, list[str], int]:
@@ -66,11 +60,12 @@ def compiled(recipe: str | None, what: str, steps: int = 4) -> tuple[Run, list[s
     return run, sorted(counters["graph_break"]), counter.frame_count
 
 
-def same_as_eager(recipe: str) -> None:
-    eager, *_ = compiled(recipe, "nothing")
+@on("either")
+def test_compiled_is_as_eager() -> None:
+    eager, *_ = compiled("delayed", "nothing")
     _, plain_breaks, _ = compiled(None, "whole model", steps=1)
     for what in ("blocks", "whole model"):
-        run, breaks, graphs = compiled(recipe, what)
+        run, breaks, graphs = compiled("delayed", what)
         run.assert_equal(eager)
         if what == "blocks":
             assert breaks == []
@@ -78,8 +73,3 @@ def same_as_eager(recipe: str) -> None:
         else:  # breaks where FSDP1 gathers, float8 or not
             assert set(breaks) <= set(plain_breaks)
             assert graphs >= 2
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_is_as_eager(either: Ranks, recipe: str) -> None:
-    either.run(same_as_eager, recipe)

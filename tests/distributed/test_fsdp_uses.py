@@ -18,7 +18,7 @@ from float8 import (
 from float8.tensor import Float8GatherWeight
 from support.configs import RECIPES
 from support.models import fp8_state
-from support.ranks import Ranks
+from support.ranks import on
 from support.sharded import (
     Run,
     batch,
@@ -126,10 +126,6 @@ def fused_optimizer(recipe: str, all_gather: bool) -> Run:
     return train(shard(convert(model_of(42), recipe, all_gather)), 3, fused=True)
 
 
-def for_loop_optimizer(recipe: str, all_gather: bool) -> Run:
-    return train(shard(convert(model_of(42), recipe, all_gather)), 3, foreach=False)
-
-
 def fused_by_itself(recipe: str, all_gather: bool) -> Run:
     model = convert(model_of(), recipe, all_gather, fuse=True)
     assert [each.reason for each in conversion_report(model).fused] == [None, None]
@@ -187,6 +183,14 @@ def sharded_by_columns(recipe: str, all_gather: bool) -> Run:
     return train(shard(convert(model_of(), recipe, all_gather), shard_placement_fn=along), 3)
 
 
+def replicated(recipe: str, all_gather: bool) -> Run:
+    """The mesh has two ranks, and each holds everything."""
+    model = convert(model_of(), recipe, all_gather)
+    for module in (*model, model):
+        replicate(module, mesh=mesh_of())
+    return train(model, 2)
+
+
 USES: dict[str, Callable[[str, bool], Run]] = {
     use.__name__: use
     for use in (
@@ -199,66 +203,25 @@ USES: dict[str, Callable[[str, bool], Run]] = {
         tied,
         offloaded,
         fused_optimizer,
-        for_loop_optimizer,
         fused_by_itself,
         clipped,
         sharded_by_columns,
         autocast,
         without_rows,
+        replicated,
     )
 }
 
 
-def same(use: str, recipe: str) -> None:
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@on("either")
+def test_use_is_as_with_a_cast_after_the_gather(use: str, recipe: str) -> None:
     USES[use](recipe, True).assert_equal(USES[use](recipe, False))
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_use_is_as_with_a_cast_after_the_gather(either: Ranks, recipe: str, use: str) -> None:
-    either.run(same, use, recipe)
-
-
-class Bytes(Tensor):
-    """The smallest weight with hooks that gathers bytes: what torch itself allows."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "Bytes":
-        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        self.inner = inner
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        plain = torch.utils._pytree.tree_map_only(Bytes, lambda x: x.inner, (args, kwargs or {}))
-        out = func(*plain[0], **plain[1])
-        return torch.utils._pytree.tree_map_only(Tensor, Bytes, out)
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
-        return (self.inner.to(torch.uint8),), None
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
-        return None if out is not None else (outputs[0].to(param_dtype), ())
-
-
-def smaller_mesh(which: str) -> None:
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
-    if which == "float8":
-        model = convert(model, "tensorwise")
-    else:
-        for layer in model:
-            layer.weight = nn.Parameter(Bytes(layer.weight.detach()))
-    model = shard(model, reshard_after_forward=2)
-    with pytest.raises(RuntimeError, match="Tensors of floating point dtype can require grad"):
-        model(torch.ones(4, 16))
-
-
-@pytest.mark.parametrize("which", ["float8", "torch alone"])
-def test_torch_forbids_resharding_gathered_bytes_to_a_smaller_mesh(four: Ranks, which: str) -> None:
-    four.run(smaller_mesh, which)
-
-
-def states() -> None:
+@on("two")
+def test_state_dicts_hold_plain_weights() -> None:
     for recipe in RECIPES:
         model = shard(convert(model_of(42), recipe))
         train(model, 2)
@@ -274,11 +237,9 @@ def states() -> None:
         assert isinstance(again[0].ffn.w1.weight.to_local(), Float8GatherWeight)
 
 
-def test_state_dicts_hold_plain_weights(two: Ranks) -> None:
-    two.run(states)
-
-
-def inference_first(recipe: str | None) -> None:
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+@on("two")
+def test_a_first_forward_in_inference_mode_does_what_torch_alone_does(recipe: str | None) -> None:
     """Torch's own buffers of the gather are inference tensors then: it evaluates, and only that."""
     models = [model_of(42) for _ in range(2)]
     models = [shard(m if recipe is None else convert(m, recipe)) for m in models]
@@ -292,14 +253,8 @@ def inference_first(recipe: str | None) -> None:
         models[0](x).sum().backward()
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_a_first_forward_in_inference_mode_does_what_torch_alone_does(
-    two: Ranks, recipe: str | None
-) -> None:
-    two.run(inference_first, recipe)
-
-
-def unused_on_one_rank() -> None:
+@on("two")
+def test_a_shard_of_a_rank_that_does_not_run_the_layer_counts() -> None:
     """Another rank uses its shard of the weight, too, and must learn of its amax."""
     runs = []
     for all_gather in (False, True):
@@ -326,11 +281,8 @@ def unused_on_one_rank() -> None:
         assert torch.equal(value, runs[1][name]), name
 
 
-def test_a_shard_of_a_rank_that_does_not_run_the_layer_counts(two: Ranks) -> None:
-    two.run(unused_on_one_rank)
-
-
-def early_state_dicts() -> None:
+@on("four")
+def test_a_state_dict_taken_before_the_first_forward_stays_one_of_the_model() -> None:
     for recipe in RECIPES:
         model = shard(convert(model_of(40), recipe))  # even: others torch moves, see the class
         early = model.state_dict()
@@ -345,29 +297,11 @@ def early_state_dicts() -> None:
             assert (whole(weights[name]) == 0).all(), name
 
 
-def test_a_state_dict_taken_before_the_first_forward_stays_one_of_the_model(four: Ranks) -> None:
-    four.run(early_state_dicts)
-
-
-def replicated() -> None:
-    """The mesh has two ranks, and each holds everything."""
-    results = []
-    for all_gather in (False, True):
-        model = convert(model_of(), "tensorwise", all_gather)
-        for module in (*model, model):
-            replicate(module, mesh=mesh_of())
-        results.append(train(model, 2))
-    results[0].assert_equal(results[1])
-
-
-def test_weights_that_are_not_sharded_at_all(two: Ranks) -> None:
-    two.run(replicated)
-
-
-def after_sharding() -> None:
+@on("two")
+def test_converting_after_sharding_works_but_for_a_gather_in_float8() -> None:
     with pytest.raises(ValueError, match=r"'0.ffn.w1': got a DTensor(.)*convert the model first"):
         convert(shard(model_of()), "tensorwise")
-
-
-def test_converting_after_sharding_raises(two: Ranks) -> None:
-    two.run(after_sharding)
+    for recipe in ("tensorwise", "delayed"):
+        before = shard(convert(model_of(42), recipe, all_gather=False))
+        after = convert(shard(model_of(42)), recipe, all_gather=False)
+        train(before, 3).assert_equal(train(after, 3))

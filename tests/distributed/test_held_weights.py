@@ -1,19 +1,15 @@
 """Float8 weights on several ranks: held shards, weights without a master."""
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from unittest import mock
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
@@ -24,17 +20,14 @@ from float8 import (
     convert_to_float8_training,
     update_float8_weights,
 )
-from float8.parallel.fsdp import FSDPFloat8Weight
 from float8.tensor import local_tensor
 from sqnr import same_bits
-from support.configs import RECIPES
-from support.microbatches import counting_casts, layers_of, with_weights
+from support.microbatches import layers_of, with_weights
 from support.models import seeded
-from support.parallel import DIM, TOKENS, FusedBlock, LlamaBlock, fused_plan, part, plan_of
+from support.parallel import DIM, TOKENS, LlamaBlock, part, plan_of
 from support.parallel import mesh_of as parallel_mesh
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 from support.sharded import (
-    FunctionalTraffic,
     Run,
     batch,
     convert,
@@ -45,126 +38,97 @@ from support.sharded import (
     traffic,
     train,
 )
+from support.spies import OpCounter
 
-HELD, ONLY = Float8Weights.HELD, Float8Weights.ONLY
-
-
-@contextmanager
-def counting_shards() -> Iterator[Counter[int]]:
-    """Casts of shards, by the id of the Parameter."""
-    counts: Counter[int] = Counter()
-    cast = FSDPFloat8Weight._cast
-
-    def counted(self, module, *args):
-        counts[id(module.weight)] += 1
-        return cast(self, module, *args)
-
-    with mock.patch.object(FSDPFloat8Weight, "_cast", counted):
-        yield counts
+HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.ON_THE_FLY
 
 
-def trained(recipe: str, param_dtype: torch.dtype | None = None, **more) -> tuple[Run, Counter]:
-    offload = (
-        {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if more.pop("offload", False) else {}
-    )
-    reshard = {"reshard_after_forward": more.pop("reshard", True)}
-    model = shard(
-        convert(model_of(device="cpu" if offload else None), recipe, **more),
-        param_dtype=param_dtype,
-        **offload,
-        **reshard,
-    )
-    with counting_shards() as casts:
+def trained(
+    recipe: str,
+    param_dtype: torch.dtype | None,
+    reshard: bool,
+    device: str | None,
+    weights: Float8Weights,
+) -> tuple[Run, int]:
+    """Four steps of three microbatches; and the casts."""
+    model = convert(model_of(device=device), recipe, float8_weights=weights)
+    offload = {} if device is None else {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    model = shard(model, param_dtype=param_dtype, reshard_after_forward=reshard, **offload)
+    with OpCounter() as counter:
         run = train(model, 4, microbatches=3)
-    return run, casts
+    return run, sum(n for name, n in counter.ops.items() if name.startswith("float8.cast"))
 
 
-def held_equals_on_the_fly(recipe: str, param_dtype: torch.dtype | None = None, **how) -> None:
+def held_equals_on_the_fly(
+    recipe: str,
+    param_dtype: torch.dtype | None = None,
+    reshard: bool = True,
+    device: str | None = None,
+) -> None:
     """With AdamW and accumulation; each weight is gathered often and cast once per step."""
-    wanted, before = trained(recipe, param_dtype, **how)
-    got, casts = trained(recipe, param_dtype, **how, float8_weights=HELD)
+    how = recipe, param_dtype, reshard, device
+    wanted, before = trained(*how, ON_THE_FLY)
+    got, casts = trained(*how, HELD)
     got.assert_equal(wanted)
-    assert len(casts) == len(before) == 6  # weights
-    assert set(before.values()) == {4 * 3 * (2 if how.get("reshard", True) else 1)}
-    # With delayed scaling the first two steps have no scale yet, and each gather asks for one.
-    each = before.total() // 6 // 4 if recipe == "delayed" else 1
-    assert set(casts.values()) == {2 * each + 2}
+    gathers = 3 * (2 if reshard else 1)
+    assert before - casts == 6 * 4 * (gathers - 1)  # of six weights in four steps
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed recipe"])
 def test_held_equals_on_the_fly(either: Ranks, recipe: str) -> None:
     either.run(held_equals_on_the_fly, recipe, torch.bfloat16)
 
 
-def others() -> None:
+@on("two")
+def test_weights_that_stay_gathered_or_are_offloaded() -> None:
     held_equals_on_the_fly("tensorwise", reshard=False)
-    held_equals_on_the_fly("delayed", reshard=False)
-    held_equals_on_the_fly("delayed recipe", reshard=False)
-    held_equals_on_the_fly("tensorwise", offload=True)
+    held_equals_on_the_fly("tensorwise", device="cpu")
 
 
-def test_weights_that_stay_gathered_or_are_offloaded(two: Ranks) -> None:
-    two.run(others)
+@on("two")
+def test_weights_with_delayed_scaling_are_cast_on_the_fly() -> None:
+    model = shard(convert(model_of(), "delayed", float8_weights=HELD))
+    with pytest.warns(UserWarning, match=r"6 layer\(s\) cast .*w1 \(with delayed scaling\)"):
+        update_float8_weights(model)
 
 
-def bytes_per_element(recipe: str) -> None:
-    """What docs/float8_weights.md counts: held and sent is one byte for each element of a shard."""
-    model = shard(convert(model_of(), recipe, float8_weights=HELD))
+@on("four")
+def test_four_ranks_send_bytes() -> None:
+    """One for each element of a shard, however it is held."""
+    model = shard(convert(model_of(), "tensorwise", float8_weights=HELD))
     train(model, 2)
     with traffic() as seen, torch.no_grad():
         model(batch(0, 0, torch.float32))
-    weights = [layer.weight for layer in layers_of(model)]
-    elements = sum(weight.numel() for weight in weights) // dist.get_world_size()
-    shards = [local_tensor(weight) for weight in weights]
-    assert sum(shard.high_precision.nbytes for shard in shards) == 4 * elements
-    held = sum(shard._known[0].row.data.numel() for shard in shards)
-    norms = sum(p.numel() for p in model.parameters()) // dist.get_world_size() - elements
-    assert held == elements
-    assert sum(seen.sizes) == elements + 4 * norms
+    weights = {layer.weight for layer in layers_of(model)}
+    sizes = (p.numel() * (1 if p in weights else 4) for p in model.parameters())
+    assert sum(seen.sizes) == sum(sizes) // dist.get_world_size()
 
 
-def four_ranks() -> None:
-    held_equals_on_the_fly("tensorwise")
-    bytes_per_element("tensorwise")
+def averages(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.copy_(3 * parameter.data)
 
 
-def test_four_ranks_and_the_bytes_of_each(four: Ranks) -> None:
-    four.run(four_ranks)
+def reload(model: nn.Module) -> None:
+    model.load_state_dict({name: 3 * x for name, x in model.state_dict().items()})
 
 
-def as_it_is(write: Callable[[nn.Module], None]) -> None:
-    outputs = []
-    for weights in (Float8Weights.ON_THE_FLY, HELD):
-        model = shard(convert(model_of(), "tensorwise", float8_weights=weights))
-        train(model, 1)
-        with torch.no_grad():
-            model(batch(0, 0, torch.float32))
-            write(model)
-            outputs.append(model(batch(0, 0, torch.float32)))
-    assert same_bits(*outputs)
+@on("two")
+def test_a_shard_that_was_written_is_cast_again() -> None:
+    for write in (averages, reload):
+        outputs = []
+        for weights in (ON_THE_FLY, HELD):
+            model = shard(convert(model_of(), "tensorwise", float8_weights=weights))
+            train(model, 1)
+            with torch.no_grad():
+                model(batch(0, 0, torch.float32))
+                write(model)
+                outputs.append(model(batch(0, 0, torch.float32)))
+        assert same_bits(*outputs)
 
 
-def writes() -> None:
-    def by_hand(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.mul_(3)
-
-    def averages(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.data.copy_(3 * parameter.data)
-
-    def load(model: nn.Module) -> None:
-        model.load_state_dict({name: 3 * x for name, x in model.state_dict().items()})
-
-    for write in (by_hand, averages, load):
-        as_it_is(write)
-
-
-def test_a_shard_that_was_written_is_cast_again(two: Ranks) -> None:
-    two.run(writes)
-
-
-def few_rows() -> None:
+@on("two")
+def test_ranks_without_rows() -> None:
     """Only the first rank has rows to write, yet both take part in the next all-reduce."""
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 1, bias=False))).to(here())
     model = shard(convert(model, "tensorwise", float8_weights=HELD))
@@ -177,11 +141,8 @@ def few_rows() -> None:
     assert torch.equal(model(x), 2 * before)
 
 
-def test_ranks_without_rows(two: Ranks) -> None:
-    two.run(few_rows)
-
-
-def errors() -> None:
+@on("two")
+def test_without_a_float8_gather_there_is_nothing_to_hold() -> None:
     expected = r"layer '.*0.ffn.w1': got float8_weights=HELD for a weight that FSDP gathers in high"
     model = convert(model_of(), "tensorwise", all_gather=False, float8_weights=HELD)
     sharded = shard(model)
@@ -194,14 +155,10 @@ def errors() -> None:
             update_float8_weights(wrapped)
 
 
-def test_without_a_float8_gather_there_is_nothing_to_hold(two: Ranks) -> None:
-    two.run(errors)
-
-
 def held_before(wrap: Callable[[nn.Module], nn.Module]) -> None:
     """What was held of whole weights is not used for what a wrapper puts in their place."""
     runs = []
-    for weights in (Float8Weights.ON_THE_FLY, HELD):
+    for weights in (ON_THE_FLY, HELD):
         torch.manual_seed(dist.get_rank())  # DDP sends the weights of the first rank
         model = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32)).to(here())
         convert_to_float8_training(
@@ -220,7 +177,8 @@ def held_before(wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert same_bits(*runs)
 
 
-def wrapped_afterwards() -> None:
+@on("two")
+def test_models_that_are_wrapped_afterwards() -> None:
     held_before(DistributedDataParallel)
     held_before(lambda model: fully_shard(model, mesh=mesh_of()))
     for orig in (True, False):
@@ -233,131 +191,34 @@ def wrapped_afterwards() -> None:
         )
 
 
-def test_models_that_are_wrapped_afterwards(two: Ranks) -> None:
-    two.run(wrapped_afterwards)
-
-
 # ---------------------------------------------------------------- tensor parallel
 
 
-def shared_block(recipe: str, how: str, weights: Float8Weights) -> nn.Module:
-    """`how`: "prepared" takes inputs once for all layers that read them, the others per layer."""
-    torch.manual_seed(0)
-    block = (FusedBlock() if how == "fused" else LlamaBlock()).to(here())
-    convert(block, recipe, all_gather=False, float8_weights=weights)
-    plan = plan_of("float8", sequence=True) if how == "prepared" else fused_plan(sequence=True)
-    return parallelize_module(block, parallel_mesh(), plan)
-
-
-@torch.no_grad()
-def write_weights(block: nn.Module) -> None:
-    """On each rank alike, through each of the tensors that a DTensor is."""
-    for layer in layers_of(block):
-        layer.weight.mul_(3)
-        layer.weight.to_local().div_(2)
-
-
-def train_shared(
-    recipe: str, how: str, weights: Float8Weights, compiled: bool
-) -> tuple[dict[str, Tensor], list[int], Counter[int]]:
-    """Four AdamW steps of two microbatches; weights are written by hand before the third.
-
-    Returns all bits that come out, how often ranks are asked for a number in each step's
-    microbatches, and the casts to hold of each weight.
-    """
-    torch._dynamo.reset()
-    block = shared_block(recipe, how, weights)
-    model = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
-    optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
-    found, asked = {}, []
-    with counting_casts() as casts:
-        attach_to_optimizer(block, optimizer)
-        for step in range(4):
-            if step == 2:
-                write_weights(block)
-            with nullcontext() if compiled else FunctionalTraffic() as seen:
-                for microbatch in range(2):
-                    x = seeded(10 * step + microbatch, 2, TOKENS, DIM, device=here())
-                    y = model(part(x, 1))
-                    y.square().mean().backward()
-                    found[f"output {step}.{microbatch}"] = y.detach()
-            asked.append(sum(size <= 16 for *_, size in seen.seen) if seen else 0)
-            for name, parameter in block.named_parameters():
-                found[f"grad {step} {name}"] = local_tensor(parameter.grad).clone()
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on("two")
+def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
+    """Cast on the fly, which a warning says."""
+    found = []
+    for weights in (ON_THE_FLY, HELD):
+        torch.manual_seed(0)
+        block = LlamaBlock().to(here())
+        convert(block, recipe, all_gather=False, float8_weights=weights)
+        parallelize_module(block, parallel_mesh(), plan_of("float8", sequence=True))
+        optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attach_to_optimizer(block, optimizer)
+        said = [str(each.message) for each in caught if "on the fly" in str(each.message)]
+        assert len(said) == (weights is HELD)
+        assert all("7 layer(s)" in each for each in said)
+        assert all("attention.wq (under tensor parallel)" in each for each in said)
+        for step in range(2):
+            y = block(part(seeded(step, 2, TOKENS, DIM, device=here()), 1))
+            y.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    state = {name: local_tensor(x).clone() for name, x in block.state_dict().items()}
-    return found | state, asked, casts
-
-
-def tensor_parallel(recipe: str, how: str, compiled: bool = False) -> None:
-    # What `aot_eager` compiles has the bits of eager mode.
-    wanted, before, _ = train_shared(recipe, how, Float8Weights.ON_THE_FLY, False)
-    got, after, casts = train_shared(recipe, how, HELD, compiled)
-    assert got.keys() == wanted.keys()
-    for name, expected in wanted.items():
-        assert same_bits(got[name], expected), name
-    # When attached and after each step; in eager mode at the first use, and after the writes.
-    assert [*casts.values()] == [5 if compiled else 7] * 7
-    if recipe == "tensorwise" and not compiled:
-        # In each microbatch one for what is prepared or fused together, else one per weight.
-        of_weights = 2 * {"prepared": 2, "fused": 3, "layer by layer": 7}[how]
-        assert before == [before[0]] * 4
-        assert after == [before[0] - of_weights + each for each in (7, 0, 7, 0)]
-
-
-@pytest.mark.parametrize("how", ["prepared", "layer by layer", "fused"])
-@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise", "blockwise"])
-def test_parts_of_tensor_parallel_are_held_under_the_scale_of_the_whole(
-    two: Ranks, recipe: str, how: str
-) -> None:
-    two.run(tensor_parallel, recipe, how)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "how"),
-    [("tensorwise", "prepared"), ("tensorwise", "fused"), ("delayed recipe", "layer by layer")],
-)
-def test_parts_of_tensor_parallel_in_compiled_code(two: Ranks, recipe: str, how: str) -> None:
-    two.run(tensor_parallel, recipe, how, True)
-
-
-def loaded_after_attaching(folder: str) -> None:
-    """As one resumes: in place, through tensors of a state dict, which DTensors do not count."""
-    outputs = []
-    for weights in (Float8Weights.ON_THE_FLY, HELD):
-        block = shared_block("tensorwise", "prepared", weights)
-        attach_to_optimizer(block, torch.optim.AdamW(block.parameters(), foreach=True))
-        state = {name: 3 * x for name, x in block.state_dict().items()}
-        dcp.save(state, checkpoint_id=folder)
-        dcp.load(block.state_dict(), checkpoint_id=folder)
-        assert torch.equal(local_tensor(block.ffn.w1.weight), local_tensor(state["ffn.w1.weight"]))
-        outputs.append(block(part(seeded(0, 2, TOKENS, DIM, device=here()), 1)))
-    assert same_bits(*outputs)
-
-
-def test_what_is_loaded_after_attaching_is_used(two: Ranks, tmp_path) -> None:
-    two.run(loaded_after_attaching, str(tmp_path))
-
-
-def refused() -> None:
-    """On all ranks, before one of them asks the others."""
-    for features, style, expected in (
-        (1, ColwiseParallel(), r"shape \(1, 32\), to be sharded along dim 0 over 2 ranks"),
-        (32, None, r"got a weight placed \(Replicate\(\),\), expected Shard\(0\) or Shard\(1\)"),
-    ):
-        model = nn.Sequential(nn.Linear(32, features, bias=False)).to(here())
-        convert(model, "tensorwise", all_gather=False, float8_weights=HELD)
-        if style is None:
-            distribute_module(model, parallel_mesh())
-        else:
-            parallelize_module(model, parallel_mesh(), {"0": style})
-        with pytest.raises(ValueError, match=expected):
-            update_float8_weights(model)
-
-
-def test_weights_that_ranks_cannot_share_are_refused(two: Ranks) -> None:
-    two.run(refused)
+        found.append([y.detach(), *(local_tensor(x) for x in block.state_dict().values())])
+    assert all(same_bits(*pair) for pair in zip(*found, strict=True))
 
 
 # ---------------------------------------------------------------- without a master
@@ -380,10 +241,11 @@ def leave_the_base(model: nn.Sequential) -> nn.Module:
     return fully_shard(model, mesh=mesh_of(), ignored_params=frozen)
 
 
-def adapters() -> None:
+@on("two")
+def test_adapters_of_a_base_in_float8_only() -> None:
     for wrap in (DistributedDataParallel, leave_the_base):
         runs = []
-        for weights in (Float8Weights.ON_THE_FLY, ONLY):
+        for weights in (ON_THE_FLY, ONLY):
             torch.manual_seed(0)
             model = nn.Sequential(Adapted(), Adapted()).to(here())
             convert_to_float8_training(
@@ -404,7 +266,3 @@ def adapters() -> None:
                 found.append(y.detach())
             runs.append(torch.stack(found))
         assert same_bits(*runs)
-
-
-def test_adapters_of_a_base_in_float8_only(two: Ranks) -> None:
-    two.run(adapters)

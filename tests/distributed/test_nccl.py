@@ -15,15 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
 import tolerances
-from float8_lab.bench.block import StackSize
-from float8_lab.bench.fsdp import Results, ShardedStep, free_memory
+from float8_lab.bench.fsdp import ShardedStep
+from float8_lab.bench.model import Size
+from float8_lab.bench.step import Results, free_memory
 from float8_lab.bench.tp import ParallelStep
 from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
-from float8_lab.models.llama import Block, rope_table
-from float8_lab.models.presets import ModelConfig
 from sqnr import sqnr
 from support.configs import RECIPES
-from support.ranks import Ranks
+from support.fused import FusedBlock
+from support.ranks import Ranks, on
 from support.sharded import DIM, Run, convert, here, model_of, shard, traffic, train
 
 pytestmark = pytest.mark.gpu
@@ -32,26 +32,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 COLLECTIVE_TIMEOUT = 60.0
 
 
-class LlamaBlock(nn.Module):
-    """One on [batch, 16, DIM], with all that the reference model fuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = ModelConfig(dim=DIM, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=40)
-        self.block = Block(config)
-        cos, sin = rope_table(config.head_dim, 16, config.rope_theta)
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x, self.cos, self.sin)
-
-
 def build(kind: str, dtype: torch.dtype) -> nn.Module:
     if kind == "feed-forward":
         return model_of(dtype=dtype)
     torch.manual_seed(0)
-    return nn.Sequential(LlamaBlock(), LlamaBlock()).to(here(), dtype)
+    return nn.Sequential(FusedBlock(DIM, 40), FusedBlock(DIM, 40)).to(here(), dtype)
 
 
 def one_sequence(model: nn.Module, x: Tensor) -> Tensor:
@@ -105,21 +90,18 @@ def test_a_float8_gather_has_the_bits_of_a_cast_after_the_gather(
     two_gpus.run(same, kind, recipe, dtype, param_dtype, compiled)
 
 
-def converted_on_a_cpu(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@on("two_gpus")
+def test_fsdp2_moves_what_was_converted_on_a_cpu(recipe: str) -> None:
     runs = [train(shard(convert(model_of(device=device), recipe)), 3) for device in ("cpu", here())]
     runs[0].assert_equal(runs[1])
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fsdp2_moves_what_was_converted_on_a_cpu(two_gpus: Ranks, recipe: str) -> None:
-    two_gpus.run(converted_on_a_cpu, recipe)
 
 
 def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     """GiB that training steps of four blocks need, by variant: parameters, optimizer and all."""
     torch._dynamo.reset()
     gc.collect()  # nothing of earlier tests shall be freed while it counts
-    size, found = StackSize("1b", blocks=4, seq_len=2048, batch=4), {}
+    size, found = Size("1b", blocks=4, seq_len=2048, batch=4), {}
     with many_compilations():
         for variant in make_variants(recipes, (mode,), sharded=True):
             if not variant.is_reference and variant.gather != FLOAT8:
@@ -146,7 +128,7 @@ def test_float8_needs_no_more_memory_than_bf16(
 def pipelined(recipe: str) -> tuple[Results, Results, dict[str, int]]:
     """Results of a tensor-parallel step without and with pipelining, and the ops of the latter."""
     *_, variant = make_variants([recipe], ["compiled"])
-    size, found = StackSize("150m", blocks=1, seq_len=1024), []
+    size, found = Size("150m", blocks=1, seq_len=1024), []
     for micro_pipeline in (False, True):
         torch._dynamo.reset()
         with inductor.patch(_micro_pipeline_tp=micro_pipeline):

@@ -11,12 +11,13 @@ from float8 import Float8Weights, convert_to_float8_training
 from support.configs import tensorwise
 from support.models import seeded
 from support.parallel import mesh_of
-from support.ranks import Ranks
+from support.ranks import on
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def dtensors() -> None:
+@on("two")
+def test_dtensors_given_to_a_function_or_to_a_layer_of_plain_tensors() -> None:
     mesh = mesh_of()
     x, w = seeded(0, 8, 32), seeded(1, 64, 32)
     placed = distribute_tensor(x, mesh, [Replicate()])
@@ -30,29 +31,19 @@ def dtensors() -> None:
     assert float8.linear(placed.to_local(), w).shape == (8, 64)
 
 
-def test_dtensors_given_to_a_function_or_to_a_layer_of_plain_tensors(two: Ranks) -> None:
-    two.run(dtensors)
-
-
-def shards() -> None:
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+@on("two")
+def test_weights_that_are_sharded_already_are_not_in_float8_only() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).requires_grad_(False)
     fully_shard(model, mesh=mesh_of())
-    with pytest.raises(ValueError, match=r"layer '0': got a DTensor as weight, .*first, then"):
-        convert_to_float8_training(model)
+    with pytest.warns(UserWarning, match=r"got a weight that ranks share with float8_weights=ONLY"):
+        convert_to_float8_training(model, config=tensorwise(float8_weights=Float8Weights.ONLY))
     assert type(model[0]) is nn.Linear
     assert isinstance(model(torch.ones(4, 32)), Tensor)
 
 
-def test_weights_that_are_sharded_already(two: Ranks) -> None:
-    two.run(shards)
-
-
-def float8_only() -> None:
+@on("two")
+def test_weights_in_float8_only() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).requires_grad_(False)
     convert_to_float8_training(model, config=tensorwise(float8_weights=Float8Weights.ONLY))
     with pytest.raises(NotImplementedError, match=r"as fully_shard calls it, .*ignored_params"):
         fully_shard(model, mesh=mesh_of())
-
-
-def test_weights_in_float8_only(two: Ranks) -> None:
-    two.run(float8_only)

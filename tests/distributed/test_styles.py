@@ -6,25 +6,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
-    Float8SequenceParallel,
-    Float8Tensor,
     PrepareFloat8ModuleInput,
     sync_float8_amax_and_scale_history,
 )
-from float8.parallel.amax import sync_groups
+from support.configs import FINER
 from support.models import FeedForward, seeded
 from support.parallel import (
     DIM,
@@ -40,11 +35,11 @@ from support.parallel import (
     off,
     part,
     plan_of,
-    scales,
     train_both,
 )
-from support.ranks import Ranks
+from support.ranks import Ranks, on
 from support.sharded import FunctionalTraffic, convert, here, whole
+from support.spies import GemmSpy, OpCounter
 
 
 def layer_of(recipe: str, bias: bool) -> nn.Module:
@@ -71,17 +66,17 @@ def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int 
     own_x, own_g = (t if dim is None else part(t, dim) for t, dim in ((x, in_dim), (g, out_dim)))
     x.requires_grad_()
     own_x.requires_grad_()
-    with scales() as expected:
+    with GemmSpy() as expected:
         y = whole(x)
         y.backward(g)
-    with scales() as got:
+    with GemmSpy() as got:
         own_y = layer(own_x)
         own_y.backward(own_g)
     assert not isinstance(own_y, DTensor)
-    assert len(got) == len(expected) == 3
-    for mine, theirs in zip(got, expected, strict=True):
-        assert torch.equal(mine[0], theirs[0])
-        assert torch.equal(mine[1], theirs[1])
+    assert len(got.gemms) == len(expected.gemms) == 3
+    for mine, theirs in zip(got.gemms, expected.gemms, strict=True):
+        assert torch.equal(mine[1], theirs[1])  # the scales of both operands
+        assert torch.equal(mine[3], theirs[3])
     with torch.inference_mode():
         assert torch.equal(layer(own_x.detach()), own_y)
     close(own_y, y if out_dim is None else part(y, out_dim))
@@ -95,14 +90,11 @@ def one_layer(kind: str, by_columns: bool, sequence: bool, bias: bool, dim: int 
 def test_one_layer_equals_that_of_a_single_device(either: Ranks, kind: str) -> None:
     for by_columns in (True, False):
         for sequence in (True, False):
-            for bias in (True, False):
-                either.run(one_layer, kind, by_columns, sequence, bias)
+            either.run(one_layer, kind, by_columns, sequence, True)
         either.run(one_layer, kind, by_columns, True, False, 0)
 
 
-def trained(
-    kind: str, sequence: bool, microbatches: int, checkpointed: bool, recipe: str = "tensorwise"
-) -> None:
+def trained(kind: str, sequence: bool, microbatches: int, checkpointed: bool, recipe: str) -> None:
     whole, block = block_of(recipe, bias=True), block_of(recipe, bias=True)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence, norms=True))
     train_both(whole, block, sequence, microbatches, checkpointed, "delayed" in recipe)
@@ -110,15 +102,20 @@ def trained(
 
 @pytest.mark.parametrize("kind", STYLES)
 def test_five_steps_equal_those_of_a_single_device(two: Ranks, kind: str) -> None:
-    two.run(trained, kind, True, 1, False)
-    two.run(trained, kind, False, 2, True)
-    two.run(trained, kind, True, 2, True)
+    two.run(trained, kind, True, 1, False, "tensorwise")
+    two.run(trained, kind, True, 2, True, "delayed")
+    two.run(trained, kind, False, 2, True, "delayed recipe")
 
 
-def sent(kind: str) -> None:
+@pytest.mark.parametrize("kind", STYLES)
+@on("either")
+def test_half_the_bytes_of_16_bits_are_gathered(kind: str) -> None:
     """In forward and backward of attention and feed-forward: each gathers its tokens once."""
     block = block_of("tensorwise").to(torch.bfloat16)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence=True))
+    for name, gathered in (("attention.wo", "grad_output"), ("attention.wq", "input")):
+        said = repr(block.get_submodule(name)).endswith(f", {gathered} gathered in float8)")
+        assert said == (kind == "float8")
     x = seeded(1, 2, TOKENS // 2, DIM, dtype=torch.bfloat16, device=here()).requires_grad_()
     with FunctionalTraffic() as seen:
         block(x).sum().backward()
@@ -127,108 +124,46 @@ def sent(kind: str) -> None:
     assert seen.bytes_of("reduce_scatter") == {x.dtype: 4 * 2 * 2 * x.numel()}  # of all tokens
     assert seen.bytes_of("all_to_all") == {}
     # The 4 tensors that are gathered, and those that lie on all ranks: inputs of 2 layers,
-    # gradients of 5. Weights: those of attention together, those of feed-forward.
+    # gradients of 5. Each of the 7 weights.
     amaxes = [size // 4 for name, _, size in seen.seen if name == "all_reduce"]
-    weights = [4, 3] if kind == "float8" else [1] * 7
-    assert sorted(amaxes) == sorted([1] * (2 + 5 + (4 if kind == "float8" else 0)) + weights)
+    assert amaxes == [1] * (2 + 5 + (4 if kind == "float8" else 0) + 7)
 
 
-@pytest.mark.parametrize("kind", STYLES)
-def test_five_steps_with_delayed_scaling(two: Ranks, kind: str) -> None:
-    two.run(trained, kind, True, 1, False, "delayed")
-    two.run(trained, kind, False, 2, True, "delayed")
-    two.run(trained, kind, True, 1, False, "delayed recipe")
-
-
-@pytest.mark.parametrize("kind", STYLES)
-def test_half_the_bytes_of_16_bits_are_gathered(either: Ranks, kind: str) -> None:
-    either.run(sent, kind)
-
-
-class Transposes(TorchDispatchMode):
-    """Copies of bytes in another layout, in eager mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.float8.transpose.default:
-            self.shapes.append(tuple(args[0].shape))
-        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
-            return NotImplemented
-        return func(*args, **kwargs or {})
-
-
-def transposed() -> None:
+@on("two")
+def test_what_several_layers_read_is_transposed_once() -> None:
     """The bytes of q/k/v and of w1/w3 are, and grad_output of wo and of w2: once each."""
     block = block_of("tensorwise")
     parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
     x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
-    with Transposes() as seen:
+    leaves = x, *block.parameters()
+    with OpCounter() as counter:
         loss = block(x).square().sum()
-        loss.backward(retain_graph=True)
-    assert seen.shapes == [(2 * TOKENS, DIM)] * 4
-    first = [x.grad, *(whole(p.grad) for p in block.parameters())]
-    x.grad = None
-    block.zero_grad()
-    loss.backward()
-    for a, b in zip(first, [x.grad, *(whole(p.grad) for p in block.parameters())], strict=True):
-        assert torch.equal(a, b)
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert counter.ops["float8.transpose"] == 4
+    for a, b in zip(first, torch.autograd.grad(loss, leaves), strict=True):
+        assert torch.equal(whole(a), whole(b))
 
 
-def transposed_by_a_compiler() -> None:
-    block = block_of("tensorwise")
-    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
-    graphs = []
-
-    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        calls = [n for n in graph.graph.nodes if n.target is torch.ops.float8.transpose.default]
-        graphs.append([n.args[0] for n in calls])
-        return make_boxed_func(graph.forward)
-
-    partition = min_cut_rematerialization_partition
-    backend = aot_autograd(fw_compiler=kept, partition_fn=partition)
-    x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
-    torch.compile(block, backend=backend, fullgraph=True)(x).sum().backward()
-    assert len(graphs) == 2
-    # Those four, and the inputs of wo and w2, which are here alone.
-    assert sum(map(len, graphs)) == sum(len(set(each)) for each in graphs) == 6
-
-
-def test_what_several_layers_read_is_transposed_once(two: Ranks) -> None:
-    two.run(transposed)
-    two.run(transposed_by_a_compiler)
+@on("two")
+def test_a_module_whose_inputs_are_prepared_compiles() -> None:
+    """What is compiled is one module of a block."""
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        block = block_of("delayed recipe")
+        parallelize_module(block, mesh_of(), plan_of("float8", sequence=True, local=True))
+        if compiled:
+            block.attention.compile(backend="aot_eager", fullgraph=True)
+        x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
+        y = block.attention(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad.to_local() for p in block.attention.parameters())])
+    for got, expected in zip(*results, strict=True):
+        close(got, expected)
 
 
-def hooked(backend: str, recipe: str) -> None:
-    """What is compiled is the module itself whose inputs are prepared, or a layer by itself."""
-    layer = {"ffn.w1": Float8ColwiseParallel(input_layouts=Shard(1))}
-    for plan in (plan_of("float8", True, False), plan_of("float8", True, True), layer):
-        results = []
-        for compiled in (False, True):
-            block = block_of(recipe)
-            parallelize_module(block, mesh_of(), plan)
-            module = block.ffn.w1 if plan is layer else block.attention
-            if compiled:
-                module.compile(backend=backend, fullgraph=True)
-            x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
-            y = module(x)
-            y.square().sum().backward()
-            grads = [p.grad.to_local() for p in module.parameters()]
-            results.append([y, x.grad, *grads])
-        for got, expected in zip(*results, strict=True):
-            close(got, expected)
-
-
-@pytest.mark.parametrize(
-    "recipe", ["delayed recipe", pytest.param("tensorwise", marks=pytest.mark.exhaustive)]
-)
-def test_a_module_whose_inputs_are_prepared_compiles(two: Ranks, recipe: str) -> None:
-    two.run(hooked, "aot_eager", recipe)
-
-
-def checkpointed_in_a_graph() -> None:
+@on("two")
+def test_a_block_compiles_with_its_checkpoints() -> None:
     """Dynamo lets nothing that is checkpointed write to a module."""
     torch._dynamo.reset()
     block = block_of("tensorwise")
@@ -246,10 +181,6 @@ def checkpointed_in_a_graph() -> None:
         close(got, expected)
 
 
-def test_a_block_compiles_with_its_checkpoints(two: Ranks) -> None:
-    two.run(checkpointed_in_a_graph)
-
-
 class OutFirst(Attention):
     """The layers that read the input come last."""
 
@@ -261,7 +192,8 @@ class OutFirst(Attention):
             setattr(self, name, layer)
 
 
-def copied() -> None:
+@on("two")
+def test_prepared_inputs_are_cast_as_their_readers_say() -> None:
     """Scales come from those layers of this very module that read the input."""
     torch.manual_seed(0)
     model = convert(nn.ModuleDict({"attention": OutFirst()}), "delayed", all_gather=False)
@@ -276,17 +208,17 @@ def copied() -> None:
         layer.fp8_scale_input.fill_(0.25)
     x = seeded(1, 2, TOKENS // 2, DIM, device=here())
     for each, expected in ((model, 0.5), (twin, 0.25)):
-        with scales() as seen:
+        with GemmSpy() as seen:
             each["attention"](x)
-        assert [float(mine) for mine, _ in seen[:3]] == [expected] * 3
+        assert [float(scale) for _, scale, *_ in seen.gemms[:3]] == [expected] * 3
         assert "input gathered" not in repr(each["attention"].wo)
 
 
-def test_prepared_inputs_are_cast_as_their_readers_say(two: Ranks) -> None:
-    two.run(copied)
-
-
-def few_reductions(recipe: str, all_asked: int, of_weights: int) -> None:
+@pytest.mark.parametrize(("recipe", "of_weights"), [("delayed", 0), ("delayed recipe", 7)])
+@on("either")
+def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(
+    recipe: str, of_weights: int
+) -> None:
     """With delayed scaling ranks ask each other until a sync has found all scales."""
     block = block_of(recipe)
     parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
@@ -299,150 +231,125 @@ def few_reductions(recipe: str, all_asked: int, of_weights: int) -> None:
         sync_float8_amax_and_scale_history(block)
         if len(counts) == 3:
             block.load_state_dict(block.state_dict())
-    assert counts == [all_asked, all_asked, of_weights, all_asked]
+    assert counts == [18, 18, of_weights, 18]
 
 
-def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(either: Ranks) -> None:
-    either.run(few_reductions, "delayed", 18, 0)
+GATHERING = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
 
 
-def test_the_recipe_asks_once_per_module_for_the_weights_alone(either: Ranks) -> None:
-    either.run(few_reductions, "delayed recipe", 11 + 2, 2)
-
-
-def wrong_uses() -> None:
-    """Each raises before any collective; so do both ranks, and none waits."""
+def refused_styles() -> None:
+    """What cannot be parallelized so."""
     mesh = mesh_of()
-    plain = nn.Sequential(nn.Linear(DIM, 48))
-    for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
-        with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear; convert"):
-            parallelize_module(plain, mesh, {"0": style})
-    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-    with pytest.raises(TypeError, match="got a Linear, expected a Float8Linear or a module"):
-        parallelize_module(plain, mesh, {"0": PrepareFloat8ModuleInput(**layouts)})
-    odd = convert(nn.Sequential(nn.Linear(49, 1)), "tensorwise", all_gather=False)
-    with pytest.raises(ValueError, match=r"weight of shape \(1, 49\)(.)*dim 0 over 2(.)*rows on"):
-        parallelize_module(odd, mesh, {"0": Float8ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"weight of shape \(1, 49\)(.)*dim 1 over 2(.)*divisible"):
-        parallelize_module(odd, mesh, {"0": Float8RowwiseParallel()})
     wide = init_device_mesh(here().type, (1, 2), mesh_dim_names=("data", "tensor"))
-    block = block_of("tensorwise")
-    for name, style in plan_of("float8", sequence=True).items():
-        with pytest.raises(ValueError, match=r"got a mesh of 2 dims(.)*'tensor'(.)*expected one"):
-            style._apply(block.get_submodule(name), wide)
-    two = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", all_gather=False)
-    two.append(convert(nn.Sequential(nn.Linear(DIM, 48)), "rowwise", all_gather=False))
-    with pytest.raises(ValueError, match=r"got layers that cast their input in 2 ways"):
-        parallelize_module(two, mesh, PrepareFloat8ModuleInput(**layouts))
-    parallelize_module(two, mesh, PrepareFloat8ModuleInput(**layouts, fwd_config_submodule_fqn="0"))
-    wrong = PrepareFloat8ModuleInput(**layouts, float8_dtype=torch.float8_e5m2)
-    with pytest.raises(ValueError, match=r"got float8_dtype=(.)*e5m2, expected (.)*e4m3fn"):
-        parallelize_module(two[0], mesh, wrong)
+    plain = nn.Sequential(nn.Linear(DIM, 48))
+    odd, two, sharded = (convert(copy.deepcopy(plain), "tensorwise", False) for _ in range(3))
+    odd[0] = convert(nn.Linear(49, 1), "tensorwise", False)
+    two.append(convert(copy.deepcopy(plain), "rowwise", False))
+    fully_shard(sharded.to(here()), mesh=mesh)
+    unpadded = convert(copy.deepcopy(plain), "tensorwise", False, pad_inner_dim=False)
+    colwise, rowwise = Float8ColwiseParallel(), Float8RowwiseParallel()
+    prepare = PrepareFloat8ModuleInput(**GATHERING)
+    wrong = PrepareFloat8ModuleInput(**GATHERING, float8_dtype=torch.float8_e5m2)
+    mesh_dims = r"got a mesh of 2 dims(.)*'tensor'(.)*expected one"
+    cases: list[tuple[nn.Module, Any, type[Exception], str]] = [
+        (plain[0], colwise, TypeError, "got a Linear, expected a Float8Linear; convert"),
+        (plain[0], rowwise, TypeError, "got a Linear, expected a Float8Linear; convert"),
+        (plain[0], prepare, TypeError, "got a Linear, expected a Float8Linear or a module"),
+        (odd[0], colwise, ValueError, r"weight of shape \(1, 49\)(.)*dim 0 over 2(.)*rows on"),
+        (odd[0], rowwise, ValueError, r"weight of shape \(1, 49\)(.)*dim 1 over 2(.)*divisible"),
+        (two, prepare, ValueError, r"got layers that cast their input in 2 ways"),
+        (two[0], wrong, ValueError, r"got float8_dtype=(.)*e5m2, expected (.)*e4m3fn"),
+        (sharded[0], rowwise, ValueError, r"weight is a DTensor already(.)*fully_shard"),
+        (unpadded[0], colwise, ValueError, r"dim 0 by 2 ranks, expected a multiple of 16"),
+        (two[0], colwise, ValueError, mesh_dims),
+        (two[0], rowwise, ValueError, mesh_dims),
+        (two[0], prepare, ValueError, mesh_dims),
+    ]
+    for module, style, error, expected in cases:
+        with pytest.raises(error, match=expected):
+            style._apply(module, wide if expected is mesh_dims else mesh)
+    parallelize_module(
+        two, mesh, PrepareFloat8ModuleInput(**GATHERING, fwd_config_submodule_fqn="0")
+    )
+    once = parallelize_module(two[0], mesh, colwise)
+    with pytest.raises(ValueError, match=r"weight is a DTensor already(.)*fully_shard"):
+        parallelize_module(once, mesh, rowwise)
+
+
+def refused_groups() -> None:
     block = block_of("delayed")
-    parallelize_module(block, mesh, plan_of("float8", sequence=True))
+    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
     with pytest.raises(ValueError, match=r"group: got ranks \[.\], but parts of a weight are on"):
         sync_float8_amax_and_scale_history(block, group=alone())
-    with pytest.raises(ValueError, match=r"group: got ranks \[.\], but parts of a weight are on"):
-        sync_groups([torch.ones(1)], alone(), parted=[dist.group.WORLD])  # no DTensor
     sync_float8_amax_and_scale_history(block, group=dist.group.WORLD)
-    layer = layer_of("tensorwise", bias=False)
-    style = Float8RowwiseParallel(input_layouts=Shard(2), output_layouts=Shard(1))
-    parallelize_module(layer, mesh, {"0": style})
-    with pytest.raises(ValueError, match=r"sharded along dim 1 over 2 ranks, expected(.)*pad it"):
-        layer(torch.ones(1, 3, DIM // 2, device=here()))
-    with pytest.raises(TypeError, match="input of type Tensor for a weight that is a DTensor"):
-        layer[0].forward(torch.ones(1, 4, DIM // 2, device=here()))
-    whole = DTensor.from_local(torch.ones(1, 4, DIM, device=here()), mesh, [Replicate()])
-    with pytest.raises(ValueError, match=r"input placed(.)*Replicate(.)*expected(.)*redistribute"):
-        layer[0].forward(whole)
 
 
-def refused(recipe: str) -> None:
-    """What is wrong is said before ranks talk to each other."""
+def refused_inputs() -> None:
     mesh, x = mesh_of(), torch.ones(2, TOKENS // 2, DIM, device=here())
-    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    other = init_device_mesh(here().type, (2,), mesh_dim_names=("other",))
 
-    def model(plan: Any, **more: Any) -> nn.Module:
-        layer = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False, **more)
+    def model(plan: Any) -> nn.Module:
+        layer = convert(nn.Sequential(nn.Linear(DIM, 48)), "tensorwise", False)
         return parallelize_module(layer.to(here()), mesh, plan)
 
-    other = init_device_mesh(here().type, (2,), mesh_dim_names=("other",))
     elsewhere = DTensor.from_local(x, other, [Shard(1)], run_check=False)
-    gathering = {"0": Float8ColwiseParallel(input_layouts=Shard(1))}
+    everything = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    gathering = model({"0": Float8ColwiseParallel(input_layouts=Shard(1))})
+    prepared = model({"": PrepareFloat8ModuleInput(**GATHERING), "0": Float8ColwiseParallel()})
+    summing = model({"0": Float8RowwiseParallel(output_layouts=Shard(1))})
+    far = model({"0": Float8RowwiseParallel(output_layouts=Shard(3))})
+    half, of_dtype = x[..., : DIM // 2], r"input of dtype torch.bfloat16 and weight of"
+    cases: list[tuple[Any, Tensor, type[Exception], str]] = [
+        (gathering, elsewhere, ValueError, r"input on (.)*other=2(.)* weight on (.)*one mesh"),
+        (gathering, x.bfloat16(), TypeError, of_dtype),
+        (prepared, x.bfloat16(), TypeError, of_dtype),
+        (gathering, x[..., :31], ValueError, rf"input of shape(.)*, 31\), expected (.)*{DIM}"),
+        (far, half, ValueError, r"input of 3 dims and an output to be sharded along"),
+        (summing, half[:, :3], ValueError, r"sharded along dim 1 over 2 ranks, expected(.)*pad it"),
+        (
+            summing[0].forward,
+            half,
+            TypeError,
+            "input of type Tensor for a weight that is",
+        ),
+        (summing[0].forward, everything, ValueError, r"placed(.)*Replicate(.)*expected(.)*redist"),
+    ]
+    for call, given, error, expected in cases:
+        with pytest.raises(error, match=expected):
+            call(given)
+
+
+@on("two")
+def test_errors_come_before_collectives() -> None:
+    """Each raises before ranks talk to each other; so do both, and none waits."""
     with FunctionalTraffic() as seen:
-        with pytest.raises(ValueError, match=r"input on (.)*other=2(.)* weight on (.)*one mesh"):
-            model(gathering)(elsewhere)
-        for plan in (gathering, PrepareFloat8ModuleInput(**layouts)):
-            with pytest.raises(TypeError, match=r"input of dtype torch.bfloat16 and weight of"):
-                model(plan if plan is gathering else {"": plan, "0": Float8ColwiseParallel()})(
-                    x.bfloat16()
-                )
-        with pytest.raises(ValueError, match=rf"input of shape(.)*, 31\), expected (.)*{DIM}"):
-            model(gathering)(x[..., :31])
-        far = {"0": Float8RowwiseParallel(output_layouts=Shard(3))}
-        with pytest.raises(ValueError, match=r"input of 3 dims and an output to be sharded along"):
-            model(far)(x[..., : DIM // 2])
-        shared = model(gathering)
-        sharded = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False)
-        fully_shard(sharded.to(here()), mesh=mesh)
-        for each in (shared, sharded):
-            with pytest.raises(ValueError, match=r"weight is a DTensor already(.)*fully_shard"):
-                parallelize_module(each, mesh, {"0": Float8RowwiseParallel()})
-        with pytest.raises(ValueError, match=r"dim 0 by 2 ranks, expected a multiple of (16|128)"):
-            model({"0": Float8ColwiseParallel()}, pad_inner_dim=False)
-        wide = init_device_mesh(here().type, (1, 2), mesh_dim_names=("data", "tensor"))
-        with pytest.raises(ValueError, match=r"Float8SequenceParallel: got a mesh of 2 dims"):
-            Float8SequenceParallel()._apply(nn.RMSNorm(DIM), wide)
+        refused_styles()
+        refused_inputs()
     assert seen.seen == []
+    refused_groups()
 
 
-def test_errors_come_before_collectives(either: Ranks) -> None:
-    either.run(refused, "tensorwise")
+def odd_layers(features: int, rows: int, recipe: str = "tensorwise") -> nn.Module:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(features, rows)), recipe, all_gather=False).to(here())
 
 
 def parts_of_rows(recipe: str) -> None:
     """What has one scale for each row is gathered in high precision where ranks have parts."""
-    single = convert(nn.Sequential(nn.Linear(DIM, 48)), recipe, all_gather=False).to(here())
-    layer = copy.deepcopy(single)
+    single, layer = odd_layers(DIM, 48, recipe), odd_layers(DIM, 48, recipe)
     parallelize_module(layer, mesh_of(), {"0": Float8ColwiseParallel(input_layouts=Shard(-1))})
     x = seeded(1, 2, TOKENS, DIM, device=here())
     close(layer(part(x, 2)), part(single(x), 2))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_ranks_may_have_parts_of_the_features(two: Ranks, recipe: str) -> None:
-    two.run(parts_of_rows, recipe)
-
-
-def shown() -> None:
-    for recipe, how in (
-        ("tensorwise", "float8"),
-        ("rowwise", "float8"),
-        ("rowwise_with_gw_hp", "high precision"),
-        ("blockwise", "high precision"),
-    ):
-        block = block_of(recipe)
-        assert "gathered" not in repr(block)
-        parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
-        assert repr(block.attention.wo).endswith(f"grad_output gathered in {how})")
-        assert repr(block.attention.wq).endswith(f"input gathered in {how})")
-        parallelize_module(block_of(recipe), mesh_of(), plan_of("float8", sequence=False))
-
-
-def test_a_layer_says_how_its_tensors_travel(two: Ranks) -> None:
-    two.run(shown)
-
-
 def uneven_rows() -> None:
     """As a head whose vocabulary ranks cannot share evenly."""
-    torch.manual_seed(0)
-    plain = convert(nn.Sequential(nn.Linear(DIM, 49)), "tensorwise", all_gather=False).to(here())
     x, g = seeded(1, 2, TOKENS, DIM, device=here()), seeded(2, 2, TOKENS, 49, device=here())
-    whole_x = x.clone().requires_grad_()
-    y = plain(whole_x)
+    single, whole_x = odd_layers(DIM, 49), x.clone().requires_grad_()
+    y = single(whole_x)
     y.backward(g)
     for layout, expected in ((Replicate(), y), (Shard(2), part(y, 2))):
-        layer = copy.deepcopy(plain)
+        layer = odd_layers(DIM, 49)
         style = Float8ColwiseParallel(input_layouts=Shard(1), output_layouts=layout)
         parallelize_module(layer, mesh_of(), {"0": style})
         own = part(x, 1).requires_grad_()
@@ -450,34 +357,27 @@ def uneven_rows() -> None:
         close(got, expected)
         got.backward(g if layout.is_replicate() else part(g, 2))
         close(own.grad, part(whole_x.grad, 1))
-        for mine, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        for mine, theirs in zip(layer.parameters(), single.parameters(), strict=True):
             close(mine.grad.full_tensor(), theirs.grad)
-
-
-def test_rows_need_not_be_shared_evenly(two: Ranks) -> None:
-    two.run(uneven_rows)
 
 
 def odd_inputs() -> None:
     """A dim that nobody shards is odd; the input is a sum still to be made, or has a NaN."""
-    torch.manual_seed(0)
-    whole = convert(nn.Sequential(nn.Linear(33, 48)), "tensorwise", all_gather=False).to(here())
-    layer = copy.deepcopy(whole)
+    single, layer = odd_layers(33, 48), odd_layers(33, 48)
     parallelize_module(layer, mesh_of(), {"0": Float8ColwiseParallel(input_layouts=Shard(0))})
     x = seeded(1, 4, 33, device=here())
     summands = DTensor.from_local(x / 2, mesh_of(), [Partial()], run_check=False)
     for own in (part(x, 0), summands):
-        close(layer(own), part(whole(x), 1))
+        close(layer(own), part(single(x), 1))
     x[0, 0] = torch.nan  # on one rank
     assert layer(part(x, 0)).isnan().all()
 
 
-def test_odd_inputs(two: Ranks) -> None:
+def test_odd_shapes_and_placements(two: Ranks) -> None:
+    two.run(parts_of_rows, "tensorwise")
+    two.run(parts_of_rows, "rowwise")
+    two.run(uneven_rows)
     two.run(odd_inputs)
-
-
-def test_wrong_uses_raise(two: Ranks) -> None:
-    two.run(wrong_uses)
 
 
 def one_block(
@@ -524,16 +424,46 @@ def test_inductor_compiles_a_block(either: Ranks, recipe: str) -> None:
     either.run(one_block, "float8", True, False, "inductor", recipe)
 
 
-REST = [pytest.param(recipe, marks=pytest.mark.exhaustive) for recipe in ("delayed", "rowwise")]
+@pytest.mark.parametrize("kind", ["float8", pytest.param("torch", marks=pytest.mark.exhaustive)])
+def test_a_block_is_one_graph(two: Ranks, kind: str) -> None:
+    two.run(one_block, kind, True, False, "aot_eager", "tensorwise")
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", *REST])
-@pytest.mark.parametrize("kind", STYLES)
-def test_a_block_is_one_graph(two: Ranks, kind: str, recipe: str) -> None:
-    two.run(one_block, kind, True, False, "aot_eager", recipe)
+def stack(kind: str, recipe: str, dp: int) -> None:
+    """Blocks that were made alike, each compiled by itself as trainers do."""
+    shape = dp, dist.get_world_size() // dp
+    mesh = init_device_mesh(here().type, shape, mesh_dim_names=("data", "tensor"))
+    tensor = mesh["tensor"]  # one object, which compilers ask for
+    torch._dynamo.reset()
+    blocks = [block_of(recipe) for _ in range(3)]
+    for block in blocks:
+        parallelize_module(block, tensor, plan_of(kind, sequence=False))
+        block.compile(fullgraph=True, backend="eager")  # guards are Dynamo's
+        if dp > 1:
+            fully_shard(block, mesh=mesh["data"])
+    x = seeded(1, 2, TOKENS, DIM, device=here()).requires_grad_()
+    for _ in range(2):
+        y = x
+        # One of each code object: the next would fail.
+        with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+            for block in blocks:
+                y = block(y)
+        y.sum().backward()
 
 
-def finer(recipe: str) -> None:
+def test_all_blocks_of_a_model_share_one_compilation(two: Ranks) -> None:
+    two.run(stack, "float8", "tensorwise", 1)
+
+
+@pytest.mark.exhaustive
+def test_all_blocks_share_one_compilation_under_fsdp(four: Ranks) -> None:
+    four.run(stack, "float8", "delayed", 2)
+    four.run(stack, "torch", "delayed", 2)
+
+
+@pytest.mark.parametrize("recipe", FINER)
+@on("two")
+def test_finer_scales_are_those_of_what_a_rank_holds(recipe: str) -> None:
     """Scales of rows travel with them, if that is all; else communication in high precision."""
     torch.manual_seed(0)
     plain = nn.Sequential(FeedForward(256, 512)).to(here())
@@ -542,6 +472,9 @@ def finer(recipe: str) -> None:
     plan = {f"0{name.removeprefix('ffn')}": s for name, s in plan_of("float8", True).items()}
     parallelize_module(model, mesh_of(), {n: s for n, s in plan.items() if "attention" not in n})
     x, g = (seeded(seed, 1, 16, 256, device=here()) for seed in (1, 2))
+    how = "float8" if recipe == "rowwise" else "high precision"
+    assert repr(model[0].w2).endswith(f"grad_output gathered in {how})")
+    assert repr(model[0].w1).endswith(f"input gathered in {how})")
     own_x = part(x, 1).requires_grad_()
     x.requires_grad_()
     with FunctionalTraffic() as seen:
@@ -564,11 +497,6 @@ def finer(recipe: str) -> None:
         assert off(got, exact) < 1.05 * off(expected, exact), name
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
-def test_finer_scales_are_those_of_what_a_rank_holds(two: Ranks, recipe: str) -> None:
-    two.run(finer, recipe)
-
-
 class Model(nn.Module):
     """Two nested feed-forward blocks and a head, as wildcards and loss parallel need them."""
 
@@ -583,7 +511,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def arguments(local: bool, autocast: bool) -> None:
+@pytest.mark.parametrize(("local", "autocast"), [(False, False), (True, True)])
+@on("two")
+def test_arguments_of_styles(local: bool, autocast: bool) -> None:
     """Outputs that stay DTensors, wildcards, loss parallel, autocast, evaluation."""
     models = []
     for parallel in (False, True):
@@ -624,9 +554,3 @@ def arguments(local: bool, autocast: bool) -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert off(model.eval()(own).full_tensor(), whole.eval()(x)) < 1e-4
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("local", [False, True])
-def test_arguments_of_styles(two: Ranks, local: bool, autocast: bool) -> None:
-    two.run(arguments, local, autocast)

@@ -12,10 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from float8 import attach_to_optimizer, sync_float8_amax_and_scale_history
+from support.configs import RECIPES
 from support.models import seeded
 from support.parallel import DIM, TOKENS, LlamaBlock, off, plan_of
 from support.ranks import Ranks
-from support.sharded import FunctionalTraffic, convert, here, whole
+from support.sharded import FunctionalTraffic, convert, here, traffic, whole
+from support.spies import GemmSpy
 
 
 def model_of(recipe: str, all_gather: bool) -> nn.Module:
@@ -42,14 +44,25 @@ def two_dims(recipe: str, all_gather: bool, sequence: bool, precompute: bool) ->
         attach_to_optimizer(model, optimizers[1])
     data, tensor = (mesh.get_local_rank(dim) for dim in ("data", "tensor"))
     results: list[Any] = []
+    first = 0
     for step in range(5):
         batch = [seeded(10 * step + rank, 2, TOKENS, DIM, device=here()) for rank in range(2)]
         for x in batch:
-            ((alone(x) - x.roll(1, -1)).square().mean() / 2).backward()
+            with GemmSpy() as expected:
+                loss = (alone(x) - x.roll(1, -1)).square().mean() / 2
+            loss.backward()
         x = batch[data]
         x, to = (t.chunk(2, 1)[tensor] if sequence else t for t in (x, x.roll(1, -1)))
-        with FunctionalTraffic() as seen:
-            ((model(x) - to).square().sum() / (2 * TOKENS * DIM)).backward()
+        with FunctionalTraffic() as seen, traffic() as sent, GemmSpy() as gemms:
+            loss = (model(x) - to).square().sum() / (2 * TOKENS * DIM)
+        with seen:
+            loss.backward()
+        if step == 0:  # the scales of weights are those of the whole, bit by bit
+            for (*_, mine), (*_, theirs) in zip(gemms.gemms, expected.gemms, strict=True):
+                assert torch.equal(mine, theirs)
+        first = first if step else sent.all_reduces  # inputs' amaxes are among them
+        if all_gather and recipe == "tensorwise":  # seven weights, two dims
+            assert first - sent.all_reduces == (14 if precompute and step else 0)
         if sequence and recipe == "tensorwise":
             assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
         if step in (0, 4):
@@ -63,20 +76,18 @@ def two_dims(recipe: str, all_gather: bool, sequence: bool, precompute: bool) ->
     return results
 
 
-def test_fsdp_with_tensor_parallel_and_delayed_scaling(four: Ranks) -> None:
-    runs = [four.run(two_dims, "delayed", gather, True, True)[0] for gather in (False, True)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
 def test_fsdp_with_tensor_parallel_equals_a_single_device(four: Ranks) -> None:
-    for sequence in (True, False):
-        runs = [
-            four.run(two_dims, "tensorwise", all_gather, sequence, precompute)
-            for all_gather, precompute in ((False, False), (True, False), (True, True))
+    for recipe, sequence, cases in (
+        ("tensorwise", True, [(False, False), (True, False), (True, True)]),
+        ("tensorwise", False, [(True, True)]),
+        ("delayed", True, [(False, True), (True, True)]),
+    ):
+        first, *others = [
+            four.run(two_dims, recipe, all_gather, sequence, precompute)[0]
+            for all_gather, precompute in cases
         ]
-        for other in runs[1:]:
-            for a, b in zip(runs[0][0], other[0], strict=True):
-                assert torch.equal(a, b)
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def save(path: str, recipe: str) -> dict[str, Tensor]:
@@ -108,7 +119,7 @@ def load(path: str, recipe: str, expected: dict[str, Tensor], shape: tuple[int, 
 
 
 def test_checkpoints_go_from_mesh_to_mesh(four: Ranks, two: Ranks, tmp_path: Path) -> None:
-    for recipe in ("tensorwise", "delayed"):
+    for recipe in RECIPES:
         path = str(tmp_path / recipe)
         expected = next(each for each in four.run(save, path, recipe) if each)
         four.run(load, path, recipe, expected, (2, 2))

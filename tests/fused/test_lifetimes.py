@@ -1,4 +1,4 @@
-"""What fused functions keep from forward to backward: what autograd saves, and nothing besides."""
+"""What fused functions keep from forward to backward; layers that do not fit together."""
 
 import weakref
 
@@ -18,55 +18,51 @@ from support.devices import on_devices
 from support.microbatches import with_weights
 from support.models import seeded
 
+FEED_FORWARD = (48, 80), (48, 80), (80, 48)
+
 
 def layers(*shapes: tuple[int, int], device: str = "cpu") -> tuple[nn.Module, ...]:
     made = nn.ModuleList(nn.Linear(*shape, bias=False, device=device) for shape in shapes)
     return tuple(convert_to_float8_training(made, module_filter_fn=all_linears))
 
 
-def feed_forward(x: Tensor, norm: nn.Module | None = None) -> Tensor:
-    return swiglu_feed_forward(x, *layers((48, 80), (48, 80), (80, 48), device=x.device), norm=norm)
-
-
 @on_devices
-def test_an_input_in_float8_is_not_kept_in_high_precision(device: str) -> None:
+@pytest.mark.parametrize("fused", ["feed forward", "norm and feed forward", "norm and linear"])
+def test_no_input_outlives_its_use(device: str, fused: str) -> None:
+    """Not without a norm; with one, saved tensor hooks reach all that is kept.
+
+    As activation checkpointing and offloading need it.
+    """
+    norm = nn.RMSNorm(48, device=device) if "norm" in fused else None
     x = seeded(0, 16, 48, device=device).requires_grad_() * 1
     alive = weakref.ref(x)
-    y = feed_forward(x)
+
+    def run(x: Tensor) -> Tensor:
+        if fused == "norm and linear":
+            return rms_norm_linear(x, norm, layers((48, 32), (48, 16), device=device))[0]
+        return swiglu_feed_forward(x, *layers(*FEED_FORWARD, device=device), norm=norm)
+
+    if norm is None:
+        y = run(x)
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            y = run(x)
     del x
     assert alive() is None
     y.sum().backward()
 
 
 @on_devices
-@pytest.mark.parametrize("fused", ["feed forward", "norm and linear"])
-def test_saved_tensor_hooks_reach_all_that_is_kept(device: str, fused: str) -> None:
-    """As activation checkpointing and offloading need it."""
-    norm = nn.RMSNorm(48, device=device)
-    x = seeded(0, 16, 48, device=device).requires_grad_() * 1
-    alive = weakref.ref(x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        if fused == "feed forward":
-            y = feed_forward(x, norm)
-        else:
-            y, *_ = rms_norm_linear(x, norm, layers((48, 32), (48, 16), device=device))
-    del x
-    assert alive() is None
-    y.sum().backward()
-
-
-@on_devices
-def test_row_data_of_held_weights_end_with_the_next_update(device: str) -> None:
-    """Those of columns are kept for backward."""
-    model = nn.ModuleList(layers((48, 80), (48, 80), (80, 48), device=device))
+def test_of_held_weights_column_data_alone_are_kept(device: str) -> None:
+    """So row data end with the next update."""
+    model = nn.ModuleList(layers(*FEED_FORWARD, device=device))
     convert_to_float8_training(model, config=with_weights(None), module_filter_fn=all_linears)
     update_float8_weights(model)
     x = seeded(0, 16, 48, device=device).requires_grad_()
     y = swiglu_feed_forward(x, *model)
-    row, col = (weakref.ref(part.data) for part in model[0].held.operand[:2])
+    rows = [weakref.ref(layer.held.operand.row.data) for layer in model]
     update_float8_weights(model)
-    assert row() is None
-    assert col() is not None
+    assert [row() for row in rows] == [None] * 3
     y.sum().backward()
 
 
@@ -78,22 +74,18 @@ def test_layers_that_do_not_fit_raise_as_alone(shapes) -> None:
 
 
 @pytest.mark.parametrize(
-    "shapes",
+    ("shapes", "residual"),
     [
-        ((48, 40), (48, 40), (48, 32)),
-        ((48, 40), (40, 40), (40, 32)),
-        ((48, 48), (48, 40), (48, 48)),
+        (((48, 40), (48, 40), (48, 32)), False),
+        (((48, 40), (40, 40), (40, 32)), False),
+        (((48, 48), (48, 40), (48, 48)), False),
+        (((48, 80), (48, 80), (80, 32)), True),
     ],
 )
-def test_feed_forward_layers_that_do_not_fit_raise_as_alone(shapes) -> None:
+def test_feed_forward_layers_that_do_not_fit_raise_as_alone(shapes, residual: bool) -> None:
+    norm = nn.RMSNorm(48) if residual else None
     with pytest.raises((ValueError, RuntimeError), match=r"expected \[|must match"):
-        swiglu_feed_forward(seeded(0, 4, 48), *layers(*shapes))
-
-
-def test_a_residual_of_another_width_raises() -> None:
-    made = layers((48, 80), (48, 80), (80, 32))
-    with pytest.raises(RuntimeError, match="must match"):
-        swiglu_feed_forward(seeded(0, 4, 48), *made, norm=nn.RMSNorm(48), residual=True)
+        swiglu_feed_forward(seeded(0, 4, 48), *layers(*shapes), norm=norm, residual=residual)
 
 
 @on_devices

@@ -7,7 +7,7 @@ from torch import nn
 import tolerances
 from float8 import Float8Linear, convert_to_float8_training, sync_float8_amax_and_scale_history
 from sqnr import same_bits, sqnr
-from support.configs import MIXES, mixed
+from support.configs import FINER, RECIPES, of_recipe, tensorwise
 from support.devices import on_devices
 from support.models import FeedForward, seeded
 
@@ -26,12 +26,12 @@ def autocast_step(model: nn.Module, x, g, dtype: torch.dtype) -> dict[str, torch
 
 @on_devices
 @LOW
-@pytest.mark.parametrize("mix", MIXES)
-def test_dtypes_and_values(device: str, mix, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, *FINER])
+def test_dtypes_and_values(device: str, recipe: str, dtype: torch.dtype) -> None:
     model = FeedForward(64, 128, bias=True).to(device)
     x, g = seeded(0, 32, 64, device=device), seeded(1, 32, 64, device=device)
     wanted = autocast_step(model, x, g, dtype)
-    convert_to_float8_training(model, config=mixed(*mix))
+    convert_to_float8_training(model, config=of_recipe(recipe))
     for _ in range(3):
         got = autocast_step(model, x, g, dtype)
         sync_float8_amax_and_scale_history(model)
@@ -52,15 +52,10 @@ def test_every_input_dtype_is_cast_to_that_of_autocast(
     with torch.autocast(device, dtype):
         y = layer(x)
         assert same_bits(y, layer(x.to(dtype)))
+        if input_dtype == torch.float32:
+            with torch.autocast(device, enabled=False):
+                assert layer(x).dtype == torch.float32
     assert y.dtype == dtype
-
-
-@on_devices
-def test_autocast_switched_off_inside_counts(device: str) -> None:
-    layer = Float8Linear(32, 16, device=device)
-    x = seeded(0, 4, 32, device=device)
-    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
-        assert layer(x).dtype == torch.float32
 
 
 @on_devices
@@ -79,6 +74,16 @@ def test_autocast_does_not_change_the_gemm_of_float8_data(device: str) -> None:
         gradients.append(layer.weight.grad)
     assert same_bits(*gradients)
     assert gradients[0].dtype == torch.float32
+
+
+@on_devices
+def test_autocast_rounds_neither_the_weight_nor_emulated_products(device: str) -> None:
+    layer = Float8Linear(32, 16, bias=False, device=device, config=tensorwise(emulate=True))
+    x = seeded(0, 4, 32, device=device).bfloat16().float()
+    exact = layer(x)
+    with torch.autocast(device, torch.bfloat16):
+        low = layer(x)
+    assert same_bits(low, exact.bfloat16())
 
 
 @pytest.mark.gpu

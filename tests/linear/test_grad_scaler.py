@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from float8 import (
     attach_to_optimizer,
@@ -14,33 +14,45 @@ from support.devices import on_devices
 from support.models import fp8_state, seeded
 
 
+class Run:
+    """A layer, its optimizer and a scaler."""
+
+    def __init__(self, device: str, init_scale: float, attach: bool) -> None:
+        self.x = seeded(0, 64, 32, device=device)
+        layer = nn.Linear(32, 16).to(device)
+        self.layer = convert_to_float8_training(layer, config=delayed())
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        self.attached = attach
+        if attach:
+            attach_to_optimizer(self.layer, self.optimizer)
+        self.scaler = torch.amp.GradScaler(device, init_scale=init_scale)
+
+    def output(self) -> Tensor:
+        with torch.autocast(self.x.device.type, torch.float16):
+            return self.layer(self.x)
+
+    def step(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        if not self.attached:  # also at the steps that the scaler skips
+            sync_float8_amax_and_scale_history(self.layer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
 @on_devices
-@pytest.mark.parametrize("how", ["attached", "by-hand"])
-def test_training_goes_on_after_overflowing_steps(device: str, how: str) -> None:
-    model = convert_to_float8_training(
-        nn.Sequential(nn.Linear(32, 16)).to(device), config=delayed()
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if how == "attached":
-        attach_to_optimizer(model, optimizer)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**26)
-    x, losses, scales = seeded(0, 64, 32, device=device), [], []
+@pytest.mark.parametrize("attach", [True, False], ids=["attached", "by-hand"])
+def test_training_goes_on_after_overflowing_steps(device: str, attach: bool) -> None:
+    run, losses, scales = Run(device, 2.0**26, attach), [], []
     for _ in range(24):
-        with torch.autocast(device, torch.float16):
-            y = model(x)
-        loss = (y.float() - 1).square().mean()
-        scaler.scale(loss).backward()
-        if how == "by-hand":  # also at the steps that the scaler skips
-            sync_float8_amax_and_scale_history(model)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        loss = (run.output().float() - 1).square().mean()
+        run.step(loss)
         losses.append(loss.item())
-        scales.append(scaler.get_scale())
+        scales.append(run.scaler.get_scale())
     assert scales[0] < 2.0**26  # the first step overflowed
     assert scales[-1] == scales[-2]  # the last did not
     assert losses[-1] < 0.8 * losses[0]
-    state = fp8_state(model)
+    state = fp8_state(run.layer)
     assert all(bool(buffer.isfinite().all()) for buffer in state.values())
     assert all(bool(state[name] > 0) for name in state if "scale" in name)
 
@@ -48,30 +60,17 @@ def test_training_goes_on_after_overflowing_steps(device: str, how: str) -> None
 @on_devices
 def test_a_skipped_step_keeps_the_histories(device: str) -> None:
     """The scaler does not call `optimizer.step`, so the amaxes wait for the next step."""
-    model = convert_to_float8_training(
-        nn.Sequential(nn.Linear(32, 16)).to(device), config=delayed()
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach_to_optimizer(model, optimizer)
-    scaler = torch.amp.GradScaler(device, init_scale=4.0)
-
-    def step(loss_scale: float) -> None:
-        with torch.autocast(device, torch.float16):
-            y = model(seeded(0, 64, 32, device=device))
-        scaler.scale(y.float().sum() * loss_scale).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
+    run = Run(device, 4.0, attach=True)
     for _ in range(2):
-        step(1.0)
-    before = {n: b.clone() for n, b in fp8_state(model).items() if b.dim() or "scale" in n}
-    step(1e6)  # overflows float16: skipped
-    assert scaler.get_scale() == 2.0
-    assert all(torch.equal(fp8_state(model)[name], old) for name, old in before.items())
-    step(1.0)
+        run.step(run.output().float().sum())
+    state = fp8_state(run.layer)
+    before = {n: b.clone() for n, b in state.items() if b.dim() or "scale" in n}
+    run.step(run.output().float().sum() * 1e6)  # overflows float16: skipped
+    assert run.scaler.get_scale() == 2.0
+    assert all(torch.equal(state[name], old) for name, old in before.items())
+    run.step(run.output().float().sum())
     for role in ("input", "weight"):
-        assert int((model[0].get_buffer(f"fp8_amax_history_{role}") > 0).sum()) == 3
-    for name, old in before.items():
-        if "scale_grad_output" in name:  # the overflow spoils it not
-            assert torch.equal(fp8_state(model)[name], old)
+        assert int((state[f"fp8_amax_history_{role}"] > 0).sum()) == 3
+    # The overflow spoils it not.
+    name = "fp8_scale_grad_output"
+    assert torch.equal(state[name], before[name])

@@ -1,4 +1,4 @@
-"""Inputs that are no plain tensors: what torch.fx, torch.jit and ONNX trace with; other layouts."""
+"""Inputs that are no plain tensors: what torch traces with, other layouts, and `Float8Tensor`."""
 
 import copy
 import io
@@ -7,27 +7,20 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
     all_linears,
     conversion_report,
     convert_to_float8_training,
     swiglu_feed_forward,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
-from float8.kernels.runtime.private import known_lengths
-from support.models import seeded
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w2, self.w3 = (nn.Linear(32, 32, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+from support.configs import FINER, delayed, of_recipe, tensorwise
+from support.models import FeedForward, seeded
 
 
 class Norm(nn.Module):
@@ -44,6 +37,10 @@ class Norm(nn.Module):
 class Called(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         return swiglu_feed_forward(x, self.w1, self.w3, self.w2)
+
+
+def feed_forwards() -> tuple[nn.Module, ...]:
+    return Norm(), FeedForward(32, 32), Called(32, 32)
 
 
 def made(recipe: str, *parts: nn.Module, **how) -> nn.Sequential:
@@ -78,18 +75,18 @@ def test_layers_are_leaves_of_a_symbolic_trace(recipe: str) -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_fused_modules_are_traced_layer_by_layer(fuse: bool) -> None:
-    model, x = made("tensorwise", Norm(), FeedForward(), Called(), fuse=fuse), seeded(0, 16, 32)
+    model, x = made("tensorwise", *feed_forwards(), fuse=fuse), seeded(0, 16, 32)
     assert [each.reason for each in conversion_report(model).fused] == [None] * 2 * fuse
     traced = torch.fx.symbolic_trace(model)
     calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
     assert calls == [f"{part}.{layer}" for part in (1, 2) for layer in ("w1", "w3", "w2")]
-    assert torch.equal(traced(x), made_without_fusing(model)(x))
+    assert torch.equal(traced(x), unfused(model)(x))
 
 
-def made_without_fusing(model: nn.Module) -> nn.Module:
-    plain = nn.Sequential(Norm(), FeedForward(), FeedForward())
-    plain.load_state_dict(model.state_dict())
-    return convert_to_float8_training(plain, module_filter_fn=all_linears)
+def unfused(model: nn.Module) -> nn.Module:
+    other = made("tensorwise", Norm(), *(FeedForward(32, 32) for _ in model[1:]))
+    other.load_state_dict(model.state_dict())
+    return other
 
 
 def test_layers_of_which_no_call_can_be_noted_say_so() -> None:
@@ -111,7 +108,7 @@ def test_layers_of_which_no_call_can_be_noted_say_so() -> None:
     [("tensorwise", None), ("delayed", None), ("blockwise", None), ("delayed", "aot_eager")],
 )
 def test_a_jagged_tensor_is_read_as_its_values_are(backend: str | None, recipe: str) -> None:
-    model, data = made(recipe), seeded(0, 8, 32)
+    model, data = made(recipe, nn.Linear(32, 32), nn.ReLU()), seeded(0, 8, 32)
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     results = []
     for wrap in (lambda x: x, nested):
@@ -120,17 +117,15 @@ def test_a_jagged_tensor_is_read_as_its_values_are(backend: str | None, recipe: 
         y = run(wrapped)
         if wrap is nested:
             assert (y + wrapped).shape == wrapped.shape  # of the same lengths, as torch sees it
-            assert known_lengths(y) == known_lengths(wrapped)
+            assert y._maybe_max_seqlen == wrapped._maybe_max_seqlen
             y = y.values()
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_fused_functions_take_jagged_tensors_layer_by_layer() -> None:
-    model, x = made("tensorwise", Norm(), FeedForward(), fuse=True), seeded(0, 8, 32)
-    plain = made("tensorwise", Norm(), FeedForward())
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(model(nested(x)).values(), plain(x))
+    model, x = made("tensorwise", *feed_forwards(), fuse=True), seeded(0, 8, 32)
+    assert torch.equal(model(nested(x)).values(), unfused(model)(x))
 
 
 def test_other_nested_tensors_say_what_to_do() -> None:
@@ -148,6 +143,57 @@ def test_other_layouts_say_what_to_do(layout: str) -> None:
     x = getattr(seeded(0, 8, 32), f"to_{layout}")()
     with pytest.raises(TypeError, match=r"got input of layout .*; call input\.to_dense\(\)"):
         made("tensorwise")(x)
+
+
+# ---------------------------------------------------------------- cast before
+
+
+def layer_of(config: Float8LinearConfig) -> Float8Linear:
+    torch.manual_seed(0)
+    return Float8Linear.from_float(nn.Linear(24, 40), config)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_its_bytes_are_taken(compiled: bool) -> None:
+    """Of dims that need padding, too; gradients go to what was cast."""
+    results = []
+    for cast in (False, True):
+        layer = layer_of(tensorwise())
+        x, g = seeded(1, 2, 5, 24).requires_grad_(), seeded(2, 2, 5, 40)
+
+        def run(x, layer=layer, cast=cast):
+            return layer(Float8Tensor.from_high_precision(x) if cast else x)
+
+        whole = compiled and cast
+        y = torch.compile(run, fullgraph=True, backend="aot_eager")(x) if whole else run(x)
+        y.backward(g)
+        results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_under_autocast_it_stays_as_it_is() -> None:
+    x, layer = seeded(1, 4, 24, dtype=torch.bfloat16), layer_of(tensorwise())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(Float8Tensor.from_high_precision(x)), layer(x))
+
+
+def test_delayed_scaling_records_its_amax() -> None:
+    layer, x = layer_of(delayed()), seeded(1, 4, 24)
+    cast = Float8Tensor.from_high_precision(x)
+    cast._amax = x.abs().amax()
+    with torch.no_grad():
+        layer(cast)
+    assert layer.fp8_amax_input == 0
+    layer(cast)
+    assert layer.fp8_amax_input == cast._amax
+
+
+@pytest.mark.parametrize("recipe", FINER)
+def test_a_layer_that_casts_in_another_way_refuses_it(recipe: str) -> None:
+    cast = Float8Tensor.from_high_precision(seeded(1, 4, 24))
+    with pytest.raises(ValueError, match=r"got input in(.)*expected(.)*to_original_precision"):
+        layer_of(of_recipe(recipe))(cast)
 
 
 # ---------------------------------------------------------------- torch.jit and ONNX

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, convert_to_float8_training
-from support.configs import DISABLED, MIXES, mixed
+from support.configs import DISABLED, RECIPES, of_recipe, tensorwise
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import FeedForward, seeded
 from support.spies import saved_tensors
@@ -13,65 +13,51 @@ from support.spies import saved_tensors
 M, K, N = 64, 32, 48
 
 
-def without(saved: list[Tensor], *known: Tensor) -> list[Tensor]:
-    return [s for s in saved if not any(s is k or s.data_ptr() == k.data_ptr() for k in known)]
+def kept(layer: Float8Linear, x: Tensor) -> tuple[list[Tensor], bool]:
+    """What a forward keeps besides the weight, and whether it keeps that."""
+    with saved_tensors() as saved:
+        layer(x)
+    rest = [s for s in saved if s.data_ptr() != layer.weight.data_ptr()]
+    return rest, len(rest) < len(saved)
 
 
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mix", MIXES)
-def test_saved_data_are_float8_and_two_scales(device: str, mix, dtype: torch.dtype) -> None:
-    layer = Float8Linear(K, N, device=device, dtype=dtype, config=mixed(*mix))
-    x = seeded(0, M, K, dtype=dtype, device=device).requires_grad_()
-    with saved_tensors() as saved:
-        layer(x)
-    assert any(s is layer.weight or s.data_ptr() == layer.weight.data_ptr() for s in saved)
-    rest = without(saved, layer.weight)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_data_are_float8_and_two_scales(device: str, recipe: str, dtype) -> None:
+    layer = Float8Linear(K, N, device=device, dtype=dtype, config=of_recipe(recipe))
+    x = seeded(0, M, K, dtype=dtype, device=device)
+    rest, weight_too = kept(layer, x.requires_grad_())
+    assert weight_too
     assert sorted((s.dtype, s.numel()) for s in rest if s.numel() == 1) == [(torch.float32, 1)] * 2
     assert [(s.dtype, s.numel()) for s in rest if s.numel() > 1] == [(E4M3, M * K)]
+    rest, weight_too = kept(layer, x.detach())  # no grad_input
+    assert not weight_too
+    assert [(s.dtype, s.numel()) for s in rest if s.numel() > 1] == [(E4M3, M * K)]
+    layer.weight.requires_grad_(False)
+    rest, _ = kept(layer, x)
+    assert all(s.numel() == 1 for s in rest)
 
 
 @on_devices
-def test_the_saved_input_has_the_format_of_its_second_use(device: str) -> None:
+def test_the_saved_input_is_that_of_its_second_use(device: str) -> None:
     config = Float8LinearConfig(
         cast_config_input_for_grad_weight=CastConfig(target_dtype=E5M2),
         cast_config_grad_output=CastConfig(target_dtype=E4M3),
     )
-    layer = Float8Linear(K, N, device=device, config=config)
-    with saved_tensors() as saved:
-        layer(seeded(0, M, K, device=device).requires_grad_())
-    assert [s.dtype for s in without(saved, layer.weight) if s.numel() > 1] == [E5M2]
-
-
-@on_devices
-def test_a_frozen_weight_saves_no_input(device: str) -> None:
-    layer = Float8Linear(K, N, device=device)
-    layer.weight.requires_grad_(False)
-    with saved_tensors() as saved:
-        layer(seeded(0, M, K, device=device).requires_grad_())
-    assert all(s.numel() == 1 for s in without(saved, layer.weight))
-
-
-@on_devices
-def test_an_input_without_gradient_saves_no_weight(device: str) -> None:
-    layer = Float8Linear(K, N, device=device)
-    with saved_tensors() as saved:
-        layer(seeded(0, M, K, device=device))
-    assert [(s.dtype, s.numel()) for s in saved if s.numel() > 1] == [(E4M3, M * K)]
-
-
-@on_devices
-def test_high_precision_grad_weight_saves_the_input_as_it_is(device: str) -> None:
-    config = Float8LinearConfig(
+    x = seeded(0, M, K, device=device).requires_grad_()
+    rest, _ = kept(Float8Linear(K, N, device=device, config=config), x)
+    assert [s.dtype for s in rest if s.numel() > 1] == [E5M2]
+    high_precision = tensorwise(
         cast_config_input_for_grad_weight=DISABLED,
         cast_config_grad_output_for_grad_weight=DISABLED,
     )
-    layer = Float8Linear(K, N, device=device, config=config)
-    x = seeded(0, M, K, device=device).requires_grad_()
-    with saved_tensors() as saved:
-        layer(x)
-    (kept,) = (s for s in without(saved, layer.weight) if s.numel() > 1)
-    assert kept.data_ptr() == x.data_ptr()
+    for config in (high_precision, of_recipe("rowwise_with_gw_hp")):
+        rest, _ = kept(Float8Linear(K, N, device=device, config=config), x)
+        assert x.data_ptr() in [s.data_ptr() for s in rest]
+    for recipe in ("rowwise", "blockwise"):
+        rest, _ = kept(Float8Linear(K, N, device=device, config=of_recipe(recipe)), x)
+        assert x.data_ptr() not in [s.data_ptr() for s in rest]
 
 
 @on_devices

@@ -14,7 +14,7 @@ from float8 import (
 )
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
-from support.fresh import in_fresh_process
+from support.fresh import ONE_WORKER, in_fresh_process
 
 accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -36,6 +36,7 @@ def test_the_order_of_prepare_and_conversion_changes_no_bit(precision: str, tmp_
     assert saved.keys() == first.keys()
 
 
+@ONE_WORKER
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(order: str, tmp_path: Path) -> None:
     whole = accelerated.run(tmp_path, order, range(4))

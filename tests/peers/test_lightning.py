@@ -7,7 +7,7 @@ import pytest
 
 from float8 import Float8Linear
 from sqnr import same_bits
-from support.fresh import in_fresh_process
+from support.fresh import ONE_WORKER, in_fresh_process
 
 pytest.importorskip("lightning")
 lightning_run = importlib.import_module("support.lightning_run")
@@ -18,6 +18,7 @@ def histories(module) -> list[int]:
     return [int((x > 0).sum()) for name, x in module.named_buffers() if "history" in name]
 
 
+@ONE_WORKER
 def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
     whole = lightning_run.run(tmp_path, accumulate_grad_batches=2)
     rest = in_fresh_process(lightning_run.resumed, tmp_path / "rest", tmp_path / "epoch=0.ckpt")
@@ -28,10 +29,8 @@ def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("by_hand", "more"),
     [
-        (False, {}),
-        (False, {"accumulate_grad_batches": 2}),
         (False, {"precision": "bf16-mixed"}),
-        (False, {"gradient_clip_val": 1.0}),
+        (False, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
         (True, {}),
     ],
 )
@@ -47,7 +46,8 @@ def test_each_step_is_synced_once(by_hand: bool, more: dict, tmp_path: Path) -> 
 
 
 def test_a_checkpoint_is_tested_in_a_module_that_is_not_converted_yet(tmp_path: Path) -> None:
-    lightning_run.run(tmp_path)
+    """And it loads without Lightning's trainer."""
+    state = lightning_run.run(tmp_path)
     path = str(tmp_path / "epoch=1.ckpt")
     results = [
         lightning_run.trainer(tmp_path, 1).validate(
@@ -56,6 +56,10 @@ def test_a_checkpoint_is_tested_in_a_module_that_is_not_converted_yet(tmp_path: 
         for seed in range(2)
     ]
     assert results[0] == results[1]
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*fp8_"):
+        lightning_run.Module.load_from_checkpoint(path, weights_only=True)
+    plain = lightning_run.Module.load_from_checkpoint(path, strict=False, weights_only=True)
+    assert all(same_bits(p, state[name]) for name, p in plain.named_parameters())
 
 
 def test_a_training_that_fails_ends_the_attachments(tmp_path: Path) -> None:
@@ -75,17 +79,6 @@ def test_a_training_that_fails_ends_the_attachments(tmp_path: Path) -> None:
     trainer = lightning_run.trainer(tmp_path, 1)
     trainer.fit(loaded, lightning_run.data())
     assert histories(loaded) == [4] * 12
-
-
-def test_a_checkpoint_loads_without_lightning_s_trainer(tmp_path: Path) -> None:
-    module = lightning_run.Module()
-    lightning_run.trainer(tmp_path, 1).fit(module, lightning_run.data())
-    (path,) = tmp_path.glob("*.ckpt")
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*fp8_"):
-        lightning_run.Module.load_from_checkpoint(path, weights_only=True)
-    plain = lightning_run.Module.load_from_checkpoint(path, strict=False, weights_only=True)
-    state = module.state_dict()
-    assert all(same_bits(p, state[name]) for name, p in plain.named_parameters())
 
 
 def test_the_conversion_can_be_left_to_the_user(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 hf = importlib.import_module("support.hugging_face")
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
+
 CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 ORDERS = pytest.mark.parametrize("order", ["convert first", "LoRA first"])
 MODELS = pytest.mark.parametrize(
@@ -64,41 +66,29 @@ def train(model: nn.Module, steps: int = 2) -> None:
     attachment.remove()
 
 
-@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
 @MODELS
 @CONFIGS
-def test_both_orders_train_alike_and_leave_the_adapters_alone(model: str, config) -> None:
-    first, second = (with_lora(model, order, config) for order in ("convert first", "LoRA first"))
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_both_orders_train_alike_and_leave_the_adapters_alone(
+    model: str, config, dora: bool
+) -> None:
+    """DoRA reads the weights themselves."""
+    first, second = (
+        with_lora(model, order, config, use_dora=dora) for order in ("convert first", "LoRA first")
+    )
     for lora in (first, second):
         names = {name for name, x in lora.named_modules() if isinstance(x, Float8Layer)}
         assert len(names) == {"llama": 14, "gpt2": 8}[model]
         assert all(name.endswith(".base_layer") for name in names)
         train(lora)
-    for (name, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert same_bits(p, q), name
     state = second.state_dict()
     assert all(same_bits(x, state[name]) for name, x in first.state_dict().items())
-
-
-@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
-@MODELS
-@CONFIGS
-def test_dora_trains_alike_in_both_orders(model: str, config) -> None:
-    """It reads the weights themselves."""
-    first, second = (
-        with_lora(model, order, config, use_dora=True) for order in ("convert first", "LoRA first")
-    )
-    for lora in (first, second):
-        train(lora)
-    for (name, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert same_bits(p, q), name
     plain = convert_to_high_precision(copy.deepcopy(second))
     assert sqnr(logits(plain), logits(second)) > 15
     merged = second.merge_and_unload()
     assert sqnr(logits(plain), logits(merged)) > 15
 
 
-@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
 @MODELS
 @ORDERS
 def test_an_adapter_is_saved_without_float8_and_loads_into_the_plain_model(
@@ -117,7 +107,6 @@ def test_an_adapter_is_saved_without_float8_and_loads_into_the_plain_model(
     assert torch.equal(logits(plain), logits(lora))
 
 
-@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
 @MODELS
 @ORDERS
 @CONFIGS

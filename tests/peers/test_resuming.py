@@ -1,7 +1,6 @@
 """A delayed run that others saved goes on in a fresh process, bit by bit.
 
-Those of trainers are in the tests of these: `test_trainer`, `test_accelerate`, `test_lightning`,
-`test_torchtitan`.
+Those of trainers and of torchao's optimizers are in the tests of these.
 """
 
 from pathlib import Path
@@ -10,11 +9,12 @@ import pytest
 
 from sqnr import same_bits
 from support import resumed
-from support.fresh import in_fresh_process
+from support.fresh import ONE_WORKER, in_fresh_process
 
-NEEDS = {"ema": "torch", "swa": "torch", "low_bit": "torchao.optim", "lora": "peft"}
+NEEDS = {"ema": "torch", "swa": "torch", "lora": "peft"}
 
 
+@ONE_WORKER
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS[name])

@@ -5,7 +5,6 @@ Its attention needs a GPU for backward: here it is PyTorch's own. Its `Trainer` 
 """
 
 import importlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from sqnr import same_bits, sqnr
+from sqnr import sqnr
 from support.configs import RECIPES
-from support.fresh import in_fresh_process
 from support.models import fp8_state
 from support.ranks import RankError, Ranks
 
@@ -118,12 +116,3 @@ def test_feed_forwards_are_fused(by: str) -> None:
     wanted, got = step(apart, optimizers, 0), step(fused, ours, 0)
     for name, value in wanted.items():
         assert sqnr(value, got[name]) > tolerances.COMPILED, name
-
-
-def test_a_run_is_resumed_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
-    """From a checkpoint of torchtitan's own wrappers."""
-    whole = titan_run.run(tmp_path, range(4))
-    rest = in_fresh_process(titan_run.run, tmp_path, range(2, 4))
-    assert whole.keys() == rest.keys()
-    assert sum("history" in name for name in whole) == 90
-    assert all(same_bits(x, rest[name]) for name, x in whole.items())

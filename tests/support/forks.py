@@ -1,10 +1,12 @@
-"""Programs run in forks of one process that has imported torch and never ran anything.
+"""Programs run in forks of a process that has imported some modules and never ran anything.
 
-Each is as alone as in a process of its own, but for that import, which takes most of its time.
+Each is as alone as in a process of its own, but for these imports, which take most of its time.
 """
 
 import atexit
+import contextlib
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -15,10 +17,21 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+COMPILER = ("float8", "torch._inductor.compile_fx")
+"""What programs that train, and perhaps compile, would import first."""
 
-def run_program(program: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`program` as a script, alone in an empty working directory."""
-    server = _server()
+
+def run_program(
+    program: str, imported: tuple[str, ...] = ("torch",), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `program` as a script, alone in an empty working directory.
+
+    Args:
+        program: its code.
+        imported: modules that are there already; those that are not installed are left out.
+        env: environment variables.
+    """
+    server = _server(imported)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(program)
         server.stdin.write(json.dumps([folder, env]) + "\n")
@@ -29,14 +42,15 @@ def run_program(program: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @functools.cache
-def _server() -> Any:
-    command = [sys.executable, __file__]  # which ends when its stdin does
+def _server(imported: tuple[str, ...]) -> Any:
+    command = [sys.executable, __file__, *imported]  # which ends when its stdin does
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _serve() -> None:
-    import torch  # noqa: F401
-
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     for line in sys.stdin:
         folder, env = json.loads(line)
         child = os.fork()

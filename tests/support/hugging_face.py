@@ -8,21 +8,19 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from float8 import Float8LinearConfig, convert_to_float8_training
+from float8 import convert_to_float8_training, sync_float8_amax_and_scale_history
 from float8.integrations.transformers import Float8Callback
+from support.models import gradients
 
 
-def llama(seed: int = 0) -> nn.Module:
+def llama(seed: int = 0, name: str = "Llama", **more: Any) -> nn.Module:
+    """A small Llama of two layers, or a model of another name that is configured alike."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes | more)
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model
 
 
 def gpt2(seed: int = 0) -> nn.Module:
@@ -44,6 +42,17 @@ def tokens(seed: int = 0, batch: int = 2) -> Tensor:
     return torch.randint(256, (batch, 32), generator=torch.Generator().manual_seed(seed))
 
 
+def step(model: nn.Module, seed: int = 0, length: int = 32) -> dict[str, Tensor]:
+    """The loss and all gradients of one forward and backward, with a sync after them."""
+    ids = tokens(seed)[:, :length].to(next(model.parameters()).device)
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    sync_float8_amax_and_scale_history(model)
+    grads = {n.replace("_orig_mod.", ""): grad for n, grad in gradients(model).items()}
+    return {"loss": loss.detach(), **grads}
+
+
 class Tokens(Dataset):
     """64 sequences of random tokens."""
 
@@ -56,9 +65,9 @@ class Tokens(Dataset):
 
 
 def converted(recipe: str, seed: int = 0) -> nn.Module:
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    """A Llama, all of it but its head."""
     return convert_to_float8_training(
-        llama(seed), config=config, module_filter_fn=lambda mod, fqn: fqn != "lm_head"
+        llama(seed), config=recipe, module_filter_fn=lambda mod, fqn: fqn != "lm_head"
     )
 
 

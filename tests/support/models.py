@@ -33,6 +33,17 @@ class Block(nn.Module):
         return x + self.ffn(self.norm(x))
 
 
+class NormedFeedForward(nn.Module):
+    """A feed-forward that can be fused, also with the norm before it."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(self.norm(x))
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients of all parameters that have one."""
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

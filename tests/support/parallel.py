@@ -1,9 +1,6 @@
 """A Llama block under tensor parallel: by float8's styles and by torch's own."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,13 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
-    Float8SequenceParallel,
     PrepareFloat8ModuleInput,
     attach_to_optimizer,
-    rms_norm_linear,
-    swiglu_feed_forward,
 )
-from float8.linear import functional
 from support.models import FeedForward, seeded
 from support.sharded import convert, here
 
@@ -60,20 +53,6 @@ def close(a: Tensor, b: Tensor) -> None:
         assert off(a, b) < 2e-2
     else:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@contextmanager
-def scales() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Those of the operands of all GEMMs."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def matmul(a: Any, b: Any, **more: Any) -> Tensor:
-        seen.append((a.scale.clone(), b.scale.clone()))
-        return original(a, b, **more)
-
-    original = functional.matmul
-    with mock.patch.object(functional, "matmul", matmul):
-        yield seen
 
 
 def alone() -> dist.ProcessGroup:
@@ -130,14 +109,8 @@ class Attention(nn.Module):
         self.wq, self.wk = nn.Linear(DIM, heads, bias), nn.Linear(DIM, kv, bias)
         self.wv, self.wo = nn.Linear(DIM, kv, bias), nn.Linear(heads, DIM, bias)
 
-    @property
-    def layers(self) -> tuple[nn.Module, ...]:
-        return self.wq, self.wk, self.wv
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.mixed(*(layer(x) for layer in self.layers))
-
-    def mixed(self, *projected: Tensor) -> Tensor:
+        projected = self.wq(x), self.wk(x), self.wv(x)
         q, k, v = (t.unflatten(-1, (-1, self.HEAD)).transpose(1, 2) for t in projected)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -157,29 +130,6 @@ class LlamaBlock(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
-class FusedBlock(nn.Module):
-    """A Llama block that calls the fused functions, as the reference model does."""
-
-    def __init__(self, apart: bool = False) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in "ab")
-        self.attention, self.ffn = Attention(), FeedForward(DIM, HIDDEN)
-        self.apart = apart
-        for norm in self.norms:
-            nn.init.uniform_(norm.weight, 0.5, 1.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        attention, ffn = self.attention, self.ffn
-        if self.apart:
-            normed = self.norms[0](x)
-            x = x + attention.mixed(*(each(normed) for each in attention.layers))
-            return x + ffn(self.norms[1](x))
-        q, k, v, x = rms_norm_linear(x, self.norms[0], attention.layers, residual=True)
-        x = x + attention.mixed(q, k, v)
-        layers = ffn.w1, ffn.w3, ffn.w2
-        return swiglu_feed_forward(x, *layers, norm=self.norms[1], residual=True)
-
-
 def block_of(recipe: str, bias: bool = False, *, fuse: bool = False) -> nn.Module:
     torch.manual_seed(0)
     return convert(LlamaBlock(bias), recipe, all_gather=False, fuse=fuse).to(here())
@@ -196,17 +146,4 @@ def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False)
         )
         plan |= {f"{part}.{name}": colwise() for name in first}
         plan[f"{part}.{last}"] = rowwise(output_layouts=tokens)
-    return plan
-
-
-def fused_plan(sequence: bool, norms: bool = False) -> dict[str, Any]:
-    """For `FusedBlock`, whose layers take what its norms make."""
-    tokens = Shard(1) if sequence else Replicate()
-    plan: dict[str, Any] = {"norms.*": Float8SequenceParallel()} if norms and sequence else {}
-    for part_, first, last in (
-        ("attention", ("wq", "wk", "wv"), "wo"),
-        ("ffn", ("w1", "w3"), "w2"),
-    ):
-        plan |= {f"{part_}.{n}": Float8ColwiseParallel(input_layouts=tokens) for n in first}
-        plan[f"{part_}.{last}"] = Float8RowwiseParallel(output_layouts=tokens)
     return plan

@@ -5,6 +5,7 @@ hangs ends them all; the error is the first one that any rank met.
 """
 
 import faulthandler
+import functools
 import gc
 import importlib.util
 import inspect
@@ -160,6 +161,28 @@ class Ranks:
         return [results[pipe] for pipe in self._pipes]
 
 
+def on(ranks: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that is to run on every rank of a fixture: `two`, `four`, `either`.
+
+    Its arguments are those of the test, but for the fixture.
+    """
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            given[ranks].run(function, *(given[name] for name in parameters))
+
+        fixture = inspect.Parameter(ranks, inspect.Parameter.KEYWORD_ONLY)
+        keywords = (p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values())
+        test.__signature__ = inspect.Signature([fixture, *keywords])  # type: ignore[attr-defined]
+        test.on_each_rank = function  # type: ignore[attr-defined]
+        return test
+
+    return made
+
+
 def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
     import torch
     import torch.distributed as dist
@@ -194,7 +217,8 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
                 if gpu is None:
                     gc.freeze()  # runs collect garbage: only that of their own
             torch.manual_seed(0)
-            result = (True, getattr(modules[file], name)(*args))
+            found = getattr(modules[file], name)
+            result = (True, getattr(found, "on_each_rank", found)(*args))
         except BaseException:
             result = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from support.devices import E4M3, FLOAT8_MAX
 
@@ -23,22 +22,17 @@ def reference_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.detach().cpu().float() * inverse).clamp(-limit, limit).to(dtype)
 
 
-def zero_padded(data: Tensor, rows: int, columns: int) -> Tensor:
-    """float8 data with rows and columns of zeros appended."""
-    missing = (0, columns - data.shape[1], 0, rows - data.shape[0])
-    return pad(data.contiguous().view(torch.uint8), missing).view(data.dtype)
-
-
-def up16(n: int) -> int:
-    return (n + 15) // 16 * 16
-
-
 def reference_values(
-    x: Tensor, block: tuple[int, int], power_of_2: bool = False, dtype: torch.dtype = E4M3
+    x: Tensor,
+    block: tuple[int, int] = (0, 0),
+    dtype: torch.dtype = E4M3,
+    power_of_2: bool = False,
+    source: Tensor | None = None,
 ) -> Tensor:
-    """`x` [R, C] in float64 after a cast with a scale for each block of this size.
+    """`x` [R, C] in float64 after a cast with a scale for each block of this size; 0: all.
 
-    One block after the other, each as a tensor of its own.
+    One block after the other, each as a tensor of its own. `source`: what scales are chosen for,
+    as under delayed scaling.
     """
     x = x.detach().cpu()
     values = torch.empty(x.shape, dtype=torch.float64)
@@ -46,7 +40,7 @@ def reference_values(
     for r in range(0, x.shape[0], height):
         for c in range(0, x.shape[1], width):
             part = x[r : r + height, c : c + width]
-            scale = reference_scale(part, dtype, power_of_2)
+            scale = reference_scale(part if source is None else source, dtype, power_of_2)
             data = reference_cast(part, scale, dtype)
             values[r : r + height, c : c + width] = data.double() * scale.double()
     return values

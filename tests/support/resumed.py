@@ -1,7 +1,5 @@
 """Runs with delayed scaling that are saved before step 2 and go on from there, also elsewhere."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,36 +50,6 @@ def averaged(folder: Path, steps: range, ema: bool) -> dict[str, Tensor]:
     return {"output": x, **average.state_dict(), **model.state_dict()}
 
 
-def swa(folder: Path, steps: range) -> dict[str, Tensor]:
-    return averaged(folder, steps, ema=False)
-
-
-def ema(folder: Path, steps: range) -> dict[str, Tensor]:
-    return averaged(folder, steps, ema=True)
-
-
-def low_bit(folder: Path, steps: range) -> dict[str, Tensor]:
-    """`AdamW8bit` of torchao."""
-    from torchao.optim import AdamW8bit
-
-    compiled, torch.compile = torch.compile, lambda function, **_: function  # of each step
-    try:
-        model = model_of()
-        optimizer = AdamW8bit(model.parameters(), 1e-2)
-        attach_to_optimizer(model, optimizer)
-        if steps.start == 2:
-            model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
-            optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=False))
-        for step in steps:
-            if step == 2 and steps.start == 0:
-                torch.save(model.state_dict(), folder / "model.pt")
-                torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-            train(model, optimizer, step)
-    finally:
-        torch.compile = compiled
-    return model.state_dict()
-
-
 def lora(folder: Path, steps: range) -> dict[str, Tensor]:
     """PEFT saves what it trains; beside it lies the state of delayed scaling."""
     import peft
@@ -113,6 +81,5 @@ def lora(folder: Path, steps: range) -> dict[str, Tensor]:
 
 
 def run(name: str, folder: Path, steps: range) -> dict[str, Tensor]:
-    """One of the functions above."""
-    function: Callable[..., dict[str, Tensor]] = getattr(sys.modules[__name__], name)
-    return function(folder, steps)
+    """Run one of the two above; `ema` or `swa` is the kind of averages."""
+    return lora(folder, steps) if name == "lora" else averaged(folder, steps, name == "ema")

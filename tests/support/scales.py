@@ -6,7 +6,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import ScalingType
 from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import quantize
+from float8.quantize.quantize import Cast, quantize
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
 
@@ -16,7 +16,7 @@ def dynamic_scale(x: Tensor, dtype: torch.dtype, round_to_power_of_2: bool) -> T
     apart = amax_to_scale(kernels.amax(x), dtype, round_to_power_of_2)
     if x.dim() == 2 and not torch.compiler.is_compiling():
         spec = CastSpec(dtype, power_of_2=round_to_power_of_2)
-        together = quantize(x, spec, row=True).row.scale
+        together = quantize(x, Cast(spec), row=True).row.scale
         assert torch.equal(together.nan_to_num(-1.0), apart.nan_to_num(-1.0))
     return apart
 
@@ -26,4 +26,4 @@ def delayed_scale(
 ) -> Tensor:
     """The scale that a cast with delayed scaling takes."""
     spec = CastSpec(dtype, scaling=ScalingType.DELAYED, power_of_2=round_to_power_of_2)
-    return quantize(x, spec, row=True, state=state, record=record).row.scale
+    return quantize(x, Cast(spec, state, record), row=True).row.scale

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -231,7 +232,7 @@ class Traffic:
 
 @contextmanager
 def traffic() -> Iterator[Traffic]:
-    """Count collectives: those that FSDP2 and float8 call by their names in `dist`."""
+    """Count collectives: those of FSDP2 by their names in `dist`, and functional all-reduces."""
     seen = Traffic()
     names = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)]
     originals = {name: getattr(dist, name) for name in (*names, "all_reduce")}
@@ -244,15 +245,22 @@ def traffic() -> Iterator[Traffic]:
 
         return counted
 
-    def reduce(*args: Any, **more: Any) -> Any:
-        seen.all_reduces += 1
-        return originals["all_reduce"](*args, **more)
+    def reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **more: Any) -> Any:
+            seen.all_reduces += 1
+            return original(*args, **more)
 
+        return counted
+
+    functional = torch.ops._c10d_functional
+    reduce_ours: Any = reduce(functional.all_reduce)
+    reduce_ours.default = functional.all_reduce.default  # as DTensor calls it
     try:
         for name in names:
             setattr(dist, name, gather(name))
-        dist.all_reduce = reduce
-        yield seen
+        dist.all_reduce = reduce(originals["all_reduce"])
+        with mock.patch.object(functional, "all_reduce", reduce_ours):
+            yield seen
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)

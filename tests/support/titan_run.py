@@ -1,16 +1,13 @@
 """torchtitan's debug model on the CPU, with our converter; needs torchtitan."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.distributed import parallel_dims
 from torchtitan.models import llama3
 from torchtitan.models.common.attention import FlexAttention
@@ -116,19 +113,3 @@ def on_ranks(tp: int, steps: int, backend: str, **how: object) -> dict[str, Tens
     for seed in range(steps):
         result = step(model, optimizers, seed)
     return {**result, **fp8_state(model)}
-
-
-def run(folder: Path, steps: range) -> dict[str, Tensor]:
-    """Train `steps` by the recipe `delayed`; before step 2 all is saved, or loaded if first."""
-    model, optimizers = built(recipe_name="delayed")
-    states = {"model": ModelWrapper(model), "optimizer": optimizers}
-    if steps.start == 2:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()  # all comes from the checkpoint
-        dcp.load(states, checkpoint_id=folder)
-    for seed in steps:
-        if seed == 2 and steps.start == 0:
-            dcp.save(states, checkpoint_id=folder)
-        step(model, optimizers, seed)
-    return model.state_dict()

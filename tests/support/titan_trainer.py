@@ -74,16 +74,8 @@ def converted(recipe: str) -> Trainer.Config:
     return config
 
 
-def tensorwise() -> Trainer.Config:
-    return converted("tensorwise")
-
-
 def delayed() -> Trainer.Config:
     return converted("delayed")
-
-
-def rowwise() -> Trainer.Config:
-    return converted("rowwise")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,21 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import support.nano  # noqa: F401 - its models
 from float8 import Float8LinearConfig
 from float8_lab.cli.main import main
-from float8_lab.errors import LabError, is_for_all
-from float8_lab.models import presets
+from float8_lab.errors import LabError
 from float8_lab.ranks import join_ranks
 from float8_lab.trainer import build, loop
-from float8_lab.trainer import checkpoint as checkpoint_files
-from float8_lab.trainer.checkpoint import save_checkpoint
+from float8_lab.trainer.checkpoint import check_checkpoint, save_checkpoint
 from float8_lab.trainer.config import TrainConfig, float8_config
-from float8_lab.trainer.data import Corpus, load_corpus
+from float8_lab.trainer.data import load_corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import RunFolder
 from support.listener import Listener
-from support.nano import NANO
 from support.sharded import FunctionalTraffic, traffic
 
 Curves = tuple[list[tuple[float, float]], list[float]]
@@ -37,8 +34,14 @@ Curves = tuple[list[tuple[float, float]], list[float]]
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
     defaults = {"device": "cpu", "tensorboard": False, "eval_batches": 2, "log_interval": 2}
-    with mock.patch.dict(presets.PRESETS, nano=NANO):
-        return TrainConfig.create(model="nano", **(defaults | settings))
+    return TrainConfig.create(**({"model": "nano"} | defaults | settings))
+
+
+def train_here(settings: dict[str, Any], **how: Any) -> loop.Trainer:
+    """A run on the ranks that there are."""
+    config = config_of(settings)
+    with join_ranks(config.spread) as ranks:
+        return train(config, ranks=ranks, **how)
 
 
 def _powers_of_2(recipe: str) -> Float8LinearConfig | None:
@@ -49,18 +52,13 @@ def _powers_of_2(recipe: str) -> Float8LinearConfig | None:
 def curves(
     settings: dict[str, Any], resume: Path | None = None, powers_of_2: bool = False
 ) -> Curves:
-    """Of a run on the ranks that there are.
-
-    Scales that are powers of two are the same for sums in another order.
-    """
+    """Scales that are powers of two are the same for sums in another order."""
     with (
-        mock.patch.dict(presets.PRESETS, nano=NANO),
         mock.patch.object(build, "float8_config", _powers_of_2 if powers_of_2 else float8_config),
         mock.patch.object(nn.Module, "compile", _compile_quickly),
     ):
         torch._dynamo.reset()
-        result = train(config_of(settings), resume=resume)
-    return curves_of(result.folder.path)
+        return curves_of(train_here(settings, resume=resume).folder.path)
 
 
 def curves_of(folder: Path) -> Curves:
@@ -124,10 +122,10 @@ def files_show_late(settings: dict[str, Any]) -> None:
 def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> None:
     """Restore a checkpoint and save what was restored."""
     config = config_of(settings)
-    with mock.patch.dict(presets.PRESETS, nano=NANO), join_ranks(config.spread) as ranks:
+    with join_ranks(config.spread) as ranks:
         trainer = loop.Trainer(config, load_corpus(config.data), ranks=ranks)
         trainer.restore(checkpoint)
-        save_checkpoint(target, trainer.step, trainer.state(), {}, keep=1, ranks=ranks)
+        save_checkpoint(target, trainer.step, trainer.state(), keep=1, ranks=ranks)
 
 
 def interrupted(settings: dict[str, Any], who: int) -> tuple[str, int, list[str]]:
@@ -140,17 +138,14 @@ def interrupted(settings: dict[str, Any], who: int) -> tuple[str, int, list[str]
         if trainer.ranks.rank == who and trainer.step == 3:
             stop.set()
 
-    with (
-        mock.patch.dict(presets.PRESETS, nano=NANO),
-        mock.patch.object(loop.Trainer, "train_step", step),
-    ):
-        result = train(config_of(settings), observers=[listener], stop=stop)
-    return result.status, result.summary.steps, listener.events
+    with mock.patch.object(loop.Trainer, "train_step", step):
+        run = train_here(settings, observers=[listener], stop=stop)
+    return run.status, run.step, listener.events
 
 
 def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
-    """Type and text of what a run raises when something goes wrong on rank `who` alone."""
-    mine = False
+    """Type and text of what this rank raises when something goes wrong on rank `who` alone."""
+    mine = dist.get_rank() == who
 
     def poisoned(logits: Tensor, targets: Tensor) -> Tensor:
         loss = plain_loss(logits, targets)
@@ -160,33 +155,32 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
         if mine:
             raise OSError(28, "No space left on device")
 
+    def corpus(path: str) -> Any:
+        found = load_corpus("missing" if mine and how == "no data" else path)
+        return replace(found, fingerprint="other") if mine and how == "other data" else found
+
     plain_loss = loop.F.cross_entropy
     unpadded = replace(Float8LinearConfig(), pad_inner_dim=False)
     patches = {
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
         "unpadded": mock.patch.object(build, "float8_config", return_value=unpadded),
-        "no data": mock.patch.object(loop.data, "load_corpus", partial(_no_data, who)),
-        "other data": mock.patch.object(loop.data, "load_corpus", partial(_other_data, who)),
     }
-    with mock.patch.dict(presets.PRESETS, nano=NANO), patches[how], join_ranks(True) as ranks:
-        mine = ranks.rank == who
-        try:
-            train(config_of(settings), ranks=ranks)
-        except LabError as error:
-            if is_for_all(error):
-                return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised for all")
+    with patches.get(how, mock.patch.object(loop.data, "load_corpus", corpus)):
+        return _raised(train_here, settings)
 
 
 def damage_found(checkpoint: Path) -> tuple[str, str]:
     with join_ranks(True) as ranks:
-        try:
-            checkpoint_files.check_checkpoint(checkpoint, ranks)
-        except LabError as error:
-            if is_for_all(error):
-                return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised for all")
+        return _raised(check_checkpoint, checkpoint, ranks)
+
+
+def _raised(function: Any, *args: Any) -> tuple[str, str]:
+    try:
+        function(*args)
+    except LabError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
 
 
 def command(folder: Path, words: list[str]) -> int:
@@ -197,14 +191,3 @@ def command(folder: Path, words: list[str]) -> int:
         return main(words)
     finally:
         os.chdir(before)
-
-
-def _no_data(who: int, path: str) -> Any:
-    with join_ranks(True) as ranks:
-        return load_corpus("missing" if ranks.rank == who else path)
-
-
-def _other_data(who: int, path: str) -> Corpus:
-    with join_ranks(True) as ranks:
-        corpus = load_corpus(path)
-        return replace(corpus, fingerprint="other") if ranks.rank == who else corpus

@@ -9,14 +9,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from float8 import (
-    Float8Linear,
+    Float8Weights,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
-from support.configs import MIXES, delayed, mixed, tensorwise
-from support.microbatches import with_weights
-from support.models import FeedForward, fp8_state, seeded
+from support.configs import DELAYED, DYNAMIC, mixed, tensorwise
+from support.models import fp8_state, seeded
 from support.stacks import optimizer_of, stack, train
 
 X = 100 * seeded(7, 8, 16)
@@ -37,13 +36,18 @@ def trained(model: nn.Module) -> nn.Module:
 
 def dynamic(model: nn.Module) -> nn.Module:
     """A copy that scales by its data."""
-    twin = copy.deepcopy(model)
-    for name, layer in list(twin.named_modules()):
-        if isinstance(layer, Float8Linear):
-            parent, _, child = name.rpartition(".")
-            setattr(twin.get_submodule(parent), child, Float8Linear.from_float(layer, tensorwise()))
+    twin = convert_to_float8_training(copy.deepcopy(model), config=tensorwise())
     assert not fp8_state(twin)
     return twin
+
+
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in fp8_state(model).items()}
+
+
+def assert_state(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
+    for name, buffer in fp8_state(model).items():
+        assert torch.equal(buffer, wanted[name]), name
 
 
 def own_storages(tensors: dict[str, torch.Tensor]) -> bool:
@@ -87,14 +91,6 @@ def test_each_buffer_has_its_own_storage(way: str) -> None:
         assert own_storages(model.state_dict())
 
 
-def test_two_models_with_one_assigned_state_train_apart() -> None:
-    model, other = trained(stack(2)), stack(2)
-    other.load_state_dict(model.state_dict(), assign=True)
-    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
-    sync_float8_amax_and_scale_history(other)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in fp8_state(model).items())
-
-
 def test_safetensors_saves_and_loads(tmp_path) -> None:
     model, other = trained(stack(2)), stack(2)
     save_model(model, str(tmp_path / "model.safetensors"))
@@ -103,12 +99,16 @@ def test_safetensors_saves_and_loads(tmp_path) -> None:
         assert torch.equal(other.state_dict()[name], value), name
 
 
-def test_a_subset_synced_between_syncs_of_the_whole_keeps_its_buffers() -> None:
-    model = trained(stack(3))
-    buffers = fp8_state(model)
-    for layers in ([model[0], model[2]], None, [model[1]]):
-        sync_float8_amax_and_scale_history(model, layers)
-        assert all(buffer is buffers[name] for name, buffer in fp8_state(model).items())
+def test_a_sync_in_inference_mode_leaves_state_that_trains() -> None:
+    model = trained(stack(2))
+    other = copy.deepcopy(model)
+    with torch.inference_mode():
+        sync_float8_amax_and_scale_history(model)
+    sync_float8_amax_and_scale_history(other)
+    for each in (model, other):
+        train(each, 5)
+    assert not any(buffer.is_inference() for buffer in model.buffers())
+    assert_state(model, fp8_state(other))
 
 
 # ---------------------------------------------------------------- evaluation
@@ -138,80 +138,43 @@ def never_synced(model: nn.Module) -> nn.Module:
     return stack(2, enable_amax_init=False)
 
 
-CHANGES = [untouched, merged, averaged, never_synced]
+def held(model: nn.Module) -> nn.Module:
+    config = mixed(DELAYED, DYNAMIC, DELAYED, float8_weights=Float8Weights.HELD)
+    trained(convert_to_float8_training(model, config=config))
+    update_float8_weights(model)
+    return model
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+def partly_delayed(model: nn.Module) -> nn.Module:
+    model = convert_to_float8_training(stack(2), config=mixed(DELAYED, DYNAMIC, DELAYED))
+    return trained(model)
+
+
+CHANGES = [untouched, merged, averaged, never_synced, held, partly_delayed]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_is_that_of_dynamic_scaling(how: str, change, context) -> None:
+def test_evaluation_is_that_of_dynamic_scaling(change, context) -> None:
     model = change(trained(stack(2))).eval()
-    twin = dynamic(model)
-    before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
-    torch._dynamo.reset()
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+    twin, before = dynamic(model), copied(model)
     with context():
         for x in (X, X / 1000):
-            assert torch.equal(call(x), twin(x))
-    assert all(torch.equal(buffer, before[name]) for name, buffer in fp8_state(model).items())
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_evaluation_whatever_has_a_history(mix) -> None:
-    model = convert_to_float8_training(FeedForward(16, 32), config=mixed(*mix))
-    trained(model).eval()
-    with torch.no_grad():
-        assert torch.equal(model(X), dynamic(model)(X))
-
-
-@pytest.mark.parametrize("updated", ["training", "evaluation"])
-def test_evaluation_with_held_weights(updated: str) -> None:
-    model = stack(2)
-    convert_to_float8_training(model, config=with_weights(model[0].config))
-    trained(model).train(updated == "training")
-    update_float8_weights(model)
-    with torch.no_grad():
-        assert torch.equal(model.eval()(X), dynamic(model)(X))
+            assert torch.equal(model(x), twin(x))
+    assert_state(model, before)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_decides_whether_the_history_is_taken(
-    training: bool, grad: bool, compiled: bool
-) -> None:
+def test_the_mode_decides_whether_the_history_is_taken(compiled: bool) -> None:
     """The first forward of reentrant checkpointing has no gradients, its recomputation has."""
     model = trained(stack(2))
-    model.train(training)
     torch._dynamo.reset()
     call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    with torch.set_grad_enabled(grad):
-        assert torch.equal(call(X), dynamic(model)(X)) is not training  # saturated in training
-
-
-def test_an_evaluation_between_microbatches_changes_nothing() -> None:
-    models = [
-        trained(stack(2, delayed_scaling_config=delayed().delayed_scaling_config)) for _ in "ab"
-    ]
-    models[1].load_state_dict(models[0].state_dict())
-    with torch.no_grad():
-        models[0].eval()(X)
-    models[0].train()
-    for model in models:
-        train(model, 3)
-        sync_float8_amax_and_scale_history(model)
-    states = [fp8_state(model) for model in models]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_a_sync_in_inference_mode_leaves_state_that_trains() -> None:
-    model, other = trained(stack(2)), None
-    other = copy.deepcopy(model)
-    with torch.inference_mode():
-        sync_float8_amax_and_scale_history(model)
-    sync_float8_amax_and_scale_history(other)
-    for each in (model, other):
-        train(each, 5)
-    assert not any(buffer.is_inference() for buffer in model.buffers())
-    for name, buffer in fp8_state(model).items():
-        assert torch.equal(buffer, fp8_state(other)[name]), name
+    for training in (True, False):
+        model.train(training)
+        for grad in (False, True):  # what records comes last
+            before, wanted = copied(model), dynamic(model)(X)
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(call(X), wanted) is not training  # saturated in training
+            if not grad:
+                assert_state(model, before)

@@ -1,4 +1,4 @@
-"""Copying, pickling and saving a Float8Tensor, alone and as a Parameter."""
+"""Copying, pickling and saving a Float8Tensor, alone and as a Parameter: every field is kept."""
 
 import copy
 import io
@@ -6,35 +6,36 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from float8 import Float8Tensor
 from sqnr import same_bits
 from support.devices import E4M3, E5M2, on_devices
 from support.models import seeded
+from support.tensors import assert_same, fields, float8, full
 
 
 def through_pickle(x):
     return pickle.loads(pickle.dumps(x))
 
 
-def through_save(x):
+def through_save(x, weights_only: bool = True):
     torch.save(x, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
 
 
-def through_unsafe_save(x):
-    torch.save(x, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def through_parts(x):
+    names, context = x.__tensor_flatten__()
+    inner = {name: getattr(x, name) for name in names}
+    return x.__tensor_unflatten__(inner, context, x.shape, x.stride())
 
 
 WAYS = {
     "deepcopy": copy.deepcopy,
     "pickle": through_pickle,
     "save": through_save,
-    "save-unsafe": through_unsafe_save,
+    "save-unsafe": lambda x: through_save(x, weights_only=False),
 }
 LAYOUTS = {
     "plain": lambda t: t,
@@ -50,35 +51,60 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_is_equal_and_apart(device: str, way: str, layout: str, format) -> None:
-    x = seeded(0, 12, 8, dtype=torch.bfloat16, device=device)
-    t = LAYOUTS[layout](Float8Tensor.from_high_precision(x, format))
+    x = float8(0, 12, 8, dtype=torch.bfloat16, device=device, format=format)
+    t = LAYOUTS[layout](x)
     got = WAYS[way](t)
     assert type(got) is Float8Tensor
-    assert (got.dtype, got.shape, got.device) == (t.dtype, t.shape, t.device)
-    assert got._granularity is t._granularity
-    assert same_bits(got._data, t._data)
-    assert same_bits(got._scale, t._scale)
+    assert got.device == t.device
+    assert_same(got, t)
     if t.numel():
         assert got._data.data_ptr() != t._data.data_ptr()
     assert got._scale.data_ptr() != t._scale.data_ptr()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_requires_grad_is_kept(way: str, requires_grad: bool) -> None:
-    t = Float8Tensor.from_high_precision(seeded(0, 12, 8)).detach().requires_grad_(requires_grad)
-    assert WAYS[way](t).requires_grad == requires_grad
+OTHERS = {
+    "parts": through_parts,
+    "compiled": lambda x: torch.compile(lambda y: y.t(), backend="aot_eager")(x).t(),
+    "Parameter": lambda x: nn.Parameter(x, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("amax", [3.0, None])
+@pytest.mark.parametrize("way", WAYS | OTHERS)
+def test_every_field_is_kept(way: str, amax: float | None) -> None:
+    assert_same((WAYS | OTHERS)[way](full(amax=amax)), full(amax=amax))
+
+
+def test_copies_share_no_field() -> None:
+    for make in (torch.clone, copy.deepcopy, lambda x: x.to(torch.bfloat16, copy=True)):
+        x = full()
+        got = make(x)
+        got._amax.fill_(7.0)
+        got._scale.fill_(7.0)
+        assert fields(x) == fields(full())
+
+
+def test_moving_moves_all_fields() -> None:
+    x = full().to("meta")
+    assert {v.device.type for v in vars(x).values() if isinstance(v, Tensor)} == {"meta"}
+
+
+def test_the_cache_key_of_compiled_graphs_knows_all_fields() -> None:
+    assert full()._stable_hash_for_caching() != full(amax=None)._stable_hash_for_caching()
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_parameter_stays_a_parameter(way: str, requires_grad: bool) -> None:
-    t = nn.Parameter(Float8Tensor.from_high_precision(seeded(0, 12, 8)), requires_grad)
-    got = WAYS[way](t)
-    assert isinstance(got, nn.Parameter)
-    assert isinstance(got, Float8Tensor)
-    assert got.requires_grad == requires_grad
-    assert same_bits(got._data, t._data)
+def test_gradients_and_parameters_stay_what_they_are(way: str, requires_grad: bool) -> None:
+    t = float8(0, 12, 8).detach().requires_grad_(requires_grad)
+    p = nn.Parameter(float8(0, 12, 8), requires_grad)
+    for x in (t, p):
+        got = WAYS[way](x)
+        assert got.requires_grad == requires_grad
+        assert isinstance(got, nn.Parameter) == (x is p)
+        assert_same(got, x)
+    a, b = WAYS[way]([t, t])  # two names of one tensor
+    assert a is b
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -94,21 +120,11 @@ def test_a_module_with_a_float8_parameter_can_be_copied(way: str) -> None:
 def test_state_dict_round_trip() -> None:
     def module(seed: int) -> nn.Module:
         m = nn.Module()
-        m.weight = nn.Parameter(Float8Tensor.from_high_precision(seeded(seed, 12, 8)))
-        m.register_buffer("mask", Float8Tensor.from_high_precision(seeded(seed + 1, 4)))
+        m.weight = nn.Parameter(float8(seed, 12, 8))
+        m.register_buffer("mask", float8(seed + 1, 4))
         return m
 
     source, target = module(0), module(10)
     target.load_state_dict(through_save(source.state_dict()))
     for name, value in source.state_dict().items():
-        got = target.state_dict()[name]
-        assert isinstance(got, Float8Tensor)
-        assert same_bits(got._data, value._data)
-        assert same_bits(got._scale, value._scale)
-
-
-def test_two_names_of_one_tensor_stay_one_in_a_copy() -> None:
-    t = Float8Tensor.from_high_precision(seeded(0, 12, 8))
-    for way in WAYS.values():
-        a, b = way([t, t])
-        assert a is b
+        assert_same(target.state_dict()[name], value)

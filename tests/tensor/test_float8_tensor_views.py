@@ -7,7 +7,7 @@ from float8 import Float8Tensor, ScalingGranularity
 from sqnr import same_bits
 from support.devices import E4M3, E5M2, on_devices
 from support.models import seeded
-from support.tensors import float8
+from support.tensors import assert_same, fields, float8, full
 
 VIEWS = {
     "view": lambda t: t.view(6, 16),
@@ -35,13 +35,16 @@ VIEWS = {
     "clone": lambda t: t.clone(),
     "contiguous": lambda t: t.t().contiguous(),
     "view_as": lambda t: t.view_as(torch.empty(24, 4)),
+    "alias": torch.ops.aten.alias.default,
+    "to": lambda t: t.to(t.dtype, copy=True),
 }
 
 
 @on_devices
+@pytest.mark.parametrize("amax", [3.0, None])
 @pytest.mark.parametrize("name", VIEWS)
-def test_moving_values_around(device: str, name: str) -> None:
-    t = float8(0, 12, 8, device=device, dtype=torch.bfloat16)
+def test_moving_values_around(device: str, name: str, amax: float | None) -> None:
+    t = full(amax=amax, device=device)
     plain = t.to_original_precision()
     got, wanted = VIEWS[name](t), VIEWS[name](plain)
     assert isinstance(got, Float8Tensor)
@@ -50,6 +53,7 @@ def test_moving_values_around(device: str, name: str) -> None:
     assert got.is_contiguous() == wanted.is_contiguous()
     assert same_bits(got.to_original_precision(), wanted)
     assert got._data.stride() == wanted.stride()
+    assert fields(got) == fields(t)
 
 
 PIECES = {
@@ -64,24 +68,24 @@ PIECES = {
 
 
 @on_devices
+@pytest.mark.parametrize("amax", [3.0, None])
 @pytest.mark.parametrize("name", PIECES)
-def test_taking_apart_and_joining(device: str, name: str) -> None:
-    t = float8(0, 12, 8, device=device)
+def test_taking_apart_and_joining(device: str, name: str, amax: float | None) -> None:
+    t = full(amax=amax, device=device)
     got, wanted = PIECES[name](t), PIECES[name](t.to_original_precision())
     assert len(got) == len(wanted)
     for a, b in zip(got, wanted, strict=True):
         assert isinstance(a, Float8Tensor)
         assert same_bits(a.to_original_precision(), b)
+        assert fields(a) == fields(t)
+    for dim in (0, 1):
+        assert_same(torch.cat(t.split(3, dim), dim), t)
 
 
-@on_devices
-@pytest.mark.parametrize("dim", [0, 1])
-def test_cat_of_pieces_gives_the_whole(device: str, dim: int) -> None:
-    t = float8(0, 12, 8, device=device)
-    whole = torch.cat(t.split(3, dim), dim)
-    assert isinstance(whole, Float8Tensor)
-    assert same_bits(whole._data, t._data)
-    assert same_bits(whole._scale, t._scale)
+def test_amaxes_of_what_is_joined() -> None:
+    others = [full(amax=amax) for amax in (3.0, 5.0, None)]
+    assert torch.cat(others[:2])._amax == 5  # of the whole
+    assert torch.cat(others)._amax is None  # unknown, as that of a piece is
 
 
 def test_cat_of_equal_scales_held_by_different_tensors() -> None:

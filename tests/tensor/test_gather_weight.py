@@ -5,18 +5,19 @@ import io
 import pickle
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from float8 import all_linears, convert_to_float8_training, rms_norm_linear, swiglu_feed_forward
+from float8 import rms_norm_linear, swiglu_feed_forward
 from float8.quantize.spec import CastSpec
 from float8.tensor import Float8GatherWeight, high_precision, remember, remembered
 from support.configs import RECIPES
 from support.devices import E4M3, on_devices
 from support.models import FeedForward, forward_backward, seeded
-from support.sharded import CONFIGS
+from support.sharded import convert
 
 SPEC = CastSpec(E4M3)
 
@@ -68,6 +69,9 @@ def unflattened(x: Float8GatherWeight) -> Tensor:
     return type(x).__tensor_unflatten__(inner, context, x.shape, x.stride())
 
 
+MODES = torch.no_grad, torch.inference_mode
+
+
 @pytest.mark.parametrize("how", [*VIEWS, *COPIES])
 def test_views_and_copies_keep_the_spec(how: str) -> None:
     x = weight()
@@ -79,17 +83,24 @@ def test_views_and_copies_keep_the_spec(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", VIEWS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_write_through_any_view_forgets_the_scale(how: str, mode: type) -> None:
-    x = nn.Parameter(weight())
-    with mode():
-        view = VIEWS[how](x.detach())
-        remember(x, torch.tensor(0.5), x.dtype)
-        VIEWS[how](x.detach())
-        assert known(x) == 0.5  # reading is no writing
-        view.mul_(2)
-    assert known(x) is None
-    assert not torch.equal(x.high_precision, seeded(0, 6, 4))
+    """Through a view, and through a plain alias of it, made before the scale is known or after."""
+    writes = [lambda y: y.mul_(2), lambda y: high_precision(y).mul_(2)]
+    writes += [lambda y: high_precision(y).detach()[:1].mul_(2)]
+    for write in writes:
+        x = nn.Parameter(weight())
+        with mode():
+            view = VIEWS[how](x.detach())
+            alias = high_precision(view)
+            assert type(alias) is Tensor
+            for before in (True, False):
+                remember(x, torch.tensor(0.5), x.dtype)
+                VIEWS[how](x.detach())
+                assert known(x) == 0.5  # reading is no writing
+                write(view) if before else alias.mul_(2)
+                assert known(x) is None
+        assert not torch.equal(x.high_precision, seeded(0, 6, 4))
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -99,28 +110,8 @@ def test_a_write_to_a_copy_does_not(how: str) -> None:
     assert known(copied) is None
     if how != "unflattened":  # takes the memory itself
         copied.mul_(2)
+    high_precision(x).clone().mul_(2)
     assert known(x) == 0.5
-
-
-WRITES = {
-    "foreach": lambda x: torch._foreach_mul_([x], 2),
-    "out": lambda x: torch.mul(x, 2, out=x),
-    "copy": lambda x: x.copy_(weight(1)),
-    "init": lambda x: nn.init.constant_(x, 1.0),
-    "item": lambda x: x.__setitem__(0, 3.0),
-    "data": lambda x: x.data.mul_(2),
-    "new data": lambda x: setattr(x, "data", torch.ones(6, 4)),
-}
-
-
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_else_writes_forgets_the_scale(how: str, mode: type) -> None:
-    x = weight(scale=0.5)
-    with mode():
-        WRITES[how](x)
-    assert known(x) is None
-    assert not torch.equal(x.high_precision, seeded(0, 6, 4))
 
 
 def stepped(x: nn.Parameter, optimizer: type, compiled: bool = False, **options: object) -> None:
@@ -130,54 +121,34 @@ def stepped(x: nn.Parameter, optimizer: type, compiled: bool = False, **options:
     (torch.compile(step, backend="aot_eager") if compiled else step)()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("option", ["foreach", "fused", "for loop"])
-def test_a_step_of_an_optimizer_forgets_the_scale(
-    optimizer: type, option: str, compiled: bool
-) -> None:
-    x = nn.Parameter(weight(scale=0.5))
-    remember(x, torch.tensor(0.5), x.dtype)
-    before = high_precision(x).clone()
-    options = {} if option == "for loop" else {option: True}
-    stepped(x, optimizer, compiled, **({"foreach": False} | options))
-    assert not torch.equal(high_precision(x), before)
-    assert known(x) is None
+FUSED, FOR_LOOP = {"fused": True}, {"foreach": False}
+WRITES = {
+    "foreach": lambda x: torch._foreach_mul_([x], 2),
+    "out": lambda x: torch.mul(x, 2, out=x),
+    "copy": lambda x: x.copy_(weight(1)),
+    "init": lambda x: nn.init.constant_(x, 1.0),
+    "item": lambda x: x.__setitem__(0, 3.0),
+    "data": lambda x: x.data.mul_(2),
+    "new data": lambda x: setattr(x, "data", torch.ones(6, 4)),
+}
+STEPS = {
+    "foreach step": lambda x: stepped(x, torch.optim.AdamW, foreach=True),
+    "fused step": lambda x: stepped(x, torch.optim.SGD, **FUSED),
+    "step": lambda x: stepped(x, torch.optim.AdamW, **FOR_LOOP),
+    "compiled step": lambda x: stepped(x, torch.optim.AdamW, compiled=True, **FUSED),
+    "compiled foreach step": lambda x: stepped(x, torch.optim.SGD, compiled=True, foreach=True),
+}
 
 
-@pytest.mark.parametrize("first", ["alias", "scale"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("how", VIEWS)
-def test_a_write_through_a_plain_alias_forgets_the_scale(how: str, first: str, mode: type) -> None:
-    x = weight()
-    view = VIEWS[how](x)
-    for write in (lambda alias: alias.mul_(2), lambda alias: alias.detach()[:1].mul_(2)):
-        with mode():
-            alias = high_precision(view) if first == "alias" else None
-            remember(x, torch.tensor(0.5), x.dtype)
-            alias = high_precision(view) if alias is None else alias
-            assert type(alias) is Tensor
-            assert known(x) == 0.5  # reading is no writing
-            write(alias)
+@pytest.mark.parametrize("how", [*WRITES, *STEPS])
+def test_what_else_writes_forgets_the_scale(how: str) -> None:
+    for mode in MODES if how in WRITES else MODES[:1]:
+        x = nn.Parameter(weight())
+        remember(x, torch.tensor(0.5), x.dtype)
+        with mode() if how in WRITES else nullcontext():
+            (WRITES | STEPS)[how](x)
         assert known(x) is None
-
-
-def test_a_clone_of_a_plain_alias_is_not_watched() -> None:
-    x = weight(scale=0.5)
-    high_precision(x).clone().mul_(2)
-    assert known(x) == 0.5
-
-
-def test_a_scale_is_for_one_dtype() -> None:
-    x = weight(scale=0.5)
-    assert remembered(x, torch.bfloat16) is None
-
-
-def test_weights_made_in_inference_mode_have_plain_aliases_too() -> None:
-    with torch.inference_mode():
-        x = weight()
-        assert torch.equal(high_precision(x), x.high_precision)
-        assert torch.equal(high_precision(x[1:3]), x.high_precision[1:3])
+        assert not torch.equal(x.high_precision, seeded(0, 6, 4))
 
 
 @pytest.mark.parametrize("how", VIEWS)
@@ -187,18 +158,19 @@ def test_views_in_inference_mode_are_as_torch_makes_them(how: str) -> None:
         expected, view = VIEWS[how](plain), VIEWS[how](x)
         assert view.is_inference() == expected.is_inference()
         assert torch.equal(high_precision(view), expected)
+        made = weight()  # in inference mode, too
+        assert torch.equal(high_precision(VIEWS[how](made)), expected)
     view.mul_(2)
     assert torch.equal(high_precision(view), 2 * expected)
 
 
-def test_a_change_of_dtype_keeps_the_spec_but_not_the_scale() -> None:
-    y = weight(scale=0.5).to(torch.bfloat16)
+def test_another_dtype_has_the_spec_but_not_the_scale() -> None:
+    x = weight(scale=0.5)
+    assert remembered(x, torch.bfloat16) is None
+    y = x.to(torch.bfloat16)
     assert (type(y), y.dtype, y.spec) == (Float8GatherWeight, torch.bfloat16, SPEC)
     assert known(y) is None
-
-
-def test_a_view_of_other_bits_is_one_of_the_same_memory() -> None:
-    x = weight(dtype=torch.bfloat16)
+    x = weight(dtype=torch.bfloat16)  # a view of other bits is one of the same memory
     y = x.view(torch.float16)
     assert torch.equal(high_precision(y), high_precision(x).view(torch.float16))
     assert high_precision(y).data_ptr() == high_precision(x).data_ptr()
@@ -213,23 +185,17 @@ def test_other_ops_give_plain_tensors() -> None:
     assert high_precision(x).data_ptr() == x.high_precision.data_ptr()
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_outside_of_torch(how: str) -> None:
+def test_copies_outside_of_torch() -> None:
     x = nn.Parameter(weight(), requires_grad=False)
-    if how == "deepcopy":
-        y = copy.deepcopy(x)
-    elif how == "pickle":
-        y = pickle.loads(pickle.dumps(x))
-    else:
-        file = io.BytesIO()
-        torch.save(x, file)
-        y = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert type(y) is Float8GatherWeight
-    assert isinstance(y, nn.Parameter)
-    assert not y.requires_grad
-    assert y.spec == x.spec
-    assert torch.equal(y.high_precision, x.high_precision)
-    assert y.high_precision.data_ptr() != x.high_precision.data_ptr()
+    torch.save(x, file := io.BytesIO())
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for y in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), loaded):
+        assert type(y) is Float8GatherWeight
+        assert isinstance(y, nn.Parameter)
+        assert not y.requires_grad
+        assert y.spec == x.spec
+        assert torch.equal(y.high_precision, x.high_precision)
+        assert y.high_precision.data_ptr() != x.high_precision.data_ptr()
 
 
 NEW_DATA = {
@@ -276,14 +242,7 @@ def test_what_cannot_be_data_is_told() -> None:
 
 
 def pair(recipe: str, device: str, model: nn.Module) -> list[nn.Module]:
-    return [
-        convert_to_float8_training(
-            copy.deepcopy(model).to(device),
-            config=CONFIGS[recipe](enable_fsdp_float8_all_gather=all_gather),
-            module_filter_fn=all_linears,
-        )
-        for all_gather in (False, True)
-    ]
+    return [convert(copy.deepcopy(model).to(device), recipe, gather) for gather in (False, True)]
 
 
 @on_devices
@@ -304,12 +263,11 @@ def test_an_unsharded_model_computes_as_without(recipe: str, device: str) -> Non
     assert torch.equal(results[0]["q"], results[1]["q"])
 
 
-@pytest.mark.parametrize("optimizer", ["foreach", "fused", "loop"])
-def test_an_unsharded_model_trains_as_without(optimizer: str) -> None:
+@pytest.mark.parametrize("options", [{"foreach": True}, FUSED, FOR_LOOP])
+def test_an_unsharded_model_trains_as_without(options: dict[str, bool]) -> None:
     models = pair("tensorwise", "cpu", FeedForward(32, 48))
-    options = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
     for model in models:
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-2, **options[optimizer])
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
         for step in range(3):
             model(seeded(step, 16, 32)).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -321,7 +279,7 @@ def test_an_unsharded_model_trains_as_without(optimizer: str) -> None:
         assert torch.equal(one, other.data)
 
 
-def test_state_dicts_of_an_unsharded_model_are_plain_and_load() -> None:
+def test_state_dicts_and_vectors_of_an_unsharded_model_are_plain_and_load() -> None:
     plain, model = FeedForward(32, 48), pair("tensorwise", "cpu", FeedForward(32, 48))[1]
     state = model.state_dict()
     assert all(type(x) is Tensor for x in state.values())
@@ -332,10 +290,6 @@ def test_state_dicts_of_an_unsharded_model_are_plain_and_load() -> None:
         assert isinstance(other.w1.weight, Float8GatherWeight)
         assert isinstance(other.w1.weight, nn.Parameter)
         assert torch.equal(other.w1.weight.high_precision, plain.w1.weight)
-
-
-def test_parameters_as_a_vector() -> None:
-    model = pair("tensorwise", "cpu", FeedForward(32, 48))[1]
     vector = nn.utils.parameters_to_vector(model.parameters()).detach()
     nn.utils.vector_to_parameters(2 * vector, model.parameters())
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), 2 * vector)
@@ -366,11 +320,7 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
     memory = model.w1.weight.data_ptr()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        model = convert_to_float8_training(
-            model,
-            config=CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True),
-            module_filter_fn=all_linears,
-        )
+        model = convert(model, "tensorwise")
     assert [
         "1 layer(s)" in str(w.message) and "make it after" in str(w.message) for w in warned
     ] == ([] if swappable else [True])
@@ -388,12 +338,11 @@ def test_conversion_keeps_what_hung_on_the_parameter(swappable: bool) -> None:
 def test_a_weight_with_hooks_is_not_converted(kind: str) -> None:
     model = FeedForward(32, 48)
     handle = getattr(model.w2.weight, kind)(lambda x: None)
-    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
     with pytest.raises(ValueError, match=r"'w2': got a weight with gradient hooks(.)*after"):
-        convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+        convert(model, "tensorwise")
     assert type(model.w1) is nn.Linear
     handle.remove()
-    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    convert(model, "tensorwise")
     assert isinstance(model.w2.weight, Float8GatherWeight)
 
 
@@ -401,8 +350,7 @@ def test_an_optimizer_made_before_the_conversion_trains_its_weights() -> None:
     model = FeedForward(32, 48)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model.w3.weight = model.w1.weight
-    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    convert(model, "tensorwise")
     assert model.w3.weight is model.w1.weight
     before = high_precision(model.w1.weight).clone()
     model(seeded(0, 16, 32)).square().mean().backward()
@@ -414,8 +362,7 @@ def test_a_weight_that_something_else_uses_stays_plain() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(48, 32), "head": nn.Linear(32, 48, bias=False)})
     model.other = nn.Linear(32, 48)
     model.head.weight = model.embed.weight
-    config = CONFIGS["tensorwise"](enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+    convert(model, "tensorwise")
     assert model.head.weight is model.embed.weight
     assert type(model.head.weight) is nn.Parameter
     assert isinstance(model.other.weight, Float8GatherWeight)

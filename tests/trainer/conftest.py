@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from float8_lab.models import presets
-from float8_lab.models.presets import Preset
+import support.nano  # noqa: F401 - its models
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus, load_corpus
-from support.nano import NANO
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +18,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def nano(monkeypatch: pytest.MonkeyPatch) -> Preset:
-    """A model small enough that a step takes milliseconds, known to the trainer as `nano`."""
-    monkeypatch.setitem(presets.PRESETS, "nano", NANO)
-    return NANO
 
 
 @pytest.fixture
@@ -47,7 +38,7 @@ def corpus(text_folder: Path) -> Corpus:
 
 
 @pytest.fixture
-def make_config(nano: Preset, tmp_path: Path, text_folder: Path) -> Callable[..., TrainConfig]:
+def make_config(tmp_path: Path, text_folder: Path) -> Callable[..., TrainConfig]:
     def make(**settings: object) -> TrainConfig:
         defaults = {
             "model": "nano",

@@ -26,7 +26,7 @@ def test_split_is_by_file_disjoint_and_complete(text_folder: Path, corpus: Corpu
     assert len(everything) == 12
     assert set(train) | set(validation) == everything
     assert not set(train) & set(validation)
-    assert (corpus.train_files, corpus.validation_files) == (len(train), len(validation))
+    assert corpus.train_files == len(train)
 
 
 def test_split_depends_on_names_only(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
@@ -39,14 +39,11 @@ def test_split_depends_on_names_only(text_folder: Path, corpus: Corpus, tmp_path
     (moved / "a_new_file.txt").write_text("more")
     grown = load_corpus(moved)
     assert grown.fingerprint != corpus.fingerprint
+    file = moved / "a_new_file.txt"
+    file.write_text("fewer")
+    assert load_corpus(moved).fingerprint != grown.fingerprint
     stayed = set(files_of(grown.validation)) - {b"more"}
     assert stayed == set(files_of(corpus.validation))
-
-
-def test_a_change_of_content_changes_the_fingerprint(text_folder: Path, corpus: Corpus) -> None:
-    file = next(text_folder.iterdir())
-    file.write_text(file.read_text().replace("apples", "applet"))
-    assert load_corpus(text_folder).fingerprint != corpus.fingerprint
 
 
 def test_what_is_no_text_is_left_out(text_folder: Path, corpus: Corpus) -> None:
@@ -58,7 +55,6 @@ def test_what_is_no_text_is_left_out(text_folder: Path, corpus: Corpus) -> None:
     (text_folder / ".git" / "config").write_text("hidden")
     again = load_corpus(text_folder)
     assert again.fingerprint == corpus.fingerprint
-    assert again.skipped_files == 3
 
 
 def test_a_single_file_is_cut(tmp_path: Path) -> None:
@@ -74,7 +70,6 @@ def test_few_files_still_give_both_splits(tmp_path: Path, count: int) -> None:
     for i in range(count):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
     corpus = load_corpus(tmp_path)
-    assert corpus.validation_files == 1
     assert corpus.train_files == count - 1
 
 
@@ -108,7 +103,7 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
 def test_too_little_text_says_how_much_is_needed(corpus: Corpus) -> None:
     check_length(corpus, 100)
     with pytest.raises(DataError, match=r"validation split .* needs 1000001: lower --seq-len"):
-        check_length(Corpus("x", torch.empty(2_000_000), corpus.validation, 1, 1, 0, ""), 1_000_000)
+        check_length(Corpus("x", torch.empty(2_000_000), corpus.validation, 1, ""), 1_000_000)
     with pytest.raises(DataError, match=r"train split .* 100000000000 x 100: lower --batch-size"):
         check_length(corpus, 100, 10**11)
 

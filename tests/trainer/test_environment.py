@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import os
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import float8
 from float8_lab.trainer import environment
-from float8_lab.trainer.environment import describe_environment, git_commit
-
-
-def test_the_version_is_known_without_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert describe_environment(torch.device("cpu"))["float8"] == float8.__version__
+from float8_lab.trainer.environment import describe_environment, git_commit, public_path
 
 
 def test_a_commit_is_dirty_with_any_change_to_the_source(
@@ -48,3 +41,27 @@ def test_a_commit_is_dirty_with_any_change_to_the_source(
     new.unlink()
     module.write_text("changed")
     assert git_commit() == f"{commit}-dirty"
+    monkeypatch.setenv("FLOAT8_COMMIT", "told")
+    assert git_commit() == "told"
+
+
+def test_environment_says_where_but_nothing_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = str(Path.home())
+    monkeypatch.setattr(
+        sys, "argv", [f"{home}/venv/bin/float8", "compare", f"{home}/secret/text", "--steps", "3"]
+    )
+    environment = describe_environment(torch.device("cpu"))
+    assert environment["torch"] == torch.__version__
+    assert environment["device_type"] == "cpu"
+    assert environment["device"]
+    assert shlex.split(environment["command"])[:2] == ["float8", "compare"]
+    if not Path.cwd().is_relative_to(Path.home()):
+        assert home + os.sep not in str(environment)
+
+
+def test_paths_are_shown_relative(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert public_path(str(tmp_path / "a" / "b")) == "a/b"
+    assert public_path("already/relative") == "already/relative"
+    assert public_path("/somewhere/else/file.txt") == ".../file.txt"
+    assert public_path("--steps") == "--steps"

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 
+from float8_lab.device import Clock
+from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import (
     JsonLines,
     Metrics,
@@ -14,6 +16,7 @@ from float8_lab.trainer.metrics import (
     read_metrics,
     summarize,
 )
+from support.clock import stopped_clock
 
 
 def record(step: int, loss: float = 1.0, seconds: float = 0.5, timed: bool = True) -> StepRecord:
@@ -48,14 +51,12 @@ def test_steps_taken_again_after_a_resume_count_once(
         file.write('{"kind": "train", "st')  # Killed while writing.
 
     log = JsonLines(path)
-    memory = SimpleNamespace(note="of the GPU")
-    log.on_start(SimpleNamespace(step=3, memory=memory))  # type: ignore[arg-type]
+    log.on_start(TrainConfig.create(), 3, "resumed")
     log.on_records([record(step, loss=20.0) for step in range(4, 7)])
     back = read_metrics(path)
     assert [r.step for r in back.train] == [1, 2, 3, 4, 5, 6]
     assert [r.loss for r in back.train] == [10.0] * 3 + [20.0] * 3
     assert back.validation == []
-    assert back.memory_note == "of the GPU"
 
 
 def test_summary_takes_the_median_past_warm_up() -> None:
@@ -63,17 +64,30 @@ def test_summary_takes_the_median_past_warm_up() -> None:
     train += [record(step, loss=100.0 - step, seconds=0.2) for step in range(11, 30)]
     train += [record(30, loss=70.0, seconds=50.0)]
     summary = summarize(Metrics(train, [ValidationRecord(10, 4.0), ValidationRecord(30, 3.0)]))
-    assert summary.steps == 30
-    assert summary.step_ms == 200
-    assert summary.tokens_per_s == pytest.approx(500)
-    assert summary.train_loss == pytest.approx((72 + 71 + 70) / 3)
-    assert summary.val_loss == 3.0
-    assert summary.peak_memory_bytes == 1030
+    assert summary["steps"] == 30
+    assert summary["step_ms"] == 200
+    assert summary["tokens_per_s"] == pytest.approx(500)
+    assert summary["train_loss"] == pytest.approx((72 + 71 + 70) / 3)
+    assert summary["val_loss"] == 3.0
+    assert summary["peak_memory_bytes"] == 1030
 
 
 def test_summary_of_nothing() -> None:
     summary = summarize(Metrics())
-    assert summary.steps == 0
-    assert summary.train_loss is None
-    assert summary.tokens_per_s is None
-    assert summary.peak_memory_bytes is None
+    assert summary["steps"] == 0
+    assert summary["train_loss"] is None
+    assert summary["tokens_per_s"] is None
+    assert summary["peak_memory_bytes"] is None
+
+
+def test_timer_measures_steps_and_not_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, timer = stopped_clock(monkeypatch), Clock(torch.device("cpu"))
+    for _ in range(2):
+        timer.mark()
+        sleep(0.02)
+        timer.mark()
+        sleep(0.1)
+    steps, between = timer.collect()[::2], timer.collect()
+    assert steps == pytest.approx([0.02, 0.02])
+    assert between == []
+    assert timer.collect() == []

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from float8_lab.trainer.build import build_optimizer, learning_rate
+from float8_lab.trainer.build import learning_rate
 from float8_lab.trainer.config import TrainConfig
-from support.llama import build_llama
 
 
 def test_schedule_warms_up_then_follows_half_a_cosine(
@@ -31,14 +30,3 @@ def test_schedule_at_its_edges(
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
     assert all(0 <= rate <= 1 for rate in rates)
     assert rates[-1] == pytest.approx(steps / warmup if warmup else 0.0)
-
-
-def test_only_matrices_decay(make_config: Callable[..., TrainConfig]) -> None:
-    config = make_config(weight_decay=0.3, beta1=0.8, beta2=0.9)
-    model = build_llama(config.model_config(), 16, seed=0)
-    decayed, kept = build_optimizer(model, config).param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
-    assert decayed["betas"] == (0.8, 0.9)
-    assert all(p.dim() == 2 for p in decayed["params"])
-    assert all(p.dim() == 1 for p in kept["params"])
-    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))

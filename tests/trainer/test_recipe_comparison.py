@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from float8_lab.trainer.metrics import (
     ValidationRecord,
     read_metrics,
 )
-from float8_lab.trainer.plot import plot_comparison, smooth
+from float8_lab.trainer.plot import plot_comparison
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -35,13 +34,16 @@ def load(path: Path) -> Any:
 
 def test_report_has_the_numbers_of_the_runs(make_config: MakeConfig) -> None:
     config = make_config(steps=12, eval_interval=6)
-    result = compare(config, ["tensorwise", "delayed"])
+    rows = compare(config, ["tensorwise", "high_precision", "delayed"])
     output = Path(config.output)
-    report = load(result.report)
+    report = load(output / "report.json")
     runs = report["runs"]
+    assert runs == rows
     assert [run["recipe"] for run in runs] == ["high_precision", "tensorwise", "delayed"]
+    firsts = []
     for run in runs:
         metrics = read_metrics(output / run["metrics"])
+        firsts.append(metrics.train[0].loss)
         assert run["status"] == metrics.status == "finished"
         assert run["steps"] == 12
         assert run["train_loss"] == metrics.train[-1].loss  # A tenth of 12 steps is one.
@@ -53,116 +55,74 @@ def test_report_has_the_numbers_of_the_runs(make_config: MakeConfig) -> None:
         assert run["val_gap_percent"] == pytest.approx(100 * gap / runs[0]["val_loss"], abs=1e-9)
         assert run["train_gap_nats"] == run["train_loss"] - runs[0]["train_loss"]
         assert run["speedup"] == pytest.approx(run["tokens_per_s"] / runs[0]["tokens_per_s"])
-        assert run["parameters"] == config.model_config().num_parameters
-        assert run["peak_memory_bytes"] is None or run["peak_memory_bytes"] >= 0
-        assert run["memory_note"]
+        assert run["peak_memory_bytes"] is None
         assert run["error"] is None
-    assert runs[0]["val_gap_percent"] == 0
-    assert runs[1]["val_gap_percent"] != 0
+    # The same data from the same start.
+    assert firsts[0] != firsts[1] == pytest.approx(firsts[0], rel=0.01)
+    assert runs[0]["val_gap_percent"] == 0 != runs[1]["val_gap_percent"]
     assert report["environment"]["torch"] == torch.__version__
     assert report["settings"]["steps"] == 12
     assert report["corpus"]["train_files"] == 11
-    assert not result.failed
 
     table = (output / "report.md").read_text()
     assert f"{runs[1]['val_loss']:.4f}" in table
     assert f"{runs[1]['val_gap_percent']:+.2f}" in table
 
-
-def test_runs_see_the_same_data_from_the_same_start(make_config: MakeConfig) -> None:
-    config = make_config(steps=2)
-    result = compare(config, ["tensorwise"])
-    first, second = (
-        read_metrics(result.report.parent / row.recipe / "metrics.jsonl").train[0]
-        for row in result.rows
-    )
-    assert first.loss != second.loss
-    assert first.loss == pytest.approx(second.loss, rel=0.01)
-
-
-def test_plot_shows_a_curve_per_run(make_config: MakeConfig) -> None:
-    result = compare(make_config(steps=10), ["tensorwise"])
-    assert result.plot == result.report.parent / "loss.png"
-    image = np.asarray(Image.open(result.plot).convert("RGB")).astype(int)
+    image = np.asarray(Image.open(output / "loss.png").convert("RGB"))
     assert image.shape[0] > 800
     assert image.shape[1] > 1000
     upper, lower = np.split(image, [int(image.shape[0] * 0.58)])
-    blue = [0x00, 0x72, 0xB2]
-    for panel in (upper, lower):
-        assert (np.abs(panel - blue).sum(-1) < 30).sum() > 100
+    assert pixels(upper, "0072b2") > 100
+    assert pixels(lower, "0072b2") > 100
+
+
+def pixels(image: Any, color: str) -> int:
+    """How many are of that color."""
+    return int((np.abs(image.astype(int) - [*bytes.fromhex(color)]).sum(-1) < 30).sum())
 
 
 def test_curves_that_coincide_are_all_seen(tmp_path: Path) -> None:
-    run = Metrics(
-        [StepRecord(n, 2.0 - n / 100, 1.0, 1e-3, 0.1, 64, True, None) for n in range(1, 101)],
-        [ValidationRecord(n, 2.0 - n / 100) for n in (50, 100)],
+    base, other = (
+        Metrics(
+            [StepRecord(n, x - n / 100, 1.0, 1e-3, 0.1, 64, True, None) for n in range(1, 101)],
+            [ValidationRecord(n, x - n / 100) for n in (50, 100)],
+        )
+        for x in (2.0, 2.1)
     )
     names = ("high_precision", "tensorwise", "delayed", "third")
-    plot_comparison(dict.fromkeys(names, run), "the same four times", tmp_path / "loss.png")
-    image = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
-    curve = image[int(image.shape[0] * 0.15) : int(image.shape[0] * 0.5), : image.shape[1] // 2]
-    for color in ([0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00], [0x00, 0x9E, 0x73], [0xA3, 0xA3, 0xA3]):
-        assert (np.abs(curve - color).sum(-1) < 30).sum() > 100
+    for name, runs in (("four", (base,) * 4), ("three", (base, other, other, other))):
+        file = tmp_path / f"{name}.png"
+        plot_comparison(dict(zip(names, runs, strict=True)), "alike", file)
+        image = np.asarray(Image.open(file).convert("RGB"))
+        at, right = int(image.shape[0] * 0.15), image.shape[1] // 2  # not the legend
+        curves, gaps = image[at : int(image.shape[0] * 0.5), :right], image[-at * 3 :]
+        for color in ("999999", "0072b2", "d55e00", "009e73"):
+            assert pixels(curves, color) > 100, (name, color)
+        for color in ("0072b2", "d55e00", "009e73"):
+            assert pixels(gaps, color) > 100, (name, color)
 
 
-def test_differences_that_coincide_are_all_seen(tmp_path: Path) -> None:
-    base, other = (
-        Metrics([StepRecord(n, x * n, 1.0, 1e-3, 0.1, 64, True, None) for n in range(1, 101)], [])
-        for x in (0.01, 0.02)
-    )
-    runs = {"high_precision": base, "tensorwise": other, "delayed": other, "third": other}
-    plot_comparison(runs, "three alike", tmp_path / "loss.png")
-    image = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
-    lower = image[int(image.shape[0] * 0.6) :]
-    for color in ([0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00], [0x00, 0x9E, 0x73]):
-        assert (np.abs(lower - color).sum(-1) < 60).sum() > 300
-
-
-def test_smoothing_is_a_running_mean() -> None:
-    assert smooth(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [1.0, 2.0, 4.0, 6.0]
-    assert smooth(np.array([1.0, 3.0]), 1).tolist() == [1.0, 3.0]
-
-
-def poison(monkeypatch: pytest.MonkeyPatch, at_call: int, problem: str) -> None:
-    plain = loop.F.cross_entropy
-    calls = 0
+def test_a_run_that_diverges_leaves_the_others(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = loop.F.cross_entropy, 0
 
     def poisoned(*args: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        if calls != at_call:
-            return plain(*args)
-        if problem == "nan":
-            return plain(*args) * float("nan")
-        raise RuntimeError("something broke\nat length")
+        # Each recipe is tried first. 4 steps and 2 validation batches per run: call 9 of the runs
+        # is the third step of the second one.
+        return plain(*args) * (float("nan") if calls == 3 + 9 else 1.0)
 
     monkeypatch.setattr(loop.F, "cross_entropy", poisoned)
-
-
-@pytest.mark.parametrize("problem", ["nan", "bug"])
-def test_a_failing_run_leaves_the_others(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, problem: str
-) -> None:
-    # Each recipe is tried first. 4 steps and 2 validation batches per run: call 9 of the runs is
-    # the third step of the second one.
-    poison(monkeypatch, 3 + 9, problem)
     config = make_config(steps=4)
-    result = compare(config, ["tensorwise", "delayed"])
-    runs = load(result.report)["runs"]
+    runs = compare(config, ["tensorwise", "delayed"])
+    assert runs == load(Path(config.output) / "report.json")["runs"]
     assert [run["status"] for run in runs] == ["finished", "failed", "finished"]
-    assert [row.recipe for row in result.failed] == ["tensorwise"]
-    assert runs[1]["val_loss"] is None
-    assert runs[1]["val_gap_percent"] is None
+    assert "diverged at step 3" in runs[1]["error"]
+    assert runs[1]["train_loss"] is runs[1]["val_loss"] is runs[1]["val_gap_percent"] is None
     assert runs[2]["val_gap_percent"] is not None
-    if problem == "nan":
-        assert "diverged at step 3" in runs[1]["error"]
-        assert runs[1]["train_loss"] is None
-    else:
-        assert runs[1]["error"].startswith("RuntimeError: something broke (traceback in ")
-        details = (Path(config.output) / "tensorwise" / "error.txt").read_text()
-        assert "at length" in details
-        assert "Traceback" in details
-    assert result.plot is not None
+    assert (Path(config.output) / "loss.png").exists()
 
 
 def test_an_interrupted_comparison_goes_on_where_it_was(
@@ -174,38 +134,31 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
     stop = Event()
 
     class StopAt3(Observer):
-        def on_start(self, run: loop.Trainer) -> None:
-            self.recipe = run.config.recipe
+        def on_start(self, config: TrainConfig, step: int, about: str) -> None:
+            self.recipe = config.recipe
 
         def on_step(self, step: int) -> None:
             if step == 3 and self.recipe == "tensorwise":
                 stop.set()
 
     half = compare(config, ["tensorwise", "delayed"], [StopAt3()], stop=stop)
-    assert half.interrupted
-    assert [row.status for row in half.rows] == ["finished", "interrupted"]
-    assert half.rows[1].val_gap_percent is None
+    assert [row["status"] for row in half] == ["finished", "interrupted"]
+    assert half[1]["val_gap_percent"] is None
     with pytest.raises(ConfigError, match="already holds a comparison"):
         compare(config, ["tensorwise", "delayed"])
     with pytest.raises(ConfigError, match="learning_rate was"):
         compare(config.replace(learning_rate=1.0), ["tensorwise", "delayed"], resume=True)
 
     rest = compare(config, ["tensorwise", "delayed"], resume=True)
-    assert [row.status for row in rest.rows] == ["finished"] * 3
-    for resumed, straight in zip(rest.rows, whole.rows, strict=True):
-        assert resumed.val_loss == straight.val_loss
-        assert resumed.train_loss == straight.train_loss
-    assert load(rest.report)["runs"][1]["steps"] == 6
+    assert [row["status"] for row in rest] == ["finished"] * 3
+    for name in ("val_loss", "train_loss"):
+        assert [row[name] for row in rest] == [row[name] for row in whole]
+    assert load(Path(config.output) / "report.json")["runs"] == rest
 
-
-def test_overwriting_starts_from_nothing(make_config: MakeConfig) -> None:
-    config = make_config(steps=3)
-    first = compare(config, ["tensorwise"])
-    again = compare(config.replace(steps=4), ["tensorwise"], overwrite=True)
-    assert [row.steps for row in again.rows] == [4, 4]
-    assert first.report == again.report
+    again = compare(config.replace(steps=2), ["tensorwise"], overwrite=True)
+    assert [row["steps"] for row in again] == [2, 2]
     metrics = read_metrics(Path(config.output) / "tensorwise" / "metrics.jsonl")
-    assert len(metrics.train) == 4
+    assert len(metrics.train) == 2
 
 
 def test_recipes_are_checked_before_anything_runs(make_config: MakeConfig) -> None:
@@ -217,35 +170,20 @@ def test_recipes_are_checked_before_anything_runs(make_config: MakeConfig) -> No
     assert not Path(config.output).exists()
 
 
-def test_high_precision_is_first_and_once(make_config: MakeConfig) -> None:
-    result = compare(make_config(steps=1), ["tensorwise", "high_precision"])
-    assert [row.recipe for row in result.rows] == ["high_precision", "tensorwise"]
-    assert all(row.val_loss is not None and math.isfinite(row.val_loss) for row in result.rows)
-
-
 def test_resuming_over_a_damaged_file_says_what_to_do(make_config: MakeConfig) -> None:
-    config = make_config(steps=1)
-    compare(config, ["tensorwise"])
-    file = Path(config.output) / "tensorwise" / "config.json"
-    for content in ("", "{", "[]", "{}", '{"config": 3, "corpus": {}}', None):
-        if content is None:
-            file.unlink()
-        else:
-            file.write_text(content)
-        with pytest.raises(ConfigError, match="cannot read") as caught:
-            compare(config, ["tensorwise"], resume=True)
-        for part in (file.name, str(file.parent), "delete"):
-            assert part in str(caught.value)
-
-
-def test_a_result_without_its_config_corpus_is_damaged(make_config: MakeConfig) -> None:
     config = make_config(steps=1)
     compare(config, ["tensorwise"])
     file = Path(config.output) / "tensorwise" / "config.json"
     saved = load(file)
     del saved["corpus"]
-    file.write_text(json.dumps(saved))
-    with pytest.raises(ConfigError, match=r"cannot read the settings .*no 'corpus'.*delete"):
-        compare(config, ["tensorwise"], resume=True)
+    for content in ("", "{", "[]", "{}", '{"config": 3, "corpus": {}}', json.dumps(saved), None):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_text(content)
+        with pytest.raises(ConfigError) as caught:
+            compare(config, ["tensorwise"], resume=True)
+        for part in ("cannot read", file.name, str(file.parent), "delete"):
+            assert part in str(caught.value), content
     shutil.rmtree(file.parent)  # as the message says
-    assert compare(config, ["tensorwise"], resume=True).rows[1].status == "finished"
+    assert compare(config, ["tensorwise"], resume=True)[1]["status"] == "finished"

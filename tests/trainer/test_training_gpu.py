@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -21,13 +22,11 @@ def test_recipes_agree_with_high_precision(
         device="cuda", compile=compiled, steps=60, accumulate=2, eval_interval=30, log_interval=20
     )
     assert config.dtype == "bfloat16"
-    result = compare(config, ["tensorwise", "delayed"])
-    assert [row.status for row in result.rows] == ["finished"] * 3, result.failed
-    for row in result.rows:
-        losses = [r.loss for r in read_metrics(result.report.parent / str(row.metrics)).train]
+    rows = compare(config, ["tensorwise", "delayed"])
+    assert [row["status"] for row in rows] == ["finished"] * 3, rows
+    for row in rows:
+        losses = [r.loss for r in read_metrics(Path(config.output) / row["metrics"]).train]
         assert losses[-1] < losses[0] - 1.5
-        assert row.val_gap_percent is not None
-        assert abs(row.val_gap_percent) < 5
-        assert row.peak_memory_bytes
-        assert row.tokens_per_s
-        assert row.memory_note == "highest torch.cuda.max_memory_allocated"
+        assert abs(row["val_gap_percent"]) < 5
+        assert row["peak_memory_bytes"]
+        assert row["tokens_per_s"]

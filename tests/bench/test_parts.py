@@ -1,0 +1,129 @@
+"""Benchmarks of GEMMs, casts and layers on tiny shapes: rows are complete, wrong results end it."""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8.convert.measure import WrongResultError
+from float8_lab.bench import cast, linear, matmul
+from float8_lab.bench.shapes import Shape
+from float8_lab.bench.step import Step
+from float8_lab.bench.variants import Variant, make_variants
+
+CPU = torch.device("cpu")
+SHAPE = Shape(32, 64, 48)
+SHAPES = {"given": (SHAPE,)}
+# Where these run: on the CPU always, and on a GPU where there is one.
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def flat(groups) -> list[dict]:
+    return list(itertools.chain.from_iterable(groups))
+
+
+@on_devices
+def test_matmul(device: str) -> None:
+    rows = flat(matmul.bench_matmul(SHAPES, torch.device(device), 1))
+    assert [row["variant"] for row in rows] == ["bf16", "float8", "float8 fast accum"]
+    for row in rows:
+        assert (row["set"], row["M"], row["K"], row["N"]) == ("given", *SHAPE)
+        assert row["tflops"] == pytest.approx(2 * 32 * 64 * 48 / row["ms"] / 1e9)
+        assert row["sqnr_db"] > 40
+    assert rows[1]["speedup"] == pytest.approx(rows[0]["ms"] / rows[1]["ms"])
+
+
+@on_devices
+def test_cast(device: str) -> None:
+    tensors = cast.distinct_tensors(SHAPES)
+    assert tensors == [(32, 48), (32, 64), (48, 64)]
+    rows = flat(cast.bench_cast(tensors, torch.device(device), 1))
+    assert list(dict.fromkeys((row["R"], row["C"]) for row in rows)) == tensors
+    for row in rows:
+        if row["case"] == "copy":
+            assert row["of_copy"] == pytest.approx(1.0)
+            assert row["gb_per_s"] == pytest.approx(4 * row["R"] * row["C"] / row["us"] / 1e3)
+
+
+def test_a_cast_that_differs_in_one_bit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(x: Tensor) -> Tensor:
+        found = right(x)
+        found.view(torch.uint8)[-1, -1] ^= 1
+        return found
+
+    right = cast.kernels.transpose_bytes
+    monkeypatch.setattr(cast.kernels, "transpose_bytes", off)
+    with pytest.raises(WrongResultError, match="not bitwise equal to its twin; nothing was timed"):
+        flat(cast.bench_cast([(32, 48)], CPU, 1))
+
+
+@on_devices
+@pytest.mark.parametrize("gpu_time", [False, True])
+def test_linear(device: str, gpu_time: bool) -> None:
+    shapes = {"two": (SHAPE, Shape(64, 32, 32))}
+    variants = make_variants(["tensorwise", "delayed"], ["eager"])
+    rows = flat(linear.bench_linear(shapes, variants, torch.device(device), 1, gpu_time=gpu_time))
+    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise", "delayed"] * 3
+    first, sums = rows[:3], rows[6:]
+    assert [row["M"] for row in sums] == ["sum"] * 3
+    for one, other, total in zip(first, rows[3:6], sums, strict=True):
+        assert total["ms"] == one["ms"] + other["ms"]
+        assert total["speedup"] == pytest.approx(sums[0]["ms"] / total["ms"])
+        assert one["floor_ms"] > 0
+    for row in first[1:]:
+        assert 17 < row["sqnr_db"] < 40
+        assert (row["peak_gib"] is None) == (device == "cpu")
+
+
+@pytest.mark.gpu
+def test_a_compiled_layer() -> None:
+    variants = make_variants(["tensorwise"], ["compiled"])
+    rows = flat(linear.bench_linear(SHAPES, variants, torch.device("cuda"), 1))
+    assert [row["mode"] for row in rows] == ["compiled"] * 2
+
+
+class CountCasts(TorchDispatchMode):
+    casts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.casts += func.namespace == "float8"
+        return func(*args, **(kwargs or {}))
+
+
+def casts_of(step: Callable[[], object]) -> int:
+    with CountCasts() as count:
+        step()
+    return count.casts
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_no_call_that_is_timed_finds_its_casts_done(recipe: str) -> None:
+    (variant,) = make_variants([recipe], ["eager"])[1:]
+    weight, x, grad = linear.layer_data(SHAPE, CPU)
+    step = Step(variant, linear.Layer(weight), x, grad)
+    again = functools.partial(step.gradients, x, grad)
+    counts = [casts_of(each) for each in (step, step, again)]
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    model.register_forward_hook(lambda module, arguments, output: 2 * output)
+    return model
+
+
+def test_a_wrong_layer_is_not_timed() -> None:
+    reference, ours = make_variants(["tensorwise"], ["eager"])
+    wrong = Variant("wrong", "eager", doubled, config=ours.config)
+    message = "linear 32,64,48 wrong, eager: output: SQNR .* nothing was timed"
+    with pytest.raises(WrongResultError, match=message):
+        flat(linear.bench_linear(SHAPES, [reference, wrong], CPU, 1))
+    peer = Variant("peer", "eager", doubled)  # of others only the reason is told
+    bf16, left_out = flat(linear.bench_linear(SHAPES, [reference, peer], CPU, 1))
+    assert "WrongResultError: linear 32,64,48 peer, eager: output" in left_out["left_out"]
+    assert "ms" in bf16
+    assert "ms" not in left_out

@@ -1,0 +1,219 @@
+"""Blocks under FSDP2 and tensor parallel as `float8 bench` measures them, on two CPU ranks."""
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from float8.convert.measure import WrongResultError
+from float8_lab.bench import fsdp
+from float8_lab.bench import variants as variants_module
+from float8_lab.bench.fsdp import ShardedStep, bench_on_ranks
+from float8_lab.bench.model import Size, Stack
+from float8_lab.bench.step import check, free_memory
+from float8_lab.bench.tp import require_shares
+from float8_lab.bench.variants import Variant, make_variants
+from float8_lab.errors import ConfigError, ToldError
+from float8_lab.models.presets import preset
+from float8_lab.ranks import start_ranks
+from support.limits import HANGS
+from support.ranks import Ranks
+from support.trainer_ranks import command
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CPU = torch.device("cpu")
+TINY = Size("tiny", 1, 32)
+RECIPES = ["tensorwise", "delayed"]
+SMALL = ["--model", "tiny", "--blocks", "1", "--mode", "eager", "--device", "cpu", "--rounds", "1"]
+PARAMETERS = dict(Stack(TINY.config, 32).named_parameters())
+LINEAR = sum(p.numel() for p in PARAMETERS.values() if p.ndim == 2)
+NORMS = sum(p.numel() for p in PARAMETERS.values() if p.ndim == 1)
+
+
+def bench(folder: Path, words: list[str]) -> int:
+    """`float8 bench words` as torchrun would start it on this rank."""
+    os.environ["RANK"] = str(dist.get_rank())
+    try:
+        return command(folder, ["bench", *words])
+    finally:
+        del os.environ["RANK"]
+
+
+def rows_of(two: Ranks, folder: Path, *words: str) -> list[dict[str, Any]]:
+    assert two.run(bench, folder, [*words, *SMALL, "-o", "x.json"]) == [0, 0]
+    return json.loads((folder / "x.json").read_text())["rows"]
+
+
+def test_fsdp(two: Ranks, tmp_path: Path) -> None:
+    words = ["fsdp", "--seq-len", "32", "--masters", "--keep", "gemms"]
+    found = rows_of(two, tmp_path, *words)
+    rows = {(row["recipe"], row["gather"]): row for row in found}
+    floats = [(recipe, gather) for recipe in RECIPES for gather in ("bf16", "float8")]
+    assert list(rows) == [("bf16", "bf16"), *floats]
+    for (recipe, gather), row in rows.items():
+        traffic = row["traffic"]
+        size = 1 if gather == "float8" else 2
+        assert traffic["gathered"] == 2 * (size * LINEAR + 2 * NORMS)  # forward and backward
+        assert traffic["reduce_scattered"] == 4 * (LINEAR + NORMS)
+        # Attached to the optimizer: of the sync, and for the scales of all weights.
+        assert row["all_reduces"] == (recipe == "delayed") + (gather == "float8")
+        assert "other" not in traffic
+        assert row["keep"] == "gemms"
+        assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["ms"] * 1e3, rel=1e-3)
+        assert row["peak_gib"] is None  # a CPU
+
+
+def test_tensor_parallel(two: Ranks, tmp_path: Path) -> None:
+    recipes = "tensorwise,delayed,rowwise"
+    found = rows_of(two, tmp_path, "tp", "--seq-len", "64", "--recipe", recipes)
+    rows = {row["recipe"]: row for row in found}
+    assert list(rows) == ["bf16", *recipes.split(",")]
+    tokens = 64 * preset("tiny").model.dim  # elements that are gathered, in 4 places
+    for recipe, row in rows.items():
+        size = 2 if recipe == "bf16" else 1
+        scales = 4 * 64 * 4 if recipe == "rowwise" else 0  # of rows
+        assert row["traffic"]["gathered"] == 4 * size * tokens + scales, recipe
+        assert row["traffic"]["reduce_scattered"] == 4 * 2 * tokens
+        assert row["sqnr_db"] > (40 if recipe == "bf16" else 15)
+    # Of 7 weights; and of the sync, or of 4 inputs and 7 gradients.
+    assert [row["all_reduces"] for row in rows.values()] == [0, 18, 8, 0]
+
+
+@pytest.mark.exhaustive  # what it starts: test_how_many_ranks; what that does: test_fsdp
+def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
+    words = ["bench", "fsdp", *SMALL, "--seq-len", "32", "--recipe", "tensorwise", "--ranks", "2"]
+    main = [sys.executable, "-m", "float8_lab.cli.main", *words, "-o", "x.json"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": HANGS}
+    done = subprocess.run(main, cwd=tmp_path, check=False, **how)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.count("1 tiny block(s), 1 x 32 tokens each, under FSDP2 on 2 rank(s)") == 1
+    assert done.stdout.count("  7/7") == 1
+    results = json.loads((tmp_path / "x.json").read_text())
+    assert {"device", "torch", "git_commit", "command"} <= results["environment"].keys()
+    assert results["environment"]["command"].startswith("float8 bench fsdp --model tiny")
+    assert results["settings"]["ranks"] == 2
+
+
+def all_wrong() -> str:
+    fsdp.AT_LEAST, before = 1e9, fsdp.AT_LEAST
+    try:
+        variants = make_variants(["tensorwise"], ["eager"], sharded=True)
+        list(bench_on_ranks(ShardedStep, variants, TINY, CPU, 1))
+    except (WrongResultError, ToldError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fsdp.AT_LEAST = before
+    raise AssertionError("nothing was raised")
+
+
+def test_a_wrong_gradient_ends_all_ranks_alike(two: Ranks) -> None:
+    first, second = two.run(all_wrong)
+    why = first.removeprefix("WrongResultError: ")
+    assert why.startswith("fsdp tensorwise, eager, bf16 gather: gradient of ")
+    assert "nothing was timed" in why
+    assert second == f"ToldError: as rank 0 says: {why}"  # so that one rank tells it
+
+
+def alone() -> None:
+    right = {"a": torch.randn(4, 4).bfloat16(), "b": torch.ones(2).bfloat16()}
+    assert check("fsdp x:", right, right, 10) == float("inf")
+    off = {"a": right["a"] * 1.125, "b": right["b"]}
+    assert check("fsdp x:", right, off, 10) == pytest.approx(18.06, abs=0.1)
+    for variant in make_variants(RECIPES, ["eager"], sharded=True):
+        step = ShardedStep(variant, TINY, CPU)
+        step()
+        weights = [weakref.ref(p) for p in step.model.parameters()]
+        del step
+        free_memory(CPU)
+        assert all(weight() is None for weight in weights), variant.name
+
+
+def test_shards_are_compared_and_a_variant_leaves_no_memory_behind(two: Ranks) -> None:
+    two.run(alone)
+
+
+def test_each_gather_is_a_variant_and_torchao_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    precomputed = []
+    torchao = ModuleType("torchao.float8")
+    torchao.Float8LinearConfig = lambda enable_fsdp_float8_all_gather: None
+    torchao.convert_to_float8_training = lambda model, config, module_filter_fn: model
+    torchao.precompute_float8_dynamic_scale_for_fsdp = precomputed.append
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+    monkeypatch.setattr(variants_module, "peer_version", lambda peer: "1.0")
+    variants = make_variants(RECIPES, ["compiled"], ["torchao"], sharded=True)
+    assert [variant.name for variant in variants] == [
+        "bf16, compiled, bf16 gather",
+        "tensorwise, compiled, bf16 gather",
+        "tensorwise, compiled, float8 gather",
+        "delayed, compiled, bf16 gather",
+        "delayed, compiled, float8 gather",
+        "torchao tensorwise, compiled, float8 gather",
+    ]
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    variants[-1].attach(model, optimizer)
+    optimizer.step()
+    assert precomputed == [model]
+
+
+@pytest.mark.parametrize("good_passes", [0, 1])
+def test_of_a_peer_that_fails_only_the_reason_is_left(good_passes: int) -> None:
+    made: list[str] = []
+
+    def make(variant: Variant, *_: object) -> Any:
+        made.append(variant.recipe)
+        if variant.recipe == "peer" and made.count("peer") > good_passes:
+            raise RuntimeError("no such kernel")
+        return SimpleNamespace(
+            check=lambda references: {"sqnr_db": 30.0},
+            sent=dict,
+            times=lambda rounds: ([10.0 * len(made)] * rounds, None),
+            tokens=100,
+        )
+
+    variants = [Variant("bf16", "eager"), Variant("peer", "eager")]
+    *_, (bf16, peer) = bench_on_ranks(make, variants, TINY, CPU, 3)
+    assert peer["left_out"] == "RuntimeError: no such kernel"
+    assert "ms" not in peer
+    assert bf16["ms"] == 20.0  # of passes with 10 and 30
+    assert bf16["tokens_per_s"] == 5000
+    assert bf16["speedup"] == 1
+
+
+def test_ranks_that_cannot_share_a_block() -> None:
+    require_shares(Size("tiny", 1, 64), 2)
+    for ranks, words in ((1, "at least 2"), (4, "got 4, .*divisor of the 2 key/value heads")):
+        with pytest.raises(ConfigError, match=words):
+            require_shares(Size("tiny", 1, 64), ranks)
+    with pytest.raises(ConfigError, match=r"got 2, .*divisor of the 63 tokens"):
+        require_shares(Size("tiny", 1, 63), 2)
+
+
+def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["float8", "bench", "fsdp"])
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for device, wanted in (("cpu", None), ("cpu", 4), ("cuda", None), ("cuda", 3)):
+        start_ranks(device, wanted)
+    assert [words[words.index("--nproc-per-node") + 1] for words in started] == list("2483")
+    assert all(words[-3:] == ["float8_lab.cli.main", "bench", "fsdp"] for words in started)
+    with pytest.raises(ValueError, match="ranks: got 9, but there are 8 GPUs here"):
+        start_ranks("cuda", 9)
+    monkeypatch.setenv("RANK", "0")
+    start_ranks("cuda", 9)  # one of them
+    assert len(started) == 4

@@ -1,0 +1,210 @@
+"""The three GEMMs of a layer against float64 products of the same casts, and against no casts."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tolerances
+from float8 import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingGranularity,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from sqnr import sqnr
+from support.configs import DELAYED, DYNAMIC, FINER, MIXES, RECIPES, mixed, of_recipe, tensorwise
+from support.devices import DTYPES, E4M3, E5M2, on_devices
+from support.models import forward_backward, seeded
+from support.reference import reference_values
+
+TENSOR, ROW, RUN, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
+"""The blocks that a scale covers, of an operand that is contracted along its second dim."""
+
+X8 = W8 = (TENSOR, E4M3)
+G8 = (TENSOR, E5M2)
+CASTS: dict[str, tuple[Any, ...]] = {
+    # input, weight; grad_output, weight.t(); grad_output.t(), input.t()
+    "tensorwise": ((X8, W8), (G8, W8), (G8, X8)),
+    "rowwise": (((ROW,), (ROW,)),) * 3,
+    "rowwise_with_gw_hp": (((ROW,), (ROW,)), ((ROW,), W8), (None, None)),
+    "blockwise": (((RUN,), (SQUARE,)), ((RUN,), (SQUARE,)), ((RUN,), (RUN,))),
+}
+"""Arguments of `reference_values`; None: in high precision."""
+
+SHAPES = [(128, 128, 256), (48, 400, 144), (17, 130, 33), (1, 16, 16), (300, 5, 3)]
+
+
+EMULATED = (17, 130, 33)
+"""Also with `emulate=True`."""
+
+
+def tensors(M: int, K: int, N: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Input, weight and grad_output whose rows and columns differ by up to 1000 in size.
+
+    So a scale that is taken of the wrong rows or columns shows.
+    """
+    sizes = torch.logspace(-1.5, 1.5, 512)
+    x = seeded(0, M, K) * sizes[:M, None] * sizes.flip(0)[:K]
+    w = seeded(1, N, K) * sizes[:N, None] * sizes[:K].roll(7)
+    g = seeded(2, M, N) * sizes.flip(0)[:M, None] * sizes[:N].roll(11)
+    return tuple(t.to(device, dtype) for t in (x, w, g))
+
+
+def layer_of(w: Tensor, config: Float8LinearConfig) -> Float8Linear:
+    linear = nn.Linear(w.shape[1], w.shape[0], bias=False, device=w.device, dtype=w.dtype)
+    linear.weight = nn.Parameter(w.clone())
+    return Float8Linear.from_float(linear, config)
+
+
+def assert_products(
+    got: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor, casts: tuple[Any, ...], **more: Any
+) -> None:
+    """Output and gradients are products of operands that were cast in these ways."""
+    exact = x.device.type == "cpu" and x.dtype == torch.float32
+    close = tolerances.HIGH_PRECISION if exact else tolerances.GEMM
+    operands = ((x, w), (g, w.t()), (g.t(), x.t()))
+    for name, pair, kinds in zip(("output", "input", "weight"), operands, casts, strict=True):
+        a, b = (
+            t.cpu().double() if kind is None else reference_values(t, *kind, **more)
+            for t, kind in zip(pair, kinds, strict=True)
+        )
+        assert got[name].dtype == x.dtype
+        assert got[name].is_contiguous()
+        assert sqnr(a @ b.t(), got[name].cpu()) > close, name
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", CASTS)
+def test_recipes(recipe: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    x, w, g = tensors(*shape, dtype, device)
+    rounds = {False, True} if recipe == "tensorwise" else {recipe != "blockwise"}
+    for power_of_2, emulate in itertools.product(rounds, {False, shape == EMULATED}):
+        config = of_recipe(recipe, round_scales_to_power_of_2=power_of_2, emulate=emulate)
+        got = forward_backward(layer_of(w, config), x, g)
+        assert_products(got, x, w, g, CASTS[recipe], power_of_2=power_of_2)
+
+
+@on_devices
+@pytest.mark.parametrize("mix", MIXES)
+def test_each_role_takes_its_own_kind_of_scale(device: str, mix) -> None:
+    """Second step: a delayed role takes the scale of step 1, a dynamic one that of step 2."""
+    M, K, N = 23, 41, 17
+    # Larger in step 2, so that the delayed scale saturates and the two differ.
+    first, second = (
+        [s * seeded(10 * s + i, *n, device=device) for i, n in enumerate(((M, K), (N, K), (M, N)))]
+        for s in (1, 2)
+    )
+    layer = layer_of(first[1], mixed(*mix))
+    for x, w, g in (first, first, second):  # a scale is known after two steps alike
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        got = forward_backward(layer, x, g)
+        sync_float8_amax_and_scale_history(layer)
+    x8, w8, g8 = (
+        (TENSOR, format, False, source if cast is DELAYED else None)
+        for cast, format, source in zip(mix, (E4M3, E4M3, E5M2), first, strict=True)
+    )
+    assert_products(got, *second, ((x8, w8), (g8, w8), (g8, x8)))
+
+
+SIZES = {"cpu": (128, 512), "cuda": (4096, 16384)}
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *FINER])
+def test_against_high_precision(device: str, recipe: str, dtype: torch.dtype) -> None:
+    """One step, of delayed scaling with scales from steps before it."""
+    K, N = SIZES[device]
+    linear = nn.Linear(K, N, device=device, dtype=dtype)
+    layer = convert_to_float8_training(copy.deepcopy(linear), config=of_recipe(recipe))
+    x, g = (seeded(i, 16, n, dtype=dtype, device=device) for i, n in enumerate((K, N)))
+    for _ in range(2) if recipe == "delayed" else ():
+        forward_backward(layer, x, g)
+        sync_float8_amax_and_scale_history(layer)
+    wanted, got = forward_backward(linear, x, g), forward_backward(layer, x, g)
+    assert got.keys() == wanted.keys()
+    assert all(got[name].dtype == wanted[name].dtype == dtype for name in wanted)
+    assert sqnr(wanted["output"], got["output"]) >= tolerances.LINEAR_OUTPUT
+    assert sqnr(wanted["weight"], got["weight"]) >= tolerances.LINEAR_GRAD_WEIGHT
+    assert sqnr(wanted["input"], got["input"]) >= tolerances.LINEAR_GRAD_INPUT
+    assert torch.equal(wanted["bias"], got["bias"])  # a plain sum of grad_output: no float8 in it
+    assert not torch.equal(wanted["output"], got["output"])  # float8 did run
+
+
+WIDE, FINE = CastConfig(target_dtype=E5M2), CastConfig(target_dtype=E4M3)
+ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("config", "casts"),
+    [
+        (mixed(WIDE, FINE, FINE), ((G8, W8), (W8, W8), (W8, G8))),
+        (
+            mixed(
+                DYNAMIC,
+                DYNAMIC,
+                FINE,
+                cast_config_input_for_grad_weight=WIDE,
+                cast_config_weight_for_grad_input=WIDE,
+                cast_config_grad_output_for_grad_weight=FINE,
+            ),
+            ((X8, W8), (W8, G8), (W8, G8)),
+        ),
+        (mixed(WIDE, WIDE, DYNAMIC, emulate=True), ((G8, G8),) * 3),
+    ],
+    ids=["formats", "second uses", "e5m2 alone, emulated"],
+)
+def test_each_cast_is_as_configured(device: str, config, casts) -> None:
+    x, w, g = tensors(48, 64, 32, torch.float32, device)
+    assert_products(forward_backward(layer_of(w, config), x, g), x, w, g, casts)
+
+
+def test_rows_of_the_input_alone() -> None:
+    x, w, g = tensors(48, 64, 32, torch.float32, "cpu")
+    got = forward_backward(layer_of(w, mixed(ROWS, DYNAMIC, DYNAMIC)), x, g)
+    assert_products(got, x, w, g, (((ROW,), W8), (G8, W8), (G8, (ROW,))))
+
+
+@on_devices
+def test_a_second_use_with_delayed_scaling_keeps_its_own_history(device: str) -> None:
+    site = "grad_output_for_grad_weight"
+    cast = CastConfig(scaling_type=DELAYED.scaling_type, target_dtype=E4M3)
+    x, w, g1 = tensors(16, 32, 16, torch.float32, device)
+    g2 = 2 * seeded(3, 16, 16, device=device)
+    layer = layer_of(w, tensorwise(**{f"cast_config_{site}": cast}))
+    kinds = ("amax", "amax_history", "scale")
+    assert {n for n, _ in layer.named_buffers()} == {f"fp8_{kind}_{site}" for kind in kinds}
+    for g in (g1, g1, g2):
+        got = forward_backward(layer, x, g)
+        sync_float8_amax_and_scale_history(layer)
+    late = (TENSOR, E4M3, False, g1)
+    assert_products(got, x, w, g2, ((X8, W8), (G8, W8), (late, X8)))
+
+
+@pytest.mark.gpu  # the CPU always accumulates in float32
+def test_fast_accumulation_goes_to_the_gemms_that_ask_for_it() -> None:
+    device = "cuda"
+    fast = []
+
+    class Fast(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._scaled_mm.default:
+                # torch releases differ in passing it by name or, as the eighth, by position.
+                fast.append(args[7] if len(args) > 7 else kwargs.get("use_fast_accum", False))
+            return func(*args, **(kwargs or {}))
+
+    layer = Float8Linear(32, 48, bias=False, device=device, dtype=torch.bfloat16)
+    x = seeded(0, 16, 32, device=device, dtype=torch.bfloat16).requires_grad_()
+    with Fast():
+        layer(x).sum().backward()
+    assert fast == [True, False, False]
