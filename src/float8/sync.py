@@ -221,11 +221,10 @@ def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | 
         return "computed at each use"
     if layer.plan.casts.weight.spec.delayed:
         return "with delayed scaling"
-    if under_fsdp:  # the hooks of a weight that is gathered in float8 hold it
+    # The hooks of a weight that is gathered in float8 hold it.
+    if under_fsdp or weight.is_meta or can_hold(weight):
         return None
-    if is_dtensor(weight):
-        return "under tensor parallel"
-    return None if weight.is_meta or can_hold(weight) else f"a {type(weight).__name__}"
+    return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
 
 
 def _under_fsdp(model: nn.Module) -> set[nn.Module]:

@@ -42,7 +42,8 @@ def test_rows(device: str) -> None:
         assert (row["peak_gib"] is None) == (device == "cpu")
     if device == "cuda":  # without room for what others hold
         weights = 2 * sum(p.numel() for p in model.bf16_stack(TINY, CPU).parameters())
-        assert all(weights < row["peak_gib"] * 2**30 < 40 * weights for row in rows)
+        workspace = 2**27  # of cuBLAS, larger than all else here
+        assert all(weights < row["peak_gib"] * 2**30 < 40 * weights + workspace for row in rows)
 
 
 def results(recipe: str, **how: Any) -> dict[str, Tensor]:

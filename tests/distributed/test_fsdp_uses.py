@@ -305,3 +305,10 @@ def test_converting_after_sharding_works_but_for_a_gather_in_float8() -> None:
         before = shard(convert(model_of(42), recipe, all_gather=False))
         after = convert(shard(model_of(42)), recipe, all_gather=False)
         train(before, 3).assert_equal(train(after, 3))
+
+
+@on("two")
+def test_converting_once_more_after_sharding_changes_nothing() -> None:
+    once, twice = (shard(convert(model_of(42), "tensorwise")) for _ in range(2))
+    convert(twice, "tensorwise")
+    train(once, 2).assert_equal(train(twice, 2))

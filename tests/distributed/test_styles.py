@@ -554,3 +554,14 @@ def test_arguments_of_styles(local: bool, autocast: bool) -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert off(model.eval()(own).full_tensor(), whole.eval()(x)) < 1e-4
+
+
+@on("two")
+def test_a_bias_keeps_the_dtype_that_autocast_chose() -> None:
+    for style in (Float8ColwiseParallel(), Float8RowwiseParallel(output_layouts=Shard(1))):
+        layer = layer_of("tensorwise", bias=True)
+        parallelize_module(layer, mesh_of(), {"0": style})
+        features = DIM if isinstance(style, Float8ColwiseParallel) else DIM // 2
+        x = seeded(0, 2, TOKENS, features, device=here())
+        with torch.autocast(here().type, torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 import tolerances
 from float8.config import ScalingGranularity
 from float8.gemm import Gemm, matmul
-from float8.quantize.spec import Part
+from float8.quantize.spec import Operand
 from sqnr import sqnr
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
@@ -18,7 +18,9 @@ def operands(format_a: torch.dtype, format_b: torch.dtype, device: str):
     """`a` [M, K] and `b` [N, K]."""
     a = seeded(0, 7, 96, device=device).mul(50).to(format_a)
     b = seeded(1, 48, 96, device=device).mul(50).to(format_b)
-    return Part(a, torch.tensor(0.25, device=device)), Part(b, torch.tensor(0.5, device=device))
+    return Operand(a, torch.tensor(0.25, device=device)), Operand(
+        b, torch.tensor(0.5, device=device)
+    )
 
 
 FORMATS = pytest.mark.parametrize(
@@ -59,14 +61,14 @@ def test_autocast_leaves_the_product_alone(device: str, emulate: bool) -> None:
 def test_emulation_takes_any_dims(device: str) -> None:
     a, b = seeded(0, 3, 5, device=device).to(E4M3), seeded(1, 7, 5, device=device).to(E4M3)
     one = torch.ones((), device=device)
-    got = matmul(Part(a, one), Part(b, one), gemm=Gemm(emulate=True), out_dtype=torch.float32)
+    got = matmul(Operand(a, one), Operand(b, one), gemm=Gemm(emulate=True), out_dtype=torch.float32)
     assert sqnr(a.double() @ b.double().t(), got) > tolerances.GEMM
 
 
 def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("float8.gemm.matmul")
     monkeypatch.setattr(module, "lacks_float8_gemm", lambda *_: "an old GPU")
-    a = Part(torch.empty(16, 16, dtype=E4M3, device="meta"), torch.empty((), device="meta"))
+    a = Operand(torch.empty(16, 16, dtype=E4M3, device="meta"), torch.empty((), device="meta"))
     with pytest.raises(RuntimeError, match=r"an old GPU; set emulate=True"):
         matmul(a, a, gemm=Gemm(), out_dtype=torch.float32)
 
@@ -74,7 +76,7 @@ def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("emulate", [False, True], ids=["float8", "emulated"])
 def test_scales_of_another_shape_are_refused(emulate: bool) -> None:
     a, b = operands(E4M3, E4M3, "cpu")
-    by_rows = Part(a.data, torch.ones(7, 1))
+    by_rows = Operand(a.data, torch.ones(7, 1))
     for pair in ((by_rows, b), (b, by_rows)):
         with pytest.raises(ValueError, match=r"got shape \(7, 1\).*expected one element"):
             matmul(*pair, gemm=Gemm(emulate=emulate), out_dtype=torch.float32)
@@ -90,6 +92,6 @@ def test_scales_of_another_shape_are_refused(emulate: bool) -> None:
 )
 def test_finer_scales_have_one_shape(granularity: str, wrong: tuple[int, int], right: str) -> None:
     of = ScalingGranularity[granularity]
-    a = Part(torch.ones(48, 144).to(E4M3), torch.ones(wrong))
+    a = Operand(torch.ones(48, 144).to(E4M3), torch.ones(wrong))
     with pytest.raises(ValueError, match=rf"data of \(48, 144\), expected shape {right} under"):
         matmul(a, a, gemm=Gemm(granularities=(of, of)), out_dtype=torch.float32)

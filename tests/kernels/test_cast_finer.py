@@ -9,7 +9,7 @@ from torch.torch_version import TorchVersion
 from float8 import kernels
 from float8.config import ScalingGranularity, ScalingType
 from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, Part, Quantized, dequantised
+from float8.quantize.spec import CastSpec, Operand, Quantized, dequantised
 from kernels.float8_codes import assert_same
 
 E4M3 = torch.float8_e4m3fn
@@ -22,7 +22,7 @@ finer = pytest.mark.parametrize("spec", [ROWS, RUNS, SQUARES], ids=["rows", "run
 LONG = 2048  # rows so long that Inductor takes their amaxes in one kernel and divides in another
 
 
-def flat(parts: tuple[Part | None, Part | None]) -> list[Tensor]:
+def flat(parts: tuple[Operand | None, Operand | None]) -> list[Tensor]:
     return [tensor for part in parts for tensor in part or ()]
 
 
@@ -121,7 +121,7 @@ def compiled_cast(granularity: ScalingGranularity, device: str) -> tuple[Quantiz
     spec = CastSpec(E4M3, granularity, ScalingType.DYNAMIC, power_of_2=True)
 
     def cast(x: Tensor, weight: Tensor) -> Quantized:
-        return quantize(product(x, weight), Cast(spec), row=True, col=True, fuse_amax=True)
+        return quantize(product(x, weight), Cast(spec), row=True, col=True, traced=True)
 
     torch._dynamo.reset()
     return torch.compile(cast, fullgraph=True)(x, weight), x.double() * weight.double()

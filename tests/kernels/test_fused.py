@@ -11,7 +11,7 @@ from float8 import kernels
 from float8.kernels.runtime import ops
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import columns
-from float8.quantize.spec import CastSpec, Part
+from float8.quantize.spec import CastSpec, Operand
 from kernels.float8_codes import FORMATS
 
 E4M3, E5M2 = FORMATS
@@ -95,7 +95,8 @@ def test_rms_norm_recast(shape, dtype, triton_device) -> None:
         rstd, scale, row = cast(x, weight, 1e-5, E4M3, None, None, False, False)
         col = recast(x, weight, rstd, scale, E4M3)
         assert torch.equal(
-            col.view(torch.uint8), columns(Part(row, scale), CastSpec(E4M3)).data.view(torch.uint8)
+            col.view(torch.uint8),
+            columns(Operand(row, scale), CastSpec(E4M3)).data.view(torch.uint8),
         )
 
 

@@ -9,7 +9,7 @@ from float8.config import ScalingGranularity
 from float8.formats import ceil16
 from float8.kernels.runtime import ops
 from float8.kernels.transpose import BYTE_DTYPES
-from float8.quantize.spec import CastSpec, Part, dequantised
+from float8.quantize.spec import CastSpec, Operand, dequantised
 from kernels.float8_codes import (
     FORMATS,
     HIGH_PRECISION,
@@ -182,7 +182,7 @@ def test_a_hot_row_costs_what_shares_its_scale() -> None:
     for of in FINER:
         row, col = kernels.cast_finer(x, CastSpec(E4M3, of), row=True, col=True)
         for part, transposed in ((row, False), (col, True)):
-            assert isinstance(part, Part)
+            assert isinstance(part, Operand)
             values = dequantised(part, of)
             values = values.t() if transposed else values
             # All columns cross the hot row: that is what blocks are for.

@@ -7,6 +7,7 @@ from torch import nn
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
+    attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
 )
@@ -253,3 +254,15 @@ def test_repr_shows_second_uses_and_switches() -> None:
     assert (
         repr(layer) == "Float8Linear(in_features=32, out_features=16, bias=False, delayed, emulate)"
     )
+
+
+def test_a_layer_made_of_an_attached_one_is_not_attached() -> None:
+    """Else it would never miss a sync."""
+    old = Float8Linear(32, 32, config="delayed")
+    attach_to_optimizer(old, torch.optim.SGD(old.parameters(), lr=0.1))
+    new = Float8Linear.from_float(old, "delayed")
+    optimizer = torch.optim.SGD(new.parameters(), lr=0.1)
+    new(torch.ones(4, 32)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="delayed scaling was not synced"):
+        new(torch.ones(4, 32))

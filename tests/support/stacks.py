@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from float8 import convert_to_float8_training
+from float8 import all_linears, convert_to_float8_training
 from support.configs import delayed
 from support.models import seeded
 
@@ -13,7 +13,8 @@ MISSING = "sync_float8_amax_and_scale_history"
 
 def stack(layers: int, device: str = "cpu", **more) -> nn.Sequential:
     model = nn.Sequential(*(nn.Linear(16, 16, device=device) for _ in range(layers)))
-    return convert_to_float8_training(model, config=delayed(**more))
+    config = delayed(**more)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 
 
 def train(model: nn.Module, seed: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from float8.config import CastSite, Float8LinearConfig, ScalingGranularity
+from float8.config import CastSite, Float8LinearConfig
 
 
 class Smallest(NamedTuple):
@@ -45,8 +45,7 @@ def judged_as(config: Float8LinearConfig) -> str:
     casts = [config.cast_config(site) for site in CastSite]
     if config.scales_by_blocks:
         return "blockwise"
-    by_rows = ScalingGranularity.AXISWISE
-    if any(cast.is_float8 and cast.scaling_granularity is by_rows for cast in casts):
+    if any(cast.scaling_granularity.by_rows for cast in casts):
         return "rowwise" if config.runs_in_float8("grad_weight") else "rowwise_with_gw_hp"
     activations = {CastSite.INPUT, CastSite.GRAD_OUTPUT}
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"

@@ -13,7 +13,7 @@ from float8.linear.bound import BoundLinear, record
 from float8.linear.functional import autocast_dtype, check_input
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import Cast, quantize, recast
-from float8.quantize.spec import CastSpec, Part
+from float8.quantize.spec import CastSpec, Operand
 
 
 class Call(NamedTuple):
@@ -98,7 +98,7 @@ class Kept(NamedTuple):
 
 def input_operand(
     x: Tensor, norm_weight: Tensor | None, eps: float, readers: Sequence[BoundLinear]
-) -> tuple[Part, Kept]:
+) -> tuple[Operand, Kept]:
     """Cast the input of `readers`, x [M, K] or its norm: row data, and what is kept for backward.
 
     Of a norm x is kept, and cast again in backward.
@@ -109,7 +109,7 @@ def input_operand(
     if norm_weight is None:
         col = any(reader.need_grad_weight for reader in readers)
         rows = x.clone() if col and torch.compiler.is_compiling() else None  # as `functional`
-        made = quantize(x, cast, row=True, col=col and rows is None, fuse_amax=True)
+        made = quantize(x, cast, row=True, col=col and rows is None, traced=True)
         row, col_data = made.row, None if made.col is None else made.col.data
         kept = Kept(row.scale, col=col_data, rows=rows)
     else:
@@ -122,11 +122,11 @@ def input_operand(
     return row, kept
 
 
-def input_columns(kept: Kept, spec: CastSpec) -> Part:
+def input_columns(kept: Kept, spec: CastSpec) -> Operand:
     """Return column data of that input, in backward."""
     if kept.col is not None:
-        return Part(kept.col, kept.scale)
+        return Operand(kept.col, kept.scale)
     if kept.rows is not None:
         return recast(kept.rows, spec, kept.scale)
     col = kernels.rms_norm_recast(kept.x, kept.norm_weight, kept.rstd, kept.scale, spec.dtype)
-    return Part(col, kept.scale)
+    return Operand(col, kept.scale)

@@ -8,7 +8,7 @@ from torch.nn.functional import ScalingType as Recipe
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import lacks_float8_gemm
-from float8.quantize.spec import Part, check_scale, dequantised
+from float8.quantize.spec import Operand, check_scale, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
 _BY_BLOCKS: dict[Granularity, Recipe] = {
@@ -34,7 +34,7 @@ class Gemm(NamedTuple):
     """Of the scales of its two operands."""
 
 
-def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+def matmul(a: Operand, b: Operand, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
     Both operands lie contiguous along the contraction dim, as Hopper's float8 tensor cores read
@@ -95,13 +95,13 @@ def matmul(a: Part, b: Part, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     )
 
 
-def _by_rows(part: Part) -> Tensor:
+def _by_rows(part: Operand) -> Tensor:
     """Return one scale for each row of the data, [R, 1], of one scale or as many."""
     rows = part.data.shape[0]
     return part.scale.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
-def _emulated(a: Part, b: Part, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     of_a, of_b = gemm.granularities
     if of_a.by_blocks:
         left, right = dequantised(a, of_a), dequantised(b, of_b)

@@ -21,7 +21,7 @@ from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
 
 
-class Cast(NamedTuple):
+class CastResult(NamedTuple):
     """A tensor in float8, with the scale of the cast."""
 
     scale: Tensor
@@ -40,7 +40,7 @@ def cast(
     col: bool,
     pad_rows: bool = False,
     after: Tensor | None = None,
-) -> Cast:
+) -> CastResult:
     """Cast ``x`` to float8 under one scale, to row data, to its transpose, or to both.
 
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
@@ -82,7 +82,7 @@ def cast(
     else:
         out = torch.ops.float8.cast.default(x, scale, *how)
     used = out[0] if scale is None else scale
-    return Cast(used, out[-1 - col] if row else None, out[-1] if col else None)
+    return CastResult(used, out[-1 - col] if row else None, out[-1] if col else None)
 
 
 def cast_delayed(
@@ -94,7 +94,7 @@ def cast_delayed(
     col: bool,
     pad_rows: bool = False,
     record: bool = True,
-) -> Cast:
+) -> CastResult:
     """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
 
     The scale of ``state`` is used, or where it is 0 (unknown) that from the amax of ``x``. Its amax
@@ -109,7 +109,7 @@ def cast_delayed(
         out = _cast_delayed_triton(*args)
     else:
         out = torch.ops.float8.cast_delayed.default(*args)
-    return Cast(out[0], out[1] if row else None, out[2] if col else None)
+    return CastResult(out[0], out[1] if row else None, out[2] if col else None)
 
 
 def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:

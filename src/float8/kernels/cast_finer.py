@@ -10,7 +10,7 @@ from float8.kernels.cast import check_cast
 from float8.kernels.cast_axiswise import cast_axiswise_reference, cast_axiswise_triton
 from float8.kernels.cast_blockwise import cast_blockwise_reference, cast_blockwise_triton
 from float8.kernels.runtime.launch import takes_triton_directly
-from float8.quantize.spec import CastSpec, Part
+from float8.quantize.spec import CastSpec, Operand
 
 
 def cast_finer(
@@ -22,7 +22,7 @@ def cast_finer(
     pad_rows: bool = False,
     after: Tensor | None = None,
     traced: bool = False,
-) -> tuple[Part | None, Part | None]:
+) -> tuple[Operand | None, Operand | None]:
     """Cast ``x`` to float8 under a scale per row and column, or per block of 128.
 
     Each scale is that of the amax of what it covers, by `amax_to_scale`; the arithmetic of an
@@ -84,4 +84,4 @@ def cast_finer(
         out = triton(x, *how)
     else:
         out = op(x, *how, after)
-    return Part(out[0], out[1]) if row else None, Part(out[-2], out[-1]) if col else None
+    return Operand(out[0], out[1]) if row else None, Operand(out[-2], out[-1]) if col else None

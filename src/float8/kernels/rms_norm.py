@@ -16,7 +16,7 @@ from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, t
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.quantize.history import NO_STATE, DelayedScale
-from float8.quantize.spec import CastSpec, Part
+from float8.quantize.spec import CastSpec, Operand
 
 WIDEST_NORM = 32768
 """Each program holds a whole row; wider ones would not fit into registers."""
@@ -32,7 +32,7 @@ def rms_norm_cast(
     state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> tuple[Tensor, Part]:
+) -> tuple[Tensor, Operand]:
     """Cast ``x * rstd * weight``, computed in float32 (Zhang and Sennrich, 2019, eq. 4).
 
     To row data only: :func:`rms_norm_recast` makes the column data when backward needs them.
@@ -61,7 +61,7 @@ def rms_norm_cast(
         out = _rms_norm_cast_triton(*args)
     else:
         out = torch.ops.float8.rms_norm_cast.default(*args)
-    return out[0], Part(out[2], out[1])
+    return out[0], Operand(out[2], out[1])
 
 
 def rms_norm_recast(

@@ -27,7 +27,7 @@ from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load, tile_at, tile_of_program, tiled
 from float8.quantize.history import NO_STATE, DelayedScale
-from float8.quantize.spec import CastSpec, Part
+from float8.quantize.spec import CastSpec, Operand
 
 
 def swiglu_cast(
@@ -37,7 +37,7 @@ def swiglu_cast(
     state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> Part:
+) -> Operand:
     """Cast ``silu(gate) * up``, computed in float32, to row data.
 
     Args:
@@ -63,7 +63,7 @@ def swiglu_cast(
         out = _swiglu_cast_triton(*args)
     else:
         out = torch.ops.float8.swiglu_cast.default(*args)
-    return Part(out[1], out[0])
+    return Operand(out[1], out[0])
 
 
 def swiglu_backward_cast(
@@ -77,7 +77,7 @@ def swiglu_backward_cast(
     up_state: DelayedScale | None = None,
     *,
     record: bool = False,
-) -> tuple[Part, Part, Part]:
+) -> tuple[Operand, Operand, Operand]:
     """Cast the gradients of ``gate`` and ``up`` to row data, and the product once more.
 
     The product ``silu(gate) * up`` is needed as column data only now, so forward need not keep it.
@@ -118,7 +118,7 @@ def swiglu_backward_cast(
     else:
         out = torch.ops.float8.swiglu_backward_cast.default(*args)
     product, gate_used, gate_row, up_used, up_row = out
-    return Part(product, product_scale), Part(gate_row, gate_used), Part(up_row, up_used)
+    return Operand(product, product_scale), Operand(gate_row, gate_used), Operand(up_row, up_used)
 
 
 def swiglu_cast_reference(

@@ -15,7 +15,7 @@ from float8.gemm import Gemm, matmul
 from float8.linear.held import WeightCast, product_with_held
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize.quantize import Cast, columns, padded, quantize
-from float8.quantize.spec import Part, Quantized
+from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor
 from float8.tensor.ranks import Tokens
 
@@ -55,29 +55,28 @@ class BoundLinear(NamedTuple):
         return self._replace(ready=WeightCast(Quantized(col=ready.operand.col), ready.compares))
 
     def output(
-        self, x: Part, weight: Tensor, dtype: torch.dtype, M: int
+        self, x: Operand, weight: Tensor, dtype: torch.dtype, M: int
     ) -> tuple[Tensor, KeptWeight]:
         """Multiply row data [M, K] by a weight: `x @ weight.T` [M, N], and the weight to save."""
         cast, gemm, ready = self.casts.weight, self.plan.output, self.ready
         assert gemm is not None
         if ready is None:
-            fuse = cast.state is not None
-            w = quantize(weight, cast, row=True, pad_rows=True, fuse_amax=fuse).row
-            kept = KeptWeight(weight, w.scale)
-        else:
-            record(cast, ready.operand.amax)
-            held, w = ready.operand.col is not None, ready.operand.row
-            kept = KeptWeight(weight) if held else KeptWeight(*w)
-            w = padded(w, cast.spec.granularity)
-        if ready is not None and ready.compares:
+            traced = cast.state is not None
+            w = quantize(weight, cast, row=True, pad_rows=True, traced=traced).row
+            y, kept = matmul(x, w, gemm=gemm, out_dtype=dtype), KeptWeight(weight, w.scale)
+        elif ready.compares:
             y = product_with_held(
                 x, weight, ready, cast.spec, columns=False, gemm=gemm, out_dtype=dtype
             )
+            kept = KeptWeight(weight)
         else:
-            y = matmul(x, w, gemm=gemm, out_dtype=dtype)
+            record(cast, ready.operand.amax)
+            is_held, w = ready.operand.col is not None, ready.operand.row
+            kept = KeptWeight(weight) if is_held else KeptWeight(*w)
+            y = matmul(x, padded(w, cast.spec.granularity), gemm=gemm, out_dtype=dtype)
         return _cut(y, gemm, M, weight.shape[0]), kept
 
-    def grad_input(self, g: Part, kept: KeptWeight, dtype: torch.dtype, M: int) -> Tensor:
+    def grad_input(self, g: Operand, kept: KeptWeight, dtype: torch.dtype, M: int) -> Tensor:
         """Multiply row data [M, N] by a weight: `g @ weight` [M, K]."""
         gemm, ready, cast = self.plan.grad_input, self.ready, self.casts.weight
         assert gemm is not None
@@ -94,12 +93,12 @@ class BoundLinear(NamedTuple):
         elif ready is not None:
             w = ready.operand.col
         elif kept.data.dtype in FLOAT8_MAX:
-            w = columns(Part(*kept), cast.spec, after)
+            w = columns(Operand(*kept), cast.spec, after)
         else:
             w = quantize(kept.data, cast.known(kept.scale), col=True, after=after).col
         return _cut(matmul(g, w, gemm=gemm, out_dtype=dtype), gemm, M, self.in_features)
 
-    def grad_weight(self, g: Part, x: Part) -> Tensor:
+    def grad_weight(self, g: Operand, x: Operand) -> Tensor:
         """Multiply column data [N, M] by column data [K, M]: `g.T @ x` [N, K]."""
         gemm = self.plan.grad_weight
         assert gemm is not None
@@ -152,7 +151,7 @@ def _operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Qu
             f"{'' if other is None else f', and in another way for {other}'}; call "
             f"{role}.to_original_precision(), or configure its casts alike"
         )
-    return Quantized(Part(x._data.contiguous(), x._scale), amax=x._amax)
+    return Quantized(Operand(x._data.contiguous(), x._scale), amax=x._amax)
 
 
 def cast_tokens(x: Tensor, cast: Cast, tokens: Tokens | None, *, row: bool, col: bool) -> Quantized:
@@ -166,7 +165,7 @@ def cast_tokens(x: Tensor, cast: Cast, tokens: Tokens | None, *, row: bool, col:
     spec, mine = cast.spec, quantize(x, cast, row=True).row
     data = tokens.gather(sendable(mine.data[:, : x.shape[1]])).view(spec.dtype)
     scale = mine.scale if spec.granularity.one_scale else tokens.gather(mine.scale)
-    whole = Part(data, scale)
+    whole = Operand(data, scale)
     return Quantized(
         padded(whole, spec.granularity, pad_rows=False) if row else None,
         columns(whole, spec) if col else None,

@@ -20,6 +20,9 @@ from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
 from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
 
+PASSING = {"held", "agreed", "attached", "_seen"}
+"""The attributes of a layer that its copies do not have: of this training, and this optimizer."""
+
 
 class StatefulLayer(nn.Module):
     """A linear layer with that state, and its weight in float8 where that is held."""
@@ -32,7 +35,7 @@ class StatefulLayer(nn.Module):
     delayed: tuple[CastSite, ...] = ()
     """The sites with delayed scaling."""
     attached = 0
-    """How many optimizers sync it; if any does, no sync can be missing."""
+    """The number of optimizers that sync it; if any does, no sync can be missing."""
     agreed: frozenset[Any] = frozenset()
     """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
     transposed = False
@@ -178,8 +181,7 @@ class StatefulLayer(nn.Module):
     # ---------------------------------------------------------------- copies and moves
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("held", "agreed", "attached", "_seen")
-        return {name: value for name, value in self.__dict__.items() if name not in passing}
+        return {name: value for name, value in self.__dict__.items() if name not in PASSING}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]

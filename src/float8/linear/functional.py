@@ -27,7 +27,7 @@ from float8.linear.bound import (
 from float8.linear.held import WeightCast
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.quantize.quantize import quantize, recast
-from float8.quantize.spec import Part, Quantized
+from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.ranks import Tokens
 
@@ -107,8 +107,12 @@ def apply_linear(
         raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
     grad, (N, K) = torch.is_grad_enabled(), weight.shape
     input = check_input(input, weight)
+    if plan.output is None and isinstance(input, Float8Tensor):
+        input = input.to_original_precision()
     rows = input if input.dim() == 2 else input.reshape(-1, K)
     if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
+        if isinstance(weight, Float8Tensor):
+            weight = weight.to_original_precision()
         output = rows @ weight.to(input.dtype).t()
     else:
         need_grad_weight = grad and weight.requires_grad
@@ -229,7 +233,7 @@ class _Linear(torch.autograd.Function):
                 record(casts.input, x.amax)
             else:
                 col = float8_grad_weight and plan.share_input and not compiling
-                x = quantize(input, casts.input, row=True, col=col, fuse_amax=True)
+                x = quantize(input, casts.input, row=True, col=col, traced=True)
             y, kept = layer.output(x.row, weight, input.dtype, input.shape[0])
             input_scale = x.row.scale
         else:
@@ -311,7 +315,7 @@ class _Linear(torch.autograd.Function):
         dw: Tensor | None = None
         if col:
             g_col = g.col if shared_col else quantize(grad_output, other, col=True).col
-            x = Part(saved_input, input_scale)
+            x = Operand(saved_input, input_scale)
             if columns_of is not None:
                 x = columns_of.of(x, casts.input.spec)
             elif not input_is_transposed:

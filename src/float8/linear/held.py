@@ -19,7 +19,7 @@ from float8.config import ScalingGranularity
 from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.ops import register
 from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, Part, Quantized
+from float8.quantize.spec import CastSpec, Operand, Quantized
 from float8.tensor import stamp_of
 
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
@@ -101,7 +101,7 @@ def _is_capturing(weight: Tensor) -> bool:
 
 
 def product_with_held(
-    a: Part,
+    a: Operand,
     weight: Tensor,
     cast: WeightCast,
     spec: CastSpec,
@@ -152,13 +152,13 @@ def held_matmul(
         emulate: see there.
         out_dtype: of the result, [M, N], or [M, K] for `columns`.
     """
-    of_b, b = ScalingGranularity(granularity), Part(data, scale)
+    of_b, b = ScalingGranularity(granularity), Operand(data, scale)
     if _is_capturing(weight) or not is_current(data, weight):
         cast = Cast(CastSpec(data.dtype, of_b, power_of_2=power_of_2))
         made = quantize(weight, cast, row=not columns, col=columns, pad_rows=True)
         b = made.col if columns else made.row
     gemm = Gemm(use_fast_accum, emulate, (ScalingGranularity(granularity_of_a), of_b))
-    return matmul(Part(a, a_scale), b, gemm=gemm, out_dtype=out_dtype)
+    return matmul(Operand(a, a_scale), b, gemm=gemm, out_dtype=out_dtype)
 
 
 def _held_matmul_fake(a: Tensor, _: Tensor, data: Tensor, *rest: Any) -> Tensor:

@@ -16,7 +16,7 @@ from float8.config import (
 )
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.linear.bound import weight_in_float8
-from float8.linear.delayed import StatefulLayer
+from float8.linear.delayed import PASSING, StatefulLayer
 from float8.linear.functional import apply_linear, require_input
 from float8.linear.held import WeightCast, hold, is_current, is_recording
 from float8.linear.inputs import of_another_kind
@@ -86,6 +86,8 @@ class Float8Layer(StatefulLayer):
         """Make a layer of `mod`, as `from_float`, without checks."""
         source = mod.source_class if isinstance(mod, Float8Layer) else type(mod)
         new: Float8Layer = shallow_copy(mod, class_of(_base(mod, cls), source))
+        for name in PASSING & vars(new).keys():
+            del new.__dict__[name]
         new.set_up(config)
         return new
 
@@ -156,13 +158,9 @@ class Float8Layer(StatefulLayer):
             casts = self.casts(amax_over(sharding_groups(weight)))
             whole: Tensor = linear_of_shards(input, weight, self.bias, self.shards, plan, casts)
             return whole
-        if weight.requires_grad and self.config.float8_weights is Float8Weights.ONLY:
-            raise RuntimeError(
-                "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
-                "expected False: it cannot be trained; call convert_to_high_precision(model) first"
-            )
-        casts = self.casts() if self.delayed else plan.casts
-        ready = None if self.held is None else self.ready_weight(weight)
+        casts, ready = self.casts() if self.delayed else plan.casts, None
+        if self.held is not None or self.config.float8_weights is Float8Weights.ONLY:
+            ready = self.ready_weight(weight)
         return apply_linear(input, weight, self.bias, plan, casts, ready)
 
     def in_float8(self, input: Any) -> Any:
@@ -188,6 +186,11 @@ class Float8Layer(StatefulLayer):
         weight as it is: averages are written into `weight.data`, past version counters.
         """
         held = self.held
+        if weight.requires_grad and self.config.float8_weights is Float8Weights.ONLY:
+            raise RuntimeError(
+                "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
+                "expected False: it cannot be trained; call convert_to_high_precision(model) first"
+            )
         if held is None or held.weight is not weight or not self.training:
             return weight_in_float8(weight, self.plan) if isinstance(weight, Float8Tensor) else None
         if is_recording(weight):

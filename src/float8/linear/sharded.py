@@ -111,7 +111,7 @@ class Shards(NamedTuple):
         if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
             # What the ranks' tokens say of the bias is summed in backward.
             bias = bias.redistribute(placements=bias.placements)
-        return output + bias
+        return output + bias.to(output.dtype)
 
     def _tokens(self, shape: torch.Size, mesh: Any) -> Tokens | None:
         """Return those of an input [..., K], of which only the leading dims count."""

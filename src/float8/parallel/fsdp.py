@@ -19,7 +19,7 @@ from float8.linear import Float8Linear
 from float8.linear.sharded import all_have_some
 from float8.quantize.history import DelayedScale
 from float8.quantize.quantize import Cast, quantize, scales_of
-from float8.quantize.spec import Part, Quantized
+from float8.quantize.spec import Operand, Quantized
 from float8.tensor import (
     Float8GatherWeight,
     Float8Tensor,
@@ -173,7 +173,7 @@ class FSDPFloat8Weight(Float8GatherWeight):
             cast = cast._replace(reduce=of_all)
         row = quantize(shard, cast, row=True).row
         data = row.data[: shard.shape[0], : shard.shape[1]]
-        return Quantized(Part(data, row.scale), amax=amax)
+        return Quantized(Operand(data, row.scale), amax=amax)
 
 
 # FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
@@ -318,7 +318,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     made: dict[Any, Tensor] = {}
     for weight, layers in users.items():
         if (
-            not isinstance(weight, Float8GatherWeight)
+            not isinstance(local_tensor(weight), Float8GatherWeight)
             and None not in layers
             and layers[0].config.enable_fsdp_float8_all_gather
             and all(layer.config == layers[0].config for layer in layers)

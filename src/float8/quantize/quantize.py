@@ -11,7 +11,7 @@ from float8.config import Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec, Part, Quantized, dequantised
+from float8.quantize.spec import CastSpec, Operand, Quantized, dequantised
 
 Reduction = Callable[[Tensor], Tensor]
 """Takes the amax of this rank's part of a tensor, returns that of the whole; collective."""
@@ -51,7 +51,7 @@ def quantize(
     col: bool = False,
     pad_rows: bool = False,
     after: Tensor | None = None,
-    fuse_amax: bool = False,
+    traced: bool = False,
 ) -> Quantized:
     """Cast `x` to float8.
 
@@ -62,9 +62,9 @@ def quantize(
         col: make column data.
         pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
         after: what a compiler must have computed first, see `kernels.cast`.
-        fuse_amax: let a compiler take amaxes in the kernel that produces `x`, or with a state
-            record them apart from the cast, which backward may do again. Without effect in eager
-            mode, where that kernel has run.
+        traced: in compiled code take amaxes by plain torch code, which a compiler fuses into what
+            produces `x`, and cast so under finer scales. A state records its amax apart from the
+            cast, which backward may do again. Without effect in eager mode.
 
     Returns:
         Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
@@ -76,7 +76,7 @@ def quantize(
             finer scales.
     """
     spec, state, record, reduce, scale = cast
-    fuse = fuse_amax and torch.compiler.is_compiling()
+    traced = traced and torch.compiler.is_compiling()
     if not spec.granularity.one_scale:
         if state is not None or scale is not None:
             raise ValueError(
@@ -85,25 +85,25 @@ def quantize(
             )
         return Quantized(
             *kernels.cast_finer(
-                x, spec, row=row, col=col, pad_rows=pad_rows, after=after, traced=fuse
+                x, spec, row=row, col=col, pad_rows=pad_rows, after=after, traced=traced
             )
         )
     if scale is None and state is not None and reduce is None:
-        apart = state.apart() if record and fuse else None
+        apart = state.apart() if record and traced else None
         scale, row_data, col_data = kernels.cast_delayed(
             x, spec, apart or state, row=row, col=col, pad_rows=pad_rows, record=record
         )
         if apart:
             state.record(apart.amax)
     else:
-        if scale is None and (reduce is not None or fuse):
+        if scale is None and (reduce is not None or traced):
             scale = scale_of(x, cast)
         scale, row_data, col_data = kernels.cast(
             x, spec, scale=scale, row=row, col=col, pad_rows=pad_rows, after=after
         )
     return Quantized(
-        None if row_data is None else Part(row_data, scale),
-        None if col_data is None else Part(col_data, scale),
+        None if row_data is None else Operand(row_data, scale),
+        None if col_data is None else Operand(col_data, scale),
     )
 
 
@@ -146,7 +146,7 @@ def scales_of(
     return list(torch._foreach_abs(scales.unbind()))
 
 
-def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
+def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Operand:
     """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
 
     Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
@@ -161,14 +161,14 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Part:
         scale: of the cast before; finer scales are others for columns.
     """
     if x.dtype in FLOAT8_MAX:
-        return columns(Part(x, scale), spec)
+        return columns(Operand(x, scale), spec)
     if spec.granularity.one_scale and torch.compiler.is_compiling():
-        row = Part(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
+        row = Operand(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
         return columns(row, spec)
-    return quantize(x.detach(), Cast(spec).known(scale), col=True, fuse_amax=True).col
+    return quantize(x.detach(), Cast(spec).known(scale), col=True, traced=True).col
 
 
-def padded(row: Part, granularity: Granularity, pad_rows: bool = True) -> Part:
+def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
     """Return row data as a cast pads them; the very same, if that is nothing."""
     data, scale = row
     to = (granularity.square and granularity.width) or GEMM_ALIGNMENT
@@ -178,10 +178,10 @@ def padded(row: Part, granularity: Granularity, pad_rows: bool = True) -> Part:
     bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
     if bottom and granularity.by_rows:
         scale = torch.nn.functional.pad(scale, (0, 0, 0, bottom), value=1.0)
-    return Part(bytes_.view(data.dtype), scale)
+    return Operand(bytes_.view(data.dtype), scale)
 
 
-def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
+def columns(row: Operand, spec: CastSpec, after: Tensor | None = None) -> Operand:
     """Return column data of row data [R, C] that were cast by `spec`; `after` as `kernels.cast`.
 
     Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
@@ -193,18 +193,18 @@ def columns(row: Part, spec: CastSpec, after: Tensor | None = None) -> Part:
     """
     granularity = spec.granularity
     if granularity.one_scale:
-        return Part(kernels.transpose_bytes(row.data, after=after), row.scale)
+        return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:
         row = padded(row, granularity)
         scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
         scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
-        return Part(kernels.transpose_bytes(row.data, after=after), scale.contiguous())
+        return Operand(kernels.transpose_bytes(row.data, after=after), scale.contiguous())
     if not granularity.by_rows:
         raise ValueError(
             f"columns: got row data under {granularity}, expected one scale, rows or squares; "
             f"cast the tensor with `quantize(..., col=True)`"
         )
-    row = Part(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
+    row = Operand(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
     # Times a power of two a float8 value is exact in bfloat16, too.
     dtype = torch.bfloat16 if spec.power_of_2 else torch.float32
     return quantize(dequantised(row, granularity, dtype), Cast(spec), col=True, after=after).col

@@ -29,7 +29,7 @@ class CastSpec(NamedTuple):
         return self.scaling is ScalingType.DELAYED
 
 
-class Part(NamedTuple):
+class Operand(NamedTuple):
     """One operand of a GEMM: float8 data and their scale."""
 
     data: Tensor
@@ -45,17 +45,17 @@ class Quantized(NamedTuple):
     `| Any`: a type checker is not to ask of those who know which.
     """
 
-    row: Part | Any = None
+    row: Operand | Any = None
     """[R, C], contracted over C."""
 
-    col: Part | Any = None
+    col: Operand | Any = None
     """The transposed copy [C, R], contracted over R."""
 
     amax: Tensor | None = None
     """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
 
 
-def check_scale(part: Part, granularity: Granularity) -> None:
+def check_scale(part: Operand, granularity: Granularity) -> None:
     """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
 
     One element for one scale, else `Granularity.scales`; rows may have more leading dims.
@@ -74,7 +74,9 @@ def check_scale(part: Part, granularity: Granularity) -> None:
         )
 
 
-def dequantised(part: Part, granularity: Granularity, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantised(
+    part: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return `data * scale` in `dtype`; of any shape under one scale or rows, else [R, C]."""
     scale = part.scale
     if granularity.width is not None:

@@ -9,7 +9,7 @@ from float8.autograd import computed_before
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.quantize import Cast, columns, quantize
-from float8.quantize.spec import CastSpec, Part, check_scale, dequantised
+from float8.quantize.spec import CastSpec, Operand, check_scale, dequantised
 from float8.tensor.dtensor import dtensor_like, is_dtensor
 from float8.tensor.ranks import amax_over, sharding_groups
 from float8.tensor.wrapper import Wrapper
@@ -22,7 +22,7 @@ class Columns:
     """
 
     _readers = 0
-    _made: Part | None = None
+    _made: Operand | None = None
 
     def expect(self) -> "Columns":
         """Count one more reader."""
@@ -33,7 +33,7 @@ class Columns:
         """Drop what was made: its values were written over."""
         self._made = None
 
-    def of(self, row: Part, spec: CastSpec) -> Part:
+    def of(self, row: Operand, spec: CastSpec) -> Operand:
         """Return column data of `row`, the same for all readers."""
         made = columns(row, spec) if self._made is None else self._made
         self._readers -= 1
@@ -104,7 +104,7 @@ class Float8Tensor(Wrapper):
                 f"contiguous matrix under {granularity}"
             )
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
-        part = Part(data.t(), scale.t()) if self._by_columns else Part(data, scale)
+        part = Operand(data.t(), scale.t()) if self._by_columns else Operand(data, scale)
         check_scale(part, granularity)
         return self
 
@@ -285,7 +285,7 @@ class _ToOriginalPrecision(torch.autograd.Function):
 
 def dequantise(x: Float8Tensor) -> Tensor:
     """Return `data * scale` in float32, rounded to the original dtype; not differentiable."""
-    return dequantised(Part(x._data, x._scale), x._granularity).to(x._orig_dtype)
+    return dequantised(Operand(x._data, x._scale), x._granularity).to(x._orig_dtype)
 
 
 torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])

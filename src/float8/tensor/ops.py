@@ -11,7 +11,7 @@ from float8.config import Granularity
 from float8.formats import E4M3, E5M2, sendable
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
-from float8.quantize.spec import Part
+from float8.quantize.spec import Operand
 from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.wrapper import as_inference_as
 
@@ -367,6 +367,6 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
     return product[: a.shape[0], : b.shape[1]]
 
 
-def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Part:
-    part = padded(Part(data, scale), granularity)
-    return Part(part.data.contiguous(), part.scale)
+def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Operand:
+    part = padded(Operand(data, scale), granularity)
+    return Operand(part.data.contiguous(), part.scale)

@@ -1,4 +1,4 @@
-"""What launch configurations depend on of a device, asked for once per device."""
+"""Properties of a device that launch configurations depend on, asked for once per device."""
 
 import functools
 

@@ -33,7 +33,7 @@ NO_ONNX = (
 )
 
 cpu, cuda = types.SimpleNamespace(), types.SimpleNamespace()
-"""What generated code calls: the ops of a device by their names.
+"""The namespaces that generated code calls: the ops of a device by their names.
 
 Inductor keeps generated code on disk, past an upgrade of this library: the names of these two and
 of this file must stay, and what an op of a given name returns."""
