@@ -68,8 +68,9 @@ def state_apart(cast: Cast) -> DelayedScale | None:
 
     The caller hands that to `record` afterwards: see `DelayedScale.apart`.
     """
-    apart = cast.state is not None and cast.record and torch.compiler.is_compiling()
-    return cast.state.apart() if apart and cast.state else cast.state
+    if cast.state is None or not cast.record or not torch.compiler.is_compiling():
+        return cast.state
+    return cast.state.apart()
 
 
 def fused_norm(module: Any, x: Tensor, layer: Float8Linear) -> tuple[Tensor, float] | None:

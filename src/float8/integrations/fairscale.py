@@ -99,7 +99,7 @@ class Float8ColumnParallelLinear(Float8ParallelLinear):
         """Have the input gathered in float8, with sequence parallel."""
         before: Placement = Replicate()
         if sequence_dim is not None:
-            before, self.shards = Shard(sequence_dim), Shards("input")
+            before, self.shards = Shard(sequence_dim), Shards(gathers_input=True)
         self.placements = before, Replicate() if mod.gather_output else Shard(-1)
 
 
@@ -112,7 +112,7 @@ class Float8RowParallelLinear(Float8ParallelLinear):
         """Have the gradient of the output gathered in float8, with sequence parallel."""
         after: Placement = Replicate()
         if sequence_dim is not None:
-            after, self.shards = Shard(sequence_dim), Shards("grad_output", sequence_dim)
+            after, self.shards = Shard(sequence_dim), Shards(tokens_dim=sequence_dim)
         self.placements = Shard(-1) if mod.input_is_parallel else Replicate(), after
 
 

@@ -257,10 +257,12 @@ class Float8Layer(StatefulLayer):
             parts.append("weight in high precision")  # which somebody has set
         elif self.held is not None or self.keeps_no_master:
             parts.append(f"weight {self.config.float8_weights.value} in float8")
-        gathered, plan = self.shards.gathered, self.plan
-        of_input = gathered == "input"
-        if gathered is not None and not (of_input and self.sums_over_ranks):
-            once = plan.casts_input_once if of_input else plan.casts_grad_output_once
+        gathered = None
+        if self.shards.tokens_dim is not None:
+            gathered, once = "grad_output", self.plan.casts_grad_output_once
+        elif self.shards.gathers_input and not self.sums_over_ranks:
+            gathered, once = "input", self.plan.casts_input_once
+        if gathered is not None:
             parts.append(f"{gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)
 

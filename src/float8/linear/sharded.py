@@ -30,12 +30,12 @@ from float8.tensor.ranks import Tokens
 class Shards(NamedTuple):
     """The part of ranks in a layer, as a style sets it; the weight, a DTensor, tells the rest."""
 
-    gathered: str | None = None
-    """`input` or `grad_output`, of which ranks gather the tokens; None: of neither."""
+    gathers_input: bool = False
+    """Whether ranks gather the tokens of the input of a weight Shard(0)."""
 
     tokens_dim: int | None = None
-    """The dim along which ranks share the tokens of an output that is a sum over ranks. None: the
-    sum is left to others."""
+    """The dim along which ranks share the tokens of an output that is a sum over ranks, and gather
+    those of its gradient. None: the sum is left to others."""
 
     def enter(
         self, input: Any, weight: Any, plan: LinearPlan, casts: Casts
@@ -74,7 +74,7 @@ class Shards(NamedTuple):
             )
         require_input(input, weight)
         require_parts(weight.shape, 0 if by_rows else 1, mesh.size(), plan)
-        if by_rows and self.gathered == "input" and not input.placements[0].is_replicate():
+        if by_rows and self.gathers_input and not input.placements[0].is_replicate():
             input = dtensor_in_float8(input, plan, casts.input)
             input = input.redistribute(placements=[dtensors.Replicate()])
         expected: Any = dtensors.Replicate() if by_rows else dtensors.Shard(input.dim() - 1)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Layer, Float8Linear
-from float8.linear.sharded import Shards, require_parts
+from float8.linear.sharded import require_parts
 from float8.tensor import is_dtensor
 
 Placements = tuple[Placement, ...]
@@ -51,7 +51,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = _require_layer(self, module, 0, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            layer.shards = layer.shards._replace(gathered="input")
+            layer.shards = layer.shards._replace(gathers_input=True)
         return super()._apply(layer, device_mesh)
 
 
@@ -65,7 +65,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
         if isinstance(to, Shard) and to.dim != -1:
-            layer.shards = Shards("grad_output", to.dim)
+            layer.shards = layer.shards._replace(tokens_dim=to.dim)
         return super()._apply(layer, device_mesh)
 
 
@@ -97,8 +97,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if self.input_layouts != self.desired_input_layouts:
             for name in names:
                 layer: Any = module.get_submodule(name)
-                if layer.shards.gathered is None:
-                    layer.shards = layer.shards._replace(gathered="input")
+                layer.shards = layer.shards._replace(gathers_input=True)
         inner = vars(module).get("forward")
         inner = getattr(inner, "__func__", inner)  # a copy of the module is handed itself
 
