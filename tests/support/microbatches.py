@@ -2,10 +2,8 @@
 
 import copy
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from unittest import mock
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,6 @@ from float8 import (
     attach_to_optimizer,
     convert_to_float8_training,
 )
-from float8.linear.held import hold
 from sqnr import same_bits
 from support.models import FeedForward, fp8_state, seeded
 
@@ -49,22 +46,6 @@ def by_hand(model: nn.Module) -> None:
     """Write the weights of all float8 layers in place."""
     for layer in layers_of(model):
         layer.weight.mul_(3)
-
-
-@contextmanager
-def counting_casts() -> Iterator[Counter[int]]:
-    """Casts of weights that are to be held, by the address of their data."""
-    counts: Counter[int] = Counter()
-
-    def counted(weight, cast):
-        counts[weight.data_ptr()] += 1
-        return hold(weight, cast)
-
-    with (
-        mock.patch("float8.linear.module.hold", counted),
-        mock.patch("float8.sync.hold", counted),
-    ):
-        yield counts
 
 
 def weight_casts(model: nn.Module, run: Callable[[], object]) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from float8 import Float8Weights
+from float8.linear.held import hold
 from float8_lab.trainer import build, data
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import TrainConfig
@@ -23,7 +26,6 @@ from float8_lab.trainer.metrics import read_metrics, summarize
 from sqnr import same_bits
 from support.checkpoints import read_tensors
 from support.listener import Listener
-from support.microbatches import counting_casts
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -41,6 +43,22 @@ def test_accumulated_steps_equal_one_big_batch(make_config: MakeConfig, tmp_path
         assert a.tokens == b.tokens == 8 * 16
         assert a.loss == pytest.approx(b.loss, rel=2e-5)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=2e-4)
+
+
+@contextmanager
+def counting_casts() -> Iterator[Counter[int]]:
+    """Casts of weights that are to be held, by the address of their data."""
+    counts: Counter[int] = Counter()
+
+    def counted(weight, cast):
+        counts[weight.data_ptr()] += 1
+        return hold(weight, cast)
+
+    with (
+        mock.patch("float8.linear.module.hold", counted),
+        mock.patch("float8.sync.hold", counted),
+    ):
+        yield counts
 
 
 @pytest.mark.parametrize(("recipe", "dtype"), [("tensorwise", "bfloat16"), ("delayed", "float32")])
