@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         PrepareFloat8ModuleInput,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -30,15 +30,6 @@ def ceil16(n: int) -> int:
     return (n + (GEMM_ALIGNMENT - 1)) // GEMM_ALIGNMENT * GEMM_ALIGNMENT
 
 
-def sendable(data: torch.Tensor) -> torch.Tensor:
-    """Return float8 data as collectives send them: bytes on CPUs, since Gloo knows no float8.
-
-    On GPUs they are float8, which NCCL knows: Inductor's asynchronous tensor parallel does not find
-    the GEMMs of what was gathered as bytes.
-    """
-    return data if data.is_cuda else data.view(torch.uint8)
-
-
 @functools.cache
 def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.
@@ -49,6 +40,8 @@ def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | No
     """
     if device.type in ("cpu", "meta"):
         return None
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "AMD GPUs are not supported: casts and GEMMs are NVIDIA's formats and layouts"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major == 9 or ((major, minor) >= (8, 9) and not by_blocks):

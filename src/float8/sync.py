@@ -1,6 +1,5 @@
 """Scaling once per optimizer step: sync of amaxes, held weights, hooks of optimizers."""
 
-import json
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,15 +13,14 @@ from float8.arguments import require_module
 from float8.config import CastSite, Float8Weights
 from float8.formats import FLOAT8_MAX
 from float8.linear import Float8Layer
-from float8.linear.held import can_hold, expire, hold
-from float8.parallel.amax import mesh_device_type, sync_groups
 from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
-from float8.parallel.texts import all_gather_texts
+from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize.history import next_history_and_scale
 from float8.quantize.quantize import scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over
+from float8.tensor.weight_cast import can_hold, hold
 from float8.untraced import untraced
 
 
@@ -219,7 +217,7 @@ def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | 
         return "gathered in high precision"
     if weight is None:
         return "computed at each use"
-    if layer.plan.casts.weight.spec.delayed:
+    if CastSite.WEIGHT in layer.delayed:
         return "with delayed scaling"
     # The hooks of a weight that is gathered in float8 hold it.
     if under_fsdp or weight.is_meta or can_hold(weight):
@@ -295,8 +293,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     layers = [layer for layer in model.modules() if isinstance(layer, Float8Layer)]
     update_float8_weights(model)  # makes room for them
     for layer in layers:
-        if layer.held is not None:
-            expire(layer.held)  # a checkpoint may be loaded next
+        layer.expire_weight()  # a checkpoint may be loaded next
     attachment = Attachment(
         layers,
         [
@@ -353,7 +350,7 @@ def _join_tied(layers: list[Float8Layer]) -> None:
     """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
-        if layer.config.enable_fsdp_float8_all_gather and layer.plan.casts.weight.spec.delayed:
+        if layer.config.enable_fsdp_float8_all_gather and CastSite.WEIGHT in layer.delayed:
             tied.setdefault(id(layer.weight), []).append(layer.get_buffer(CastSite.WEIGHT.amax))
     for amaxes in tied.values():
         if len(amaxes) > 1:
@@ -376,16 +373,14 @@ def _require_same_layers(
     there = mesh_device_type([layer.weight for layer in layers])
     device = layers[0].get_buffer(layers[0].delayed[0].amax).device
     device = device if there in (None, device.type) else torch.device(there)
-    found = [json.loads(each) for each in all_gather_texts(json.dumps(lines), ranks, device)]
-    if len(found) > 1:
-        common = set(lines).intersection(*found)
-        differ = sorted({layer for each in found for layer in each if layer not in common})
+    if (differ := unlike(lines, ranks, device)) is not None:
         raise ValueError(
             f"model: got different layers with delayed scaling on the ranks, expected the same on "
-            f"all; convert alike, or say with `group=` which ranks train the same model. Not the "
-            f"same everywhere: {'; '.join(differ[:4]) or 'their order'}"
+            f"all; convert alike, or say with `group=` which ranks train the same model. This rank "
+            f"has {len(lines)}, of which others have not, or in another order: "
+            f"{'; '.join(differ[:4]) or 'none'}"
         )
-    layers[0].agreed |= {done}
+    layers[0].agree(done)
 
 
 def _share_amaxes(layers: list[Float8Layer], ranks: tuple[Any, ...]) -> None:

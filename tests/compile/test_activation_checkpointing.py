@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -23,36 +22,10 @@ from float8 import (
 from sqnr import sqnr
 from support.configs import FINER, RECIPES, of_recipe
 from support.devices import on_devices
-from support.models import FeedForward, forward_backward, seeded
+from support.models import LlamaBlock, forward_backward, seeded
 from support.saved import saved_bytes
 
 SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, save_gemm_outputs)}
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in "qkvo")
-        self.heads = heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = (layer(x) for layer in (self.wq, self.wk, self.wv))
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projected)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).flatten(-2))
-
-
-class Block(nn.Module):
-    """Of a Llama, as users write it."""
-
-    def __init__(self, dim: int, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.attention, self.feed_forward = Attention(dim, heads), FeedForward(dim, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.feed_forward(self.norm2(x))
 
 
 class Checkpointed(nn.Module):
@@ -68,7 +41,8 @@ def block_and_input(device: str, recipe: str | None, **more: Any) -> tuple[nn.Mo
     """A block of the 8B shape on a GPU, a small one on a CPU."""
     torch.manual_seed(0)
     dim, hidden, heads, tokens = (4096, 14336, 32, 8192) if device == "cuda" else (64, 96, 2, 48)
-    model: nn.Module = Block(dim, hidden, heads).to(device, torch.bfloat16)
+    attention = {"heads": heads, "kv": heads, "head_dim": dim // heads}
+    model: nn.Module = LlamaBlock(dim, hidden, **attention).to(device, torch.bfloat16)
     if recipe is not None:
         fuse = more.pop("fuse", False)
         config = of_recipe(recipe, **more)
@@ -140,7 +114,7 @@ def test_the_gemms_of_a_checkpointed_forward_are_marked(recipe: str, more: Any) 
 def test_the_policy_keeps_the_outputs_of_gemms(device: str) -> None:
     """And gradients are those of everything computed again."""
     model, x = block_and_input(device, "tensorwise")
-    dim, hidden, tokens = x.shape[-1], model.feed_forward.w1.out_features, x.shape[1]
+    dim, hidden, tokens = x.shape[-1], model.ffn.w1.out_features, x.shape[1]
     few, g = x[:, :48], seeded(1, *x[:, :48].shape, device=device, dtype=x.dtype)
     kept, results = [], []
     for how in ({}, SELECTIVE):

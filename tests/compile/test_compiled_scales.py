@@ -2,11 +2,12 @@
 
 import torch
 
+from float8.quantize.quantize import Cast, scale_of
 from float8.quantize.scale import amax_to_scale
+from float8.quantize.spec import CastSpec
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
-from support.scales import dynamic_scale
 
 KINDS = [(format, to_power_of_2) for format in (E4M3, E5M2) for to_power_of_2 in (False, True)]
 
@@ -14,7 +15,8 @@ KINDS = [(format, to_power_of_2) for format in (E4M3, E5M2) for to_power_of_2 in
 @on_devices
 def test_dynamic_scales_under_inductor(device: str) -> None:
     def scales(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [dynamic_scale(x, *kind) for x in inputs for kind in KINDS]
+        casts = [Cast(CastSpec(format, power_of_2=rounded)) for format, rounded in KINDS]
+        return [scale_of(x, cast) for x in inputs for cast in casts]
 
     compiled = torch.compile(scales, fullgraph=True)
     for seed, factor in enumerate((1.0, 1e-3, 300.0)):

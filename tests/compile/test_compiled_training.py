@@ -57,21 +57,11 @@ def assert_close(steps: list[dict], bound: float) -> None:
                 assert sqnr(wanted, got) > bound, (index, name)
 
 
-# Not "checkpoint" with delayed scaling and "eager": torch's checkpoint, when this backend really
-# runs it, refuses every buffer that is written inside of it (an nn.BatchNorm1d, for example).
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("mix", MIXES)
-def test_every_mix_has_the_bits_of_eager_mode(mix, variant: str) -> None:
-    build = two_layers if variant == "checkpoint" else one_layer
-    assert_same_bits(train(mixed(*mix), "cpu", "aot_eager", variant, build=build))
-    if variant != "checkpoint" or mix == MIXES[0].values[0]:
-        assert_same_bits(train(mixed(*mix), "cpu", "eager", variant, build=one_layer))
-
-
 POWERS_OF_2 = {"round_scales_to_power_of_2": True}
 
 
+# Not "checkpoint" with delayed scaling and "eager": torch's checkpoint, when this backend really
+# runs it, refuses every buffer that is written inside of it (an nn.BatchNorm1d, for example).
 @pytest.mark.parametrize(
     ("backend", "variant", "config"),
     [
@@ -98,13 +88,6 @@ def test_low_precision_parameters_under_compile(dtype: torch.dtype) -> None:
     assert_same_bits(train(delayed(), "cpu", "aot_eager", "plain", build=one_layer, dtype=dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("mix", MIXES[::7])
-def test_captured_as_one_graph_on_a_gpu(mix, variant: str) -> None:
-    assert_same_bits(train(mixed(*mix), "cuda", "aot_eager", variant))
-
-
 def checkpointed_feed_forward(fuse: bool) -> nn.Module:
     model = FeedForward(32, 64)
     convert_to_float8_training(model, config=delayed(), module_filter_fn=all_linears, fuse=fuse)
@@ -129,18 +112,11 @@ def test_backward_casts_again_without_what_forward_wrote(fuse: bool) -> None:
 INDUCTOR_ROUNDS_AS_EAGER = inductor_config.patch(emulate_precision_casts=True)
 
 
-# One of the 8 mixes: all delayed and all dynamic run under Inductor in other tests, too. The others
-# are exhaustive; all run on a GPU.
-ON_CPU = [
-    pytest.param("cpu", *m.values, marks=[] if n == 3 else [pytest.mark.exhaustive])
-    for n, m in enumerate(MIXES)
-]
-ON_GPU = [pytest.param("cuda", *m.values, marks=pytest.mark.gpu) for m in MIXES]
-
-
-@pytest.mark.parametrize(("device", "mix"), ON_CPU + ON_GPU)
-def test_inductor(device: str, mix) -> None:
-    assert_close(train(mixed(*mix), device, "inductor", "plain"), tolerances.COMPILED)
+@on_devices
+def test_inductor(device: str) -> None:
+    """One mix: all delayed and all dynamic run under Inductor in other tests, too."""
+    config = mixed(DYNAMIC, DELAYED, DELAYED)
+    assert_close(train(config, device, "inductor", "plain"), tolerances.COMPILED)
 
 
 @on_devices

@@ -1,6 +1,7 @@
 """Compiled held weights are never read as they were, in whatever order a compiler runs ops."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
+from float8.linear import held as held_module
 from sqnr import same_bits, sqnr
 from support.configs import delayed, of_recipe
 from support.devices import on_devices
@@ -133,26 +135,17 @@ def ours_last(module: torch.fx.GraphModule, _) -> Callable:
     return make_boxed_func(torch.fx.GraphModule(module, graph))
 
 
-def each(short: set[tuple[str, str]]):
-    """All models under all configurations; those that are not `short` are exhaustive."""
-    cases = [
-        pytest.param(c, m, marks=[] if (c, m) in short else [pytest.mark.exhaustive])
-        for c in CONFIGS
-        for m in MODELS
-    ]
-    return pytest.mark.parametrize(("config", "model"), cases)
+CASES = [
+    ("emulated", "feed-forward"),
+    ("tensorwise", "six parallel"),
+    ("blockwise", "block"),
+    ("rowwise", "checkpointed"),
+    ("delayed", "fused"),
+]
 
 
 @on_devices
-@each(
-    {
-        ("emulated", "feed-forward"),
-        ("tensorwise", "six parallel"),
-        ("blockwise", "block"),
-        ("rowwise", "checkpointed"),
-        ("delayed", "fused"),
-    }
-)
+@pytest.mark.parametrize(("config", "model"), CASES)
 def test_in_whatever_order_ops_run(device: str, config: str, model: str) -> None:
     wanted = results(model, with_weights(CONFIGS[config], ON_THE_FLY), device)
     backend = aot_autograd(
@@ -166,7 +159,13 @@ def test_in_whatever_order_ops_run(device: str, config: str, model: str) -> None
 
 
 @on_devices
-@each({("rowwise", "feed-forward")})
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        ("rowwise", "feed-forward"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES),
+    ],
+)
 def test_inductor(device: str, config: str, model: str) -> None:
     wanted = results(model, with_weights(CONFIGS[config], ON_THE_FLY), device, backend="inductor")
     got = results(model, with_weights(CONFIGS[config]), device, backend="inductor")
@@ -201,24 +200,16 @@ def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize(
-    ("config", "backend"),
-    [
-        ("rowwise", "inductor"),
-        pytest.param("rowwise", "aot_eager", marks=pytest.mark.exhaustive),
-        pytest.param("delayed", "inductor", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_is_held_is_saved_where_it_lies(device: str, config: str, backend: str) -> None:
+def test_what_is_held_is_saved_where_it_lies(device: str) -> None:
     """No copies; several forwards before their backwards; an update in between."""
     grads, kept = [], []
     for weights in (ON_THE_FLY, HELD):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = FeedForward(64, 192).to(device)
-        convert_to_float8_training(model, config=with_weights(CONFIGS[config], weights))
+        convert_to_float8_training(model, config=with_weights(CONFIGS["rowwise"], weights))
         update_float8_weights(model)
-        model.compile(fullgraph=True, backend=backend)
+        model.compile(fullgraph=True, backend="inductor")
         inputs = [seeded(n, 32, 64, device=device).requires_grad_() for n in range(2)]
         with saved_tensors() as saved:
             outputs = [model(x) for x in inputs]
@@ -232,3 +223,14 @@ def test_what_is_held_is_saved_where_it_lies(device: str, config: str, backend: 
     assert kept[0] == kept[1]
     for wanted, got in zip(*grads, strict=True):
         assert sqnr(wanted, got) > tolerances.COMPILED
+
+
+def test_inductor_hands_on_what_is_held_itself() -> None:
+    """No copy of it, which would be cast again at each use; of rows' scales it makes copies."""
+    torch._dynamo.reset()
+    model = FeedForward(64, 192)
+    convert_to_float8_training(model, config=with_weights(CONFIGS["rowwise"], HELD))
+    update_float8_weights(model)
+    model.compile(fullgraph=True)
+    with mock.patch.object(held_module, "quantize", side_effect=AssertionError("cast again")):
+        model(seeded(0, 32, 64).requires_grad_()).sum().backward()

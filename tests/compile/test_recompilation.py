@@ -23,13 +23,10 @@ from support.training import SideBySide, one_layer, two_layers
 NO_GIVING_UP = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 
 
-@pytest.mark.parametrize(
-    "config", [delayed(), pytest.param(tensorwise(), marks=pytest.mark.exhaustive)]
-)
-def test_token_counts_recompile_at_most_once(config) -> None:
+def test_token_counts_recompile_at_most_once() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     both = SideBySide(
-        one_layer(config), lambda m: torch.compile(m, backend=counter, fullgraph=True)
+        one_layer(delayed()), lambda m: torch.compile(m, backend=counter, fullgraph=True)
     )
     for seed, tokens in enumerate((16, 24, 7, 33, 2, 160)):
         for name, (wanted, got) in both.step(seed, tokens=tokens).items():
@@ -39,7 +36,7 @@ def test_token_counts_recompile_at_most_once(config) -> None:
 
 @pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 def test_dynamic_shapes_from_the_start_and_columns_that_were_padded(config) -> None:
-    layer = convert_to_float8_training(nn.Linear(32, 10, bias=False), config=config)
+    layer = Float8Linear.from_float(nn.Linear(32, 10, bias=False), config)
     compiled = torch.compile(layer, dynamic=True, backend="aot_eager", fullgraph=True)
     for tokens in (16, 40):
         x = torch.randn(tokens, 32)
@@ -119,21 +116,10 @@ def test_a_sync_compiles_whole(passed: bool) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("model_is_compiled", [False, True], ids=["inner", "wrapper"])
-def test_attach_to_optimizer_works_for_compiled_models(model_is_compiled: bool) -> None:
-    model, eager = one_layer(delayed()), one_layer(delayed())
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for module, call, attached in (
-        (model, compiled, compiled if model_is_compiled else model),
-        (eager, eager, eager),
-    ):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        attach_to_optimizer(attached, optimizer)
-        for step in range(4):
-            call(seeded(step, 16, 32)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert counter.frame_count == 1
-    state = eager.state_dict()
-    assert all(same_bits(got, state[name]) for name, got in model.state_dict().items())
+def test_an_optimizer_syncs_the_compiled_model_it_is_attached_to() -> None:
+    model = one_layer(delayed())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    attach_to_optimizer(compiled, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled(seeded(0, 16, 32)).sum().backward()
+    optimizer.step()
+    assert all(b[0] > 0 for name, b in fp8_state(model).items() if "history" in name)

@@ -1,5 +1,6 @@
 """What runs on several ranks goes to one worker."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def _two_gpus() -> Iterator[Ranks]:
+def two_gpus() -> Iterator[Ranks]:
+    """Only for tests with the marker `gpu`, as the next."""
     yield from _gpus(2)
 
 
 @pytest.fixture(scope="session")
-def _four_gpus() -> Iterator[Ranks]:
+def four_gpus() -> Iterator[Ranks]:
     yield from _gpus(4)
 
 
@@ -36,23 +38,12 @@ def _gpus(count: int) -> Iterator[Ranks]:
     there = sum(
         torch.cuda.get_device_capability(n) >= (8, 9) for n in range(torch.cuda.device_count())
     )
-    if there < count or not dist.is_nccl_available():
+    enough = there >= count or (there and "FLOAT8_TESTS_SHARE_GPUS" in os.environ)
+    if not enough or not dist.is_nccl_available():
         pytest.skip(f"needs NCCL and {count} GPUs with float8 tensor cores, there are {there}")
     ranks = Ranks(count, "cuda")
     yield ranks
     ranks.stop()
-
-
-@pytest.fixture
-def two_gpus(_two_gpus: Ranks) -> Ranks:
-    """Only for tests with the marker `gpu`."""
-    return _two_gpus
-
-
-@pytest.fixture
-def four_gpus(_four_gpus: Ranks) -> Ranks:
-    """Only for tests with the marker `gpu`."""
-    return _four_gpus
 
 
 @pytest.fixture(params=["two", pytest.param("two_gpus", marks=GPU)])

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from float8 import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from support.ranks import Ranks, on
-from support.sharded import batch, convert, mesh_of, model_of, shard, traffic, train, whole
+from support.sharded import Traffic, batch, convert, mesh_of, model_of, shard, train, whole
 
 BF16 = torch.bfloat16
 
@@ -37,7 +37,7 @@ def test_half_the_bytes_of_16_bit_weights_are_gathered() -> None:
     for all_gather in (False, True):
         model = shard(convert(model_of(dtype=BF16), "tensorwise", all_gather))
         step(model)
-        with traffic() as seen:
+        with Traffic() as seen:
             step(model)
         assert seen.gather_dtypes == {torch.uint8 if all_gather else BF16}
         size = 1 if all_gather else 2
@@ -49,22 +49,22 @@ def test_half_the_bytes_of_16_bit_weights_are_gathered() -> None:
 def test_precomputing_is_one_all_reduce_and_leaves_none_to_the_forward() -> None:
     model = shard(convert(model_of(41), "tensorwise"), param_dtype=BF16)
     count = len(weights(model))
-    with traffic() as seen:
+    with Traffic() as seen:
         step(model)
     assert seen.all_reduces == 2 * count  # in forward and in backward
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
-    with traffic() as seen:
+    with Traffic() as seen:
         precompute_float8_dynamic_scale_for_fsdp(model)
     assert seen.all_reduces == 1
-    with traffic() as seen:
+    with Traffic() as seen:
         step(model)
     assert seen.all_reduces == 0
     optimizer.step()  # without telling
-    with traffic() as seen:
+    with Traffic() as seen:
         step(model)
     assert seen.all_reduces == 2 * count
-    with traffic() as seen:  # harmless where nothing is dynamic or sharded
+    with Traffic() as seen:  # harmless where nothing is dynamic or sharded
         precompute_float8_dynamic_scale_for_fsdp(convert(model_of(), "tensorwise"))
         precompute_float8_dynamic_scale_for_fsdp(shard(convert(model_of(), "delayed")))
         precompute_float8_dynamic_scale_for_fsdp(shard(model_of()))
@@ -78,10 +78,10 @@ def test_a_sync_is_one_all_reduce() -> None:
         for _ in range(2):
             step(model)
             sync_float8_amax_and_scale_history(model)
-        with traffic() as seen:  # scales are known now
+        with Traffic() as seen:  # scales are known now
             step(model)
         assert seen.all_reduces == (0 if mesh.ndim == 1 else 2)  # the gradients of two blocks
-        with traffic() as seen:
+        with Traffic() as seen:
             sync_float8_amax_and_scale_history(model)
         assert seen.all_reduces == all_reduces
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -202,7 +202,7 @@ def test_a_stale_precomputed_scale_is_never_used(hidden: int) -> None:
             with torch.no_grad():
                 write(model, early)
             model.zero_grad()
-            with traffic() as seen:
+            with Traffic() as seen:
                 results.append([step(model), *(whole(p.grad) for p in weights(model))])
             assert torch.uint8 in seen.gather_dtypes, number
             if precompute:  # a write moves the shards of some ranks, maybe, and all must agree
@@ -221,7 +221,7 @@ def loaded_between() -> None:
         step(model)
         model.load_state_dict({n: 3 * v for n, v in model.state_dict().items()}, assign=assign)
         precompute_float8_dynamic_scale_for_fsdp(model)
-        with traffic() as seen:
+        with Traffic() as seen:
             precomputed = step(model)
         assert seen.all_reduces == 0
         reference = shard(convert(model_of(42), "tensorwise"))
@@ -233,7 +233,7 @@ def few_rows() -> None:
     """Whether an empty shard was written cannot be seen, so its weight is not precomputed."""
     model = shard(convert(nn.Sequential(nn.Linear(8, 5, bias=False)), "tensorwise"))  # 2, 2, 1, 0
     precompute_float8_dynamic_scale_for_fsdp(model)
-    with traffic() as seen:
+    with Traffic() as seen:
         model(torch.ones(4, 8))
     assert seen.all_reduces == 1
 
@@ -245,7 +245,7 @@ def before_the_first_forward() -> None:
         model = shard(convert(model_of(42), "tensorwise"))
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
-        with traffic() as seen:
+        with Traffic() as seen:
             results.append([step(model), *(whole(p.grad) for p in weights(model))])
         assert seen.all_reduces > 0
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -1,10 +1,11 @@
 """The compile table: scaling x gather x what is compiled, each cell with the bits of eager mode.
 
-On GPUs Inductor compiles: the bits are those of the other gather then, and eager mode is near.
+On GPUs Inductor compiles: eager mode is near then, and test_nccl.py compares gathers.
 FSDP2's hooks switch the compiler off for themselves, in this torch: compiling "with hooks" compiles
 a block between them, and a whole model breaks where the first runs, as it does without float8.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
@@ -22,54 +20,42 @@ from sqnr import sqnr
 from support.configs import RECIPES
 from support.devices import E4M3
 from support.ranks import Ranks, on
-from support.sharded import DIM, Run, convert, here, model_of, shard, small, traffic, train
+from support.sharded import (
+    DIM,
+    IN_ONE_GRAPH,
+    Run,
+    Traffic,
+    compiled,
+    convert,
+    here,
+    model_of,
+    shard,
+    small,
+    train,
+)
 from support.spies import saved_tensors
 from tolerances import COMPILED
 
 WHAT = ["blocks", "blocks with hooks", "whole model"]
-IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.15"
-"""Whether `fullgraph=True` takes a block with FSDP2's hooks; else they break it, float8 or not."""
 
 
 def backend() -> str:
     return "inductor" if here().type == "cuda" else "aot_eager"
 
 
-def compiled(recipe: str | None, all_gather: bool, what: str) -> tuple[Run, list[str], int]:
-    """What training brings forth, why graphs broke, and how many were compiled."""
-    torch._dynamo.reset()
-    counters.clear()
-    counter = CompileCounterWithBackend(backend())
-    model = small(recipe, all_gather)
-    if what == "blocks":
-        for block in model:
-            block.compile(backend=counter, fullgraph=IN_ONE_GRAPH)
-    forward = model = shard(model)
-    if what == "blocks with hooks":
-        for block in model:
-            block.compile(backend=counter)
-    if what == "whole model":
-        forward = torch.compile(model, backend=counter)
-    run = train(model, 2, forward=forward)
-    return run, sorted(counters["graph_break"]), counter.frame_count
-
-
-def cells(recipe: str, gathers: list[bool], whats: list[str]) -> None:
-    breaking = [what for what in whats if what == "whole model" or not IN_ONE_GRAPH]
-    plain_breaks = {what: compiled(None, False, what)[1] for what in breaking}
-    other_gather: dict[str, Run] = {}
-    for all_gather in gathers:
-        eager = train(shard(small(recipe, all_gather)), 2)
-        for what in whats:
-            run, breaks, graphs = compiled(recipe, all_gather, what)
-            if backend() == "aot_eager":
-                run.assert_equal(eager)
-            else:
-                other_gather.setdefault(what, run).assert_equal(run)
-                assert_near(run, eager)
-            # A whole model breaks at FSDP2's own hook, float8 or not.
-            assert breaks == plain_breaks.get(what, []), (all_gather, what)
-            assert graphs == 2, (all_gather, what)  # none compiled again
+def cell(recipe: str, all_gather: bool, what: str) -> None:
+    eager = train(shard(small(recipe, all_gather)), 2)
+    # A whole model breaks at FSDP2's own hook, float8 or not.
+    breaking = what == "whole model" or not IN_ONE_GRAPH
+    how = what, shard, 2, backend()
+    plain_breaks = compiled(small(None, False), *how)[1] if breaking else []
+    run, breaks, graphs = compiled(small(recipe, all_gather), *how)
+    if backend() == "aot_eager":
+        run.assert_equal(eager)
+    else:
+        assert_near(run, eager)
+    assert breaks == plain_breaks
+    assert graphs == 2  # none compiled again
 
 
 def assert_near(run: Run, eager: Run) -> None:
@@ -80,19 +66,18 @@ def assert_near(run: Run, eager: Run) -> None:
         assert sqnr(gradient, run.grads[0][name]) > COMPILED, name
 
 
-@pytest.mark.parametrize(("recipe", "what"), [("tensorwise", "blocks"), ("delayed", "whole model")])
+SHORT = [("tensorwise", True, "blocks"), ("delayed", True, "whole model")]
+CELLS = [
+    pytest.param(*each, marks=[] if each in SHORT else [pytest.mark.exhaustive])
+    for each in itertools.product(RECIPES, (False, True), WHAT)
+]
+
+
+@pytest.mark.parametrize(("recipe", "all_gather", "what"), CELLS)
 def test_what_is_compiled_has_one_graph_per_block_and_the_bits_of_eager_mode(
-    either: Ranks, recipe: str, what: str
+    either: Ranks, recipe: str, all_gather: bool, what: str
 ) -> None:
-    either.run(cells, recipe, [True], [what])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_cell_has_one_graph_per_block_and_the_bits_of_eager_mode(
-    either: Ranks, recipe: str
-) -> None:
-    either.run(cells, recipe, [False, True], WHAT)
+    either.run(cell, recipe, all_gather, what)
 
 
 def fused(recipe: str) -> None:
@@ -111,13 +96,11 @@ def fused(recipe: str) -> None:
     assert_near(runs["compiled"], runs["eager"])
 
 
-def test_fused_feed_forwards(either: Ranks) -> None:
-    either.run(fused, "tensorwise")
-
-
-@pytest.mark.exhaustive
-def test_fused_feed_forwards_with_delayed_scaling(either: Ranks) -> None:
-    either.run(fused, "delayed")
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
+)
+def test_fused_feed_forwards(either: Ranks, recipe: str) -> None:
+    either.run(fused, recipe)
 
 
 @on("either")
@@ -136,10 +119,7 @@ def test_compiled_forwards_keep_the_gathered_bytes_and_no_copy() -> None:
 
 
 SGD = partial(torch.optim.SGD, lr=1.0)
-ADAMW = [
-    partial(torch.optim.AdamW, lr=0.1, **{kind: value})
-    for kind, value in (("fused", True), ("foreach", True), ("foreach", False))
-]
+ADAMW = partial(torch.optim.AdamW, lr=0.1, fused=True)
 
 
 def stepped(compile_step: bool, attached: bool, kind: Callable[..., Any] = SGD) -> list[Tensor]:
@@ -153,7 +133,7 @@ def stepped(compile_step: bool, attached: bool, kind: Callable[..., Any] = SGD) 
         optimizer.step()
 
     for _ in range(4):
-        with traffic() as seen:
+        with Traffic() as seen:
             loss = model(torch.ones(4, DIM, device=here())).square().mean()
         assert (seen.all_reduces == 0) == (attached and len(losses) > 0)
         loss.backward()
@@ -165,20 +145,8 @@ def stepped(compile_step: bool, attached: bool, kind: Callable[..., Any] = SGD) 
     return losses
 
 
-def same_steps(attached: bool) -> None:
-    eager, compiled = (stepped(compile_step, attached) for compile_step in (False, True))
-    assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True))
-
-
 @on("two")
 def test_compiled_optimizer_steps() -> None:
-    same_steps(attached=True)
-    stepped(True, False, ADAMW[0])  # of AdamW torch compiles another rounding
-
-
-@pytest.mark.exhaustive
-@on("two")
-def test_compiled_steps_of_every_kind() -> None:
-    same_steps(attached=False)
-    for kind in ADAMW:
-        stepped(True, False, kind)
+    eager, compiled = (stepped(compile_step, True) for compile_step in (False, True))
+    assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True))
+    stepped(True, False, ADAMW)  # of which torch compiles another rounding

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from float8 import attach_to_optimizer, sync_float8_amax_and_scale_history
 from support.models import fp8_state
 from support.ranks import Ranks, on
-from support.sharded import batch, convert, model_of, small, train, train_alone
+from support.sharded import batch, compiled, convert, model_of, small, train, train_alone
 
 
 @pytest.mark.parametrize(("recipe", "all_gather"), [("tensorwise", True), ("delayed", False)])
@@ -27,19 +27,12 @@ def test_ddp_on_two_ranks_equals_one(recipe: str, all_gather: bool) -> None:
 
 @on("either")
 def test_ddp_compiled_is_as_eager() -> None:
-    runs = []
-    for what in ("nothing", "blocks", "whole model"):
-        torch._dynamo.reset()
-        model = small("delayed", all_gather=False)
-        if what == "blocks":
-            for block in model:
-                block.compile(backend="aot_eager", fullgraph=True)
-        forward = ddp = DistributedDataParallel(model)
-        if what == "whole model":
-            forward = torch.compile(ddp, backend="aot_eager")
-        runs.append(train(ddp, 3, forward=forward))
-    for run in runs[1:]:
-        run.assert_equal(runs[0])
+    eager, *others = (
+        compiled(small("delayed", False), what, DistributedDataParallel, 3)[0]
+        for what in ("nothing", "blocks", "whole model")
+    )
+    for run in others:
+        run.assert_equal(eager)
 
 
 @pytest.mark.parametrize("wrapped", ["model", "part"])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from support.configs import RECIPES
-from support.ranks import Ranks, on
+from support.ranks import Ranks
 from support.sharded import Run, convert, here, mesh_of, model_of, shard, train, train_alone
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -67,6 +67,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "hsdp": {"hidden": 41, "mesh": (2, 2)},
     "keep": {"reshard_after_forward": False},
     "as-many-as-ranks": {"reshard_after_forward": 4},
+    "powers of 2": {"power_of_2": True},
 }
 NEED_FOUR = ["hsdp", "as-many-as-ranks"]
 
@@ -78,10 +79,11 @@ def every_sharding(recipe: str) -> None:
         more = dict(options)
         model = functools.partial(model_of, more.pop("hidden", 40), F32)
         more["mesh"] = mesh_of(*more.pop("mesh", ()))
+        config = {"round_scales_to_power_of_2": more.pop("power_of_2", False)}
         runs = []
         for all_gather in (False, True):
-            sharded = shard(convert(model(), recipe, all_gather), param_dtype=BF16, **more)
-            runs.append(train(sharded, 2))
+            converted = convert(model(), recipe, all_gather, **config)
+            runs.append(train(shard(converted, param_dtype=BF16, **more), 2))
         try:
             runs[0].assert_equal(runs[1])
         except AssertionError as error:
@@ -100,14 +102,3 @@ def test_every_sharding(four: Ranks, recipe: str) -> None:
 @pytest.mark.parametrize("ranks", ["two_gpus", "four_gpus"])
 def test_every_sharding_on_gpus(request: pytest.FixtureRequest, recipe: str, ranks: str) -> None:
     request.getfixturevalue(ranks).run(every_sharding, recipe)
-
-
-@on("two")
-def test_scales_of_powers_of_2() -> None:
-    runs = []
-    for all_gather in (False, True):
-        model = convert(
-            model_of(dtype=BF16), "tensorwise", all_gather, round_scales_to_power_of_2=True
-        )
-        runs.append(train(shard(model), 3, dtype=BF16))
-    runs[0].assert_equal(runs[1])

@@ -17,9 +17,9 @@ from float8.quantize.quantize import Cast
 from float8.quantize.spec import CastSpec
 from float8.tensor.float8_tensor import to_float8
 from support.models import seeded
-from support.parallel import STYLES, mesh_of, off, part
+from support.parallel import STYLES, off, part
 from support.ranks import Ranks, on
-from support.sharded import FunctionalTraffic, convert, here
+from support.sharded import Traffic, convert, here, mesh_of
 
 
 def redistributed() -> None:
@@ -30,7 +30,7 @@ def redistributed() -> None:
     for before in (whole, rows, columns):
         placed = distribute_tensor(x, mesh, [before], src_data_rank=None)
         for after in (whole, rows, columns):
-            with FunctionalTraffic() as seen:
+            with Traffic() as seen:
                 moved = placed.redistribute(placements=[after])
             sent = [] if before in (whole, after) else [(torch.uint8, x.numel() // 2)]
             assert [entry[1:] for entry in seen.seen] == sent

@@ -3,15 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from support.configs import RECIPES
 from support.models import Block, fp8_state
 from support.ranks import on
-from support.sharded import Run, convert, here, model_of, small, train, train_alone
+from support.sharded import compiled, convert, here, model_of, small, train, train_alone
 
 
 def wrap(model: nn.Module) -> nn.Module:
@@ -44,28 +42,12 @@ def test_it_cannot_gather_in_float8_and_says_so() -> None:
         train(wrap(model), 1)
 
 
-def compiled(recipe: str | None, what: str, steps: int = 4) -> tuple[Run, list[str], int]:
-    """What training brings forth, why graphs broke, and how many were compiled."""
-    torch._dynamo.reset()
-    counters.clear()
-    counter = CompileCounterWithBackend("aot_eager")
-    model = small(recipe, all_gather=False)
-    if what == "blocks":
-        for block in model:
-            block.compile(backend=counter, fullgraph=True)
-    forward = sharded = wrap(model)
-    if what == "whole model":
-        forward = torch.compile(sharded, backend=counter)
-    run = train(sharded, steps, forward=forward)
-    return run, sorted(counters["graph_break"]), counter.frame_count
-
-
 @on("either")
 def test_compiled_is_as_eager() -> None:
-    eager, *_ = compiled("delayed", "nothing")
-    _, plain_breaks, _ = compiled(None, "whole model", steps=1)
+    eager, *_ = compiled(small("delayed", False), "nothing", wrap, 4)
+    _, plain_breaks, _ = compiled(small(None, False), "whole model", wrap, 1)
     for what in ("blocks", "whole model"):
-        run, breaks, graphs = compiled("delayed", what)
+        run, breaks, graphs = compiled(small("delayed", False), what, wrap, 4)
         run.assert_equal(eager)
         if what == "blocks":
             assert breaks == []

@@ -21,6 +21,7 @@ from support.models import fp8_state
 from support.ranks import on
 from support.sharded import (
     Run,
+    Traffic,
     batch,
     convert,
     here,
@@ -28,7 +29,6 @@ from support.sharded import (
     model_of,
     part,
     shard,
-    traffic,
     train,
     whole,
 )
@@ -43,7 +43,7 @@ def accumulating(recipe: str, all_gather: bool) -> Run:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
 
-    with traffic() as seen:
+    with Traffic() as seen:
         run = train(model, 3, microbatches=3, before_backward=prepare)
     assert len(seen.sizes) == 3 * 2  # each block once per step
     return run
@@ -272,7 +272,7 @@ def test_a_shard_of_a_rank_that_does_not_run_the_layer_counts() -> None:
                 block.reshard()
             sync_float8_amax_and_scale_history(model)
         runs.append(fp8_state(model))
-        with traffic() as seen:
+        with Traffic() as seen:
             sync_float8_amax_and_scale_history(model)  # of nothing
         assert seen.all_reduces == 1
         assert all(torch.equal(value, runs[-1][name]) for name, value in fp8_state(model).items())

@@ -18,9 +18,9 @@ from float8 import (
 )
 from support.configs import RECIPES
 from support.models import FeedForward, seeded
-from support.parallel import DIM, HIDDEN, TOKENS, block_of, mesh_of, part, plan_of
+from support.parallel import DIM, HIDDEN, TOKENS, block_of, part, plan_of
 from support.ranks import on
-from support.sharded import convert, here, whole
+from support.sharded import convert, here, mesh_of, whole
 
 REASON = "one weight is a DTensor: FSDP2's until it is gathered, or tensor parallel's"
 

@@ -56,5 +56,3 @@ def test_how_each_rank_ends() -> None:
     mine, other = ranks.endings(die_on_rank_1)
     assert "Connection closed by peer" in mine or "Connection reset by peer" in mine
     assert other == "died"
-    with pytest.raises(TimeoutError, match=r"rank 0 did not end"):
-        ranks.endings(hang_on_rank_0, timeout=2)

@@ -10,10 +10,8 @@ import float8
 from float8 import Float8Weights, convert_to_float8_training
 from support.configs import tensorwise
 from support.models import seeded
-from support.parallel import mesh_of
 from support.ranks import on
-
-pytestmark = pytest.mark.xdist_group("ranks")
+from support.sharded import mesh_of
 
 
 @on("two")

@@ -17,29 +17,27 @@ from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    attach_to_optimizer,
     sync_float8_amax_and_scale_history,
 )
 from support.configs import FINER
-from support.models import FeedForward, seeded
+from support.models import Attention, FeedForward, seeded
 from support.parallel import (
     DIM,
     HIDDEN,
     NO_GRADIENT,
     STYLES,
     TOKENS,
-    Attention,
     alone,
     block_of,
     close,
-    mesh_of,
     off,
     part,
     plan_of,
-    train_both,
 )
 from support.ranks import Ranks, on
-from support.sharded import FunctionalTraffic, convert, here, whole
-from support.spies import GemmSpy, OpCounter
+from support.sharded import Traffic, convert, here, mesh_of, whole
+from support.spies import GemmSpy
 
 
 def layer_of(recipe: str, bias: bool) -> nn.Module:
@@ -95,9 +93,37 @@ def test_one_layer_equals_that_of_a_single_device(either: Ranks, kind: str) -> N
 
 
 def trained(kind: str, sequence: bool, microbatches: int, checkpointed: bool, recipe: str) -> None:
+    """Five steps on both; where sums differ in their last bits, few casts round otherwise."""
     whole, block = block_of(recipe, bias=True), block_of(recipe, bias=True)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence, norms=True))
-    train_both(whole, block, sequence, microbatches, checkpointed, "delayed" in recipe)
+    losses = []
+    for model, sharded in ((whole, False), (block, sequence)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        if "delayed" in recipe:
+            attach_to_optimizer(model, optimizer, group=None if model is block else alone())
+        for step in range(5):
+            optimizer.zero_grad()
+            for microbatch in range(microbatches):
+                x = seeded(10 * step + microbatch, 2, TOKENS, DIM, device=here())
+                x, to = (part(t, 1) if sharded else t for t in (x, x.roll(1, -1)))
+                y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+                loss = (y - to).square().sum() / (2 * TOKENS * DIM)
+                loss.backward()
+            optimizer.step()
+        if sharded:
+            dist.all_reduce(loss)
+        losses.append(loss.detach())
+    assert off(losses[1], losses[0]) < 1e-3
+    buffers = dict(block.named_buffers())
+    for name, expected in whole.named_buffers():  # of delayed scaling
+        assert expected.amax() > 0 or "history" not in name
+        torch.testing.assert_close(buffers[name], expected, rtol=1e-2, atol=0.0, msg=name)
+    offs = {}
+    for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
+        for what, a, b in (("value", mine, theirs), ("grad", mine.grad, theirs.grad)):
+            offs[name, what] = off(a.full_tensor() if isinstance(a, DTensor) else a, b)
+    offs.pop((NO_GRADIENT, "grad"), None)
+    assert max(offs.values()) < 1e-2, offs
 
 
 @pytest.mark.parametrize("kind", STYLES)
@@ -117,7 +143,7 @@ def test_half_the_bytes_of_16_bits_are_gathered(kind: str) -> None:
         said = repr(block.get_submodule(name)).endswith(f", {gathered} gathered in float8)")
         assert said == (kind == "float8")
     x = seeded(1, 2, TOKENS // 2, DIM, dtype=torch.bfloat16, device=here()).requires_grad_()
-    with FunctionalTraffic() as seen:
+    with Traffic() as seen:
         block(x).sum().backward()
     gathered = {torch.uint8: 4 * x.numel()} if kind == "float8" else {x.dtype: 8 * x.numel()}
     assert seen.bytes_of("all_gather") == gathered
@@ -127,21 +153,6 @@ def test_half_the_bytes_of_16_bits_are_gathered(kind: str) -> None:
     # gradients of 5. Each of the 7 weights.
     amaxes = [size // 4 for name, _, size in seen.seen if name == "all_reduce"]
     assert amaxes == [1] * (2 + 5 + (4 if kind == "float8" else 0) + 7)
-
-
-@on("two")
-def test_what_several_layers_read_is_transposed_once() -> None:
-    """The bytes of q/k/v and of w1/w3 are, and grad_output of wo and of w2: once each."""
-    block = block_of("tensorwise")
-    parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
-    x = seeded(1, 2, TOKENS // 2, DIM, device=here()).requires_grad_()
-    leaves = x, *block.parameters()
-    with OpCounter() as counter:
-        loss = block(x).square().sum()
-        first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    assert counter.ops["float8.transpose"] == 4
-    for a, b in zip(first, torch.autograd.grad(loss, leaves), strict=True):
-        assert torch.equal(whole(a), whole(b))
 
 
 @on("two")
@@ -185,7 +196,7 @@ class OutFirst(Attention):
     """The layers that read the input come last."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(DIM)
         for name in ("wq", "wk", "wv"):
             layer = getattr(self, name)
             delattr(self, name)
@@ -225,7 +236,7 @@ def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(
     x = seeded(1, 2, TOKENS // 2, DIM, device=here())
     counts = []
     for _ in range(4):
-        with FunctionalTraffic() as seen:
+        with Traffic() as seen:
             block(x).square().sum().backward()
         counts.append(sum(size <= 16 for *_, size in seen.seen))
         sync_float8_amax_and_scale_history(block)
@@ -306,12 +317,7 @@ def refused_inputs() -> None:
         (gathering, x[..., :31], ValueError, rf"input of shape(.)*, 31\), expected (.)*{DIM}"),
         (far, half, ValueError, r"input of 3 dims and an output to be sharded along"),
         (summing, half[:, :3], ValueError, r"sharded along dim 1 over 2 ranks, expected(.)*pad it"),
-        (
-            summing[0].forward,
-            half,
-            TypeError,
-            "input of type Tensor for a weight that is",
-        ),
+        (summing[0].forward, half, TypeError, "input of type Tensor for a weight that is"),
         (summing[0].forward, everything, ValueError, r"placed(.)*Replicate(.)*expected(.)*redist"),
     ]
     for call, given, error, expected in cases:
@@ -322,7 +328,7 @@ def refused_inputs() -> None:
 @on("two")
 def test_errors_come_before_collectives() -> None:
     """Each raises before ranks talk to each other; so do both, and none waits."""
-    with FunctionalTraffic() as seen:
+    with Traffic() as seen:
         refused_styles()
         refused_inputs()
     assert seen.seen == []
@@ -477,7 +483,7 @@ def test_finer_scales_are_those_of_what_a_rank_holds(recipe: str) -> None:
     assert repr(model[0].w1).endswith(f"input gathered in {how})")
     own_x = part(x, 1).requires_grad_()
     x.requires_grad_()
-    with FunctionalTraffic() as seen:
+    with Traffic() as seen:
         model(own_x).backward(part(g, 1))
     rows = own_x.numel() // 256
     gathered = {torch.uint8: 2 * own_x.numel(), torch.float32: 2 * rows * 4}

@@ -13,16 +13,16 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from float8 import attach_to_optimizer, sync_float8_amax_and_scale_history
 from support.configs import RECIPES
-from support.models import seeded
-from support.parallel import DIM, TOKENS, LlamaBlock, off, plan_of
+from support.models import LlamaBlock, seeded
+from support.parallel import DIM, HIDDEN, TOKENS, off, plan_of
 from support.ranks import Ranks
-from support.sharded import FunctionalTraffic, convert, here, traffic, whole
+from support.sharded import Traffic, convert, here, whole
 from support.spies import GemmSpy
 
 
 def model_of(recipe: str, all_gather: bool) -> nn.Module:
     torch.manual_seed(0)
-    return convert(nn.Sequential(LlamaBlock()), recipe, all_gather=all_gather).to(here())
+    return convert(nn.Sequential(LlamaBlock(DIM, HIDDEN)), recipe, all_gather=all_gather).to(here())
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, sequence: bool = True) -> nn.Module:
@@ -53,16 +53,17 @@ def two_dims(recipe: str, all_gather: bool, sequence: bool, precompute: bool) ->
             loss.backward()
         x = batch[data]
         x, to = (t.chunk(2, 1)[tensor] if sequence else t for t in (x, x.roll(1, -1)))
-        with FunctionalTraffic() as seen, traffic() as sent, GemmSpy() as gemms:
+        with Traffic() as seen, GemmSpy() as gemms:
             loss = (model(x) - to).square().sum() / (2 * TOKENS * DIM)
+        all_reduces = seen.all_reduces
         with seen:
             loss.backward()
         if step == 0:  # the scales of weights are those of the whole, bit by bit
             for (*_, mine), (*_, theirs) in zip(gemms.gemms, expected.gemms, strict=True):
                 assert torch.equal(mine, theirs)
-        first = first if step else sent.all_reduces  # inputs' amaxes are among them
+        first = first if step else all_reduces  # inputs' amaxes are among them
         if all_gather and recipe == "tensorwise":  # seven weights, two dims
-            assert first - sent.all_reduces == (14 if precompute and step else 0)
+            assert first - all_reduces == (14 if precompute and step else 0)
         if sequence and recipe == "tensorwise":
             assert seen.bytes_of("all_gather") == {torch.uint8: 4 * x.numel()}
         if step in (0, 4):

@@ -164,7 +164,7 @@ def test_configurations_that_ask_for_more_than_row_data_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"got Float8Weights\.ONLY with a weight under"):
         of_recipe("rowwise", float8_weights=ONLY, round_scales_to_power_of_2=False)
     for weights in (ONLY, Float8Weights.HELD):
-        with pytest.raises(ValueError, match=r"other than cast_config_weight, expected one cast"):
+        with pytest.raises(ValueError, match=r"expected one cast in float8 for both"):
             of_recipe("rowwise_with_gw_hp", float8_weights=weights)
 
 

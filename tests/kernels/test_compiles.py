@@ -118,13 +118,14 @@ def test_kernels_are_not_specialised_on_what_may_start_anywhere(
 
     def check(
         self: Program,
-        given: Sequence[Slot],
-        results: Sequence[Slot],
+        given: Sequence[Slot | None],
+        results: Sequence[Slot | None],
         launches: Sequence[Launch],
         *,
         anywhere: int = 0,
     ) -> None:
         init(self, given, results, launches, anywhere=anywhere)
+        given = [slot for slot in given if slot is not None]
         for slot in given[len(given) - anywhere :]:
             for launch in launches:
                 places = [at for at, each in enumerate(launch.slots) if each is slot]

@@ -15,10 +15,10 @@ from float8 import kernels
 from float8.kernels.amax import amax_reference
 from float8.kernels.runtime import ops
 from float8.linear import held as held_module
-from float8.linear.held import hold
 from float8.quantize.quantize import Cast
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
+from float8.tensor.weight_cast import hold
 from kernels.float8_codes import FORMATS, same_bytes
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -108,8 +108,8 @@ def of_held_matmul(device: str) -> Args:
         # opcheck copies the weight, which has another address then.
         with mock.patch.object(held_module, "is_current", return_value=current):
             yield (
-                a, torch.ones_like(part.scale), *part, weight.detach(), columns, False,
-                "tensorwise", "tensorwise", False, False, torch.bfloat16,
+                a, torch.ones_like(part.scale), *part, weight.detach(), 16, part.data.shape[0],
+                columns, False, "tensorwise", "tensorwise", False, False, torch.bfloat16,
             )  # fmt: skip
 
 

@@ -196,6 +196,8 @@ def test_amaxes_are_the_largest_over_microbatches(device: str) -> None:
     ]
     for x, g in batches:
         layer(x).backward(g)
+        with torch.no_grad():
+            layer(9 * x)  # of no step
     largest = max(x.abs().max().item() for x, _ in batches)
     assert layer.fp8_amax_input.item() == largest
     assert layer.fp8_amax_weight.item() == layer.weight.abs().max().item()
@@ -203,3 +205,6 @@ def test_amaxes_are_the_largest_over_microbatches(device: str) -> None:
     sync_float8_amax_and_scale_history(layer)
     assert layer.fp8_amax_history_input[0].item() == largest
     assert layer.fp8_amax_input.item() == 0
+    for x in (torch.full_like(batches[0][0], torch.inf), batches[0][0]):
+        layer(x)
+    assert not layer.fp8_amax_input.isfinite()  # a clean microbatch hides no other

@@ -44,17 +44,10 @@ def test_zeros_and_what_is_not_finite(recipe: str, device: str) -> None:
     assert not got["weight"][:, 11].isfinite().any()
 
 
-HOW = [
-    ("blockwise", False),  # shapes decide about the layout of blocks
-    ("blockwise", True),
-    ("rowwise", True),
-    pytest.param("rowwise", False, marks=pytest.mark.exhaustive),
-    pytest.param("rowwise_with_gw_hp", True, marks=pytest.mark.exhaustive),
-]
-
-
 @on_devices
-@pytest.mark.parametrize(("recipe", "dynamic"), HOW)
+@pytest.mark.parametrize(  # shapes decide about the layout of blocks
+    ("recipe", "dynamic"), [("blockwise", False), ("blockwise", True), ("rowwise", True)]
+)
 def test_compiled(recipe: str, dynamic: bool, device: str) -> None:
     """One graph for all numbers of tokens if dynamic; the results of eager mode."""
     torch._dynamo.reset()
@@ -77,7 +70,7 @@ def test_a_granularity_of_one_cast_is_named() -> None:
 
 
 def test_configurations_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"AXISWISE with delayed scaling, expected TENSORWISE"):
+    with pytest.raises(ValueError, match=r"AXISWISE with ScalingType.DELAYED, expected TENSOR"):
         CastConfig(ScalingType.DELAYED, ScalingGranularity.AXISWISE)
     with pytest.raises(ValueError, match=r"'output'.*axiswise and block_1x128, expected one of"):
         Float8LinearConfig(cast_config_input=ROWS, cast_config_weight=RUNS)

@@ -67,38 +67,6 @@ def test_a_float8_weight_gives_what_the_layer_that_casts_it_gives(
     assert_same(layer, seeded(0, 3, 8, K, device=device), cast)
 
 
-@on_devices
-def test_compiled(device: str, recwarn: pytest.WarningsRecorder) -> None:
-    config = tensorwise(round_scales_to_power_of_2=True)
-
-    def run(x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight, config=config)
-
-    torch._dynamo.reset()
-    weight = seeded(1, 48, 32, device=device).requires_grad_()
-    results = []
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        x, weight.grad = seeded(0, 16, 32, device=device).requires_grad_(), None
-        function(x, weight).square().sum().backward()
-        results.append((x.grad, weight.grad))
-    assert all(same_bits(*pair) for pair in zip(*results, strict=True))
-    assert not [w for w in recwarn if "cache" in str(w.message)]
-
-
-def test_wrong_dtypes() -> None:
-    x, weight = seeded(0, 16, K), seeded(1, N, K)
-    with pytest.raises(TypeError, match=r"input of dtype torch\.bfloat16 and weight of dtype tor"):
-        linear(x.bfloat16(), weight)
-    with pytest.raises(TypeError, match=r"input of dtype torch\.float64, expected one of"):
-        linear(x.double(), weight.double())
-    for call in (lambda x: linear(x, weight), Float8Linear(K, N)):
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(TypeError, match=r"input of dtype torch\.float64, expected one of"),
-        ):
-            call(x.double())
-
-
 @pytest.mark.parametrize(
     "config", [delayed(), mixed(DYNAMIC, DYNAMIC, DELAYED)], ids=["all", "grad_output"]
 )

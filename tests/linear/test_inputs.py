@@ -10,8 +10,6 @@ from torch import nn
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
-    conversion_report,
-    convert_to_float8_training,
     linear,
 )
 from sqnr import same_bits
@@ -80,28 +78,15 @@ def test_strides_do_not_change_the_values(
 
 @on_devices
 @CONFIGS
-@pytest.mark.parametrize("way", ["in place", "data", "data in place", "strides", "numpy"])
 def test_an_activation_written_between_two_layers_takes_effect(
-    device: str, config: Float8LinearConfig, way: str
+    device: str, config: Float8LinearConfig
 ) -> None:
-    """Even where no version counter tells of it: nothing is remembered of an input."""
-    if way == "numpy" and device != "cpu":
-        pytest.skip("NumPy writes the CPU's memory only")
+    """Though no version counter tells of it: nothing is remembered of an input."""
     first, second = (Float8Linear(K, N, bias=False, device=device, config=config) for _ in "ab")
     wanted = copy.deepcopy(second)(3 * seeded(0, 16, K, device=device))
     x = seeded(0, 16, K, device=device).requires_grad_() * 1
     first(x)
-    with torch.no_grad():
-        if way == "in place":
-            x.mul_(3)
-        elif way == "data":
-            x.data = 3 * x.data
-        elif way == "data in place":
-            x.data.mul_(3)
-        elif way == "strides":
-            x.data = (3 * x.data).t().contiguous().t()
-        else:
-            x.detach().numpy()[:] *= 3
+    x.data.mul_(3)
     assert same_bits(second(x), wanted)
 
 
@@ -128,15 +113,6 @@ def test_zero_rows(device: str, shape: tuple[int, ...], config: Float8LinearConf
     y.sum().backward()
     assert x.grad.shape == x.shape
     assert layer.weight.grad.abs().max() == 0
-
-
-@on_devices
-@CONFIGS
-def test_all_zeros_give_zeros(device: str, config: Float8LinearConfig) -> None:
-    layer = Float8Linear(K, N, bias=False, device=device, config=config)
-    zeros = torch.zeros(8, K, device=device)
-    results = forward_backward(layer, zeros, torch.zeros(8, N, device=device))
-    assert all(result.abs().max() == 0 for result in results.values())
 
 
 # ---------------------------------------------------------------- errors
@@ -170,19 +146,23 @@ def test_dims_that_are_not_to_be_padded(device: str) -> None:
 @CONFIGS
 def test_wrong_dtypes(device: str, config: Float8LinearConfig) -> None:
     layer = Float8Linear(K, N, device=device, config=config)
-    for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64):
-        for autocast in (False, True):
-            with (
-                torch.autocast(device, torch.bfloat16, enabled=autocast),
-                pytest.raises(TypeError, match=f"got input of dtype {dtype}.*expected"),
-            ):
-                layer(torch.ones(4, K, device=device).to(dtype))
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        expected = f"got input of dtype {dtype} and weight of dtype torch.float32"
-        with pytest.raises(TypeError, match=expected):
-            layer(torch.ones(4, K, device=device, dtype=dtype))
-    with pytest.raises(TypeError, match=r"(?s)got input of dtype torch.float64, expected one of"):
-        layer.double()(torch.ones(4, K, device=device, dtype=torch.float64))
+    x = torch.ones(4, K, device=device)
+    for call in (layer, lambda x: linear(x, layer.weight)):
+        for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64):
+            for autocast in (False, True):
+                with (
+                    torch.autocast(device, torch.bfloat16, enabled=autocast),
+                    pytest.raises(TypeError, match=f"got input of dtype {dtype}.*expected"),
+                ):
+                    call(x.to(dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            expected = f"got input of dtype {dtype} and weight of dtype torch.float32"
+            with pytest.raises(TypeError, match=expected):
+                call(x.to(dtype))
+    layer.double()
+    for call in (layer, lambda x: linear(x, layer.weight)):
+        with pytest.raises(TypeError, match=r"got input of dtype torch.float64, expected one of"):
+            call(x.double())
 
 
 @pytest.mark.gpu
@@ -191,14 +171,3 @@ def test_input_on_another_device(config: Float8LinearConfig) -> None:
     layer = Float8Linear(K, N, device="cuda", config=config)
     with pytest.raises((ValueError, RuntimeError), match=r"(?s)cpu.*cuda|cuda.*cpu"):
         layer(torch.randn(4, K))
-
-
-def test_what_cannot_be_converted_says_so() -> None:
-    wide = nn.Linear(K, N, dtype=torch.float64)
-    message = "got weight of dtype torch.float64, expected one of torch.float32"
-    with pytest.raises(TypeError, match=message):
-        Float8Linear.from_float(wide)
-    with pytest.raises(TypeError, match=r"got a Conv1d, expected an nn.Linear"):
-        Float8Linear.from_float(nn.Conv1d(1, 1, 1))
-    (skipped,) = conversion_report(convert_to_float8_training(nn.Sequential(wide))).skipped
-    assert message in skipped.skip_reason

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import float8
-from float8 import convert_to_float8_training, convert_to_high_precision
+from float8 import all_linears, convert_to_float8_training, convert_to_high_precision
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.kernels.runtime.private import functorch_levels
 from support.configs import delayed, tensorwise
@@ -18,7 +18,7 @@ NEEDS_LEVELS = pytest.mark.skipif(functorch_levels is None, reason="torch alone 
 
 def made(config, device: str = "cpu") -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1)).to(device)
-    return convert_to_float8_training(model, config=config)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 
 
 @on_devices

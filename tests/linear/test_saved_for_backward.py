@@ -8,6 +8,7 @@ from float8 import CastConfig, Float8Linear, Float8LinearConfig, convert_to_floa
 from support.configs import DISABLED, RECIPES, of_recipe, tensorwise
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import FeedForward, seeded
+from support.saved import saved_bytes
 from support.spies import saved_tensors
 
 M, K, N = 64, 32, 48
@@ -64,17 +65,10 @@ def test_the_saved_input_is_that_of_its_second_use(device: str) -> None:
 def test_a_feed_forward_saves_less_than_in_bfloat16(device: str) -> None:
     """bf16 keeps x, silu's input, its output, its product's other factor and w2's input."""
     x = seeded(0, M, K, dtype=torch.bfloat16, device=device).requires_grad_() * 1
-
-    def saved_bytes(model: FeedForward) -> int:
-        with saved_tensors() as saved:
-            model(x)
-        parameters = {p.data_ptr() for p in model.parameters()}
-        kept = {s.data_ptr(): s.nbytes for s in saved if s.data_ptr() not in parameters}
-        return sum(kept.values())
-
     model = FeedForward(K, 4 * K).to(device, torch.bfloat16)
-    plain = saved_bytes(model)
-    float8 = saved_bytes(convert_to_float8_training(model))
+    plain = saved_bytes(lambda: model(x), model.parameters())
+    convert_to_float8_training(model)
+    float8 = saved_bytes(lambda: model(x), model.parameters())
     # w1 and w3 keep a float8 copy of their input each, together as much as one in bf16; w2 halves
     # its input.
     scales = 6 * 4

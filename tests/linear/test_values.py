@@ -161,18 +161,13 @@ ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
             ((X8, W8), (W8, G8), (W8, G8)),
         ),
         (mixed(WIDE, WIDE, DYNAMIC, emulate=True), ((G8, G8),) * 3),
+        (mixed(ROWS, DYNAMIC, DYNAMIC), (((ROW,), W8), (G8, W8), (G8, (ROW,)))),
     ],
-    ids=["formats", "second uses", "e5m2 alone, emulated"],
+    ids=["formats", "second uses", "e5m2 alone, emulated", "rows of the input alone"],
 )
 def test_each_cast_is_as_configured(device: str, config, casts) -> None:
     x, w, g = tensors(48, 64, 32, torch.float32, device)
     assert_products(forward_backward(layer_of(w, config), x, g), x, w, g, casts)
-
-
-def test_rows_of_the_input_alone() -> None:
-    x, w, g = tensors(48, 64, 32, torch.float32, "cpu")
-    got = forward_backward(layer_of(w, mixed(ROWS, DYNAMIC, DYNAMIC)), x, g)
-    assert_products(got, x, w, g, (((ROW,), W8), (G8, W8), (G8, (ROW,))))
 
 
 @on_devices

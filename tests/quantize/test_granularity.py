@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
 
+import tolerances
 from float8.config import Float8LinearConfig, Granularity, ScalingGranularity
-from float8.formats import E4M3, FLOAT8_MAX
+from float8.formats import E4M3
 from float8.gemm import Gemm
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
@@ -13,6 +13,7 @@ from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, dequantised
 from sqnr import sqnr
 from support.models import seeded
+from support.reference import reference_values
 
 
 class Finer(Granularity):
@@ -20,17 +21,6 @@ class Finer(Granularity):
 
     RUNS_OF_32 = "runs_of_32", 1, 32
     SQUARES_OF_32 = "squares_of_32", 32, 32
-
-
-def rounded(x: Tensor, height: int, width: int) -> Tensor:
-    """`x` [R, C] through float8 and back, in float64, block by block."""
-    out = torch.empty_like(x, dtype=torch.float64)
-    for top in range(0, x.shape[0], height):
-        for left in range(0, x.shape[1], width):
-            at = slice(top, top + height), slice(left, left + width)
-            scale = (x[at].abs().max().double() / FLOAT8_MAX[E4M3]).float()
-            out[at] = (x[at] * (1 / scale)).to(E4M3).double() * scale.double()
-    return out
 
 
 @pytest.mark.parametrize(("M", "K", "N"), [(64, 96, 128), (33, 50, 41)])
@@ -49,11 +39,12 @@ def test_a_linear_layer_under_a_new_granularity(M: int, K: int, N: int) -> None:
     g = seeded(2, M, N)
     y = apply_linear(x, w, None, plan, casts)
     y.backward(g)
-    weight = rounded(w.detach(), 32, 32)
-    assert sqnr(rounded(x.detach(), 1, 32) @ weight.t(), y) > 100
-    assert sqnr(rounded(g, 1, 32) @ weight, x.grad) > 100
-    across = rounded(g.t(), 1, 32), rounded(x.detach().t(), 1, 32)
-    assert sqnr(across[0] @ across[1].t(), w.grad) > 100
+    run, least = (1, 32), tolerances.HIGH_PRECISION
+    weight = reference_values(w, (32, 32))
+    assert sqnr(reference_values(x, run) @ weight.t(), y) > least
+    assert sqnr(reference_values(g, run) @ weight, x.grad) > least
+    across = reference_values(g.t(), run), reference_values(x.t(), run)
+    assert sqnr(across[0] @ across[1].t(), w.grad) > least
 
 
 @pytest.mark.parametrize("granularity", [*ScalingGranularity, *Finer])

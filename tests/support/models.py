@@ -3,6 +3,7 @@
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8 import Float8LinearConfig, all_linears, convert_to_float8_training
@@ -18,7 +19,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
@@ -42,6 +43,40 @@ class NormedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.feed_forward(self.norm(x))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, without positions."""
+
+    def __init__(
+        self, dim: int, bias: bool = False, heads: int = 6, kv: int = 2, head_dim: int = 16
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, heads * head_dim, bias)
+        self.wk, self.wv = (nn.Linear(dim, kv * head_dim, bias) for _ in "kv")
+        self.wo = nn.Linear(heads * head_dim, dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.wq(x), self.wk(x), self.wv(x)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
+        shared = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        return self.wo(mixed.transpose(1, 2).flatten(-2))
+
+
+class LlamaBlock(nn.Module):
+    """As users write it."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool = False, **heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.attention = Attention(dim, bias, **heads)
+        self.ffn = FeedForward(dim, hidden, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -5,23 +5,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
-    attach_to_optimizer,
 )
-from support.models import FeedForward, seeded
+from support.models import LlamaBlock
 from support.sharded import convert, here
 
 DIM, HIDDEN, TOKENS = 32, 48, 8
@@ -31,10 +28,6 @@ STYLES = {
     "float8": (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput),
     "torch": (ColwiseParallel, RowwiseParallel, PrepareModuleInput),
 }
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh(here().type, (dist.get_world_size(),))
 
 
 def part(x: Tensor, dim: int) -> Tensor:
@@ -59,80 +52,9 @@ def alone() -> dist.ProcessGroup:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def train_both(
-    whole: nn.Module,
-    block: nn.Module,
-    sequence: bool,
-    microbatches: int,
-    checkpointed: bool,
-    delayed: bool,
-) -> None:
-    """Five steps on both; where sums differ in their last bits, few casts round otherwise."""
-    losses = []
-    for model, sharded in ((whole, False), (block, sequence)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-        if delayed:
-            attach_to_optimizer(model, optimizer, group=None if model is block else alone())
-        for step in range(5):
-            optimizer.zero_grad()
-            for microbatch in range(microbatches):
-                x = seeded(10 * step + microbatch, 2, TOKENS, DIM, device=here())
-                x, to = (part(t, 1) if sharded else t for t in (x, x.roll(1, -1)))
-                y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-                loss = (y - to).square().sum() / (2 * TOKENS * DIM)
-                loss.backward()
-            optimizer.step()
-        if sharded:
-            dist.all_reduce(loss)
-        losses.append(loss.detach())
-    assert off(losses[1], losses[0]) < 1e-3
-    buffers = dict(block.named_buffers())
-    for name, expected in whole.named_buffers():  # of delayed scaling
-        assert expected.amax() > 0 or "history" not in name
-        torch.testing.assert_close(buffers[name], expected, rtol=1e-2, atol=0.0, msg=name)
-    offs = {}
-    for (name, mine), theirs in zip(block.named_parameters(), whole.parameters(), strict=True):
-        for what, a, b in (("value", mine, theirs), ("grad", mine.grad, theirs.grad)):
-            offs[name, what] = off(a.full_tensor() if isinstance(a, DTensor) else a, b)
-    offs.pop((NO_GRADIENT, "grad"), None)
-    assert max(offs.values()) < 1e-2, offs
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention, without positions: 6 heads, 2 of them for keys and values."""
-
-    HEAD = 16
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        heads, kv = 6 * self.HEAD, 2 * self.HEAD
-        self.wq, self.wk = nn.Linear(DIM, heads, bias), nn.Linear(DIM, kv, bias)
-        self.wv, self.wo = nn.Linear(DIM, kv, bias), nn.Linear(heads, DIM, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = self.wq(x), self.wk(x), self.wv(x)
-        q, k, v = (t.unflatten(-1, (-1, self.HEAD)).transpose(1, 2) for t in projected)
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(mixed.transpose(1, 2).flatten(-2))
-
-
-class LlamaBlock(nn.Module):
-    """What tensor parallel is mostly for."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.attention, self.ffn = Attention(bias), FeedForward(DIM, HIDDEN, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
-
-
 def block_of(recipe: str, bias: bool = False, *, fuse: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return convert(LlamaBlock(bias), recipe, all_gather=False, fuse=fuse).to(here())
+    return convert(LlamaBlock(DIM, HIDDEN, bias), recipe, all_gather=False, fuse=fuse).to(here())
 
 
 def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False) -> dict[str, Any]:

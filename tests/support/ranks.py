@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -50,7 +51,8 @@ class Ranks:
 
     Args:
         size: how many.
-        device_type: `cpu`, with Gloo; or `cuda`, with NCCL: rank n has GPU n.
+        device_type: `cpu`, with Gloo; or `cuda`, with NCCL: rank n has GPU n, or shares one where
+            there are fewer.
         collective_timeout: seconds that a rank waits for others in one collective. None: so long
             that the timeout of `run` comes first, which says more.
     """
@@ -189,8 +191,12 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
 
     faulthandler.enable(file=sys.__stderr__)  # a rank that crashes says where
     rank, size, device_type, store, timeout = place
-    gpu = torch.device("cuda", rank) if device_type == "cuda" else None
-    if gpu is not None:
+    gpu = None
+    if device_type == "cuda":
+        gpus = torch.cuda.device_count()
+        if gpus < size:  # NCCL refuses ranks of one host that share a GPU
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        gpu = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(gpu)
     torch.set_num_threads(1)
     if gpu is None:

@@ -1,39 +1,33 @@
 """Small models under FSDP2, and their training: what runs on every rank, on its device."""
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import (
-    Float8LinearConfig,
-    Float8Tensor,
     all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from support.configs import delayed, of_recipe, tensorwise
+from support.configs import delayed, of_recipe
 from support.models import Block, fp8_state, seeded
+from support.spies import is_wrapper
 
-CONFIGS: dict[str, Callable[..., Float8LinearConfig]] = {
-    "tensorwise": tensorwise,
-    "delayed": delayed,  # weights, too
-    "delayed recipe": functools.partial(of_recipe, "delayed"),
-    "rowwise_with_gw_hp": functools.partial(of_recipe, "rowwise_with_gw_hp"),
-    "rowwise": functools.partial(of_recipe, "rowwise"),
-    "blockwise": functools.partial(of_recipe, "blockwise"),
-}
+IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.15"
+"""Whether `fullgraph=True` takes a block with FSDP2's hooks; else they break it, float8 or not."""
 DIM = 24
 """Not divisible by 16: the gathered bytes are padded for the GEMMs."""
 
@@ -63,7 +57,9 @@ def model_of(
 def convert(
     model: nn.Module, recipe: str, all_gather: bool = True, *, fuse: bool = False, **more: Any
 ) -> nn.Module:
-    config = CONFIGS[recipe](enable_fsdp_float8_all_gather=all_gather, **more)
+    """By a recipe; "delayed" is that of weights, too, and "delayed recipe" as of `float8`."""
+    make = delayed if recipe == "delayed" else partial(of_recipe, recipe.removesuffix(" recipe"))
+    config = make(enable_fsdp_float8_all_gather=all_gather, **more)
     return convert_to_float8_training(model, config=config, module_filter_fn=all_linears, fuse=fuse)
 
 
@@ -190,6 +186,31 @@ def train(
     return run.keep_state(model)
 
 
+def compiled(
+    model: nn.Module,
+    what: str,
+    wrap: Callable[[nn.Module], nn.Module],
+    steps: int = 2,
+    backend: str = "aot_eager",
+) -> tuple[Run, list[str], int]:
+    """What training brings forth, why graphs broke, and how many were compiled.
+
+    `what` is "blocks", "blocks with hooks" of FSDP2, "whole model", or nothing.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend(backend)
+    for block in model if what == "blocks" else ():
+        block.compile(backend=counter, fullgraph=IN_ONE_GRAPH)
+    forward = wrapped = wrap(model)
+    for block in model if what == "blocks with hooks" else ():
+        block.compile(backend=counter)
+    if what == "whole model":
+        forward = torch.compile(wrapped, backend=counter)
+    run = train(wrapped, steps, forward=forward)
+    return run, sorted(counters["graph_break"]), counter.frame_count
+
+
 def train_alone(
     model: nn.Module,
     steps: int = 10,
@@ -219,77 +240,40 @@ def train_alone(
     return run.keep_state(model)
 
 
-@dataclass
-class Traffic:
-    """Collectives of this rank while it is watched."""
-
-    sizes: list[int] = field(default_factory=list)
-    """Bytes that this rank gave into each all-gather."""
-
-    gather_dtypes: set[torch.dtype] = field(default_factory=set)
-    all_reduces: int = 0
-
-
-@contextmanager
-def traffic() -> Iterator[Traffic]:
-    """Count collectives: those of FSDP2 by their names in `dist`, and functional all-reduces."""
-    seen = Traffic()
-    names = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)]
-    originals = {name: getattr(dist, name) for name in (*names, "all_reduce")}
-
-    def gather(name: str) -> Callable[..., Any]:
-        def counted(output_tensor: Tensor, input_tensor: Tensor, **more: Any) -> Any:
-            seen.sizes.append(input_tensor.nbytes)
-            seen.gather_dtypes.add(input_tensor.dtype)
-            return originals[name](output_tensor, input_tensor, **more)
-
-        return counted
-
-    def reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **more: Any) -> Any:
-            seen.all_reduces += 1
-            return original(*args, **more)
-
-        return counted
-
-    functional = torch.ops._c10d_functional
-    reduce_ours: Any = reduce(functional.all_reduce)
-    reduce_ours.default = functional.all_reduce.default  # as DTensor calls it
-    try:
-        for name in names:
-            setattr(dist, name, gather(name))
-        dist.all_reduce = reduce(originals["all_reduce"])
-        with mock.patch.object(functional, "all_reduce", reduce_ours):
-            yield seen
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-class FunctionalTraffic(TorchDispatchMode):
-    """Functional collectives of this rank, as DTensors make them: name, dtype and bytes given.
-
-    Only in eager mode.
-    """
+class Traffic(TorchDispatchMode):
+    """Collectives of this rank while it is watched; in compiled code none but FSDP2's."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.supports_higher_order_operators = True
+        self.sizes: list[int] = []
+        """Bytes that this rank gave into each all-gather of FSDP2."""
+        self.gather_dtypes: set[torch.dtype] = set()
+        self.all_reduces = 0
         self.seen: list[tuple[str, torch.dtype, int]] = []
+        """Functional collectives, as DTensors make them: name, dtype and bytes given."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else compiled code would run in eager mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
             return NotImplemented  # it will call what it is made of
         name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name == "_allgather_base_":
+            self.sizes.append(args[1].nbytes)
+            self.gather_dtypes.add(args[1].dtype)
         if func.namespace == "_c10d_functional" and "wait" not in name:
             dtype = args[0].dtype
             dtype = torch.uint8 if dtype.itemsize == 1 else dtype  # GPUs send float8 as it is
             self.seen.append((name, dtype, args[0].nbytes))
+        self.all_reduces += name in ("allreduce_", "all_reduce")
         return func(*args, **kwargs or {})
 
     def bytes_of(self, name: str) -> dict[torch.dtype, int]:
-        """Given into collectives of this name, by dtype; those of single numbers left out."""
+        """Given into functional ones of this name, by dtype; those of single numbers left out."""
         total: dict[torch.dtype, int] = {}
         for kind, dtype, size in self.seen:
             if kind.startswith(name) and size > 4:

@@ -24,8 +24,7 @@ def full(seed: int = 0, amax: float | None = 3.0, device: str = "cpu") -> Float8
 
 def fields(x: Float8Tensor) -> dict[str, object]:
     """All attributes but the data and a Parameter's: those that no test knows of yet, too."""
-    others = ("_data", "_is_param", "_columns")  # the last is of the data
-    rest = {name: v for name, v in vars(x).items() if name not in others}
+    rest = {name: v for name, v in vars(x).items() if name not in ("_data", "_is_param")}
     return {n: v.item() if isinstance(v, Tensor) else v for n, v in rest.items()}
 
 

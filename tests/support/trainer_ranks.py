@@ -1,7 +1,6 @@
 """What the trainer's tests run on each rank; `Ranks.run` finds it here by name."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -19,14 +18,14 @@ from float8_lab.cli.main import main
 from float8_lab.errors import LabError
 from float8_lab.ranks import join_ranks
 from float8_lab.trainer import build, loop
-from float8_lab.trainer.checkpoint import check_checkpoint, save_checkpoint
+from float8_lab.trainer.checkpoint import save_checkpoint
 from float8_lab.trainer.config import TrainConfig, float8_config
 from float8_lab.trainer.data import load_corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
-from float8_lab.trainer.run_folder import RunFolder
+from float8_lab.trainer.run_folder import RunFolder, find_checkpoint
 from support.listener import Listener
-from support.sharded import FunctionalTraffic, traffic
+from support.sharded import Traffic
 
 Curves = tuple[list[tuple[float, float]], list[float]]
 """Loss and gradient norm of each step, and the validation losses."""
@@ -34,7 +33,9 @@ Curves = tuple[list[tuple[float, float]], list[float]]
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
     defaults = {"device": "cpu", "tensorboard": False, "eval_batches": 2, "log_interval": 2}
-    return TrainConfig.create(**({"model": "nano"} | defaults | settings))
+    return TrainConfig.create(
+        **({"model": "nano", "recipe": "high_precision"} | defaults | settings)
+    )
 
 
 def train_here(settings: dict[str, Any], **how: Any) -> loop.Trainer:
@@ -58,7 +59,8 @@ def curves(
         mock.patch.object(nn.Module, "compile", _compile_quickly),
     ):
         torch._dynamo.reset()
-        return curves_of(train_here(settings, resume=resume).folder.path)
+        checkpoint = resume and find_checkpoint(resume)
+        return curves_of(train_here(settings, resume=checkpoint).folder.path)
 
 
 def curves_of(folder: Path) -> Curves:
@@ -81,14 +83,14 @@ def several(runs: list[dict[str, Any]], powers_of_2: bool = False) -> list[Curve
 
 def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
     """In what dtypes weights travel."""
-    with traffic() as seen:
+    with Traffic() as seen:
         curves(settings)
     return seen.gather_dtypes
 
 
 def tokens_sent(settings: dict[str, Any]) -> dict[str, dict[torch.dtype, int]]:
     """Bytes given into collectives of ranks that share layers."""
-    with FunctionalTraffic() as seen:
+    with Traffic() as seen:
         curves(settings)
     return {name: seen.bytes_of(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
@@ -106,17 +108,6 @@ def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
     with mock.patch.object(loop.Trainer, "loss", loss):
         curves(settings)
     return seen
-
-
-def files_show_late(settings: dict[str, Any]) -> None:
-    """A run on which all ranks but the first see no files in a checkpoint's folder yet."""
-    plain = Path.iterdir
-
-    def late(path: Path) -> Iterator[Path]:
-        return plain(path) if dist.get_rank() == 0 else iter(())
-
-    with mock.patch.object(Path, "iterdir", late):
-        curves(settings)
 
 
 def written_again(settings: dict[str, Any], checkpoint: Path, target: Path) -> None:
@@ -168,11 +159,6 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
     }
     with patches.get(how, mock.patch.object(loop.data, "load_corpus", corpus)):
         return _raised(train_here, settings)
-
-
-def damage_found(checkpoint: Path) -> tuple[str, str]:
-    with join_ranks(True) as ranks:
-        return _raised(check_checkpoint, checkpoint, ranks)
 
 
 def _raised(function: Any, *args: Any) -> tuple[str, str]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from float8 import rms_norm_linear, swiglu_feed_forward
+from float8.quantize.quantize import Cast
 from float8.quantize.spec import CastSpec
-from float8.tensor import Float8GatherWeight, high_precision, remember, remembered
+from float8.tensor import Float8GatherWeight, high_precision
 from support.configs import RECIPES
 from support.devices import E4M3, on_devices
 from support.models import FeedForward, forward_backward, seeded
@@ -25,13 +26,17 @@ SPEC = CastSpec(E4M3)
 def weight(seed: int = 0, scale: float | None = None, **more) -> Float8GatherWeight:
     x = Float8GatherWeight(seeded(seed, 6, 4, **more), SPEC)
     if scale is not None:
-        remember(x, torch.tensor(scale), x.dtype)
+        remember(x, scale)
     return x
 
 
-def known(x: Tensor) -> float | None:
-    scale = remembered(x, x.dtype)
-    return None if scale is None else scale.item()
+def remember(x: Float8GatherWeight, scale: float = 0.5) -> None:
+    x.keep(Cast(SPEC, scale=torch.tensor(scale)), x)
+
+
+def known(x: Float8GatherWeight) -> float | None:
+    cast = x.known(x)
+    return None if cast is None else cast.scale.item()
 
 
 VIEWS = {
@@ -95,7 +100,7 @@ def test_a_write_through_any_view_forgets_the_scale(how: str, mode: type) -> Non
             alias = high_precision(view)
             assert type(alias) is Tensor
             for before in (True, False):
-                remember(x, torch.tensor(0.5), x.dtype)
+                remember(x)
                 VIEWS[how](x.detach())
                 assert known(x) == 0.5  # reading is no writing
                 write(view) if before else alias.mul_(2)
@@ -144,7 +149,7 @@ STEPS = {
 def test_what_else_writes_forgets_the_scale(how: str) -> None:
     for mode in MODES if how in WRITES else MODES[:1]:
         x = nn.Parameter(weight())
-        remember(x, torch.tensor(0.5), x.dtype)
+        remember(x)
         with mode() if how in WRITES else nullcontext():
             (WRITES | STEPS)[how](x)
         assert known(x) is None
@@ -166,7 +171,8 @@ def test_views_in_inference_mode_are_as_torch_makes_them(how: str) -> None:
 
 def test_another_dtype_has_the_spec_but_not_the_scale() -> None:
     x = weight(scale=0.5)
-    assert remembered(x, torch.bfloat16) is None
+    x.gather_in(torch.bfloat16)
+    assert known(x) is None
     y = x.to(torch.bfloat16)
     assert (type(y), y.dtype, y.spec) == (Float8GatherWeight, torch.bfloat16, SPEC)
     assert known(y) is None
@@ -221,7 +227,7 @@ def test_new_data_is_what_the_weight_then_is(kind: str) -> None:
     assert (x.detach() + 1 == 4).all()
     assert x.stride() == x.high_precision.stride() == (4, 1)
     assert torch.equal(view.high_precision, seeded(0, 6, 4))
-    remember(x, torch.tensor(0.5), x.dtype)
+    remember(x)
     if isinstance(new, Float8GatherWeight):
         new.mul_(2)
         assert known(x) is None

@@ -1,7 +1,8 @@
 """Configuration of one cast: scaling, granularity and format."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import torch
 
@@ -19,6 +20,20 @@ def of_torchao(value: object) -> str:
         f"; this one is of {library}: change `from {module[library]} import {name}` to `from "
         f"float8 import {name}`"
     )
+
+
+def require_types(config: Any) -> None:
+    """Raise a `TypeError` if a field of a dataclass is not of the type that it is declared with."""
+    for field in fields(config):
+        value, kinds = getattr(config, field.name), get_args(field.type) or (field.type,)
+        if not isinstance(value, kinds):
+            kind, example = kinds[0], ""
+            if issubclass(kind, enum.Enum):
+                example = f", for example {next(iter(kind))}"
+            raise TypeError(
+                f"{field.name}: got {value!r}, expected a {kind.__name__}{example}"
+                f"{of_torchao(value)}"
+            )
 
 
 class ScalingType(enum.Enum):
@@ -121,32 +136,19 @@ class CastConfig:
     target_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("scaling_type", ScalingType),
-            ("scaling_granularity", ScalingGranularity),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(
-                    f"{name}: got {getattr(self, name)!r}, expected a {kind.__name__}, for example "
-                    f"{next(iter(kind))}{of_torchao(getattr(self, name))}"
-                )
-        one_scale = self.scaling_granularity.one_scale
-        if self.scaling_type is ScalingType.DELAYED and not one_scale:
-            raise ValueError(
-                f"scaling_granularity: got {self.scaling_granularity} with delayed scaling, "
-                f"expected TENSORWISE: histories are kept of one scale per tensor; use "
-                f"ScalingType.DYNAMIC, or leave scaling_granularity out"
-            )
-        if not self.is_float8 and not one_scale:
-            raise ValueError(
-                f"scaling_granularity: got {self.scaling_granularity} with ScalingType.DISABLED, "
-                f"expected TENSORWISE: the tensor is not cast; leave scaling_granularity out"
-            )
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
             expected = " or ".join(str(dtype) for dtype in FLOAT8_MAX)
             raise ValueError(
                 f"target_dtype: got {self.target_dtype}, expected {expected}, or None for the "
                 f"default of the role"
+            )
+        require_types(self)
+        dynamic = self.scaling_type is ScalingType.DYNAMIC
+        if not (dynamic or self.scaling_granularity.one_scale):
+            raise ValueError(
+                f"scaling_granularity: got {self.scaling_granularity} with {self.scaling_type}, "
+                f"expected TENSORWISE: only dynamic scaling has finer scales; use "
+                f"ScalingType.DYNAMIC, or leave scaling_granularity out"
             )
         if not self.is_float8:  # so that such configurations are equal
             object.__setattr__(self, "target_dtype", None)

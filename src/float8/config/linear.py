@@ -3,8 +3,7 @@
 import copy
 import enum
 import functools
-from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import get_args
+from dataclasses import InitVar, dataclass, field, replace
 
 from float8.config.casting import (
     CastConfig,
@@ -12,6 +11,7 @@ from float8.config.casting import (
     ScalingGranularity,
     ScalingType,
     of_torchao,
+    require_types,
 )
 from float8.formats import E4M3, E5M2, GEMM_ALIGNMENT
 
@@ -110,8 +110,7 @@ class Float8GemmConfig:
     use_fast_accum: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.use_fast_accum, bool):
-            raise TypeError(f"use_fast_accum: got {self.use_fast_accum!r}, expected a bool")
+        require_types(self)
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ class Float8LinearConfig:
                 f"force_recompute_fp8_weight_in_bwd: got {force_recompute_fp8_weight_in_bwd!r}, "
                 f"expected a bool"
             )
-        self._check_types()
+        require_types(self)
         # Fill in each role's dtype in a copy: the object that came in may serve other roles too.
         for site in CastSite:
             name = f"cast_config_{site.value}"
@@ -190,31 +189,27 @@ class Float8LinearConfig:
                 dtype = E5M2 if wide and given.scaling_granularity is _T else E4M3
                 object.__setattr__(self, name, replace(given, target_dtype=dtype))
         self._check_gemms()
-        if self.enable_fsdp_float8_all_gather:
-            self._check_one_cast("enable_fsdp_float8_all_gather", True, row_only=True)
-        if self.float8_weights is not Float8Weights.ON_THE_FLY:
-            only = self.float8_weights is Float8Weights.ONLY
-            if only and self.enable_fsdp_float8_all_gather:
-                raise ValueError(
-                    "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected "
-                    "False: a weight without a high-precision master cannot be sharded; leave it "
-                    "out of fully_shard with ignored_params"
-                )
-            self._check_one_cast("float8_weights", self.float8_weights, row_only=only)
-            if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
-                raise ValueError(
-                    "float8_weights: got ONLY with delayed scaling of the weight, expected dynamic "
-                    "scaling, as it is cast once; set cast_config_weight=CastConfig()"
-                )
-        self._check_delayed_only()
-
-    def _check_types(self) -> None:
-        for f in fields(self):
-            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
-            if not isinstance(value, kinds):
-                raise TypeError(
-                    f"{f.name}: got {value!r}, expected a {kinds[0].__name__}{of_torchao(value)}"
-                )
+        only = self.float8_weights is Float8Weights.ONLY
+        if only and self.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected False: "
+                "a weight without a high-precision master cannot be sharded; leave it out of "
+                "fully_shard with ignored_params"
+            )
+        if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
+            raise ValueError(
+                "float8_weights: got ONLY with delayed scaling of the weight, expected dynamic "
+                "scaling, as it is cast once; set cast_config_weight=CastConfig()"
+            )
+        self._check_one_cast("enable_fsdp_float8_all_gather", row_only=True)
+        self._check_one_cast("float8_weights", row_only=only)
+        default = DelayedScalingConfig()
+        if not self.delayed_sites and self.delayed_scaling_config != default:
+            raise ValueError(
+                f"delayed_scaling_config: got {self.delayed_scaling_config!r} without delayed "
+                f"scaling, expected the default {default!r}: it only matters to delayed scaling; "
+                f"leave it out or use a CastConfig(scaling_type=ScalingType.DELAYED)"
+            )
 
     def _check_gemms(self) -> None:
         for gemm, sites in GEMM_OPERANDS.items():
@@ -240,39 +235,30 @@ class Float8LinearConfig:
                     f"emulate=True"
                 )
 
-    def _check_one_cast(self, name: str, value: object, *, row_only: bool) -> None:
-        """Raise unless one cast of the weight is enough; `row_only`: unless its row data are."""
-        default = getattr(type(self), name)
-        for gemm in ("output", "grad_input"):
-            if not self.runs_in_float8(gemm):
-                raise ValueError(
-                    f"{name}: got {value} with the GEMM '{gemm}' in high precision, expected every "
-                    f"GEMM of the weight in float8; set it to {default}, or choose a scaling type "
-                    f"for the operands of that GEMM"
-                )
-        if self.owner(CastSite.WEIGHT_FOR_GRAD_INPUT) is not CastSite.WEIGHT:
+    def _check_one_cast(self, name: str, *, row_only: bool) -> None:
+        """Raise if field `name` asks for one cast of the weight, and one is not enough.
+
+        `row_only`: or if the row data of that are not.
+        """
+        value, default = getattr(self, name), getattr(type(self), name)
+        if value == default:
+            return
+        weight, again = self.cast_config_weight, self.cast_config(CastSite.WEIGHT_FOR_GRAD_INPUT)
+        if again != weight or not weight.is_float8:
             raise ValueError(
-                f"{name}: got {value} with cast_config_weight_for_grad_input other than "
-                f"cast_config_weight, expected one cast for both; set it to {default}, or leave "
-                f"cast_config_weight_for_grad_input out"
+                f"{name}: got {value} with a weight that is {weight.short_str()} for output and "
+                f"{again.short_str()} for grad_input, expected one cast in float8 for both; set it "
+                f"to {default}, or give no cast_config_weight_for_grad_input, and no DISABLED "
+                f"operand of these GEMMs"
             )
-        weight = self.cast_config_weight.scaling_granularity
-        lossy = weight is _B1 or (weight is _A and not self.round_scales_to_power_of_2)
+        granularity = weight.scaling_granularity
+        lossy = granularity is _B1 or (granularity is _A and not self.round_scales_to_power_of_2)
         if row_only and lossy:
             raise ValueError(
-                f"{name}: got {value} with a weight under {weight} and "
+                f"{name}: got {value} with a weight under {granularity} and "
                 f"round_scales_to_power_of_2={self.round_scales_to_power_of_2}, expected "
                 f"TENSORWISE, BLOCK_128x128, or AXISWISE with powers of two, of whose float8 data "
                 f"the columns for grad_input can be made; set it to {default}, or change these"
-            )
-
-    def _check_delayed_only(self) -> None:
-        given, default = self.delayed_scaling_config, DelayedScalingConfig()
-        if not self.delayed_sites and given != default:
-            raise ValueError(
-                f"delayed_scaling_config: got {given!r} without delayed scaling, expected the "
-                f"default {default!r}: it only matters to delayed scaling; leave it out or use "
-                f"a CastConfig(scaling_type=ScalingType.DELAYED)"
             )
 
     def cast_config(self, site: CastSite) -> CastConfig:
@@ -289,7 +275,7 @@ class Float8LinearConfig:
         """Whether the GEMM `"output"`, `"grad_input"` or `"grad_weight"` runs in float8."""
         return self.cast_config(GEMM_OPERANDS[gemm][0]).is_float8
 
-    @property
+    @functools.cached_property
     def own_casts(self) -> dict[CastSite, CastConfig]:
         """The sites with a cast of their own, which others may share, in a fixed order."""
         return {x: self.cast_config(x) for x in CAST_SITES if self.owner(x) is x}
@@ -303,8 +289,7 @@ class Float8LinearConfig:
     @property
     def scales_by_blocks(self) -> bool:
         """Whether some scales cover blocks, which fewer devices multiply."""
-        casts = (self.cast_config(site) for site in CAST_SITES)
-        return any(cast.scaling_granularity in (_B1, _B2) for cast in casts)
+        return any(cast.scaling_granularity.by_blocks for cast in self.own_casts.values())
 
     @property
     def alignment(self) -> int:
@@ -318,14 +303,10 @@ class Float8LinearConfig:
 
     def short_str(self) -> str:
         """Return a few words for `repr`s: a recipe, or each tensor's scaling; then switches."""
-        casts = [self.cast_config(site) for site in CAST_SITES]
-        for name, recipe in RECIPES.items():
-            if casts == [recipe.cast_config(site) for site in CAST_SITES]:
-                parts, like = [name], recipe
-                break
-        else:
-            parts = [f"{site.value}={x.short_str()}" for site, x in self.own_casts.items()]
-            like = RECIPES["tensorwise"]
+        own = self.own_casts
+        recipe = next((name for name, x in RECIPES.items() if x.own_casts == own), None)
+        like = RECIPES[recipe or "tensorwise"]
+        parts = [recipe] if recipe else [f"{x.value}={cast.short_str()}" for x, cast in own.items()]
         for switch in ("emulate", "round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"):
             value = getattr(self, switch)
             if value != getattr(like, switch):

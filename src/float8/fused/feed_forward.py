@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.autograd import computed_before, once_differentiable, own
 from float8.fused.layers import (
-    Call,
+    FusedCall,
     Kept,
     fused_norm,
     input_columns,
     input_operand,
-    state_apart,
     take_apart,
 )
 from float8.fused.reasons import fusable
 from float8.linear import Float8Linear
-from float8.linear.bound import KeptWeight, record
+from float8.linear.call import KeptWeight, record
 from float8.linear.functional import with_leading_dims
 from float8.quantize.quantize import columns, quantize
 
@@ -96,17 +95,19 @@ class _FeedForward(torch.autograd.Function):
         w_gate: Tensor,
         w_up: Tensor,
         w_down: Tensor,
-        call: Call,
+        call: FusedCall,
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         (gate, up, down), dtype, M = call.layers, x.dtype, x.shape[0]
         x8, kept = input_operand(x, norm_weight, call.eps, (gate, up))
         gate_out, kept_gate = gate.output(x8, w_gate, dtype, M)  # x @ w_gate.T [M, H]
         up_out, kept_up = up.output(x8, w_up, dtype, M)  # x @ w_up.T [M, H]
-        cast = down.casts.input
-        state = state_apart(cast)
-        product8 = kernels.swiglu_cast(gate_out, up_out, cast.spec, state, record=cast.record)
-        if state is not None and state is not cast.state:
-            record(cast, state.amax)
+        cast, apart = down.casts.input, None
+        if cast.state and cast.record and torch.compiler.is_compiling():
+            apart = cast.state.apart()
+        how = cast.spec, apart or cast.state
+        product8 = kernels.swiglu_cast(gate_out, up_out, *how, record=cast.record)
+        if apart:
+            record(cast, apart.amax)
         y, kept_down = down.output(product8, w_down, dtype, M)  # product @ w_down.T [M, N]
         if call.residual:
             y = x + y
@@ -124,7 +125,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: FusedCall = ctx.call
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second time
         kept = Kept(*saved[:6])
         gate_out, up_out, product_scale = saved[6:9]

@@ -9,22 +9,21 @@ from torch import Tensor
 from float8 import kernels
 from float8.fused.reasons import why_norm_not_fused
 from float8.linear import Float8Linear
-from float8.linear.bound import BoundLinear, record
+from float8.linear.call import LinearCall, record
 from float8.linear.functional import autocast_dtype, check_input
-from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import Cast, quantize, recast
+from float8.quantize.quantize import quantize, recast
 from float8.quantize.spec import CastSpec, Operand
 
 
-class Call(NamedTuple):
+class FusedCall(NamedTuple):
     """The arguments of an autograd function besides tensors with gradients, which it keeps."""
 
-    layers: tuple[BoundLinear, ...]
+    layers: tuple[LinearCall, ...]
     eps: float
     residual: bool
     need_grad_x: bool
 
-    def for_backward(self) -> "Call":
+    def for_backward(self) -> "FusedCall":
         """Leave out what only forward reads."""
         layers = [layer.for_backward() if layer.ready else layer for layer in self.layers]
         return self._replace(layers=tuple(layers))
@@ -35,7 +34,7 @@ def take_apart(
     layers: tuple[Float8Linear, ...],
     norm: tuple[Tensor, float] | None,
     residual: bool,
-) -> tuple[Tensor, tuple[Tensor, ...], Call]:
+) -> tuple[Tensor, tuple[Tensor, ...], FusedCall]:
     """Check `x` [..., K] as `Float8Linear.forward` does, and read each weight once.
 
     Returns x [M, K] in the compute dtype, and the other arguments of an autograd function.
@@ -53,24 +52,14 @@ def take_apart(
             casts = layer.casts()
         N, K = weight.shape
         bound.append(
-            BoundLinear(
-                layer.plan, casts, layer.ready_weight(weight), None, K, N, weight.dtype,
+            LinearCall(
+                layer.plan, casts, layer.ready_weight(weight), None, None, K, N, weight.dtype,
                 need_grad_input=True, need_grad_weight=grad and weight.requires_grad,
             )
         )  # fmt: skip
     need_grad_x = grad and (x.requires_grad or norm_needs_grad)
-    call = Call(tuple(bound), eps, residual, need_grad_x)
+    call = FusedCall(tuple(bound), eps, residual, need_grad_x)
     return x.reshape(-1, x.shape[-1]), tuple(weights), call
-
-
-def state_apart(cast: Cast) -> DelayedScale | None:
-    """Return the state for a kernel that casts: in compiled code one with an amax of its own.
-
-    The caller hands that to `record` afterwards: see `DelayedScale.apart`.
-    """
-    if cast.state is None or not cast.record or not torch.compiler.is_compiling():
-        return cast.state
-    return cast.state.apart()
 
 
 def fused_norm(module: Any, x: Tensor, layer: Float8Linear) -> tuple[Tensor, float] | None:
@@ -98,7 +87,7 @@ class Kept(NamedTuple):
 
 
 def input_operand(
-    x: Tensor, norm_weight: Tensor | None, eps: float, readers: Sequence[BoundLinear]
+    x: Tensor, norm_weight: Tensor | None, eps: float, readers: Sequence[LinearCall]
 ) -> tuple[Operand, Kept]:
     """Cast the input of `readers`, x [M, K] or its norm: row data, and what is kept for backward.
 

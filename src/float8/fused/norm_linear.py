@@ -8,9 +8,16 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.autograd import computed_before, once_differentiable, own
-from float8.fused.layers import Call, Kept, fused_norm, input_columns, input_operand, take_apart
+from float8.fused.layers import (
+    FusedCall,
+    Kept,
+    fused_norm,
+    input_columns,
+    input_operand,
+    take_apart,
+)
 from float8.fused.reasons import fusable
-from float8.linear.bound import KeptWeight
+from float8.linear.call import KeptWeight
 from float8.linear.functional import with_leading_dims
 from float8.quantize.quantize import quantize
 
@@ -59,7 +66,7 @@ def rms_norm_linear(
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def compute(
-        x: Tensor, norm_weight: Tensor, call: Call, *weights: Tensor
+        x: Tensor, norm_weight: Tensor, call: FusedCall, *weights: Tensor
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         x8, kept_x = input_operand(x, norm_weight, call.eps, call.layers)
         outputs: list[Tensor] = []
@@ -72,7 +79,7 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor, call: Call, computed: Any, *weights: Tensor
+        ctx: Any, x: Tensor, norm_weight: Tensor, call: FusedCall, computed: Any, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         if computed is None:
             outputs, saved = _NormLinear.compute(x, norm_weight, call, *weights)
@@ -87,7 +94,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: FusedCall = ctx.call
         saved = ctx.saved_tensors
         kept_x, rest, n = Kept(*saved[:6]), saved[6:], len(call.layers)
         weights = (KeptWeight(*rest[at : at + 2]) for at in range(0, 2 * n, 2))

@@ -8,7 +8,7 @@ from torch.nn.functional import ScalingType as Recipe
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import lacks_float8_gemm
-from float8.quantize.spec import Operand, check_scale, dequantised
+from float8.quantize.spec import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
 _BY_BLOCKS: dict[Granularity, Recipe] = {
@@ -34,65 +34,79 @@ class Gemm(NamedTuple):
     """Of the scales of its two operands."""
 
 
-def matmul(a: Operand, b: Operand, *, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+def matmul(
+    a: Operand,
+    b: Operand,
+    shape: tuple[int, int] | None = None,
+    *,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+) -> Tensor:
     """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
     Both operands lie contiguous along the contraction dim, as Hopper's float8 tensor cores read
     them. CPUs multiply finer scales than one per tensor as `emulate` does.
 
     Args:
-        a: [M, K] float8, K % 16 == 0; on GPUs its scale lies at a multiple of 16 bytes.
+        a: [M, K] float8, K % 16 == 0; on GPUs its scale lies at a multiple of 16 bytes. It has the
+            shape that `Granularity.scales` says, which is not checked here.
         b: [N, K] float8, N % 16 == 0; likewise.
+        shape: rows and columns of the product without what padding added; None: M and N.
         gemm: how; `emulate` takes any K and N.
         out_dtype: float32, bfloat16 or float16.
 
     Returns:
-        [M, N] of dtype `out_dtype`.
+        [rows, columns] of dtype `out_dtype`, contiguous.
 
     Raises:
-        ValueError: a scale has another shape than its granularity says.
         RuntimeError: the device has no such float8 GEMM and `emulate` is False.
     """
     of_a, of_b = gemm.granularities
     by_blocks, one_scale_each = of_a.by_blocks, of_a.one_scale and of_b.one_scale
-    if not one_scale_each or a.scale.numel() != 1 or b.scale.numel() != 1:
-        check_scale(a, of_a)
-        check_scale(b, of_b)
-    if gemm.emulate or (a.data.is_cpu and not one_scale_each):
-        return _emulated(a, b, gemm, out_dtype)
-    if a.data.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
-        with torch.autocast("cpu", enabled=False):
-            return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
     compiling = torch.compiler.is_compiling()
-    reason = None if compiling else lacks_float8_gemm(a.data.device, by_blocks)
-    if by_blocks and not (of_a in _BY_BLOCKS and of_b in _BY_BLOCKS):
-        reason = f"there is none for scales of {of_a} and {of_b}"
-    if reason is not None:
-        raise RuntimeError(
-            f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
-            f"precision on the dequantised values"
-        )
-    # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks that
-    # cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
-    if by_blocks:
-        scale_a = a.scale.t() if of_a.square else a.scale
-        scale_b = b.scale.t() if of_b.square else b.scale
-        recipe_a, recipe_b = _BY_BLOCKS[of_a], _BY_BLOCKS[of_b]
-        return torch.ops.aten._scaled_mm_v2.default(  # type: ignore[no-any-return]
-            a.data, b.data.t(), [scale_a], [recipe_a.value], [], [scale_b], [recipe_b.value], [],
-            None, out_dtype, [], False,
-        )  # fmt: skip
-    scale_a, scale_b = a.scale, b.scale
-    if not one_scale_each:
-        scale_a, scale_b = _by_rows(a), _by_rows(b).t()
-    return torch._scaled_mm(
-        a.data,
-        b.data.t(),
-        scale_a,
-        scale_b,
-        out_dtype=out_dtype,
-        use_fast_accum=gemm.use_fast_accum,
-    )
+    if gemm.emulate or (a.data.is_cpu and not one_scale_each):
+        y = _emulated(a, b, gemm, out_dtype)
+    elif a.data.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
+        with torch.autocast("cpu", enabled=False):
+            y = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype)
+    else:
+        reason = None if compiling else lacks_float8_gemm(a.data.device, by_blocks)
+        if by_blocks and not (of_a in _BY_BLOCKS and of_b in _BY_BLOCKS):
+            reason = f"there is none for scales of {of_a} and {of_b}"
+        if reason is not None:
+            raise RuntimeError(
+                f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
+                f"precision on the dequantised values"
+            )
+        # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks
+        # that cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
+        if by_blocks:
+            scale_a = a.scale.t() if of_a.square else a.scale
+            scale_b = b.scale.t() if of_b.square else b.scale
+            recipe_a, recipe_b = _BY_BLOCKS[of_a].value, _BY_BLOCKS[of_b].value
+            y = torch.ops.aten._scaled_mm_v2.default(
+                a.data, b.data.t(), [scale_a], [recipe_a], [], [scale_b], [recipe_b], [],
+                None, out_dtype, [], False,
+            )  # fmt: skip
+        else:
+            scale_a, scale_b = a.scale, b.scale
+            if not one_scale_each:
+                scale_a, scale_b = _by_rows(a), _by_rows(b).t()
+            y = torch._scaled_mm(
+                a.data,
+                b.data.t(),
+                scale_a,
+                scale_b,
+                out_dtype=out_dtype,
+                use_fast_accum=gemm.use_fast_accum,
+            )
+    rows, columns = y.shape if shape is None else shape
+    if y.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
+        return y[:rows, :columns].contiguous()
+    # A compiler is not asked, since it would compile again for numbers that need no padding.
+    if (by_blocks and compiling) or y.shape[0] != rows:
+        return y[:rows]
+    return y
 
 
 def _by_rows(part: Operand) -> Tensor:

@@ -4,17 +4,18 @@
 history and records the amax in the same read. Both launch the kernel of `cast_kernel`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.kernels.amax import amax_reference, is_dense, measuring
-from float8.kernels.cast_kernel import casting
-from float8.kernels.checks import check_high_precision, check_scalars, describe
-from float8.kernels.runtime.launch import Program, Slot, new, planned, takes_triton_directly
+from float8.kernels.cast_kernel import casting, layouts
+from float8.kernels.checks import check_high_precision, describe
+from float8.kernels.runtime.launch import Program, Slot, empty, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
@@ -73,14 +74,10 @@ def cast(
         ValueError: ``x`` is not 2-D, ``scale`` has not one element or is on another device, or
             neither layout is asked for.
     """
-    check_cast(x, spec.dtype, row, col)
-    if scale is not None:
-        check_scalars(x, scale=scale)
+    check_cast("cast", x, spec.dtype, row, col, None if scale is None else {"scale": scale})
     how = (spec.dtype, row, col, pad_rows, after, spec.power_of_2)
-    if x.is_cuda and takes_triton_directly(x, scale):
-        out = _cast_triton(x, scale, *how)
-    else:
-        out = torch.ops.float8.cast.default(x, scale, *how)
+    direct = x.is_cuda and takes_triton_directly(x, scale)
+    out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, scale, *how)
     used = out[0] if scale is None else scale
     return CastResult(used, out[-1 - col] if row else None, out[-1] if col else None)
 
@@ -102,31 +99,74 @@ def cast_delayed(
     tensor. All else as :func:`cast`.
     """
     scale, amax = state
-    check_cast(x, spec.dtype, row, col)
-    check_scalars(x, scale=scale, amax=amax)
+    check_cast("cast_delayed", x, spec.dtype, row, col, {"scale": scale, "amax": amax})
     args = (x, scale, amax, spec.dtype, row, col, pad_rows, spec.power_of_2, record)
-    if x.is_cuda and takes_triton_directly(x, scale, amax):
-        out = _cast_delayed_triton(*args)
-    else:
-        out = torch.ops.float8.cast_delayed.default(*args)
+    direct = x.is_cuda and takes_triton_directly(x, scale, amax)
+    out = (_cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default)(*args)
     return CastResult(out[0], out[1] if row else None, out[2] if col else None)
 
 
-def check_cast(x: Tensor, dtype: torch.dtype, row: bool, col: bool) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what no cast can take."""
+def check_cast(
+    op: str,
+    x: Tensor,
+    dtype: torch.dtype = E4M3,
+    row: bool = True,
+    col: bool = True,
+    scalars: Mapping[str, Tensor | None] | None = None,
+    alike: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what a cast cannot take.
+
+    Args:
+        op: is named in errors.
+        x: must be [R, C] in high precision.
+        dtype: must be a float8 format.
+        row: whether row data is asked for; one of both must be.
+        col: whether column data is.
+        scalars: each a scale or an amax of all of ``x``, or None; by their names.
+        alike: must have shape, dtype and device of ``x``, which then must not be empty.
+    """
     if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
-        check_high_precision("cast", x)
+        check_high_precision(op, x)
     if x.dim() != 2:
         raise ValueError(
-            f"cast: x is {describe(x)}; expected 2 dimensions [R, C]. "
+            f"{op}: x is {describe(x)}; expected 2 dimensions [R, C]. "
             f"Flatten the leading dimensions first: x.reshape(-1, x.shape[-1])."
         )
     if dtype not in FLOAT8_MAX:
         raise TypeError(
-            f"cast: dtype is {dtype}; expected torch.float8_e4m3fn or torch.float8_e5m2."
+            f"{op}: dtype is {dtype}; expected torch.float8_e4m3fn or torch.float8_e5m2."
         )
     if not (row or col):
-        raise ValueError("cast: got row=False, col=False; expected at least one of them True.")
+        raise ValueError(f"{op}: got row=False, col=False; expected at least one of them True.")
+    for name, scalar in scalars.items() if scalars else ():
+        if scalar is None:
+            continue
+        if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32:
+            raise TypeError(
+                f"{op}: {name} is {describe(scalar)}; expected a float32 tensor with one element. "
+                f"Convert it first, e.g. {name}.to(torch.float32)."
+            )
+        if scalar.numel() != 1:
+            raise ValueError(
+                f"{op}: {name} is {describe(scalar)}; expected one element, that of the whole "
+                f"tensor. Row and block scales are not taken by this kernel."
+            )
+        if scalar.device != x.device:
+            raise ValueError(
+                f"{op}: {name} is on {scalar.device} and x on {x.device}; expected one device. "
+                f"Move it: {name}.to(x.device)."
+            )
+    if not alike:
+        return
+    if x.numel() == 0:
+        raise ValueError(f"{op}: x is {describe(x)}; expected [R, C], not empty")
+    for name, other in alike.items():
+        if (other.shape, other.dtype, other.device) != (x.shape, x.dtype, x.device):
+            raise ValueError(
+                f"{op}: {name} is {describe(other)} and x {describe(x)}; expected the same shape, "
+                f"dtype and device"
+            )
 
 
 # ---------------------------------------------------------------- plain-torch twins
@@ -146,6 +186,50 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isfinite() & ~v.isnan(), data, 0x7F).view(dtype)
 
 
+def cast_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    padded: tuple[int, int],
+    blocks: tuple[int, ...],
+    *dims: int,
+) -> tuple[Tensor, Tensor]:
+    """Cast ``x`` [R, C] under a scale per block: what the twins of casts under finer scales share.
+
+    Args:
+        x: high precision.
+        dtype: the float8 format.
+        power_of_2: whether scales are rounded up to powers of two.
+        padded: the shape of the data. What it has more than ``x`` is zero, also in amaxes.
+        blocks: a shape with dims for the number and the extent of blocks, as ``view`` takes it.
+        dims: those of the extents.
+
+    Returns:
+        Data of shape ``padded``, contiguous; scales, whose shape is ``blocks`` without ``dims``.
+    """
+    R, C = x.shape
+    below, right = padded[0] - R, padded[1] - C
+    # A compiler drops what pads by nothing. To ask it here would make it compile again for sizes
+    # that need other padding.
+    pads = torch.compiler.is_compiling() or below != 0 or right != 0
+    if pads:
+        x = F.pad(x, (0, right, 0, below))
+    amax = x = x.view(blocks)
+    for dim in dims:
+        if amax.shape[dim] == 0:
+            amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
+        else:
+            # In float32 before: one in 16 bits would be two numbers in Inductor's code, rounded
+            # where a kernel loads it and not yet rounded in the kernel that takes it. Data would be
+            # cast under one scale and multiplied with the other.
+            amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
+    scale = amax_to_scale(amax, dtype, power_of_2)
+    data = to_float8(x, scale, dtype).reshape(padded)
+    if pads:  # once more: next to a NaN a zero has become NaN, too
+        data = F.pad(data.view(torch.uint8)[:R, :C], (0, right, 0, below)).view(dtype)
+    return data.contiguous(), scale.squeeze(dims)
+
+
 def cast_reference(
     x: Tensor,
     scale: Tensor | None,
@@ -157,18 +241,17 @@ def cast_reference(
     power_of_2: bool = False,
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast`: the scale if none was given, then the layouts asked for."""
-    chosen = []
+    out = []
     if scale is None:
         scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
-        chosen = [scale]
-    data = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
-    out = allocate(x, dtype, row, col, pad_rows)
-    for target, source in zip(out, [data] * row + [data.t()] * col, strict=True):
-        target = target.view(torch.uint8)
-        if target.shape != source.shape:
-            target.zero_()
-        target[: source.shape[0], : source.shape[1]] = source
-    return [*chosen, *out]
+        out = [scale]
+    codes = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
+    below, right = -x.shape[0] % 16, -x.shape[1] % 16
+    if row:
+        out.append(F.pad(codes, (0, right, 0, below if pad_rows else 0)).contiguous().view(dtype))
+    if col:
+        out.append(F.pad(codes.t().contiguous(), (0, below, 0, right)).view(dtype))
+    return out
 
 
 def cast_delayed_reference(
@@ -188,8 +271,8 @@ def cast_delayed_reference(
     if record:
         amax.copy_(torch.maximum(amax, own))
     used = torch.where(scale == 0.0, used, scale)
-    out = [used, *cast_reference(x, used, dtype, row, col, pad_rows)]
-    return _three(out, row, col, x.new_empty((0,)))
+    out, absent = cast_reference(x, used, dtype, row, col, pad_rows), x.new_empty((0,))
+    return used, out[0] if row else absent, out[-1] if col else absent
 
 
 def rows_reference(
@@ -209,35 +292,20 @@ def rows_reference(
     return used, row
 
 
-def allocate(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad_rows: bool = False, *_: object
+def cast_fake(
+    x: Tensor, scale: Tensor | None, dtype: torch.dtype, row: bool, col: bool, *pads: Any
 ) -> list[Tensor]:
-    """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
-    R, C = x.shape
-    Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16  # `ceil16`, without calls in eager mode
-    out = []
-    if row:
-        out.append(x.new_empty((Rp if pad_rows else R, Cp), dtype=dtype))
-    if col:
-        out.append(x.new_empty((Cp, Rp), dtype=dtype))
-    return out
-
-
-def cast_fake(x: Tensor, scale: Tensor | None, *wanted: Any) -> list[Tensor]:
     """Uninitialised results of `cast_reference`."""
-    return [x.new_empty((), dtype=torch.float32)] * (scale is None) + allocate(x, *wanted)
+    used = new((), torch.float32) if scale is None else None
+    return empty(x, used, *layouts(x.shape, dtype, row, col, *pads[:1]))
 
 
-_T = TypeVar("_T")
-
-
-def _three(made: list[_T], row: bool, col: bool, absent: _T) -> tuple[_T, _T, _T]:
-    """Scale, row data and column data; ``absent`` for a layout that was not asked for.
-
-    Ops that write an argument must return a fixed number: the compiler's functionalisation takes no
-    list.
-    """
-    return made[0], made[1] if row else absent, made[-1] if col else absent
+def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *wanted: Any) -> tuple[Tensor, ...]:
+    # Ops that write an argument must return a fixed number: the compiler's functionalisation takes
+    # no list. So there is an empty tensor for a layout that was not asked for.
+    along, _, across, _ = layouts(x.shape, *wanted[:4])
+    absent = new((0,), x.dtype)
+    return tuple(empty(x, new((), torch.float32), along or absent, across or absent))
 
 
 # ---------------------------------------------------------------- Triton
@@ -299,9 +367,8 @@ def _measured_program(x: Slot, record: bool | None, *wanted: Any) -> Callable[..
     amax = amax if record else None
     results, launches = casting(x, *wanted, scale=scale, parts=parts, amax=amax)
     if delayed:
-        results = [*_three(results, row, col, new((0,), x.dtype))]
-    given = [x, *filter(None, history)]
-    return Program(given, results, [measure, *launches], anywhere=2 * delayed)
+        results = [slot or new((0,), x.dtype) for slot in results]
+    return Program([x, *history], results, [measure, *launches], anywhere=2 * delayed)
 
 
 register("cast", cast_reference, triton=_cast_triton, fake=cast_fake)
@@ -309,8 +376,6 @@ register(
     "cast_delayed",
     cast_delayed_reference,
     triton=_cast_delayed_triton,
-    fake=lambda x, scale, amax, dtype, row, col, *wanted: _three(
-        cast_fake(x, None, dtype, row, col, *wanted), row, col, x.new_empty((0,))
-    ),
+    fake=_cast_delayed_fake,
     writes=("amax",),
 )

@@ -11,18 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX, ceil16
+from float8.config import ScalingGranularity
+from float8.formats import ceil16
 from float8.kernels import quads
 from float8.kernels.amax import float32_bits, magnitude_bits
-from float8.kernels.cast import allocate, to_float8
-from float8.kernels.cast_kernel import ABSENT, ALONG_ALONE, mantissa, outputs, reads_along_rows
+from float8.kernels.cast import cast_blocks
+from float8.kernels.cast_kernel import (
+    ABSENT,
+    ALONG_ALONE,
+    layouts,
+    mantissa,
+    outputs,
+    reads_along_rows,
+)
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_bits, to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
-from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned
+from float8.kernels.runtime.launch import Launch, Program, Slot, empty, new, planned
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load, or_zero, store, tile_at, tile_of_program, tiled
-from float8.quantize.scale import amax_to_scale
 
 
 def cast_axiswise_reference(
@@ -39,47 +46,13 @@ def cast_axiswise_reference(
     Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16  # `ceil16`, without calls in eager mode
     out = []
     if row:
-        amax, scale, data = cast_along(x, dtype, power_of_2, 1)
-        rows = Rp if pad_rows else R
-        padded = pad_to(amax, rows, 1)
-        scale = scale if padded is amax else amax_to_scale(padded, dtype, power_of_2)
-        out += [pad_to(data.contiguous(), rows, Cp), scale]
+        shape = (Rp if pad_rows else R), Cp
+        data, scale = cast_blocks(x, dtype, power_of_2, shape, shape, 1)
+        out += [data, scale.view(-1, 1)]
     if col:
-        amax, scale, data = cast_along(x, dtype, power_of_2, 0)
-        padded = pad_to(amax, 1, Cp)
-        scale = scale if padded is amax else amax_to_scale(padded, dtype, power_of_2)
+        data, scale = cast_blocks(x, dtype, power_of_2, (Rp, Cp), (Rp, Cp), 0)
         out += [torch.ops.float8.transpose.default(data, None), scale.view(-1, 1)]
     return out
-
-
-def cast_along(
-    x: Tensor, dtype: torch.dtype, power_of_2: bool, *dims: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast ``x`` under scales from amaxes along ``dims``: amaxes and scales, of size 1 there; data.
-
-    In float32 before amaxes are taken: one in 16 bits would be two numbers in Inductor's code,
-    rounded where a kernel loads it and not yet rounded in the kernel that takes it. Data would be
-    cast under one scale and multiplied with the other.
-    """
-    amax = x
-    for dim in dims:
-        if amax.shape[dim] == 0:
-            amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
-        else:
-            amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
-    scale = amax_to_scale(amax, dtype, power_of_2)
-    return amax, scale, to_float8(x, scale, dtype)
-
-
-def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad ``x`` [R, C] with zeros below and to the right: [rows, columns]."""
-    bottom, right = rows - x.shape[0], columns - x.shape[1]
-    # A compiler drops what pads by nothing. To ask it here would make it compile again for sizes
-    # that need other padding.
-    if not torch.compiler.is_compiling() and bottom == right == 0:
-        return x
-    plain = x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x
-    return torch.nn.functional.pad(plain, (0, right, 0, bottom)).view(x.dtype)
 
 
 # ---------------------------------------------------------------- Triton
@@ -99,9 +72,8 @@ def _program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
         return lambda x: cast_axiswise_reference(x, *wanted)
     dtype, row, col, pad_rows, power_of_2 = wanted
     (R, C), (stride_r, stride_c) = x.shape, x.strides
-    along = _new_part((ceil16(R) if pad_rows else R, ceil16(C)), dtype, row)
-    across = _new_part((ceil16(C), ceil16(R)), dtype, col)
-    results = [slot for slot in (*along, *across) if slot is not None]
+    parts = layouts(x.shape, dtype, row, col, pad_rows, ScalingGranularity.AXISWISE)
+    along, across = parts[:2], parts[2:]
     makes, makes_across = outputs(row, col, pad_rows)
     if not reads_along_rows(x.strides):  # the kernels read x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
@@ -109,7 +81,7 @@ def _program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
     integers, hardware = (R, C, stride_r, stride_c), has_float8_conversion(x.device)
     how = (mantissa(dtype), power_of_2, hardware)
     if makes_across == ABSENT and C <= WIDEST_ROW:
-        return Program([x], results, [_casting_rows((x, *along), integers, (makes, *how))])
+        return Program([x], parts, [_casting_rows((x, *along), integers, (makes, *how))])
     amaxes = new((R + C,), torch.int32, zeroed=True)
     asked = makes != ABSENT, makes_across != ABSENT
     measure = _measuring(x, amaxes, integers, *asked)
@@ -117,16 +89,7 @@ def _program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
     tiles = ((64, 128, 8), (64, 64, 4), (32, 64, 4)) if asked[1] else ALONG_ALONE
     slots, constants = (x, amaxes, *along, *across), (makes, makes_across, *how)
     cast = tiled(_cast_axiswise_kernel, tiles, x.device, slots, integers, constants)
-    return Program([x], results, [measure, cast])
-
-
-def _new_part(
-    shape: tuple[int, int], dtype: torch.dtype, wanted: bool
-) -> tuple[Slot | None, Slot | None]:
-    """Allocate data of this shape and a scale for each of its rows; or two None."""
-    if not wanted:
-        return None, None
-    return new(shape, dtype), new((shape[0], 1), torch.float32)
+    return Program([x], parts, [measure, cast])
 
 
 def _casting_rows(
@@ -287,16 +250,11 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
         quads.store_along(along_ptr, w, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
 
 
-def _cast_axiswise_fake(x: Tensor, dtype: torch.dtype, *layouts: Any) -> list[Tensor]:
-    out = []
-    for data in allocate(x, dtype, *layouts):
-        out += [data, x.new_empty((data.shape[0], 1), dtype=torch.float32)]
-    return out
-
-
 register(
     "cast_axiswise",
     cast_axiswise_reference,
     triton=cast_axiswise_triton,
-    fake=_cast_axiswise_fake,
+    fake=lambda x, dtype, row, col, pad_rows, *_: empty(
+        x, *layouts(x.shape, dtype, row, col, pad_rows, ScalingGranularity.AXISWISE)
+    ),
 )

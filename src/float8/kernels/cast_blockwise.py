@@ -7,23 +7,22 @@ The way in is `cast_finer`.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from float8.formats import ceil16
+from float8.config import ScalingGranularity
 from float8.kernels import quads
 from float8.kernels.amax import float32_bits
-from float8.kernels.cast_axiswise import cast_along, pad_to
-from float8.kernels.cast_kernel import mantissa, reads_along_rows
+from float8.kernels.cast import cast_blocks
+from float8.kernels.cast_kernel import layouts, mantissa, reads_along_rows
 from float8.kernels.numeric import reciprocal, scale_of_amax
 from float8.kernels.runtime.device import has_float8_conversion
-from float8.kernels.runtime.launch import Program, Slot, new, planned
+from float8.kernels.runtime.launch import Program, Slot, empty, planned
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import tile_at, tile_of_program, tiled
-from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import ceil4
 
-_IN_ORDER = torch.contiguous_format  # `.contiguous()` leaves strides of dims of one element alone
+_BLOCKS = ScalingGranularity.BLOCK_1x128, ScalingGranularity.BLOCK_128x128
 
 
 def cast_blockwise_reference(
@@ -37,46 +36,32 @@ def cast_blockwise_reference(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     """Plain-torch twin: row data and scales, column data and scales, those asked for."""
+    R, C = x.shape
+    tall, wide = -(-R // width), -(-C // width)
+    high, broad = tall * width, wide * width
+    out = []
     if square:
-        return _squares(x, dtype, width, row, col, power_of_2)
-    R, C = x.shape
+        blocks = (tall, width, wide, width)
+        # Of runs first: that fuses into what produces x.
+        data, scale = cast_blocks(x, dtype, power_of_2, (high, broad), blocks, 3, 1)
+        if row:
+            out += [data, _pad_to_4(scale)]
+        if col:
+            out += [torch.ops.float8.transpose.default(data, None), _pad_to_4(scale.t())]
+        return out
     Rp, Cp = (R + 15) // 16 * 16, (C + 15) // 16 * 16  # `ceil16`, without calls in eager mode
-    tall, wide = -(-R // width), -(-C // width)
-    out = []
     if row:
-        runs = pad_to(x, R, wide * width).view(R, wide, width)
-        amax, _, data = cast_along(runs, dtype, power_of_2, 2)
-        amax = pad_to(amax.squeeze(2).t().contiguous(), wide, Rp)
-        # Padding is zero also where a scale is NaN.
-        out += [pad_to(data.flatten(1)[:, :C].contiguous(), Rp, wide * width)]
-        out += [amax_to_scale(amax, dtype, power_of_2).t()]
+        data, scale = cast_blocks(x, dtype, power_of_2, (Rp, broad), (Rp, wide, width), 2)
+        out += [data, scale.t().clone(memory_format=torch.contiguous_format).t()]
     if col:
-        runs = pad_to(x, tall * width, C).view(tall, width, C)
-        amax, _, data = cast_along(runs, dtype, power_of_2, 1)
-        amax = pad_to(amax.squeeze(1).contiguous(), tall, Cp)
-        data = pad_to(data.flatten(0, 1)[:R], tall * width, C)
-        out += [torch.ops.float8.transpose.default(data, None)]
-        out += [amax_to_scale(amax, dtype, power_of_2).t()]
+        data, scale = cast_blocks(x, dtype, power_of_2, (high, Cp), (tall, width, Cp), 1)
+        out += [torch.ops.float8.transpose.default(data, None), scale.t()]
     return out
 
 
-def _squares(
-    x: Tensor, dtype: torch.dtype, width: int, row: bool, col: bool, power_of_2: bool
-) -> list[Tensor]:
-    R, C = x.shape
-    tall, wide = -(-R // width), -(-C // width)
-    squares = pad_to(x, tall * width, wide * width).view(tall, width, wide, width)
-    # Of runs first: that fuses into what produces x.
-    _, scale, data = cast_along(squares, dtype, power_of_2, 3, 1)
-    data = data.flatten(2).flatten(0, 1)[:R, :C].contiguous()
-    data, scale = pad_to(data, tall * width, wide * width), scale.squeeze(3).squeeze(1)
-    out = []
-    if row:
-        out += [data, pad_to(scale, tall, ceil4(wide)).clone(memory_format=_IN_ORDER)]
-    if col:
-        out += [torch.ops.float8.transpose.default(data, None)]
-        out += [pad_to(scale.t(), wide, ceil4(tall)).clone(memory_format=_IN_ORDER)]
-    return out
+def _pad_to_4(scale: Tensor) -> Tensor:
+    """Pad the second dim of the scales of squares with zeros; contiguous."""
+    return F.pad(scale, (0, -scale.shape[1] % 4)).clone(memory_format=torch.contiguous_format)
 
 
 # ---------------------------------------------------------------- Triton
@@ -93,11 +78,10 @@ def _program(x: Slot, *wanted: Any) -> Program:
     if width != 128:
         raise ValueError(f"cast_blockwise: got blocks of {width}, expected 128: there is no kernel")
     (R, C), (stride_r, stride_c) = x.shape, x.strides
-    along = _new_part(R, C, dtype, width, square) if row else (None, None)
-    across = _new_part(C, R, dtype, width, square) if col else (None, None)
-    results = [slot for slot in (*along, *across) if slot is not None]
+    parts = layouts(x.shape, dtype, row, col, of=_BLOCKS[square])
+    along, across = parts[:2], parts[2:]
     if R * C == 0:
-        return Program([x], results, [])
+        return Program([x], parts, [])
     makes = row, col
     if not reads_along_rows(x.strides):  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
@@ -108,22 +92,7 @@ def _program(x: Slot, *wanted: Any) -> Program:
     tiles = ((128, 128, 4 if col and not square else 8),)
     slots, integers = (x, *along, *across), (R, C, stride_r, stride_c)
     launch = tiled(_cast_blockwise_kernel, tiles, x.device, slots, integers, constants)
-    return Program([x], results, [launch])
-
-
-def _new_part(
-    rows: int, columns: int, dtype: torch.dtype, width: int, square: bool
-) -> tuple[Slot, Slot]:
-    """Allocate data and scales of a tensor [rows, columns], which is contracted along its columns.
-
-    Sizes may be symbolic.
-    """
-    wide = -(-columns // width)
-    if square:
-        tall = -(-rows // width)
-        return new((tall * width, wide * width), dtype), new((tall, ceil4(wide)), torch.float32)
-    Rp = ceil16(rows)
-    return new((Rp, wide * width), dtype), new((Rp, wide), torch.float32, strides=(1, Rp))
+    return Program([x], parts, [launch])
 
 
 @jit
@@ -219,21 +188,11 @@ def store_square(ptr, scale, row, column, columns):  # type: ignore[no-untyped-d
     tl.store(ptr, tl.where(step == 0, scale, 0.0), mask=(step == 0) | is_padding)
 
 
-def _cast_blockwise_fake(
-    x: Tensor, dtype: torch.dtype, width: int, square: bool, row: bool, col: bool, *_: Any
-) -> list[Tensor]:
-    out = []
-    for rows, columns in [x.shape] * row + [x.shape[::-1]] * col:
-        data, scale = _new_part(rows, columns, dtype, width, square)
-        out += [x.new_empty(data.shape, dtype=dtype)]
-        in_memory = x.new_empty(scale.shape if square else scale.shape[::-1], dtype=scale.dtype)
-        out += [in_memory if square else in_memory.t()]
-    return out
-
-
 register(
     "cast_blockwise",
     cast_blockwise_reference,
     triton=cast_blockwise_triton,
-    fake=_cast_blockwise_fake,
+    fake=lambda x, dtype, width, square, row, col, *_: empty(
+        x, *layouts(x.shape, dtype, row, col, of=_BLOCKS[square])
+    ),
 )

@@ -62,7 +62,7 @@ def cast_finer(
         TypeError: a dtype is not one of those above.
         ValueError: ``x`` is not 2-D, neither layout is asked for, or the granularity is another.
     """
-    check_cast(x, spec.dtype, row, col)
+    check_cast("cast_finer", x, spec.dtype, row, col)
     how: tuple[Any, ...]
     twin: Callable[..., list[Tensor]]
     granularity = spec.granularity
@@ -80,8 +80,7 @@ def cast_finer(
         raise ValueError(f"cast_finer: got {granularity}, expected AXISWISE or a BLOCK")
     if traced:
         out = twin(x.detach(), *how)
-    elif x.is_cuda and takes_triton_directly(x):
-        out = triton(x, *how)
     else:
-        out = op(x, *how, after)
+        direct = x.is_cuda and takes_triton_directly(x)
+        out = (triton if direct else op)(x, *how, after)
     return Operand(out[0], out[1]) if row else None, Operand(out[-2], out[-1]) if col else None

@@ -5,7 +5,8 @@ It serves `cast` and `cast_delayed`, and the fused casts of SwiGLU and RMSNorm.
 
 import torch
 
-from float8.formats import ceil16
+from float8.config import Granularity, ScalingGranularity
+from float8.formats import GEMM_ALIGNMENT
 from float8.kernels import quads
 from float8.kernels.numeric import scale_of_amax, to_float32
 from float8.kernels.runtime.device import has_float8_conversion
@@ -32,6 +33,42 @@ def reads_along_rows(strides: tuple[int, ...]) -> bool:
     return strides[1] == 1 or strides[0] != 1
 
 
+def layouts(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+    of: Granularity = ScalingGranularity.TENSORWISE,
+) -> tuple[Slot | None, ...]:
+    """Describe row data and their scales, column data and theirs, of a tensor [R, C].
+
+    None for what is not asked for, and for the one scale of a tensor. Sizes may be symbolic.
+    """
+    R, C = shape
+    return *_layout(R, C, dtype, row, pad_rows, of), *_layout(C, R, dtype, col, True, of)
+
+
+def _layout(
+    R: int, C: int, dtype: torch.dtype, wanted: bool, pads_rows: bool, of: Granularity
+) -> tuple[Slot | None, Slot | None]:
+    if not wanted:
+        return None, None
+    if pads_rows or of.by_blocks:
+        R = _ceil(R, of.height if of.square else None)
+    C = _ceil(C, of.width)
+    if of.one_scale:
+        return new((R, C), dtype), None
+    # Scales of runs lie as those of the transposed tensor.
+    strides = (1, R) if of.by_blocks and not of.square else None
+    return new((R, C), dtype), new(of.scales((R, C)), torch.float32, strides)
+
+
+def _ceil(n: int, block: int | None) -> int:
+    to = block or GEMM_ALIGNMENT
+    return -(-n // to) * to
+
+
 def casting(
     x: Slot,
     dtype: torch.dtype,
@@ -46,18 +83,19 @@ def casting(
     y: Slot | None = None,
     rstd: Slot | None = None,
     weight: Slot | None = None,
-) -> tuple[list[Slot], list[Launch]]:
+) -> tuple[list[Slot | None], list[Launch]]:
     """Plan the results and launches that cast ``x`` [R, C]; no launch if that is empty.
 
     Args:
         x: what is cast, of any strides; with ``y`` or ``rstd`` contiguous.
         dtype: the float8 format.
-        row: whether row data is a result.
-        col: whether column data is one, after that.
+        row: whether row data is the second result, or None.
+        col: whether column data is the third.
         pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
         power_of_2: whether a scale from an amax is rounded up to a power of two.
         scale: the given one; with ``parts`` that of the history, and 0 where that knows none.
-        parts: [P], amaxes by `measuring`: the first result is then the scale that was used.
+        parts: [P], amaxes by `measuring`: the first result is then the scale that was used, else
+            None.
         amax: is raised to the amax of what is cast.
         y: [R, C], as ``x``: silu(x) * y is cast.
         rstd: [R]: x * rstd * weight is cast.
@@ -68,9 +106,8 @@ def casting(
     strides = x.strides if y is None and rstd is None else (C, 1)
     stride_r, stride_c = strides
     used = None if parts is None else new((), torch.float32)
-    along = new((ceil16(R) if pad_rows else R, ceil16(C)), dtype) if row else None
-    across = new((ceil16(C), ceil16(R)), dtype) if col else None
-    results = [slot for slot in (used, along, across) if slot is not None]
+    along, _, across, _ = layouts(x.shape, dtype, row, col, pad_rows)
+    results = [used, along, across]
     if R * C == 0:
         return results, []
     makes, makes_across = outputs(row, col, pad_rows)

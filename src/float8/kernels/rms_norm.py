@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from float8.kernels.amax import MAX_PARTS, magnitude_bits, store_part
-from float8.kernels.cast import allocate, cast_fake, cast_reference, rows_reference
+from float8.kernels.cast import cast_fake, cast_reference, check_cast, rows_reference
 from float8.kernels.cast_kernel import casting
-from float8.kernels.checks import check_high_precision, check_same, check_scalars, describe
+from float8.kernels.checks import check_high_precision, describe
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
@@ -53,15 +53,14 @@ def rms_norm_cast(
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together.
     """
-    check_rms_norm(x, weight)
     scale, amax = state or NO_STATE
-    check_scalars(x, scale=scale, amax=amax)
+    check_cast("rms_norm_cast", x, spec.dtype, scalars={"scale": scale, "amax": amax})
+    check_norm(x, weight)
     args = (x, weight, eps, spec.dtype, scale, amax, spec.power_of_2, record)
-    if x.is_cuda and takes_triton_directly(x, weight, scale, amax):
-        out = _rms_norm_cast_triton(*args)
-    else:
-        out = torch.ops.float8.rms_norm_cast.default(*args)
-    return out[0], Operand(out[2], out[1])
+    direct = x.is_cuda and takes_triton_directly(x, weight, scale, amax)
+    op = _rms_norm_cast_triton if direct else torch.ops.float8.rms_norm_cast.default
+    rstd, used, row = op(*args)
+    return rstd, Operand(row, used)
 
 
 def rms_norm_recast(
@@ -72,13 +71,12 @@ def rms_norm_recast(
     For backward, which has x anyway and so need not keep them: [ceil16(C), ceil16(R)] from what
     :func:`rms_norm_cast` was given and returned.
     """
-    check_rms_norm(x, weight, rstd)
-    check_scalars(x, scale=scale)
+    check_cast("rms_norm_recast", x, dtype, scalars={"scale": scale})
+    check_norm(x, weight, rstd)
     args = (x, weight, rstd, scale, dtype)
-    if x.is_cuda and takes_triton_directly(x, weight, rstd, scale):
-        return _rms_norm_recast_triton(*args)
-    out: Tensor = torch.ops.float8.rms_norm_recast.default(*args)
-    return out
+    direct = x.is_cuda and takes_triton_directly(x, weight, rstd, scale)
+    op = _rms_norm_recast_triton if direct else torch.ops.float8.rms_norm_recast.default
+    return op(*args)
 
 
 def rms_norm_backward(
@@ -109,23 +107,21 @@ def rms_norm_backward(
     """
     if not grads:
         raise ValueError("rms_norm_backward: got no gradient, expected one or more")
-    check_rms_norm(x, weight, rstd)
-    for grad in grads:
-        check_same("rms_norm_backward", x=x, grad=grad)
+    alike = {f"grads[{at}]": grad for at, grad in enumerate(grads)}
     if residual_grad is not None:
-        check_same("rms_norm_backward", x=x, residual_grad=residual_grad)
+        alike["residual_grad"] = residual_grad
+    check_cast("rms_norm_backward", x, alike=alike)
+    check_norm(x, weight, rstd)
     args = (list(grads), x, weight, rstd, residual_grad)
-    if x.is_cuda and takes_triton_directly(x, weight, rstd, residual_grad, *grads):
-        return rms_norm_backward_triton(*args)
-    out: tuple[Tensor, Tensor] = torch.ops.float8.rms_norm_backward.default(*args)
-    return out
+    direct = x.is_cuda and takes_triton_directly(x, weight, rstd, residual_grad, *grads)
+    op = rms_norm_backward_triton if direct else torch.ops.float8.rms_norm_backward.default
+    return op(*args)
 
 
-def check_rms_norm(x: Tensor, weight: Tensor, rstd: Tensor | None = None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what these functions cannot take."""
-    check_high_precision("rms_norm", x)
+def check_norm(x: Tensor, weight: Tensor, rstd: Tensor | None = None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a norm of x [R, C] that the kernels cannot take."""
     check_high_precision("rms_norm", weight)
-    if x.dim() != 2 or x.numel() == 0 or x.shape[1] > WIDEST_NORM:
+    if x.numel() == 0 or x.shape[1] > WIDEST_NORM:
         raise ValueError(
             f"rms_norm: x is {describe(x)}; expected [R, C], not empty, C at most {WIDEST_NORM}"
         )
@@ -221,11 +217,11 @@ def _program(
         (eps, block, has_float8_conversion(x.device)),
         num_warps,
     )
-    how = {"scale": scale, "parts": parts, "amax": amax if record else None}
-    how |= {"rstd": rstd, "weight": weight}
-    results, launches = casting(x, dtype, True, False, False, power_of_2, **how)
-    given = [x, weight, *filter(None, state)]
-    return Program(given, [rstd, *results], [statistics, *launches], anywhere=2 * known)
+    how: dict[str, Any] = {"power_of_2": power_of_2, "parts": parts, "scale": scale}
+    how |= {"rstd": rstd, "weight": weight, "amax": amax if record else None}
+    results, launches = casting(x, dtype, True, False, **how)
+    given, made = [x, weight, *state], [rstd, *results]
+    return Program(given, made, [statistics, *launches], anywhere=2 * known)
 
 
 def _rms_norm_recast_triton(
@@ -292,8 +288,7 @@ def _backward_program(
         (len(grads), has_residual, block, has_float8_conversion(x.device)),
         num_warps,
     )
-    given = [*read, x, *filter(None, [residual]), weight, rstd]
-    return Program(given, [grad_x, parts], [launch])
+    return Program([*read, x, residual, weight, rstd], [grad_x, parts], [launch])
 
 
 @jit
@@ -383,7 +378,7 @@ register(
     "rms_norm_recast",
     rms_norm_recast_reference,
     triton=_rms_norm_recast_triton,
-    fake=lambda x, weight, rstd, scale, dtype: allocate(x, dtype, False, True)[0],
+    fake=lambda x, weight, rstd, scale, dtype: cast_fake(x, scale, dtype, False, True)[0],
 )
 register(
     "rms_norm_backward",

@@ -9,7 +9,7 @@ from torch import Tensor
 from float8.formats import ceil16
 from float8.kernels import quads
 from float8.kernels.amax import even_shares, magnitude_bits, store_part
-from float8.kernels.cast import allocate, cast_fake, cast_reference, rows_reference
+from float8.kernels.cast import cast_fake, cast_reference, check_cast, rows_reference
 from float8.kernels.cast_kernel import (
     HISTORY,
     MEASURED,
@@ -19,7 +19,6 @@ from float8.kernels.cast_kernel import (
     power_of_2_above,
     swiglu,
 )
-from float8.kernels.checks import check_same, check_scalars
 from float8.kernels.numeric import to_float32
 from float8.kernels.runtime.device import has_float8_conversion, sm_count
 from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
@@ -55,14 +54,12 @@ def swiglu_cast(
         TypeError: a dtype is not one of those above.
         ValueError: the shapes, strides or devices do not fit together.
     """
-    check_same("swiglu_cast", gate=gate, up=up)
     scale, amax = state or NO_STATE
-    check_scalars(gate, scale=scale, amax=amax)
+    scalars = {"scale": scale, "amax": amax}
+    check_cast("swiglu_cast", gate, spec.dtype, scalars=scalars, alike={"up": up})
     args = (gate, up, spec.dtype, scale, amax, spec.power_of_2, record)
-    if gate.is_cuda and takes_triton_directly(gate, up, scale, amax):
-        out = _swiglu_cast_triton(*args)
-    else:
-        out = torch.ops.float8.swiglu_cast.default(*args)
+    direct = gate.is_cuda and takes_triton_directly(gate, up, scale, amax)
+    out = (_swiglu_cast_triton if direct else torch.ops.float8.swiglu_cast.default)(*args)
     return Operand(out[1], out[0])
 
 
@@ -105,19 +102,18 @@ def swiglu_backward_cast(
         TypeError: a dtype is not one of those above.
         ValueError: the shapes or devices do not fit together, or only one state is given.
     """
-    check_same("swiglu_backward_cast", grad=grad, gate=gate, up=up)
     if (gate_state is None) != (up_state is None):
         raise ValueError("swiglu_backward_cast: got one state, expected one for each, or none")
     states = (*(gate_state or NO_STATE), *(up_state or NO_STATE))
     names = ("gate_scale", "gate_amax", "up_scale", "up_amax")
-    check_scalars(grad, product_scale=product_scale, **dict(zip(names, states, strict=True)))
+    scalars = dict(zip(names, states, strict=True), product_scale=product_scale)
+    alike = {"gate": gate, "up": up}
+    check_cast("swiglu_backward_cast", grad, spec.dtype, scalars=scalars, alike=alike)
     tensors = (grad, gate, up, product_scale)
     args = (*tensors, product_dtype, spec.dtype, *states, spec.power_of_2, record)
-    if grad.is_cuda and takes_triton_directly(*tensors, *states):
-        out = _swiglu_backward_cast_triton(*args)
-    else:
-        out = torch.ops.float8.swiglu_backward_cast.default(*args)
-    product, gate_used, gate_row, up_used, up_row = out
+    direct = grad.is_cuda and takes_triton_directly(*tensors, *states)
+    op = _backward_triton if direct else torch.ops.float8.swiglu_backward_cast.default
+    product, gate_used, gate_row, up_used, up_row = op(*args)
     return Operand(product, product_scale), Operand(gate_row, gate_used), Operand(up_row, up_used)
 
 
@@ -154,7 +150,7 @@ def swiglu_backward_cast_reference(
 
     Column data of the product; scale used and row data of gate's gradient, then of up's.
     """
-    grad, gate, up = (x.to(torch.float32) for x in (grad, gate, up))
+    grad, gate, up = grad.to(torch.float32), gate.to(torch.float32), up.to(torch.float32)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
 
@@ -181,7 +177,7 @@ def _swiglu_cast_triton(gate: Tensor, up: Tensor, *how: Any) -> tuple[Tensor, ..
     return tuple(made)
 
 
-def _swiglu_backward_cast_triton(
+def _backward_triton(
     grad: Tensor, gate: Tensor, up: Tensor, product_scale: Tensor, *how: Any
 ) -> tuple[Tensor, ...]:
     *dtypes, gate_scale, gate_amax, up_scale, up_amax, power_of_2, record = how
@@ -203,10 +199,9 @@ def _program(
     up = Slot(gate.dtype)
     scale, amax = state = [Slot(torch.float32) if known else None for _ in range(2)]
     parts, measure = _measuring(None, gate, up, scale, None)
-    how = {"scale": scale, "parts": parts, "amax": amax if record else None}
-    results, launches = casting(gate, dtype, True, False, False, power_of_2, **how, y=up)
-    given = [gate, up, *filter(None, state)]
-    return Program(given, results, [measure, *launches], anywhere=2 * known)
+    how: dict[str, Any] = {"power_of_2": power_of_2, "parts": parts, "scale": scale, "y": up}
+    results, launches = casting(gate, dtype, True, False, amax=amax if record else None, **how)
+    return Program([gate, up, *state], results, [measure, *launches], anywhere=2 * known)
 
 
 def _measuring(
@@ -260,7 +255,7 @@ def _backward_program(
     )
     integers = (R, C, measure.programs)
     cast = tiled(_backward_kernel, tiles, gate.device, slots, integers, constants)
-    given = [grad, gate, up, product_scale, *filter(None, states)]
+    given = [grad, gate, up, product_scale, *states]
     results = [product, gate_used, gate_row, up_used, up_row]
     return Program(given, results, [measure, cast], anywhere=1 + 4 * known)
 
@@ -406,9 +401,9 @@ register(
 register(
     "swiglu_backward_cast",
     swiglu_backward_cast_reference,
-    triton=_swiglu_backward_cast_triton,
+    triton=_backward_triton,
     fake=lambda grad, gate, up, scale, product_dtype, dtype, *_: (
-        *allocate(grad, product_dtype, False, True),
+        *cast_fake(grad, scale, product_dtype, False, True),
         *cast_fake(grad, None, dtype, True, False),
         *cast_fake(grad, None, dtype, True, False),
     ),

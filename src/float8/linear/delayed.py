@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from float8.config import CastSite, Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.foreign_state import as_loadable
-from float8.linear.held import PLAIN, HeldWeight
 from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
 from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
+from float8.tensor.weight_cast import PLAIN, WeightCast, mark
 
 PASSING = {"held", "agreed", "attached", "_seen"}
 """The attributes of a layer that its copies do not have: of this training, and this optimizer."""
@@ -30,7 +30,7 @@ class StatefulLayer(nn.Module):
     config: Float8LinearConfig
     plan: LinearPlan
     weight: Tensor
-    held: HeldWeight | None = None
+    held: WeightCast | None = None
     """The weight in float8, if `update_float8_weights` found that it can be held."""
     delayed: tuple[CastSite, ...] = ()
     """The sites with delayed scaling."""
@@ -142,9 +142,19 @@ class StatefulLayer(nn.Module):
         self.attached = max(self.attached - 1, 0)
         self.held = self._seen = None
 
-    def hold_weight(self, held: HeldWeight | None) -> None:
+    def agree(self, on: Any) -> None:
+        """Note that a sync has compared this number of layers with all ranks of some groups."""
+        self.agreed |= {on}
+
+    def hold_weight(self, held: WeightCast | None) -> None:
         """Keep the weight in float8 until it changes; None: cast it on the fly."""
         self.held = held
+
+    def expire_weight(self) -> None:
+        """Have the next use cast a held weight again, compiled or not."""
+        if self.held is not None:
+            row, col, _ = self.held.operand
+            mark(None, row.data, col.data)
 
     def _amax_version(self) -> int:
         amax = self._buffers.get(CastSite.WEIGHT.amax)
@@ -197,11 +207,6 @@ class StatefulLayer(nn.Module):
             )
         super().register_parameter(name, param)
         self.held = self._seen = None
-
-    def _replicate_for_data_parallel(self) -> "StatefulLayer":
-        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica.held = None  # on another device
-        return replica  # type: ignore[no-any-return]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")

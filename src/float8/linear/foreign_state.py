@@ -20,18 +20,16 @@ def as_loadable(
     dropped or starts anew, and a warning says so: the same for all layers, so that Python shows it
     once. `state_dict` itself stays as it is. `layer` is a `StatefulLayer`.
     """
+    loaded, told = dict(state_dict), []
     for first, site in _FIRST_NAMES.items():
-        old = [prefix + name.removesuffix(site.value) + first for name in site.buffers]
-        if not state_dict.keys().isdisjoint(old):
-            new = dict(zip(old, [prefix + name for name in site.buffers], strict=True))
-            state_dict = {new.get(key, key): x for key, x in state_dict.items()}
-    there = {
-        site: [prefix + x for x in site.buffers if prefix + x in state_dict] for site in CastSite
-    }
+        for name in site.buffers:
+            if (old := prefix + name.removesuffix(site.value) + first) in loaded:
+                loaded[prefix + name] = loaded.pop(old)
+    there = {site: [prefix + x for x in site.buffers if prefix + x in loaded] for site in CastSite}
     found = [key for keys in there.values() for key in keys]
     if not found:
-        return state_dict
-    loaded, told = dict(state_dict), []
+        return loaded
+    device = loaded[found[0]].device
     for site in sorted(CastSite, key=lambda site: site.value):
         if there[site] and site not in layer.delayed:
             told.append(f"dropped the state of {site.value}, which is not delayed here")
@@ -40,7 +38,7 @@ def as_loadable(
         elif site in layer.delayed and not there[site]:
             told.append(f"found no state of {site.value}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
-            for name, value in layer.fresh_state(site, state_dict[found[0]].device).items():
+            for name, value in layer.fresh_state(site, device).items():
                 loaded[prefix + name] = value
         elif there[site]:
             _take_scale(layer, loaded, prefix, site, error_msgs)

@@ -16,20 +16,20 @@ from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
-from float8.linear.bound import (
-    BoundLinear,
+from float8.linear.call import (
     KeptWeight,
-    cast_tokens,
+    LinearCall,
+    cast_and_gather,
     input_in_float8,
     record,
     weight_in_float8,
 )
-from float8.linear.held import WeightCast
 from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.quantize.quantize import quantize, recast
 from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
-from float8.tensor.ranks import Tokens
+from float8.tensor.ranks import SharedTokens, arrived
+from float8.tensor.weight_cast import WeightCast
 
 _NO_TRANSFORM = (
     " (grad, vmap, jvp, ...), expected one by itself: casts to float8 cannot be transformed; use "
@@ -89,7 +89,8 @@ def apply_linear(
     plan: LinearPlan,
     casts: Casts,
     ready: WeightCast | None = None,
-    tokens: Tokens | None = None,
+    input_tokens: SharedTokens | None = None,
+    output_tokens: SharedTokens | None = None,
 ) -> Tensor:
     """Compute for `linear` and `Float8Linear` what they have in common.
 
@@ -100,7 +101,8 @@ def apply_linear(
         plan: which GEMMs run how.
         casts: those of the plan, with the state and the ranks of this call.
         ready: the weight in float8, where it is that already; a `Float8Tensor` need not be told.
-        tokens: where the output is a sum over ranks, of which each keeps its tokens.
+        input_tokens: where ranks share the tokens of the input, and each multiplies all.
+        output_tokens: where the output is a sum over ranks, of which each keeps its tokens.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -117,19 +119,19 @@ def apply_linear(
     else:
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
-            M = rows.shape[0]
+            M = rows.shape[0] * (1 if input_tokens is None else input_tokens.ranks)
             what = f"{M} tokens (all leading dims) for grad_weight"
             require_aligned(what, (M,), plan.alignment)
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
-        layer = BoundLinear(
-            plan, casts, ready, tokens, K, N, weight.dtype,
+        call = LinearCall(
+            plan, casts, ready, input_tokens, output_tokens, K, N, weight.dtype,
             need_grad_input=grad and input.requires_grad, need_grad_weight=need_grad_weight,
         )  # fmt: skip
-        made = computed_before(_Linear, rows, weight, layer) if compiling else None
-        output = _Linear.apply(rows, weight, layer, made)  # type: ignore[no-untyped-call]
+        made = computed_before(_Linear, rows, weight, call) if compiling else None
+        output = _Linear.apply(rows, weight, call, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input, tokens)
+        output = with_leading_dims(output, input, input_tokens, output_tokens)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -189,16 +191,23 @@ def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
         )
 
 
-def with_leading_dims(rows: Tensor, like: Tensor, tokens: Tokens | None = None) -> Tensor:
+def with_leading_dims(
+    rows: Tensor,
+    like: Tensor,
+    input_tokens: SharedTokens | None = None,
+    output_tokens: SharedTokens | None = None,
+) -> Tensor:
     """Return [M, N] with the leading dims of `like` [..., K]; no view, as nobody else holds `rows`.
 
-    Of `tokens` that ranks share there are fewer.
+    Of tokens that ranks share there are more than in `like`, or fewer.
 
     FSDP2 warns of modules that return views, and writing into them in place is restricted.
     """
     shape = [*like.shape[:-1], rows.shape[1]]
-    if tokens is not None:
-        shape[tokens.dim] //= tokens.ranks
+    if input_tokens is not None:
+        shape[input_tokens.dim] *= input_tokens.ranks
+    if output_tokens is not None:
+        shape[output_tokens.dim] //= output_tokens.ranks
     return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
@@ -211,21 +220,24 @@ class Saved(NamedTuple):
     input_scale: Tensor | None
     weight: KeptWeight
     input_is_transposed: bool
-    columns_of: Any
-    """The `Columns` that all layers share which read one `Float8Tensor`; eager mode only."""
 
 
 class _Linear(torch.autograd.Function):
     """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
 
     @staticmethod
-    def compute(input: Tensor, weight: Tensor, layer: BoundLinear) -> tuple[Tensor, Saved]:
+    def compute(input: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Saved]:
         """Multiply an input [M, K] in the compute dtype by a weight [N, K], to [M, N]."""
-        plan, casts, need_grad_weight = layer.plan, layer.casts, layer.need_grad_weight
+        plan, casts, need_grad_weight = call.plan, call.casts, call.need_grad_weight
         float8_grad_weight = need_grad_weight and plan.grad_weight is not None
-        compiling = torch.compiler.is_compiling()
+        compiling, tokens = torch.compiler.is_compiling(), call.input_tokens
         kept, x = KeptWeight(weight), Quantized()
-        input_scale = columns_of = None
+        input_scale = None
+        M = input.shape[0]
+        if tokens is not None:
+            M *= tokens.ranks
+            if not plan.input_rows_suffice:
+                input, tokens = tokens.gather(input), None
 
         if plan.output is not None:
             if isinstance(input, Float8Tensor):
@@ -233,8 +245,11 @@ class _Linear(torch.autograd.Function):
                 record(casts.input, x.amax)
             else:
                 col = float8_grad_weight and plan.share_input and not compiling
-                x = quantize(input, casts.input, row=True, col=col, traced=True)
-            y, kept = layer.output(x.row, weight, input.dtype, input.shape[0])
+                if tokens is None:
+                    x = quantize(input, casts.input, row=True, col=col, traced=True)
+                else:
+                    x = cast_and_gather(input, casts.input, tokens, row=True, col=col, traced=True)
+            y, kept = call.output(x.row, weight, input.dtype, M)
             input_scale = x.row.scale
         else:
             y = input @ weight.to(input.dtype).t()
@@ -247,34 +262,37 @@ class _Linear(torch.autograd.Function):
             saved_input, input_scale = x_col
         elif need_grad_weight and isinstance(input, Float8Tensor):
             saved_input = input._data
-            columns_of = None if compiling else input._columns.expect()
+        elif need_grad_weight and tokens is not None:
+            saved_input = x.row.data  # those of all ranks
         elif need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
             saved_input = input.clone() if compiling else input
-        if not layer.need_grad_input:
+        if not call.need_grad_input:
             kept = KeptWeight()
         elif not plan.share_weight:  # it is cast anew
             kept = KeptWeight(weight)
-        saved = Saved(saved_input, input_scale, kept, x_col is not None, columns_of)
-        return y if layer.tokens is None else layer.tokens.scatter(y), saved
+        saved = Saved(saved_input, input_scale, kept, x_col is not None)
+        if call.output_tokens is not None:
+            y = arrived(call.output_tokens.scatter(y))
+        return y, saved
 
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor,
-        layer: BoundLinear,
+        call: LinearCall,
         computed: tuple[Tensor, Saved] | None,
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = _Linear.compute(input, weight, layer)
+            y, saved = _Linear.compute(input, weight, call)
         else:
             y, saved = own(computed[0]), computed[1]
         ctx.save_for_backward(saved.input, saved.input_scale, *saved.weight)
-        ctx.how_saved = saved.input_is_transposed, saved.columns_of
-        ctx.layer = layer.for_backward() if layer.ready else layer
+        ctx.input_is_transposed = saved.input_is_transposed
+        ctx.call = call.for_backward() if call.ready else call
         return y
 
     @staticmethod
@@ -286,43 +304,45 @@ class _Linear(torch.autograd.Function):
             or (is_batch_of_gradients is not None and is_batch_of_gradients(grad_output))
         ):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
-        layer: BoundLinear = ctx.layer
-        plan, casts, tokens = layer.plan, layer.casts, layer.tokens
+        call: LinearCall = ctx.call
+        plan, casts, tokens = call.plan, call.casts, call.output_tokens
         saved_input, input_scale, *of_weight = ctx.saved_tensors
         kept = KeptWeight(*of_weight)
-        input_is_transposed, columns_of = ctx.how_saved
         dtype, M = grad_output.dtype, grad_output.shape[0]
 
-        cast, other = casts.grad_output, casts.grad_output_for_grad_weight
         if tokens is not None:
             M *= tokens.ranks
-            if not plan.casts_grad_output_once:
+            if not plan.grad_output_rows_suffice:
                 grad_output, tokens = tokens.gather(grad_output), None
-                cast, other = cast._replace(reduce=None), other._replace(reduce=None)
-        row = layer.need_grad_input and plan.grad_input is not None
-        col = layer.need_grad_weight and plan.grad_weight is not None
+        row = call.need_grad_input and plan.grad_input is not None
+        col = call.need_grad_weight and plan.grad_weight is not None
         shared_col = col and plan.share_grad_output
         g = Quantized()
-        if row or shared_col:
-            g = cast_tokens(grad_output, cast, tokens, row=row, col=shared_col)
+        if (row or shared_col) and tokens is None:
+            g = quantize(grad_output, casts.grad_output, row=row, col=shared_col)
+        elif tokens is not None:
+            g = cast_and_gather(grad_output, casts.grad_output, tokens, row=row, col=shared_col)
 
         dx: Tensor | None = None
         if row:
-            dx = layer.grad_input(g.row, kept, dtype, M)
-        elif layer.need_grad_input:
+            dx = call.grad_input(g.row, kept, dtype, M)
+        elif call.need_grad_input:
             dx = grad_output @ kept.data.to(dtype)
+        if dx is not None and call.input_tokens is not None:
+            dx = call.input_tokens.scatter(dx)  # while grad_weight is computed
 
         dw: Tensor | None = None
         if col:
+            other = casts.grad_output_for_grad_weight
             g_col = g.col if shared_col else quantize(grad_output, other, col=True).col
             x = Operand(saved_input, input_scale)
-            if columns_of is not None:
-                x = columns_of.of(x, casts.input.spec)
-            elif not input_is_transposed:
+            if not ctx.input_is_transposed:
                 x = recast(saved_input, casts.input.spec, input_scale)
-            dw = layer.grad_weight(g_col, x)
-        elif layer.need_grad_weight:
-            dw = (grad_output.t() @ saved_input).to(layer.weight_dtype)
+            dw = call.grad_weight(g_col, x)
+        elif call.need_grad_weight:
+            dw = (grad_output.t() @ saved_input).to(call.weight_dtype)
+        if dx is not None and call.input_tokens is not None:
+            dx = arrived(dx)
         return dx, dw, None, None
 
     @staticmethod

@@ -15,10 +15,9 @@ from float8.config import (
     as_config,
 )
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.linear.bound import weight_in_float8
+from float8.linear.call import weight_in_float8
 from float8.linear.delayed import PASSING, StatefulLayer
 from float8.linear.functional import apply_linear, require_input
-from float8.linear.held import WeightCast, hold, is_current, is_recording
 from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
@@ -28,6 +27,7 @@ from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.quantize import Reduction
 from float8.tensor import Float8Tensor, dequantise, local_tensor
 from float8.tensor.ranks import amax_over, sharding_groups
+from float8.tensor.weight_cast import WeightCast, hold, is_current, is_recording, stamp_of
 
 _NO_TRACE = (
     "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
@@ -197,10 +197,10 @@ class Float8Layer(StatefulLayer):
             return None
         if torch.compiler.is_compiling():
             return WeightCast(held.operand, compares=True)
-        if not is_current(held.operand.row.data, weight):
+        if not is_current(held.operand.row.data, stamp_of(weight)):
             # Not where the old one lies, which a backward still to come may read.
             self.held = held = hold(weight, self.plan.casts.weight)
-        return WeightCast(held.operand)
+        return held
 
     def casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
@@ -215,12 +215,10 @@ class Float8Layer(StatefulLayer):
         """
         casts, training = self.plan.casts, self.training
         if reduce is not None:
-            settled = self.settled if training else ()
-            shared = {
-                site.value: getattr(casts, site.value)._replace(reduce=reduce)
-                for site in CAST_SITES
-                if site not in settled
-            }
+            settled, shared = self.settled if training else (), {}
+            for site in CAST_SITES:
+                if site not in settled:
+                    shared[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
             casts = casts._replace(**shared)
         record = torch.is_grad_enabled()
         if not self.delayed or not (record or training):
@@ -259,9 +257,9 @@ class Float8Layer(StatefulLayer):
             parts.append(f"weight {self.config.float8_weights.value} in float8")
         gathered = None
         if self.shards.tokens_dim is not None:
-            gathered, once = "grad_output", self.plan.casts_grad_output_once
+            gathered, once = "grad_output", self.plan.grad_output_rows_suffice
         elif self.shards.gathers_input and not self.sums_over_ranks:
-            gathered, once = "input", self.plan.casts_input_once
+            gathered, once = "input", self.plan.input_rows_suffice
         if gathered is not None:
             parts.append(f"{gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)

@@ -45,9 +45,10 @@ class LinearPlan(NamedTuple):
     alignment: int
     """The multiple that dims are padded to, or must be of."""
 
-    casts_input_once: bool
-    """Whether the bytes of one cast of the input, with their scales, are all its GEMMs read."""
-    casts_grad_output_once: bool
+    input_rows_suffice: bool
+    """Whether both GEMMs of the input can read its row data: columns are made of them exactly."""
+    grad_output_rows_suffice: bool
+    """Likewise of grad_output."""
 
 
 def _serves_columns(cast: Cast) -> bool:
@@ -100,8 +101,8 @@ def _resolved(config: Float8LinearConfig) -> LinearPlan:
         grad_weight,
         config.pad_inner_dim,
         config.alignment,
-        casts_input_once=input_once and _serves_columns(casts.input),
-        casts_grad_output_once=grad_output_once and _serves_columns(casts.grad_output),
+        input_rows_suffice=input_once and _serves_columns(casts.input),
+        grad_output_rows_suffice=grad_output_once and _serves_columns(casts.grad_output),
     )
 
 

@@ -23,8 +23,9 @@ from float8.linear.functional import (
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize.quantize import Cast
 from float8.tensor import Float8Tensor, dtensor_like
+from float8.tensor.dtensor import all_have_some
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import Tokens
+from float8.tensor.ranks import SharedTokens
 
 
 class Shards(NamedTuple):
@@ -37,23 +38,17 @@ class Shards(NamedTuple):
     """The dim along which ranks share the tokens of an output that is a sum over ranks, and gather
     those of its gradient. None: the sum is left to others."""
 
-    def enter(
-        self, input: Any, weight: Any, plan: LinearPlan, casts: Casts
-    ) -> tuple[Tensor, Casts, Tokens | None]:
+    def enter(self, input: Any, weight: Any, plan: LinearPlan, casts: Casts) -> "Entered":
         """Prepare the input and the casts with which this rank multiplies its part of a weight.
 
         Args:
-            input: [..., K], a DTensor. For a weight Shard(0) of a layer that gathers its input one
-                that is placed otherwise is gathered here, in float8 if one cast is all that the
+            input: [..., K], a DTensor. For a weight Shard(0) of a layer that gathers its input it
+                may be placed in any way. Then it is gathered, in float8 if one cast is all that the
                 plan makes of it. A `Float8Tensor` inside is not cast again.
             weight: [N, K], a DTensor on a mesh of one dim: Shard(0), of which each rank has rows;
                 or Shard(1), with K divisible by the number of ranks.
             plan: of the layer.
             casts: of the layer, each with the reduction over the ranks.
-
-        Returns:
-            The input of this rank; the casts of its tensors, without the reduction where a rank has
-            the whole; and the tokens of the output, if `tokens_dim` says that ranks share them.
 
         Raises:
             TypeError: `input` is no DTensor.
@@ -65,46 +60,66 @@ class Shards(NamedTuple):
                 f"DTensor, expected a DTensor; use a style that prepares it, as "
                 f"Float8ColwiseParallel"
             )
-        dtensors, by_rows = torch.distributed.tensor, shared_by_rows(weight)
-        mesh = weight.device_mesh
+        dtensors, mesh, by_rows = torch.distributed.tensor, weight.device_mesh, _by_rows(weight)
         if input.device_mesh != mesh:
             raise ValueError(
                 f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
                 f"expected one mesh; parallelize both over the same"
             )
-        require_input(input, weight)
         require_parts(weight.shape, 0 if by_rows else 1, mesh.size(), plan)
-        if by_rows and self.gathers_input and not input.placements[0].is_replicate():
-            input = dtensor_in_float8(input, plan, casts.input)
-            input = input.redistribute(placements=[dtensors.Replicate()])
+        input_tokens = output_tokens = None
+        (placement,) = input.placements
+        if by_rows and self.gathers_input and not placement.is_replicate():
+            dim = placement.dim if placement.is_shard() else -1
+            even = 0 <= dim < input.dim() - 1 and input.shape[dim] % mesh.size() == 0
+            if even and not isinstance(input._local_tensor, Float8Tensor):
+                input_tokens = _shared_tokens(input.shape, dim, mesh)
+            else:  # torch gathers, which knows of summands and of odd sizes
+                require_input(input, weight)
+                input = dtensor_in_float8(input, plan, casts.input)
+                input = input.redistribute(placements=[dtensors.Replicate()])
+        elif not by_rows and self.tokens_dim is not None:
+            dim = self._dim_of_tokens(input.shape, mesh.size())
+            if dim < input.dim() - 1:
+                output_tokens = _shared_tokens(input.shape, dim, mesh)
         expected: Any = dtensors.Replicate() if by_rows else dtensors.Shard(input.dim() - 1)
-        if tuple(input.placements) != (expected,):
+        if input_tokens is None and tuple(input.placements) != (expected,):
             raise ValueError(
                 f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
                 f"{tuple(weight.placements)}, expected {expected}; redistribute it"
             )
-        tokens = None if by_rows else self._tokens(input.shape, mesh)
-        whole = ["input", "input_for_grad_weight"] if by_rows else []
-        if not by_rows and tokens is None:
-            whole = ["grad_output", "grad_output_for_grad_weight"]
-        here = {name: getattr(casts, name)._replace(reduce=None) for name in whole}
-        x = input.to_local(grad_placements=(dtensors.Partial(),) if by_rows else None)
-        return x, casts._replace(**here), tokens
+        # What is whole here, or gathered before it is cast, has an amax that all ranks find alike.
+        if by_rows and (input_tokens is None or not plan.input_rows_suffice):
+            casts = casts._replace(
+                input=casts.input._replace(reduce=None),
+                input_for_grad_weight=casts.input_for_grad_weight._replace(reduce=None),
+            )
+        if not by_rows and (output_tokens is None or not plan.grad_output_rows_suffice):
+            other = casts.grad_output_for_grad_weight._replace(reduce=None)
+            casts = casts._replace(
+                grad_output=casts.grad_output._replace(reduce=None),
+                grad_output_for_grad_weight=other,
+            )
+        summed = by_rows and input_tokens is None
+        x = input.to_local(grad_placements=(dtensors.Partial(),) if summed else None)
+        return Entered(x, casts, by_rows, input_tokens, output_tokens)
 
-    def leave(self, y: Tensor, weight: Any, bias: Any, tokens: Tokens | None) -> Any:
+    def leave(self, y: Tensor, entered: "Entered", weight: Any, bias: Any) -> Any:
         """Return the output, of which this rank has `y`: features, summands or tokens.
 
         `bias` [N], Replicate, is added where `y` does not have it: that of a weight Shard(1).
         """
-        dtensors, mesh = torch.distributed.tensor, weight.device_mesh
-        if shared_by_rows(weight):  # maybe not evenly
-            shape = torch.Size([*y.shape[:-1], weight.shape[0]])
-            stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            to: Any = (dtensors.Shard(y.dim() - 1),)
+        dtensors, mesh, tokens = torch.distributed.tensor, weight.device_mesh, entered.output_tokens
+        if entered.by_rows:
+            # Maybe shared unevenly: torch is told the shape.
+            shape, strides = torch.Size([*y.shape[:-1], weight.shape[0]]), [1]
+            for size in reversed(shape[1:]):
+                strides.insert(0, strides[0] * size)
             return dtensors.DTensor.from_local(
-                y, mesh, to, run_check=False, shape=shape, stride=stride
-            )
-        to = (dtensors.Partial() if tokens is None else dtensors.Shard(tokens.dim),)
+                y, mesh, (dtensors.Shard(y.dim() - 1),), run_check=False, shape=shape,
+                stride=tuple(strides),
+            )  # fmt: skip
+        to: Any = (dtensors.Partial() if tokens is None else dtensors.Shard(tokens.dim),)
         output = dtensors.DTensor.from_local(y, mesh, to, run_check=False)
         if bias is None:
             return output
@@ -113,26 +128,34 @@ class Shards(NamedTuple):
             bias = bias.redistribute(placements=bias.placements)
         return output + bias.to(output.dtype)
 
-    def _tokens(self, shape: torch.Size, mesh: Any) -> Tokens | None:
-        """Return those of an input [..., K], of which only the leading dims count."""
-        dim, ranks = self.tokens_dim, mesh.size()
-        if dim is None:
-            return None
+    def _dim_of_tokens(self, shape: torch.Size, ranks: int) -> int:
+        """Return `tokens_dim` of an input [..., K], counted from the front."""
+        dim: Any = self.tokens_dim
         if not -len(shape) <= dim < len(shape):
             raise ValueError(
                 f"Float8Linear: got an input of {len(shape)} dims and an output to be sharded "
                 f"along dim {dim}, expected one of them; give the style another output_layouts"
             )
         dim %= len(shape)
-        if dim == len(shape) - 1:
-            return None
-        if shape[dim] % ranks:
+        if dim < len(shape) - 1 and shape[dim] % ranks:
             raise ValueError(
                 f"Float8Linear: got an input of shape {tuple(shape)} and an output to be sharded "
                 f"along dim {dim} over {ranks} ranks, expected that dim divisible by {ranks}; pad "
                 f"it"
             )
-        return Tokens(mesh.get_group(0).group_name, ranks, dim, math.prod(shape[:dim]))
+        return int(dim)
+
+
+class Entered(NamedTuple):
+    """A call of this rank, as `apply_linear` takes it."""
+
+    input: Tensor
+    casts: Casts
+    """Without the reduction over ranks for tensors of which this rank has the whole."""
+    by_rows: bool
+    """Whether each rank has rows of the weight, and not columns."""
+    input_tokens: SharedTokens | None
+    output_tokens: SharedTokens | None
 
 
 def linear_of_shards(
@@ -142,13 +165,21 @@ def linear_of_shards(
 
     `bias` [N] is Shard(0) with the weight, else Replicate; or None.
     """
-    x, casts, tokens = shards.enter(input, weight, plan, casts)
-    here = bias.to_local() if bias is not None and shared_by_rows(weight) else None
-    y = apply_linear(x, weight.to_local(), here, plan, casts, None, tokens)
-    return shards.leave(y, weight, bias, tokens)
+    entered = shards.enter(input, weight, plan, casts)
+    here = bias.to_local() if bias is not None and entered.by_rows else None
+    y = apply_linear(
+        entered.input,
+        weight.to_local(),
+        here,
+        plan,
+        entered.casts,
+        input_tokens=entered.input_tokens,
+        output_tokens=entered.output_tokens,
+    )
+    return shards.leave(y, entered, weight, bias)
 
 
-def shared_by_rows(weight: Any) -> bool:
+def _by_rows(weight: Any) -> bool:
     """Whether ranks share the rows of a weight, not its columns; raises as `Shards.enter`."""
     dtensors = torch.distributed.tensor  # imported: somebody made DTensors
     placements = tuple(weight.placements)
@@ -159,6 +190,11 @@ def shared_by_rows(weight: Any) -> bool:
             f"mesh of one dim, as tensor parallel's styles place it"
         )
     return by_rows
+
+
+def _shared_tokens(shape: torch.Size, dim: int, mesh: Any) -> SharedTokens:
+    before = math.prod(shape[:dim])
+    return SharedTokens(mesh.get_group(0).group_name, mesh.size(), dim, before)
 
 
 def dtensor_in_float8(x: Any, plan: LinearPlan, cast: Cast) -> Any:
@@ -172,7 +208,7 @@ def dtensor_in_float8(x: Any, plan: LinearPlan, cast: Cast) -> Any:
     if (
         placement.is_partial()
         or (cuts_rows and cast.spec.granularity.by_rows)
-        or not plan.casts_input_once
+        or not plan.input_rows_suffice
         or isinstance(local, Float8Tensor)
     ):
         return x
@@ -190,8 +226,7 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
     padding what each has must be as the plan wants it.
     """
     size = shape[dim]
-    fits = all_have_some(size, ranks) if dim == 0 else size % ranks == 0
-    if not fits:
+    if size % ranks and (dim == 1 or not all_have_some(size, ranks)):
         expected = "that dim divisible by" if dim else "rows on each of"
         raise ValueError(
             f"Float8Linear: got a weight of shape {tuple(shape)}, to be sharded along dim {dim} "
@@ -200,11 +235,3 @@ def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> 
     if not plan.pad:
         what = f"a weight of shape {tuple(shape)} shared along dim {dim} by {ranks} ranks"
         require_aligned(what, (-(-size // ranks),), plan.alignment)
-
-
-def all_have_some(size: int, ranks: int) -> bool:
-    """Whether each rank has some of a dim in torch's chunks: all but the last as long as the first.
-
-    Behind the last there may be empty ones.
-    """
-    return -(-size // ranks) * (ranks - 1) < size

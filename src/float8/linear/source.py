@@ -84,27 +84,29 @@ def problem(
     linear_classes: Collection[type],
 ) -> TypeError | ValueError | None:
     """Return an error that says why `mod` cannot become a layer of class `base`, or None."""
+    path = f"{type(mod).__module__}.{type(mod).__qualname__}"
     if reason := _computes_something_else(mod, linear_classes):
-        return TypeError(f"got a {_path(type(mod))}, {reason}")
-    if reason := _name_taken(mod, base, config) or _cannot_be_both(type(mod), base):
-        return ValueError(f"got a {_path(type(mod))}{reason}")
-    if replaced_forward(mod):  # it would win over ours
-        return ValueError(
-            "got a layer with a `forward` of its own as attribute, expected nn.Linear's; convert "
-            "before accelerate, or whoever else gives it one, dispatches the model"
-        )
+        return TypeError(f"got a {path}, {reason}")
+    if reason := _cannot_be_both(mod, base, config):
+        return ValueError(f"got a {path}{reason}")
     weight = mod.weight
-    if type(weight).__module__.startswith("torchao."):
-        return TypeError(
-            f"got a weight of class {type(weight).__name__}, expected a tensor in high precision: "
-            f"a quantised weight stays as it is"
+    if replaced_forward(mod):  # it would win over ours
+        do = "convert before accelerate, or whoever else gives it one, dispatches the model"
+        if is_dtensor(weight):
+            do = "under tensor parallel of transformers, convert within forwards_taken_off(model) "
+            do += "of float8.integrations.transformers_parallel"
+        return ValueError(
+            f"got a layer with a `forward` of its own as attribute, expected nn.Linear's; {do}"
         )
-    if weight.dtype not in HIGH_PRECISION_DTYPES:
-        expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
-        return TypeError(f"got weight of dtype {weight.dtype}, expected one of {expected}")
+    if reason := _not_in_high_precision(weight):
+        return TypeError(f"got a {reason}")
     shape = tuple(weight.shape)
     if 0 in shape:
-        return ValueError(f"got weight of shape {shape}, expected no empty dim")
+        do = ""
+        if hasattr(weight, "ds_shape"):
+            do = ": DeepSpeed's zero.Init has taken it apart; convert each layer by itself, within "
+            do += "deepspeed.zero.GatheredParameters([layer.weight])"
+        return ValueError(f"got weight of shape {shape}, expected no empty dim{do}")
     if not config.pad_inner_dim and any(dim % config.alignment for dim in shape):
         return ValueError(
             f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
@@ -132,11 +134,6 @@ def problem(
     return None
 
 
-def _path(cls: type) -> str:
-    """Return the class with its module, as one imports it."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -> str | None:
     """Say why `mod` may not compute what `nn.Linear` does when it is called, or return None.
 
@@ -159,6 +156,8 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         return None
     if _class_with_forward(cls) is nn.Linear or is_conv1d(mod):
         return None
+    if reason := _not_in_high_precision(getattr(mod, "weight", None)):
+        return f"with a {reason}"
     return (
         f"whose forward is not nn.Linear's, expected an nn.Linear or a subclass without a "
         f"forward; if it computes the same, convert_to_float8_training(..., "
@@ -166,22 +165,32 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
     )
 
 
-def _name_taken(mod: Any, base: type, config: Float8LinearConfig) -> str | None:
-    """Say which name that `mod` needs as a `base` is something else's, or return None."""
+def _not_in_high_precision(weight: Any) -> str | None:
+    """Say which weight it is and what was expected, or return None for one in high precision."""
+    cls, dtype = type(weight), getattr(weight, "dtype", None)
+    if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):
+        return (
+            f"weight of class {cls.__name__}, expected a tensor in high precision: a quantised "
+            f"weight stays as it is"
+        )
+    if dtype not in HIGH_PRECISION_DTYPES:
+        expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
+        return f"weight of dtype {dtype}, expected one of {expected}"
+    return None
+
+
+def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | None:
+    """Say why a layer cannot be what `mod` is and a `base`, too, or return None."""
+    cls, is_ours = type(mod), isinstance(mod, StatefulLayer)
     names = {name for site in config.delayed_sites for name in site.buffers}
-    if isinstance(mod, StatefulLayer):
+    if is_ours:
         names -= {name for site in mod.delayed for name in site.buffers}
     else:
         names |= own_names(base)
     if taken := names & {*dir(mod)}:
         name = min(taken)
         return f" with an attribute {name!r}, expected one without: {base.__name__} has one"
-    return None
-
-
-def _cannot_be_both(cls: type, base: type) -> str | None:
-    """Say why layers of `cls` and `base` do not go together, or return None."""
-    if issubclass(cls, StatefulLayer):
+    if is_ours:
         return None
     theirs = (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object))
     for each in theirs:

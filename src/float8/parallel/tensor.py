@@ -41,8 +41,10 @@ class Float8ColwiseParallel(ColwiseParallel):
         inputs: Any,
         device_mesh: DeviceMesh,
     ) -> Any:
+        x = inputs[0]
         if isinstance(mod, Float8Linear):  # it casts, gathers and multiplies
-            return _on_mesh(inputs[0], device_mesh, input_layouts)
+            is_dtensor = isinstance(x, DTensor)
+            return x if is_dtensor else DTensor.from_local(x, device_mesh, input_layouts)
         # It was turned back into high precision.
         return ColwiseParallel._prepare_input_fn(  # type: ignore[no-untyped-call]
             input_layouts, desired_input_layouts, mod, inputs, device_mesh
@@ -163,7 +165,9 @@ def _cast(
         if not isinstance(layer, Float8Linear):  # it was turned back into high precision
             continue
         if layer.in_features == shape[-1] and not layer.sums_over_ranks:
-            return layer.in_float8(_on_mesh(input, mesh, (layout,)))
+            if not isinstance(input, DTensor):
+                input = DTensor.from_local(input, mesh, (layout,))
+            return layer.in_float8(input)
     return input  # positions, masks and the like
 
 
@@ -204,9 +208,3 @@ def _require_one_dim(style: Any, mesh: DeviceMesh) -> None:
             f"{type(style).__name__}: got a mesh of {mesh.ndim} dims {mesh.mesh_dim_names or ''}, "
             f"expected one; give parallelize_module that of tensor parallel, mesh['name']"
         )
-
-
-def _on_mesh(x: Any, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    if isinstance(x, DTensor):
-        return x
-    return DTensor.from_local(x, mesh, placements, run_check=False)

@@ -84,8 +84,3 @@ def dequantised(
     if granularity.height not in (None, 1):
         scale = scale.repeat_interleave(granularity.height, dim=0)[: part.data.shape[0]]
     return part.data.to(dtype) * scale.to(dtype)
-
-
-def ceil4(n: int) -> int:
-    """Return the smallest multiple of 4 that is not below `n`."""
-    return (n + 3) // 4 * 4

@@ -3,14 +3,7 @@
 from float8.tensor import ops  # noqa: F401  registers the op handlers
 from float8.tensor.dtensor import dtensor_like, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor, dequantise
-from float8.tensor.gather import (
-    Float8GatherWeight,
-    gathered_like,
-    high_precision,
-    remember,
-    remembered,
-    stamp_of,
-)
+from float8.tensor.gather import Float8GatherWeight, gathered_like, high_precision
 
 __all__ = [
     "Float8GatherWeight",
@@ -22,7 +15,4 @@ __all__ = [
     "is_dtensor",
     "is_fsdp_module",
     "local_tensor",
-    "remember",
-    "remembered",
-    "stamp_of",
 ]

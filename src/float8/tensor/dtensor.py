@@ -28,3 +28,11 @@ def dtensor_like(local: Any, like: Any) -> Any:
 def is_fsdp_module(module: Any) -> bool:
     """Whether `fully_shard` was applied to this very module."""
     return hasattr(type(module), "reshard")
+
+
+def all_have_some(size: int, ranks: int) -> bool:
+    """Whether each rank has some of a dim in torch's chunks: all but the last as long as the first.
+
+    Behind the last there may be empty ones.
+    """
+    return -(-size // ranks) * (ranks - 1) < size

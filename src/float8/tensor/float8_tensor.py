@@ -8,37 +8,11 @@ from torch import Tensor
 from float8.autograd import computed_before
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.quantize.quantize import Cast, columns, quantize
+from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, Operand, check_scale, dequantised
 from float8.tensor.dtensor import dtensor_like, is_dtensor
 from float8.tensor.ranks import amax_over, sharding_groups
 from float8.tensor.wrapper import Wrapper
-
-
-class Columns:
-    """The column data of one matrix, for several who need them in backward.
-
-    They are made by the first and dropped by the last: graphs may live on after backward.
-    """
-
-    _readers = 0
-    _made: Operand | None = None
-
-    def expect(self) -> "Columns":
-        """Count one more reader."""
-        self._readers += 1
-        return self
-
-    def forget(self) -> None:
-        """Drop what was made: its values were written over."""
-        self._made = None
-
-    def of(self, row: Operand, spec: CastSpec) -> Operand:
-        """Return column data of `row`, the same for all readers."""
-        made = columns(row, spec) if self._made is None else self._made
-        self._readers -= 1
-        self._made = made if self._readers > 0 else None
-        return made
 
 
 class Float8Tensor(Wrapper):
@@ -74,8 +48,6 @@ class Float8Tensor(Wrapper):
     _by_columns: bool
     """Whether each column has a scale, under `AXISWISE`, and not each row."""
     _amax: Tensor | None
-    _columns: Columns
-    """For layers that read the same rows in eager mode; a compiler merges equal transpositions."""
 
     @staticmethod
     def __new__(
@@ -121,7 +93,6 @@ class Float8Tensor(Wrapper):
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
         self._by_columns = granularity.by_rows and _has_scales_of_columns(data, scale)
-        self._columns = Columns()
         return self
 
     def _like(
@@ -202,6 +173,11 @@ class Float8Tensor(Wrapper):
         inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
         return Float8Tensor(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
+
+    @property
+    def _by_rows(self) -> bool:
+        """Whether each row has a scale."""
+        return self._granularity.by_rows and not self._by_columns
 
     @property
     def _scaling(self) -> str:

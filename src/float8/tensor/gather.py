@@ -1,22 +1,42 @@
-"""`Float8GatherWeight`: a weight in high precision that says how it is to be gathered in float8.
+"""`Float8GatherWeight`: a weight in high precision that FSDP2 gathers in float8.
 
 To everything but the gather it is the high-precision tensor it holds. What it adds are the spec of
-its cast and, where somebody computed it ahead for all weights together, its scale.
+its cast and, where somebody computed it ahead for all weights together, its scale. Each rank casts
+its shard under the scale of the whole weight. What is sent is a view of the bytes as `uint8`: not
+every backend knows float8.
 """
 
-from typing import Any
+import inspect
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from float8.config import ScalingGranularity, ScalingType
+from float8.config import CastSite, Float8Weights, ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.quantize.spec import CastSpec, Quantized
-from float8.tensor.dtensor import dtensor_like, local_tensor
+from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import Cast, quantize
+from float8.quantize.spec import CastSpec, Operand, Quantized
+from float8.tensor.dtensor import all_have_some, dtensor_like, local_tensor
+from float8.tensor.float8_tensor import Float8Tensor
+from float8.tensor.ranks import amax_over, sharding_groups
+from float8.tensor.weight_cast import is_current, mark, stamp_of
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
+
+
+class GatherMetadata(NamedTuple):
+    """A gather as this rank knows it, besides what is sent."""
+
+    scale: Tensor | None
+    """Of the whole weight, the same on all ranks; None if scales are sent."""
+
+    amax: Tensor | None
+    outer_size: torch.Size
+    """[N, K] of the gathered weight."""
 
 
 class Float8GatherWeight(Wrapper):
@@ -30,6 +50,11 @@ class Float8GatherWeight(Wrapper):
 
     In its first forward FSDP2 moves shards of any class of their own that it has to pad, where the
     rows do not divide evenly: a state dict taken before does not follow the model then.
+
+    Scales finer than one per tensor are sent with the data, as a second tensor. Torch takes one of
+    even shards only: where it pads a shard, it wants each tensor in the size of that. There, and
+    where a scale would cover elements of two ranks, the weight is gathered in high precision, with
+    a warning.
 
     Args:
         inner: float32, bfloat16 or float16; shared, not copied.
@@ -45,8 +70,8 @@ class Float8GatherWeight(Wrapper):
 
     _inner: Tensor
     counted: Tensor
-    _known: tuple[Tensor | Quantized, tuple[Any, ...]] | None = None
-    """A scale or a whole cast, and the stamp of what it was made of."""
+    _known: Cast | Operand | None = None
+    """A cast whose scale was computed ahead, or what a cast made; the scale has a stamp."""
 
     @staticmethod
     def __new__(
@@ -91,14 +116,13 @@ class Float8GatherWeight(Wrapper):
         return f"{type(self).__name__}({self._inner}, spec={self.spec})"
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return ["_inner"], {"class": type(self), "spec": self.spec}
+        return ["_inner"], {"spec": self.spec}
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8GatherWeight":
-        result: Float8GatherWeight = context["class"](inner["_inner"], context["spec"])
-        return result
+        return Float8GatherWeight(inner["_inner"], **context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -107,10 +131,11 @@ class Float8GatherWeight(Wrapper):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             result = func(*_plain(args), **_plain(kwargs))
-            parameters = func._schema.arguments
-            given = dict(zip((x.name for x in parameters), args, strict=False)) | kwargs
-            leaves = tree_leaves([given.get(x.name) for x in parameters if x.is_write])
-            written = [x for x in leaves if isinstance(x, Float8GatherWeight)]
+            given: list[Any] = []
+            for place, parameter in enumerate(func._schema.arguments):
+                if parameter.is_write:
+                    given += args[place : place + 1] or [kwargs.get(parameter.name)]
+            written = [x for x in tree_leaves(given) if isinstance(x, Float8GatherWeight)]
             torch.autograd.graph.increment_version([x.counted for x in written])
             same = {id(x._inner): x for x in written}
             return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
@@ -130,9 +155,152 @@ class Float8GatherWeight(Wrapper):
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
         shares = func.is_view and result.dtype == self.dtype
-        new = type(self)(result, self.spec, self.counted if shares else None)
+        new = Float8GatherWeight(result, self.spec, self.counted if shares else None)
         new.param_dtype = self.param_dtype
         return new
+
+    # ---------------------------------------------------------------- what the next gather knows
+
+    def gather_in(self, dtype: torch.dtype) -> None:
+        """Note to which dtype it is rounded; a scale or a cast of another is forgotten."""
+        if self.param_dtype is not dtype:
+            self.param_dtype, self._known = dtype, None
+
+    def keep(self, made: Cast | Operand, weight: Any) -> None:
+        """Keep what is known until `weight`, this one or the DTensor around it, is written."""
+        mark((weight._version, *stamp_of(self.counted, self._inner)), made.scale)
+        self._known = made
+
+    def known(self, weight: Any) -> Cast | Operand | None:
+        """Return what was kept since `weight`, this or the DTensor around it, was last written."""
+        made: Any = self._known
+        if made is None:
+            return None
+        stamp = weight._version, *stamp_of(self.counted, self._inner)
+        return made if is_current(made.scale, stamp) else None
+
+    # ---------------------------------------------------------------- the hooks of FSDP2
+
+    # Grad mode is off already, says FSDP2. What is made here outlives an evaluation in inference
+    # mode if the weights stay gathered, and must then do for training.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+        """Cast the shard to the `uint8` to gather, with zeros below up to the rows of the largest.
+
+        `mesh` is that of this gather, to which tensor parallel adds another. An offloaded weight
+        comes as a copy of that of `module`.
+        """
+        param_dtype = mp_policy.param_dtype or self.dtype
+        owner = local_tensor(module.weight)
+        owner.gather_in(param_dtype)
+        # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
+        # A shard of another dim than the first is never padded, nor is one of everything.
+        rows, by_rows = self.shape[0], self.shape[1] == outer_size[1]
+        if by_rows and rows != outer_size[0]:
+            rows = -(-outer_size[0] // mesh.size())
+        granularity, problem = self.spec.granularity, None
+        if granularity.one_scale:
+            pass
+        elif not by_rows:
+            problem = f"its columns are sharded, which {granularity} would cut"
+        elif rows * mesh.size() != outer_size[0]:
+            problem = f"shards of {rows} rows are not all of one size, for which scales are sent"
+        elif rows % (granularity.height or 1):
+            block = f"{granularity.height} x {granularity.width}"
+            problem = f"shards of {rows} rows would cut blocks of {block}"
+        if problem:
+            warnings.warn(
+                f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
+                f"{problem}; shard it evenly, or leave enable_fsdp_float8_all_gather out",
+                stacklevel=2,
+            )
+            shard = _padded(self.high_precision.to(param_dtype), rows)
+            return (shard,), GatherMetadata(None, None, outer_size)
+        cast = self._cast(module, owner)
+        data, scale = cast.row
+        bytes_ = _padded(data.contiguous().view(torch.uint8), rows)
+        if granularity.one_scale or mesh.size() == 1:  # FSDP2 takes one tensor of one rank
+            return (bytes_,), GatherMetadata(scale, cast.amax, outer_size)
+        sent = bytes_, scale.contiguous().view(torch.uint8)
+        return sent, GatherMetadata(None, None, outer_size)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: GatherMetadata,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the gathered weight, a `Float8Tensor` [N, K] over the gathered bytes.
+
+        `out` is the result of the first call, over the same memory, which was filled anew.
+        """
+        # Made on the stream of the gather, read on this one.
+        for made in (metadata.scale, metadata.amax):
+            if made is not None and made.is_cuda:
+                made.record_stream(torch.cuda.current_stream(made.device))
+        size, scale = metadata.outer_size, metadata.scale
+        received = all_gather_outputs[0]
+        data = received.view(-1)[: size.numel()].view(size)
+        if received.dtype != torch.uint8:
+            return None if out is not None else (data, ())
+        if scale is None:
+            scale = all_gather_outputs[1].view(torch.float32)
+        if out is None:
+            data, granularity = data.view(self.spec.dtype), self.spec.granularity
+            return Float8Tensor(data, scale, param_dtype, granularity, metadata.amax), ()
+        old = local_tensor(out)
+        old._scale, old._amax = scale, metadata.amax
+        return None
+
+    def _cast(self, module: Any, owner: "Float8GatherWeight") -> Quantized:
+        """Cast the shard [rows, K] of the weight of `module`, rounded to `param_dtype` first.
+
+        There may be no rows. Row data come without padding. Their scale is that of the whole weight
+        under `TENSORWISE`; under other granularities those of the shard. With delayed scaling the
+        amax of the shard comes along for each forward in training to record; the sync makes it that
+        of the whole weight. With `Float8Weights.HELD` a dynamic cast is kept by `owner`, which is
+        inside of that weight, until it is written.
+        """
+        weight, cast, amax = module.weight, Cast(self.spec), None
+        delayed = self.spec.delayed
+        known: Any = None if delayed else owner.known(weight)
+        if isinstance(known, Operand):
+            return Quantized(known)
+        shard = self.high_precision.to(owner.param_dtype)
+        if delayed:
+            amax = torch.zeros((), dtype=torch.float32, device=shard.device)
+        if known is not None:  # it may be offloaded
+            cast = cast._replace(scale=known.scale.to(shard.device))
+        elif amax is not None and module.knows_weight_scale():
+            state = DelayedScale(module.get_buffer(CastSite.WEIGHT.scale).to(shard.device), amax)
+            cast = cast._replace(state=state, record=True)  # the sync reduces what that records
+        elif self.spec.granularity.one_scale:
+
+            def of_all(own: Tensor) -> Tensor:
+                if amax is not None:
+                    amax.copy_(own)
+                return amax_over(sharding_groups(weight))(own)
+
+            cast = cast._replace(reduce=of_all)
+        row = quantize(shard, cast, row=True).row
+        made = Operand(row.data[: shard.shape[0], : shard.shape[1]], row.scale)
+        keep = module.config.float8_weights is Float8Weights.HELD and not delayed
+        # Ranks must agree on who takes part in the all-reduce of a cast.
+        if keep and on_all_ranks(weight):
+            owner.keep(made, weight)
+        return Quantized(made, amax=amax)
 
 
 _KEEP = {
@@ -169,39 +337,26 @@ torch.serialization.add_safe_globals(
 )
 
 
-# ---------------------------------------------------------------- scales and casts that are kept
+def on_all_ranks(weight: Any) -> bool:
+    """Whether each rank holds rows. No load writes an empty shard, yet ranks must agree on it."""
+    ranks: dict[int, int] = {}
+    for mesh_dim, placement in enumerate(weight.placements):
+        if not placement.is_replicate():
+            ranks[placement.dim] = ranks.get(placement.dim, 1) * weight.device_mesh.size(mesh_dim)
+    return all(all_have_some(weight.shape[dim], n) for dim, n in ranks.items())
 
 
-def stamp_of(*tensors: Any) -> tuple[int, ...]:
-    """Return what changes when one of some tensors is written, as far as version counters tell.
-
-    They count what ops write, and not what fused optimizers do, nor what goes through `weight.data`
-    or a raw pointer. A DTensor counts the writes of ops on it and of compiled code; its shard those
-    through `to_local()`, and of ops that take lists, as an optimizer's.
-    """
-    stamp: list[int] = []
-    for x in tensors:
-        stamp += x._version, x.data_ptr()
-    return tuple(stamp)
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Return `x` [R, C] with zeros below, [rows, C], contiguous; R may be 0."""
+    missing = rows - x.shape[0]
+    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
 
 
-def remember(weight: Any, made: Tensor | Quantized, dtype: torch.dtype) -> None:
-    """Keep the scale or cast of a weight, rounded to `dtype` first, until the weight is written."""
-    local: Float8GatherWeight = local_tensor(weight)
-    local._known = made, _stamp_of_cast(weight, local, dtype)
-
-
-def remembered(weight: Any, dtype: torch.dtype) -> Tensor | Quantized | None:
-    """Return what was kept since the weight was last written, if it is of the same `dtype`."""
-    local: Float8GatherWeight = local_tensor(weight)
-    if local._known is None:
-        return None
-    made, stamp = local._known
-    return made if stamp == _stamp_of_cast(weight, local, dtype) else None
-
-
-def _stamp_of_cast(weight: Any, local: Float8GatherWeight, dtype: torch.dtype) -> tuple[Any, ...]:
-    return dtype, weight._version, *stamp_of(local.counted, local._inner)
+# FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
+# the cast.
+Float8GatherWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    Float8GatherWeight.fsdp_pre_all_gather
+)
 
 
 # ---------------------------------------------------------------- weights in and out of state dicts
@@ -227,7 +382,7 @@ def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
     model, values = local_tensor(old), local_tensor(new)
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]
-    tensor: Any = type(model)(values.detach(), model.spec)
+    tensor: Any = Float8GatherWeight(values.detach(), model.spec)
     tensor.param_dtype = model.param_dtype
     if values is not new:
         with torch.no_grad():

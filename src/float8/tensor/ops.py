@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.config import Granularity
-from float8.formats import E4M3, E5M2, sendable
+from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
 from float8.quantize.spec import Operand
@@ -66,52 +66,35 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return [x._like(*piece) for piece in zip(data, scale, strict=True)]
         if not isinstance(data, Tensor):
             return [x._like(piece, scale) for piece in data]
-        view = x._like(data, scale)
-        if _same_rows(x._data, data):
-            view._columns = x._columns
-        return view
+        return x._like(data, scale)
 
 
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
-_SHAPES = (aten.view.default, aten._unsafe_view.default)
-_CUTS = {
-    aten.slice.Tensor: 0,
-    aten.split.Tensor: 1,
-    aten.split_with_sizes.default: 1,
-    aten.chunk.default: 1,
-}
-"""Ops that cut along a dim, and where among their arguments after the tensor it stands."""
-
-
-def _same_rows(x: Tensor, view: Tensor) -> bool:
-    """Whether two tensors are the same matrix once their leading dims are flattened."""
-    alike = (x.numel(), x.shape[-1:]) == (view.numel(), view.shape[-1:])
-    return alike and x.is_contiguous() and view.is_contiguous()
 
 
 def _scale_of_view(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the scales of `data`, which `func` made of that of `x`: a list if it made pieces.
+    """Return the scales of `data`, which `func` made of that of `x`: a list if it made pieces."""
+    if x._granularity.by_rows and x.dim() == 2 and func in _TURNS:
+        return func(x._scale, *rest, **kwargs)
+    if x._by_rows and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
+        return func(x._scale, rest[0], 1.0)
+    scales = [_scales_of_part(func, x, part) for part in tree_leaves(data)]
+    return scales[0] if isinstance(data, Tensor) else scales
 
-    They are those of the same rows, or all.
-    """
-    pieces = tree_leaves(data)
-    if x._granularity.by_rows and x.dim() > 1:
-        if func in _TURNS and x.dim() == 2:
-            return func(x._scale, *rest, **kwargs)
-        if func in _CUTS and not x._by_columns:
-            dim = kwargs.get("dim", (*rest[_CUTS[func] :], 0)[0])
-            if dim % x.dim() != x.dim() - 1 and all(piece.is_contiguous() for piece in pieces):
-                return func(x._scale, *rest, **kwargs)
-        if func is aten.constant_pad_nd.default and not x._by_columns and not any(rest[0][:2]):
-            return func(x._scale, rest[0], 1.0)
-        if func in _SHAPES and not x._by_columns and data.dim() > 1 and _same_rows(x._data, data):
-            return x._scale.reshape(*data.shape[:-1], 1)
-    if any((each.shape, each.stride()) != (x.shape, x.stride()) for each in pieces):
+
+def _scales_of_part(func: Any, x: Any, part: Tensor) -> Any:
+    """Return all scales of `x` for a view of it as it is, or those of rows of which it is made."""
+    if (part.shape, part.stride()) == (x.shape, x.stride()):
+        return x._scale
+    whole_rows = part.dim() > 1 and part.shape[-1] == x.shape[-1] and part.is_contiguous()
+    if not x._by_rows or not whole_rows or not x.is_contiguous():
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part "
             f"of the data does not have all of the scales; call .to_original_precision() first"
         )
-    return x._scale
+    first = (part.storage_offset() - x._data.storage_offset()) // x.shape[-1]
+    rows = part.numel() // x.shape[-1]
+    return x._scale.reshape(-1)[first : first + rows].view(*part.shape[:-1], 1)
 
 
 @implements(aten.clone.default, aten.empty_like.default, aten._to_copy.default)
@@ -150,7 +133,7 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
     first: Any = pieces[0]
-    rows = isinstance(first, Float8Tensor) and first._granularity.by_rows and not first._by_columns
+    rows = isinstance(first, Float8Tensor) and first._by_rows
     for piece in pieces:
         _require_alike("cat", first, piece, scale=not rows)
     rows = rows and (*rest, *kwargs.values(), 0)[0] % first.dim() != first.dim() - 1
@@ -186,15 +169,11 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise ValueError(f"copy_: got {got}, expected {expected}; clone the source instead")
     for name in target.__tensor_flatten__()[0] if whole else ["_data"]:
         getattr(target, name).copy_(getattr(source, name), *rest)
-    target._columns.forget()
     return target
 
 
-@implements(aten.is_pinned.default)
-def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Tell `torch.distributed.checkpoint` whether the data are pinned."""
-    (x, *device) = args
-    return func(x._data, *device, **kwargs)
+# torch.distributed.checkpoint asks.
+implements(aten.is_pinned.default)(lambda func, args, kwargs: func(args[0]._data, *args[1:]))
 
 
 @implements(aten.new_zeros.default)
@@ -260,8 +239,7 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     It is waited for at once, where compilers know to look for it.
     """
     x, *rest = args
-    rows = x._granularity.by_rows and func.name().endswith("into_tensor")
-    rows = rows and not x._by_columns
+    rows = x._by_rows and func.name().endswith("into_tensor")
     if not rows and not x._granularity.one_scale:
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE, or an "
@@ -273,7 +251,8 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         received: Tensor = functional.wait_tensor(func(field, *rest, **kwargs))
         return received
 
-    data = sent(sendable(x._data)).view(x._data.dtype)
+    data = x._data.view(torch.uint8) if x._data.is_cpu else x._data  # Gloo knows no float8
+    data = sent(data).view(x._data.dtype)
     return x._like(data, sent(x._scale) if rows else None)
 
 
@@ -298,8 +277,6 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"{func}: got parts of a Float8Tensor to write into, expected tensors with scales of "
             f"their own, as others come with theirs; clone() them first"
         )
-    for x in written:
-        x._columns.forget()
     # NCCL makes no work to wait for unless it is asked to; torch waits for that of the last field.
     at = [argument.name for argument in func._schema.arguments].index("async_op")
     if len(args) > at:
@@ -350,21 +327,21 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
             f"no e5m2 x e5m2; call .to_original_precision() on one of them"
         )
     # What the GEMM sums over must have one scale.
-    for x, one_each in ((a, not a._by_columns), (b, b._by_columns or b.numel() == 1)):
-        fits = one_each and x._granularity.by_rows
-        if not fits and not x._granularity.one_scale:
-            raise ValueError(
-                f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
-                f"TENSORWISE, or AXISWISE by rows and by columns, which leaves one scale for what "
-                f"is summed up; call .to_original_precision() first, or float8.linear"
-            )
-    product = matmul(
+    fits_a = a._granularity.one_scale or a._by_rows
+    fits_b = b._granularity.one_scale or b._by_columns or (b._by_rows and b.numel() == 1)
+    if not fits_a or not fits_b:
+        raise ValueError(
+            f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
+            f"TENSORWISE, or AXISWISE by rows and by columns, which leaves one scale for what "
+            f"is summed up; call .to_original_precision() first, or float8.linear"
+        )
+    return matmul(
         _operand(a._data, a._scale, a._granularity),
         _operand(b._data.t(), b._scale.t() if b._by_columns else b._scale, b._granularity),
+        (a.shape[0], b.shape[1]),
         gemm=Gemm(granularities=(a._granularity, b._granularity)),
         out_dtype=a._orig_dtype,
     )
-    return product[: a.shape[0], : b.shape[1]]
 
 
 def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Operand:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.autograd import own
+from float8.formats import FLOAT8_MAX
 
 
-class Tokens(NamedTuple):
-    """Rows [R, C]: the flattened leading dims of a tensor that is sharded along one of them."""
+class SharedTokens(NamedTuple):
+    """Rows [R, C] of which each rank has as many: a tensor that is sharded along a leading dim."""
 
     group: str
     """The name of the ranks' process group."""
@@ -27,23 +27,33 @@ class Tokens(NamedTuple):
     """The product of the dims before that one."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather [R / ranks, C] of each rank, of any dtype that the group can send, to [R, C]."""
-        x = x.contiguous()
-        whole = torch.ops._c10d_functional.all_gather_into_tensor(x, self.ranks, self.group)
-        whole = torch.ops._c10d_functional.wait_tensor(whole)
-        return self._swapped(whole, self.ranks, self.before)
+        """Gather [R / ranks, C] of each rank, float8 or any that the group can send, to [R, C]."""
+        sent = x.contiguous()
+        if sent.is_cpu and x.dtype in FLOAT8_MAX:
+            sent = sent.view(torch.uint8)  # Gloo knows no float8; asynchronous TP knows no bytes
+        whole = torch.ops._c10d_functional.all_gather_into_tensor(sent, self.ranks, self.group)
+        whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)
+        return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Sum up [R, C] of all ranks, of which this rank gets [R / ranks, C]."""
-        x, group = self._swapped(x, self.before, self.ranks).contiguous(), self.group
-        mine = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", self.ranks, group)
-        # As another tensor: waiting returns the very one that it was given.
-        return own(torch.ops._c10d_functional.wait_tensor(mine))
+        """Begin to sum up [R, C] of all ranks, of which this rank gets [R / ranks, C]: `arrived`.
+
+        What is computed until then runs beside it.
+        """
+        x = x if self.before == 1 else self._swapped(x, self.before, self.ranks)
+        return torch.ops._c10d_functional.reduce_scatter_tensor(  # type: ignore[no-any-return]
+            x.contiguous(), "sum", self.ranks, self.group
+        )
 
     def _swapped(self, x: Tensor, first: int, second: int) -> Tensor:
-        if 1 in (first, second):
-            return x
         return x.view(first, second, -1, x.shape[1]).transpose(0, 1).reshape(x.shape)
+
+
+def arrived(x: Tensor) -> Tensor:
+    """Wait for what `SharedTokens.scatter` began, and return it."""
+    x = torch.ops._c10d_functional.wait_tensor(x)
+    # As another tensor: waiting returns the very one that it was given.
+    return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
 
 def sharding_groups(x: Any) -> tuple[Any, ...]:
@@ -65,8 +75,10 @@ def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable
         groups: over which to reduce, one after the other.
         device_type: where they can, as amaxes may be offloaded; None: where the amaxes are.
     """
-    names = tuple([group.group_name for group in groups])
-    return functools.partial(_amax_over, names, device_type)
+    names = []
+    for group in groups:
+        names.append(group.group_name)
+    return functools.partial(_amax_over, tuple(names), device_type)
 
 
 def _amax_over(groups: tuple[str, ...], device_type: str | None, amax: Tensor) -> Tensor:

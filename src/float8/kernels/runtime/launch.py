@@ -78,6 +78,12 @@ def new(
     return Slot(dtype, tuple(shape), strides, zeroed=zeroed)
 
 
+def empty(x: Tensor, *slots: Slot | None) -> list[Tensor]:
+    """Allocate what slots describe, but for the None, where ``x`` is; sizes may be symbolic."""
+    there = [slot for slot in slots if slot is not None]
+    return [x.new_empty_strided(slot.shape, slot.strides, dtype=slot.dtype) for slot in there]
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """One launch of a Triton kernel, whose parameters are tensors, then integers, then constants.
@@ -113,8 +119,9 @@ class Program:
 
     Args:
         given: the tensors that are handed over when it runs, of one device, which need not be the
-            current one.
-        results: the new ones that are returned. What the launches need besides is allocated, too.
+            current one; None for one that is not.
+        results: the new ones that are returned, but for a None. What the launches need besides is
+            allocated, too.
         launches: in their order.
         anywhere: how many of the last of ``given`` may start anywhere: the kernels must not be
             specialised on it. Where others do not start at multiples of 16 bytes Triton launches,
@@ -123,21 +130,23 @@ class Program:
 
     def __init__(
         self,
-        given: Sequence[Slot],
-        results: Sequence[Slot],
+        given: Sequence[Slot | None],
+        results: Sequence[Slot | None],
         launches: Sequence[Launch],
         *,
         anywhere: int = 0,
     ) -> None:
-        self.device = device = next(slot.device for slot in given if slot.device is not None)
+        read = [slot for slot in given if slot is not None]
+        made = [slot for slot in results if slot is not None]
+        self._results = len(made)
+        self._aligned = len(read) - anywhere
+        self.device = device = next(slot.device for slot in read if slot.device is not None)
         self.launches = launches
         used = [slot for launch in launches for slot in launch.slots if slot is not None]
-        scratch = [slot for slot in dict.fromkeys(used) if slot not in (*given, *results)]
-        self._slots = (*given, *results, *scratch)
-        self._made = [(slot.shape, slot.strides, slot.dtype) for slot in (*results, *scratch)]
-        self._zeroed = [at for at, slot in enumerate((*results, *scratch)) if slot.zeroed]
-        self._results = len(results)
-        self._aligned = len(given) - anywhere
+        made += [slot for slot in dict.fromkeys(used) if slot not in (*read, *made)]
+        self._slots = (*read, *made)
+        self._made = [(slot.shape, slot.strides, slot.dtype) for slot in made]
+        self._zeroed = [at for at, slot in enumerate(made) if slot.zeroed]
         self._ready = device.type == "cuda" and _LAUNCHES  # else Triton launches
         self._steps: list[tuple[Any, ...]] | None = None
 

@@ -1,8 +1,10 @@
-"""Ranks that share the amaxes of a sync."""
+"""The ranks that share the amaxes of a sync, and whether they hold the same layers."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from float8.tensor import Float8Tensor, is_dtensor, local_tensor
@@ -26,19 +28,16 @@ def _meshes(tensors: Iterable[Any]) -> set[Any]:
     }
 
 
-def _require_whole_weights(parted: Iterable[Group], got: list[int], *, given: bool) -> None:
+def _require_whole_weights(parted: Iterable[Group], got: list[int], what: str) -> None:
     """Raise a `ValueError` if ranks other than `got` hold parts of a weight.
 
     They would get other scales, and what is gathered from all be read under that of one.
     """
-    what, do = "None and weights on a mesh of ranks", "give"
-    if given:
-        what, do = "ranks", "leave group= out, or give"
     for ranks in map(dist.get_process_group_ranks, parted):
         if not set(ranks) <= set(got):
             raise ValueError(
                 f"group: got {what} {got}, but parts of a weight are on ranks {ranks}, expected "
-                f"all of those in the group: they share its scales; {do} one of all ranks that "
+                f"all of those in the group: they share its scales; give one of all ranks that "
                 f"train on parts of the same batch"
             )
 
@@ -65,7 +64,7 @@ def sync_groups(
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup or None")
         sharded = {x for w in weights if is_dtensor(w) for x in sharding_groups(w)}
         ranks = dist.get_process_group_ranks(group)
-        _require_whole_weights({*parted, *sharded}, ranks, given=True)
+        _require_whole_weights({*parted, *sharded}, ranks, "ranks")
         return (group,)
     meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:
@@ -75,7 +74,8 @@ def sync_groups(
         )
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
-            _require_whole_weights(parted, mesh.mesh.flatten().tolist(), given=False)
+            here = mesh.mesh.flatten().tolist()
+            _require_whole_weights(parted, here, "None and weights on a mesh of ranks")
             return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if dist.get_world_size() == 1:
         return ()
@@ -86,3 +86,23 @@ def sync_groups(
             "say which ranks with `group=`"
         )
     return (dist.group.WORLD,)
+
+
+def unlike(texts: Sequence[str], groups: Sequence[Group], device: torch.device) -> list[str] | None:
+    """Return those texts of this rank that another rank of `groups` does not have in their place.
+
+    None: all ranks have the same. Only digests are sent, on a `device` on which the groups reduce.
+    """
+
+    def largest(numbers: list[int]) -> list[int]:
+        found = torch.tensor(numbers, device=device)
+        for group in groups:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return [int(number) for number in found.tolist()]
+
+    (count,) = largest([len(texts)])
+    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+    mine = [int.from_bytes(digest[:7], "big") for digest in digests] + [0] * (count - len(texts))
+    found = largest(mine + [-x for x in mine])
+    same = [most == -least for most, least in zip(found[:count], found[count:], strict=True)]
+    return None if all(same) else [x for x, alike in zip(texts, same, strict=False) if not alike]

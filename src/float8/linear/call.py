@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX, sendable
-from float8.gemm import Gemm, matmul
-from float8.linear.held import WeightCast, product_with_held
+from float8.formats import FLOAT8_MAX
+from float8.gemm import matmul
+from float8.linear.held import product_with_held
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize.quantize import Cast, columns, padded, quantize
 from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor
-from float8.tensor.ranks import Tokens
+from float8.tensor.ranks import SharedTokens
+from float8.tensor.weight_cast import WeightCast
 
 
 class KeptWeight(NamedTuple):
-    """A weight as forward saves it for `BoundLinear.grad_input`, without copying anything."""
+    """A weight as forward saves it for `LinearCall.grad_input`, without copying anything."""
 
     data: Tensor | Any = None
     """The weight itself; or row data that somebody keeps anyway, as of a gathered weight. None:
@@ -31,7 +32,7 @@ class KeptWeight(NamedTuple):
     """Of the row data that forward multiplied; None: it multiplied none."""
 
 
-class BoundLinear(NamedTuple):
+class LinearCall(NamedTuple):
     """A layer in one call: all that its autograd function takes, and keeps, besides tensors."""
 
     plan: LinearPlan
@@ -39,7 +40,9 @@ class BoundLinear(NamedTuple):
     """With the state, and the ranks, of this call."""
     ready: WeightCast | None
     """The weight in float8, if it is that already."""
-    tokens: Tokens | None
+    input_tokens: SharedTokens | None
+    """Of an input of which each rank has its tokens, and which all multiply; else None."""
+    output_tokens: SharedTokens | None
     """Of an output that is a sum over ranks, of which each keeps its tokens; else None."""
     in_features: int
     out_features: int
@@ -47,7 +50,7 @@ class BoundLinear(NamedTuple):
     need_grad_input: bool
     need_grad_weight: bool
 
-    def for_backward(self) -> "BoundLinear":
+    def for_backward(self) -> "LinearCall":
         """Leave out what only forward reads: what is on a context lives as long as the graph."""
         ready = self.ready
         if ready is None or ready.operand.col is None:
@@ -59,26 +62,28 @@ class BoundLinear(NamedTuple):
     ) -> tuple[Tensor, KeptWeight]:
         """Multiply row data [M, K] by a weight: `x @ weight.T` [M, N], and the weight to save."""
         cast, gemm, ready = self.casts.weight, self.plan.output, self.ready
+        shape = M, weight.shape[0]  # read here: torch.jit.trace follows sizes
         assert gemm is not None
         if ready is None:
             traced = cast.state is not None
             w = quantize(weight, cast, row=True, pad_rows=True, traced=traced).row
-            y, kept = matmul(x, w, gemm=gemm, out_dtype=dtype), KeptWeight(weight, w.scale)
+            kept = KeptWeight(weight, w.scale)
         elif ready.compares:
             y = product_with_held(
-                x, weight, ready, cast.spec, columns=False, gemm=gemm, out_dtype=dtype
+                x, weight, ready, shape, cast.spec, columns=False, gemm=gemm, out_dtype=dtype
             )
-            kept = KeptWeight(weight)
+            return y, KeptWeight(weight)
         else:
             record(cast, ready.operand.amax)
             is_held, w = ready.operand.col is not None, ready.operand.row
             kept = KeptWeight(weight) if is_held else KeptWeight(*w)
-            y = matmul(x, padded(w, cast.spec.granularity), gemm=gemm, out_dtype=dtype)
-        return _cut(y, gemm, M, weight.shape[0]), kept
+            w = padded(w, cast.spec.granularity)
+        return matmul(x, w, shape, gemm=gemm, out_dtype=dtype), kept
 
     def grad_input(self, g: Operand, kept: KeptWeight, dtype: torch.dtype, M: int) -> Tensor:
         """Multiply row data [M, N] by a weight: `g @ weight` [M, K]."""
         gemm, ready, cast = self.plan.grad_input, self.ready, self.casts.weight
+        shape = M, self.in_features
         assert gemm is not None
         # A compiler that saw no need for a gradient would transpose in forward, and keep the result
         # until backward: under FSDP that of every whole weight.
@@ -86,35 +91,23 @@ class BoundLinear(NamedTuple):
         if not self.plan.share_weight:
             w = quantize(kept.data, self.casts.weight_for_grad_input, col=True).col
         elif ready is not None and ready.compares:
-            x = product_with_held(
-                g, kept.data, ready, cast.spec, columns=True, gemm=gemm, out_dtype=dtype
+            return product_with_held(
+                g, kept.data, ready, shape, cast.spec, columns=True, gemm=gemm, out_dtype=dtype
             )
-            return _cut(x, gemm, M, self.in_features)
         elif ready is not None:
             w = ready.operand.col
         elif kept.data.dtype in FLOAT8_MAX:
             w = columns(Operand(*kept), cast.spec, after)
         else:
             w = quantize(kept.data, cast.known(kept.scale), col=True, after=after).col
-        return _cut(matmul(g, w, gemm=gemm, out_dtype=dtype), gemm, M, self.in_features)
+        return matmul(g, w, shape, gemm=gemm, out_dtype=dtype)
 
     def grad_weight(self, g: Operand, x: Operand) -> Tensor:
         """Multiply column data [N, M] by column data [K, M]: `g.T @ x` [N, K]."""
         gemm = self.plan.grad_weight
         assert gemm is not None
-        dw = matmul(g, x, gemm=gemm, out_dtype=self.weight_dtype)
-        return _cut(dw, gemm, self.out_features, self.in_features)
-
-
-def _cut(x: Tensor, gemm: Gemm, rows: int, columns: int) -> Tensor:
-    """Return a product [rows, columns] without what padding added."""
-    if x.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
-        return x[:rows, :columns].contiguous()
-    # A compiler is not asked, since it would compile again for numbers that need no padding.
-    pads_rows = gemm.granularities[0].by_blocks
-    if (pads_rows and torch.compiler.is_compiling()) or x.shape[0] != rows:
-        return x[:rows]
-    return x
+        shape = self.out_features, self.in_features
+        return matmul(g, x, shape, gemm=gemm, out_dtype=self.weight_dtype)
 
 
 def record(cast: Cast, amax: Tensor | None) -> None:
@@ -134,7 +127,7 @@ def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> WeightCast:
 
 def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
     """Return the operand of an input that was cast for several layers at once."""
-    cast, other = plan.casts.input, None if plan.casts_input_once else "grad_weight"
+    cast, other = plan.casts.input, None if plan.input_rows_suffice else "grad_weight"
     operand = _operand_of("input", input, cast, other)
     return operand._replace(row=padded(operand.row, cast.spec.granularity, pad_rows=False))
 
@@ -154,16 +147,16 @@ def _operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Qu
     return Quantized(Operand(x._data.contiguous(), x._scale), amax=x._amax)
 
 
-def cast_tokens(x: Tensor, cast: Cast, tokens: Tokens | None, *, row: bool, col: bool) -> Quantized:
-    """Cast `x` [R, C]; or, of `tokens` that ranks share, [R / ranks, C] here, and gather bytes.
+def cast_and_gather(
+    x: Tensor, cast: Cast, tokens: SharedTokens, *, row: bool, col: bool, traced: bool = False
+) -> Quantized:
+    """Cast the tokens of this rank, `x` [R / ranks, C], and gather the bytes of all, [R, C].
 
-    Under one scale for all ranks, or under one for each row, which travel, too: see
-    `LinearPlan.casts_grad_output_once`.
+    Under one scale for all ranks, or under one for each row, which are gathered, too: see
+    `LinearPlan.input_rows_suffice`.
     """
-    if tokens is None:
-        return quantize(x, cast, row=row, col=col)
-    spec, mine = cast.spec, quantize(x, cast, row=True).row
-    data = tokens.gather(sendable(mine.data[:, : x.shape[1]])).view(spec.dtype)
+    spec, mine = cast.spec, quantize(x, cast, row=True, traced=traced).row
+    data = tokens.gather(mine.data[:, : x.shape[1]])
     scale = mine.scale if spec.granularity.one_scale else tokens.gather(mine.scale)
     whole = Operand(data, scale)
     return Quantized(

@@ -1,0 +1,99 @@
+"""A weight in float8 that is kept until the weight is written, and the stamp that tells.
+
+Kept are the weights of layers that hold them (`hold`), and what `Float8GatherWeight` knows of its
+next gather. The stamp is the version counter of the weight and the address of its memory, noted on
+what was made: data that are held, and the scale of a gather. Each use compares. Eager code casts
+again what does not match. (Not the scale of what is held: Inductor may hand on a copy of it.) In
+compiled code the op that multiplies compares (`float8.linear.held`), and it must find the stamp
+when it runs: an attribute of a tensor that it is given is all that reaches it. A tensor on the CPU,
+which forward hands on to backward, CUDA graphs refuse; a number makes code compile anew; the
+version counter of what is kept cannot say where the weight lies.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+from float8.quantize.quantize import Cast, quantize
+from float8.quantize.spec import Quantized
+
+PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+"""Weights that are data in memory and nothing else: no shards, no wrappers."""
+
+_DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
+"""Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
+
+
+class WeightCast(NamedTuple):
+    """A weight in float8, as the GEMMs of one call read it instead of casting it."""
+
+    operand: Quantized
+
+    compares: bool = False
+    """Whether it is for the GEMMs to see if the operand is what the weight is now, as in compiled
+    code."""
+
+    weight: Any = None
+    """The Parameter [N, K] beside which a layer holds it."""
+
+    memory: Any = None
+    """The storage of that: as long as it is kept no other has its address."""
+
+
+def stamp_of(*tensors: Any) -> tuple[int, ...]:
+    """Return what changes when one of some tensors is written, as far as version counters tell.
+
+    They count what ops write, and not what fused optimizers do, nor what goes through `weight.data`
+    or a raw pointer. A DTensor counts the writes of ops on it and of compiled code; its shard those
+    through `to_local()`, and of ops that take lists, as an optimizer's.
+    """
+    stamp: list[int] = []
+    for x in tensors:
+        stamp += x._version, x.data_ptr()
+    return tuple(stamp)
+
+
+def mark(stamp: tuple[int, ...] | None, *made: Any) -> None:
+    """Say of which values tensors are made; None: of none, so that the next use casts again."""
+    for tensor in made:
+        tensor.float8_stamp = stamp
+
+
+def is_current(made: Tensor, stamp: tuple[int, ...]) -> bool:
+    """Whether a tensor that was marked, no copy of it, is of the values that have this stamp."""
+    return bool(getattr(made, "float8_stamp", None) == stamp)
+
+
+# ---------------------------------------------------------------- held by layers
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def hold(weight: Tensor, cast: Cast) -> WeightCast:
+    """Cast a weight [N, K] to both layouts in one read, to be read until the weight is written."""
+    made = quantize(weight, cast, row=True, col=True, pad_rows=True)
+    mark(stamp_of(weight), made.row.data, made.col.data)
+    return WeightCast(made, weight=weight, memory=weight.untyped_storage())
+
+
+def can_hold(weight: Any) -> bool:
+    """Whether `weight` is data in memory with a version counter."""
+    return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
+
+
+def is_recording(weight: Tensor) -> bool:
+    """Whether operations go into a graph, or an exported program, which would keep float8 data."""
+    exporting = torch.compiler.is_exporting()
+    if torch.compiler.is_compiling():
+        return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import
+
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return exporting or tracing or get_proxy_mode() is not None or is_capturing(weight)
+
+
+def is_capturing(weight: Tensor) -> bool:
+    """Whether a CUDA graph is recorded, in whose replays nobody compares."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
