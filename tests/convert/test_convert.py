@@ -63,11 +63,6 @@ def test_all_nested_linears_are_converted_in_place(
     assert not recwarn.list
 
 
-def test_default_configuration_is_dynamic_tensorwise() -> None:
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    assert model[0].config == Float8LinearConfig() == tensorwise()
-
-
 # ---------------------------------------------------------------- filter
 
 
@@ -111,51 +106,20 @@ def test_a_layer_reached_by_two_names_is_seen_once_and_stays_one_layer() -> None
     assert model[0] is model[2][0] is linear
 
 
-def test_tied_weights_stay_tied() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(48, 16)
-            self.head = nn.Linear(16, 48, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embedding(tokens))
-
-    model = convert_to_float8_training(Tied(), config=delayed())
-    assert type(model.head) is Float8Linear
-    assert model.head.weight is model.embedding.weight
-    assert len(list(model.parameters())) == 1
-    model(torch.arange(8)).sum().backward()
-    assert model.embedding.weight.grad is not None
-
-
 # ---------------------------------------------------------------- what is left alone
 
 
-class MyLinear(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
-
-
 def test_what_may_not_compute_a_linear_layer_is_left_alone_and_reported() -> None:
-    mine = MyLinear(16, 16)
-    model = nn.Sequential(mine, nn.MultiheadAttention(16, 2), nn.Bilinear(4, 4, 4))
-    out_proj = model[1].out_proj
-    with pytest.warns(UserWarning, match="no layer of Sequential was converted: got a .*MyLinear"):
+    model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Bilinear(4, 4, 4))
+    out_proj = model[0].out_proj
+    with pytest.warns(UserWarning, match="no layer of Sequential was converted: got a .*Linear"):
         convert_to_float8_training(model)
-    assert model[0] is mine
-    assert model[1].out_proj is out_proj
+    assert model[0].out_proj is out_proj
     report = conversion_report(model)
-    reasons = {layer.fqn: layer.skip_reason for layer in report.skipped}
-    assert reasons.keys() == {"0", "1.out_proj"}
-    assert f"{__name__}.MyLinear, whose forward is not nn.Linear's" in reasons["0"]
-    assert "linear_classes=[MyLinear]" in reasons["0"]
-    assert "reads the weight of this one itself" in reasons["1.out_proj"]
-    assert [(x.fqn, x.shape) for x in report.others] == [
-        ("1.in_proj_weight", (48, 16)),
-        ("2.weight", (4, 4, 4)),
-    ]
+    (skipped,) = report.skipped
+    assert skipped.fqn == "0.out_proj"
+    assert "reads the weight of this one itself" in skipped.skip_reason
+    assert [x.fqn for x in report.others] == ["0.in_proj_weight", "1.weight"]
 
 
 def test_layers_that_cannot_be_padded_are_left_alone() -> None:
@@ -166,14 +130,6 @@ def test_layers_that_cannot_be_padded_are_left_alone() -> None:
 
 
 # ---------------------------------------------------------------- again, and in parts
-
-
-def test_converting_twice_changes_nothing() -> None:
-    model = convert_to_float8_training(Nested(), config=delayed())
-    layers = {name: model.get_submodule(name) for name in ALL}
-    convert_to_float8_training(model, config=delayed())
-    assert all(model.get_submodule(name) is layers[name] for name in ALL)
-    assert {layer.config for layer in layers.values()} == {delayed()}
 
 
 def test_converting_again_takes_the_new_configuration_alone() -> None:
@@ -199,14 +155,6 @@ def test_converting_again_takes_the_new_configuration_alone() -> None:
     assert twice == [1]
 
 
-def test_converting_again_with_what_a_layer_cannot_do_changes_nothing() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10))
-    convert_to_float8_training(model, config=delayed())
-    with pytest.raises(ValueError, match=r"layer '1': got a layer already .*pad_inner_dim=True"):
-        convert_to_float8_training(model, config=tensorwise(pad_inner_dim=False))
-    assert {layer.config for layer in model} == {delayed()}
-
-
 def test_the_name_that_float8_experimental_gave_it() -> None:
     assert swap_linear_with_float8_linear is convert_to_float8_training
 
@@ -218,8 +166,3 @@ def test_arguments_of_a_wrong_type() -> None:
         convert_to_float8_training(Nested(), config=["tensorwise"])
     with pytest.raises(TypeError, match="module_filter_fn: got list, expected a function"):
         convert_to_float8_training(Nested(), module_filter_fn=["head"])
-
-
-def test_the_configuration_is_keyword_only() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        convert_to_float8_training(Nested(), tensorwise())

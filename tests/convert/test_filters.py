@@ -17,13 +17,14 @@ from float8 import (
     all_linears,
     conversion_report,
     convert_to_float8_training,
+    convert_to_high_precision,
 )
 from float8.convert import filters, smallest
 from float8.convert.measure import LinearTimes
 from float8.convert.smallest import Smallest, judged_as
 
 # Not what tests/conftest.py replaces.
-KNOWN_GPU = filters.known_gpu
+GPU_FOR = filters.gpu_for
 
 
 def model(device: str = "meta") -> nn.Module:
@@ -40,7 +41,7 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys(smallest.SMALLEST["H100"], Smallest(2048, 16384, 1e12))
     limits |= {"tensorwise": Smallest(1024, 640, 32e9), "delayed": Smallest(1024, 512, 1e9)}
     monkeypatch.setattr(smallest, "SMALLEST", {"H100": limits})
-    monkeypatch.setattr(filters, "known_gpu", lambda device: "H100")
+    monkeypatch.setattr(filters, "gpu_for", lambda device: "H100")
 
 
 @pytest.fixture
@@ -103,8 +104,8 @@ def test_a_config_without_float8_is_not_about_speed_either() -> None:
         ("NVIDIA H100 PCIe", "H100"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA GH200 480GB", "H200"),
-        ("NVIDIA H20", None),
-        ("NVIDIA A100-SXM4-80GB", None),
+        ("NVIDIA H20", "NVIDIA H20"),
+        ("NVIDIA L40S", "NVIDIA L40S"),
     ],
 )
 @pytest.mark.parametrize("device", ["cuda:0", "cpu", "meta"])
@@ -113,13 +114,7 @@ def test_gpus_are_known_by_name(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert KNOWN_GPU(torch.device(device)) == known
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_none_is_known() -> None:
-    assert KNOWN_GPU(torch.device("cpu")) is None
-    assert KNOWN_GPU(torch.device("meta")) is None
+    assert GPU_FOR(torch.device(device)) == known
 
 
 @pytest.mark.usefixtures("on_h100")
@@ -133,7 +128,7 @@ def test_a_layer_that_cannot_be_converted_says_so_and_not_how_slow_it_is() -> No
 
 @pytest.mark.usefixtures("no_gpu")
 def test_on_a_machine_without_gpu_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "known_gpu", KNOWN_GPU)
+    monkeypatch.setattr(filters, "gpu_for", GPU_FOR)
     assert is_float8(convert_to_float8_training(model())) == ["large", "small"]
 
 
@@ -198,10 +193,80 @@ def test_measured_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 def test_judged_by_size_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "known_gpu", KNOWN_GPU)
-    known = KNOWN_GPU(torch.device("cuda", 0))
+    monkeypatch.setattr(filters, "gpu_for", GPU_FOR)
+    known = GPU_FOR(torch.device("cuda", 0))
     converted = convert_to_float8_training(model(device))
-    assert is_float8(converted) == (["large", "small"] if known is None else ["large"])
+    small_too = known not in smallest.SMALLEST
+    assert is_float8(converted) == (["large", "small"] if small_too else ["large"])
+
+
+# ---------------------------------------------------------------- for a GPU that is not here
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("emulate", [False, True])
+def test_the_gpu_that_is_named_decides_wherever_weights_are(device: str, emulate: bool) -> None:
+    with torch.device(device):
+        layers = nn.ModuleDict({"large": nn.Linear(2048, 2048), "small": nn.Linear(512, 512)})
+    config = Float8LinearConfig(emulate=emulate)
+    convert_to_float8_training(layers, gpu="H100", config=config)
+    assert is_float8(layers) == ["large"]
+    report = conversion_report(layers)
+    assert report.skipped[0].skip_reason == (
+        "K=512 is less than 1024: tensorwise is slower there on H100"
+    )
+    expected = 'chosen for H100 (gpu="H100"): limits of tensorwise at 8192 tokens per forward'
+    assert report.chosen_for == (expected,)
+    assert expected in str(report).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu": "B200"}, "gpu: got 'B200', expected one whose .* of 'H100', 'H200'; leave it out"),
+        ({"gpu": ["H100"]}, "gpu: got .'H100'., expected one"),
+        ({"gpu": "H100", "module_filter_fn": all_linears}, "'H100' and a module_filter_fn"),
+    ],
+)
+def test_what_gpu_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert_to_float8_training(model(), **arguments)
+
+
+def test_on_a_gpu_without_limits_narrow_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "gpu_for", lambda device: "NVIDIA L40S")
+    with torch.device("meta"):
+        layers = nn.ModuleDict({"wide": nn.Linear(256, 256), "narrow": nn.Linear(1024, 255)})
+    convert_to_float8_training(layers)
+    assert is_float8(layers) == ["wide"]
+    report = conversion_report(layers)
+    (narrow,) = report.skipped
+    assert narrow.skip_reason == (
+        "N=255 is less than 256: slower on all GPUs with known limits, and NVIDIA L40S has none"
+    )
+    assert report.chosen_for[0].startswith("no limits known for NVIDIA L40S: layers narrower than")
+
+
+def test_the_report_speaks_of_the_last_conversion_only() -> None:
+    whole = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 8))
+    convert_to_float8_training(whole[0])
+    assert conversion_report(whole).chosen_for[0].startswith("no GPU here: no layer stays for its")
+    convert_to_float8_training(whole, module_filter_fn=all_linears)
+    assert conversion_report(whole).chosen_for == ()
+    convert_to_float8_training(convert_to_high_precision(whole))
+    assert len(conversion_report(whole).chosen_for) == 1
+    assert conversion_report(convert_to_high_precision(whole)).chosen_for == ()
+
+
+def test_routers_stay_everywhere_unless_asked_for() -> None:
+    block = nn.ModuleDict({"router": nn.Linear(64, 8), "proj": nn.Linear(64, 16)})
+    convert_to_float8_training(block)
+    assert is_float8(block) == ["proj"]
+    assert conversion_report(block).skipped[0].skip_reason == (
+        "N=8 is less than 16, as a router's: converted only if a module_filter_fn takes it"
+    )
+    convert_to_float8_training(block, module_filter_fn=all_linears)
+    assert is_float8(block) == ["router", "proj"]
 
 
 # ---------------------------------------------------------------- by name

@@ -26,7 +26,7 @@ from float8 import (
 )
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits, sqnr
-from support.configs import FINER, RECIPES, tensorwise
+from support.configs import RECIPES, tensorwise
 from support.devices import DTYPES, on_devices
 from support.models import FeedForward, forward_backward, seeded
 from support.spies import OpCounter
@@ -216,7 +216,7 @@ def test_whatever_may_compute_something_else_is_left_alone(
     # Nothing of it was run.
     assert (seen, capsys.readouterr().out) == ([], "")
     assert torch.initial_seed() == seed
-    assert vars(model).keys() <= {*vars(Layers()), "_float8_not_fused"}
+    assert vars(model).keys() <= {*vars(Layers()), "_float8_left_alone"}
     assert silu is F.silu
 
 
@@ -357,22 +357,6 @@ def test_reasons(module: nn.Module, reason: str) -> None:
         convert_to_float8_training(module, fuse=True)
     assert type(module) is kind
     assert str(fate(module)).startswith(reason)
-
-
-@pytest.mark.parametrize("recipe", FINER)
-def test_finer_scales_are_not_fused(recipe: str) -> None:
-    with pytest.warns(UserWarning, match="nothing of Meta was fused"):
-        module = converted(Meta(128, 256), Float8LinearConfig.from_recipe_name(recipe))
-    assert type(module) is Meta
-    assert fate(module) is not None
-
-
-def test_layers_left_in_high_precision_are_not_fused() -> None:
-    with pytest.warns(UserWarning, match="nothing of Meta was fused: one layer is a Linear"):
-        module = convert_to_float8_training(
-            Meta(), module_filter_fn=lambda mod, fqn: fqn != "w2", fuse=True
-        )
-    assert type(module) is Meta
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

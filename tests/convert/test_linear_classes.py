@@ -274,3 +274,15 @@ def test_all_that_conversion_adds_to_a_layer_is_known() -> None:
     layer = Float8Linear.from_float(linear, delayed())
     forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
     assert vars(layer).keys() - vars(linear).keys() <= own_names(Float8Linear)
+
+
+def test_no_class_is_to_be_named_for_weights_that_others_have_changed() -> None:
+    quantised, apart = Doubled(16, 16), nn.Linear(16, 16)
+    quantised.weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+    apart.weight = nn.Parameter(torch.empty(0))
+    apart.weight.ds_shape = (16, 16)  # DeepSpeed's
+    model = nn.Sequential(quantised, apart, nn.Linear(16, 16))
+    first, second = conversion_report(convert_to_float8_training(model)).skipped
+    assert "Doubled, with a weight of dtype torch.int8, expected one of" in first.skip_reason
+    assert "linear_classes=" not in first.skip_reason
+    assert "within deepspeed.zero.GatheredParameters" in second.skip_reason

@@ -58,7 +58,7 @@ def test_the_fast_path_is_back_after_the_way_back() -> None:
     for each in (model, again):
         convert_to_high_precision(each)
         assert torch.equal(each(x), before)
-        left = {"_ddp_params_and_buffers_to_ignore", "_float8_skip_reason"}
+        left = {"_ddp_params_and_buffers_to_ignore"}
         assert [set(vars(part)) - left for part in each.modules()] == names
         assert each.use_nested_tensor
         assert [layer.activation_relu_or_gelu for layer in each.layers] == [1, 1]

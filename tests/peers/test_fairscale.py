@@ -27,7 +27,7 @@ from float8 import (
 from support.configs import delayed, of_recipe, tensorwise
 from support.models import seeded
 from support.ranks import Ranks, on
-from support.sharded import FunctionalTraffic
+from support.sharded import Traffic
 
 pytest.importorskip("fairscale")
 from fairscale.nn.model_parallel import initialize
@@ -90,7 +90,7 @@ def compared(config: Any, sequence: bool, bias: bool, gather: bool, compiled: bo
         own.requires_grad_()
         y = whole(x)
         y.backward(g)
-        seen = FunctionalTraffic()
+        seen = Traffic()
         with nullcontext() if compiled else seen:
             got = call(own)
             got.backward(own_g)

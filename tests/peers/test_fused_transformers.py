@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import pickle
 from typing import Any
 
 import pytest
@@ -60,16 +59,12 @@ def test_gradients_are_as_accurate(name: str, dtype, recipe: str, device: str) -
         assert sum(lost) / len(lost) < 0.3
 
 
-CASES = [(name, recipe) for name in KNOWN for recipe in RECIPES]
-
-
 @pytest.mark.parametrize(
-    ("name", "recipe"),
-    [CASES[1], *(pytest.param(*c, marks=pytest.mark.exhaustive) for c in CASES if c != CASES[1])],
+    "name", ["Llama", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in KNOWN[1:])]
 )
-def test_compiled_in_one_graph(name: str, recipe: str) -> None:
+def test_compiled_in_one_graph(name: str) -> None:
     torch._dynamo.reset()
-    eager = converted(hf.llama(name=name), recipe)
+    eager = converted(hf.llama(name=name), "delayed")
     compiled = copy.deepcopy(eager)
     compiled.forward = torch.compile(compiled.forward, fullgraph=True, backend="aot_eager")
     for seed in range(2):
@@ -78,26 +73,12 @@ def test_compiled_in_one_graph(name: str, recipe: str) -> None:
             assert sqnr(wanted[key], got[key]) > tolerances.COMPILED, key
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_checkpointing_changes_no_bit(recipe: str) -> None:
-    model = converted(hf.llama(), recipe).train()
-    other = copy.deepcopy(model)
-    other.gradient_checkpointing_enable()
-    for seed in range(2):
-        wanted, got = step(model, seed), step(other, seed)
-        assert all(same_bits(got[key], wanted[key]) for key in wanted)
-
-
 @pytest.mark.parametrize("name", KNOWN)
-def test_copied_saved_and_undone(name: str, tmp_path) -> None:
+def test_saved_and_undone(name: str, tmp_path) -> None:
     plain = hf.llama(name=name)
     fused = converted(plain)
     assert [*fused.state_dict()] == [*plain.state_dict()]
     assert str(conversion_report(fused)).count(" fused") == len(fused_names(fused))
-    wanted = step(fused)
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        got = step(other)
-        assert all(same_bits(got[key], wanted[key]) for key in wanted)
     fused.save_pretrained(tmp_path)
     loaded = type(plain).from_pretrained(tmp_path)
     wanted = step(plain)
@@ -139,20 +120,3 @@ def test_each_feed_forward_and_norm_is_listed(name: str) -> None:
         assert "not known to be down(silu(gate(x)) * up(x))" in reasons["model.layers.0.mlp"]
     else:
         assert reasons["model.norm"].endswith("Norm.forward is not known to be an RMSNorm")
-
-
-def test_lora_put_in_later_is_computed(tmp_path) -> None:
-    peft = pytest.importorskip("peft")
-    apart, fused = (converted(hf.llama(), fuse=fuse) for fuse in (False, True))
-    outputs = []
-    for model in (apart, fused):
-        torch.manual_seed(0)
-        lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"])).eval()
-        with torch.no_grad():
-            for key, parameter in lora.named_parameters():
-                if "lora_B" in key:
-                    parameter.normal_()
-        outputs.append(lora(input_ids=torch.arange(16)[None]).logits)
-    assert sqnr(*outputs) > tolerances.COMPILED  # norms differ in their last bits
-    (mlp,) = {each.reason for each in conversion_report(fused).fused if each.fqn.endswith("mlp")}
-    assert mlp == "one layer is a Linear, not a Float8Linear"

@@ -27,6 +27,8 @@ SIZES |= {"num_attention_heads": 4}
 TEXT = {**SIZES, "vocab_size": 256}
 GROUPED = {**TEXT, "num_key_value_heads": 2}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 256, "n_positions": 32}
+GPT2 |= {f"{each}_pdrop": 0.0 for each in ("attn", "embd", "resid")}
 IMAGE = {**SIZES, **STILL, "image_size": 32, "patch_size": 8, "num_labels": 16}
 
 
@@ -42,6 +44,8 @@ class Kind(NamedTuple):
 
 HEAD = ["lm_head"]
 KINDS = {
+    "llama": Kind("LlamaForCausalLM", "LlamaConfig", GROUPED, 14, HEAD),
+    "gpt2": Kind("GPT2LMHeadModel", "GPT2Config", GPT2, 8, HEAD),
     "bert": Kind("BertForMaskedLM", "BertConfig", {**TEXT, **STILL}, 14, []),
     "gpt_neox": Kind("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, 8, HEAD),
     "phi3": Kind("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}, 8, HEAD),
@@ -58,8 +62,8 @@ KINDS = {
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
         },
-        16,
-        HEAD,
+        14,
+        [*(f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)), *HEAD],
         6,
     ),
     "t5": Kind(

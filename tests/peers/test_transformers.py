@@ -5,27 +5,12 @@ import importlib
 import pytest
 import torch
 
-import tolerances
-from float8 import Float8Linear
-from sqnr import same_bits, sqnr
+from sqnr import same_bits
 from support.configs import RECIPES
-from support.devices import on_devices
 from support.models import fp8_state
 
 pytest.importorskip("transformers")
 hf = importlib.import_module("support.hugging_face")
-
-
-@on_devices
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_it_trains_as_in_high_precision(recipe: str, device: str) -> None:
-    plain, model = hf.llama().to(device), hf.converted(recipe).to(device)
-    assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 14
-    for seed in range(3):
-        wanted, got = hf.step(plain, seed), hf.step(model, seed)
-        assert got["loss"].item() == pytest.approx(wanted["loss"].item(), abs=0.02)
-        for name, grad in wanted.items():
-            assert sqnr(grad, got[name]) > tolerances.MODEL, name
 
 
 @pytest.mark.parametrize(

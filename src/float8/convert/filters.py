@@ -9,18 +9,22 @@ from torch import nn
 
 from float8.config import Float8LinearConfig
 from float8.convert.measure import measure_linear
-from float8.convert.smallest import SMALLEST, judged_as, too_small
+from float8.convert.smallest import NARROW, SMALLEST, judged_as, too_narrow, too_small
 from float8.linear import unsupported
 
 DEFAULT_TOKENS = 8192
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
-SkipReason = Callable[[nn.Module, str], str | None]
-"""Says why a layer is left in high precision; None: it is not."""
+LEFT_ALONE = "_float8_left_alone"
+"""The attribute in which a module that stays as it is keeps, for the report, why it does: a linear
+layer the reason; what `fuse` looked at, what the user says of its class, or None."""
 
-SKIP_REASON = "_float8_skip_reason"
-"""The attribute of a layer that keeps this reason, for the report."""
+CHOSEN_FOR = "_float8_chosen_for"
+"""The attribute in which what was converted keeps what `chosen_for` says, for the report."""
+
+ROUTER = 16
+"""Layers with fewer features out are left to a `module_filter_fn`."""
 
 WRAPPERS = {
     "module",
@@ -53,6 +57,17 @@ def left_out(fqn: str) -> str | None:
     return None
 
 
+def like_a_router(out_features: int) -> str | None:
+    """Say that a layer is left to a `module_filter_fn` for its few outputs, or return None.
+
+    Each of them decides much, and a float8 GEMM computes 16 at least.
+    """
+    if out_features >= ROUTER:
+        return None
+    few = f"N={out_features} is less than {ROUTER}, as a router's"
+    return f"{few}: converted only if a module_filter_fn takes it"
+
+
 def features(linear: Any) -> tuple[int, int]:
     """Return K and N of an `nn.Linear`, or of a `Conv1D`, whose weight is [K, N]."""
     has_features = hasattr(linear, "in_features")
@@ -60,15 +75,43 @@ def features(linear: Any) -> tuple[int, int]:
     return K, N
 
 
-def known_gpu(device: torch.device) -> str | None:
-    """Return the GPU of `SMALLEST` that weights on `device` are for, or None.
+def gpu_for(device: torch.device) -> str | None:
+    """Return the GPU that weights on `device` are for; None: there is none.
 
-    Weights on the CPU or the meta device are taken to be on their way to the current GPU.
+    Its name in `SMALLEST`, or that of CUDA if its limits are not known. Weights on the CPU or the
+    meta device are taken to be on their way to the current GPU.
     """
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
-    return next((gpu for gpu in SMALLEST if gpu in name), None)
+    return next((gpu for gpu in SMALLEST if gpu in name), name)
+
+
+def chosen_for(
+    device: torch.device,
+    config: Float8LinearConfig,
+    tokens_per_step: int,
+    auto_filter: bool,
+    gpu: str | None,
+) -> str | None:
+    """Say for which GPU layers on `device` are chosen without a `module_filter_fn`, and by what.
+
+    None: their speed is not asked for.
+    """
+    if not config.float8_gemms or (config.emulate and gpu is None):
+        return None
+    at = f"at {tokens_per_step} tokens per forward"
+    where = gpu or gpu_for(device)
+    if auto_filter:
+        return f"chosen on the GPU here by measuring each shape {at}"
+    if where in SMALLEST:
+        how = f'gpu="{gpu}"' if gpu else "the GPU here"
+        return f"chosen for {where} ({how}): limits of {judged_as(config)} {at}"
+    if where:
+        others = "auto_filter=True measures the others"
+        return f"no limits known for {where}: layers narrower than {NARROW} stay; {others}"
+    names = " or ".join(f'gpu="{name}"' for name in SMALLEST)
+    return f"no GPU here: no layer stays for its size; {names} shows which do there"
 
 
 def choose_filter(
@@ -77,8 +120,12 @@ def choose_filter(
     tokens_per_step: int,
     auto_filter: bool,
     linear_classes: Collection[type[nn.Linear]],
-) -> SkipReason:
-    """Return a function that says why a layer stays; raises as `convert_to_float8_training`."""
+    gpu: str | None = None,
+) -> Callable[[nn.Module, str], str | None]:
+    """Return a function of a layer and its name that says why it stays; None: it does not.
+
+    Raises as `convert_to_float8_training`.
+    """
     if module_filter_fn is not None and not callable(module_filter_fn):
         raise TypeError(
             f"module_filter_fn: got {type(module_filter_fn).__name__}, expected a function of a "
@@ -101,7 +148,19 @@ def choose_filter(
             "auto_filter: got True without a CUDA GPU, expected one to measure layers on: leave "
             "it out, or choose layers with a module_filter_fn"
         )
-
+    if gpu is not None:
+        if gpu not in tuple(SMALLEST):
+            known = ", ".join(map(repr, SMALLEST))
+            raise ValueError(
+                f"gpu: got {gpu!r}, expected one whose limits are known, of {known}; leave it out "
+                f"to convert for the GPU here"
+            )
+        if auto_filter or module_filter_fn is not None:
+            other = "auto_filter=True" if auto_filter else "a module_filter_fn"
+            raise ValueError(
+                f"gpu: got {gpu!r} and {other}, expected one of the two: gpu= chooses layers by "
+                f"the limits of that GPU"
+            )
     for cls in linear_classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
             raise TypeError(
@@ -121,16 +180,21 @@ def choose_filter(
         problem = unsupported(linear, config, linear_classes)  # of which no filter need know
         if problem is None and module_filter_fn is not None:
             return None if module_filter_fn(linear, fqn) else "module_filter_fn returned False"
-        problem = problem or left_out(fqn)
-        # Emulation is for its numerics; what cannot be converted has a better reason than speed.
-        if problem is not None or config.emulate or not config.float8_gemms:
+        # What cannot be converted has a better reason than speed.
+        if problem is not None or not config.float8_gemms:
             return problem
         device, shape = linear.weight.device, features(linear)
+        problem = left_out(fqn) or like_a_router(shape[1])
+        # Emulation is for its numerics, unless it is those of a GPU.
+        if problem is not None or (config.emulate and gpu is None):
+            return problem
         if auto_filter:
             if device.type != "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
             return measured(device, *shape)
-        gpu = known_gpu(device)
-        return too_small(gpu, judged_as(config), tokens_per_step, *shape) if gpu else None
+        where = gpu or gpu_for(device)
+        if where in SMALLEST:
+            return too_small(where, judged_as(config), tokens_per_step, *shape)
+        return too_narrow(where, *shape) if where else None
 
     return skip

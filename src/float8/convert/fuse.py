@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from float8.convert.filters import LEFT_ALONE
 from float8.convert.recognise import Norm, SwiGLU, computed_by, is_silu
 from float8.fused.reasons import has_hooks
 from float8.linear.source import new_class, replaced_forward
@@ -18,9 +19,6 @@ from float8.tensor import is_fsdp_module
 
 Named = Mapping[type[nn.Module], SwiGLU]
 """Classes of which the user says what they compute."""
-
-_NOT_FUSED = "_float8_not_fused"
-"""The attribute of modules that are left alone: what the user says of their class, or None."""
 
 
 class Known(NamedTuple):
@@ -48,14 +46,6 @@ class Known(NamedTuple):
         if has_hooks(activation) or "forward" in activation.__dict__:
             return "its activation has hooks, or a `forward` of its own"
         return None
-
-    def why_not(self, module: Any) -> str | None:
-        """Say why `module` is not fused as it is now, or return None."""
-        if self.activation is not None and not is_silu(cls := self.activation[1]):
-            return f"its activation is a {cls.__name__}, not SiLU"
-        if reason := self.changed(module) or self.parts.why_not(module):
-            return reason
-        return "it has a `forward` of its own" if replaced_forward(module) else None
 
 
 class Fused(nn.Module):
@@ -126,37 +116,35 @@ def fuse_modules(model: nn.Module, named: Named) -> None:
     for module in model.modules():
         if isinstance(module, Fused) and module._float8_known.changed(module) is None:
             continue
-        _unfuse(module)
-        known = _known(module, named)
-        if _why_left_alone(module, known):
-            module.__dict__[_NOT_FUSED] = _by_user(module, named)
+        unfuse(module)
+        said = _by_user(module, named)
+        known = _known(module, said)
+        if _why_not(module, known):
+            module.__dict__[LEFT_ALONE] = said
         elif known is not None:
             module.__class__ = fused_class(known)
 
 
-def unfuse_modules(model: nn.Module) -> None:
-    """Give fused modules their own classes back, and forget why others are not fused."""
-    for module in model.modules():
-        _unfuse(module)
-
-
-def _unfuse(module: nn.Module) -> None:
-    module.__dict__.pop(_NOT_FUSED, None)
+def unfuse(module: nn.Module) -> None:
+    """Give a fused module its own class back, or forget why another one is not fused."""
+    module.__dict__.pop(LEFT_ALONE, None)
     if isinstance(module, Fused) and "_float8_known" in vars(type(module)):
         if not replaced_forward(module):
             module.__dict__.pop("forward", None)  # its own, left behind by accelerate
         module.__class__ = module._float8_known.source
 
 
-def fusing(module: nn.Module) -> tuple[bool, str | None]:
-    """Whether `fuse_modules` looked at `module`, and why that is not fused as it is now."""
+def was_looked_at(module: nn.Module) -> bool:
+    """Whether `fuse_modules` fused `module`, which is no linear layer, or left it alone."""
+    return isinstance(module, Fused) or LEFT_ALONE in module.__dict__
+
+
+def why_not_now(module: nn.Module) -> str | None:
+    """Say why a module that `fuse_modules` looked at is not fused as it is now, or return None."""
     if isinstance(module, Fused):
-        return True, module._float8_known.why_not(module)
-    if _NOT_FUSED not in module.__dict__:
-        return False, None
-    parts = module.__dict__[_NOT_FUSED]
-    known = _known(module, {type(module): parts} if parts else {})
-    return True, _why_left_alone(module, known) or "convert again with fuse=True"
+        return _why_not(module, module._float8_known)
+    known = _known(module, module.__dict__[LEFT_ALONE])
+    return _why_not(module, known) or "convert again with fuse=True"
 
 
 def _by_user(module: nn.Module, named: Named) -> SwiGLU | None:
@@ -167,10 +155,10 @@ def _by_user(module: nn.Module, named: Named) -> SwiGLU | None:
     return None
 
 
-def _known(module: Any, named: Named) -> Known | None:
+def _known(module: Any, said: SwiGLU | None) -> Known | None:
     """Return what the class of `module`, which is not fused, computes; None: unknown."""
     source = type(module)
-    if said := _by_user(module, named):
+    if said is not None:
         return Known(source, said, None, True, source.forward)
     parts, name = computed_by(source.forward) or (None, None)
     if isinstance(parts, SwiGLU):
@@ -184,17 +172,22 @@ def _known(module: Any, named: Named) -> Known | None:
     return Known(source, parts, activation, False, source.forward)
 
 
-def _why_left_alone(module: nn.Module, known: Known | None) -> str | None:
-    """Say why a module stays as it is; None: it is to be fused, or is none of ours."""
+def _why_not(module: nn.Module, known: Known | None) -> str | None:
+    """Say why a module is not fused, or should not be; None: it may be, or is none of ours."""
     if known is None:
         return _looks_like_one(module)
-    if is_fsdp_module(module):
-        return "it is sharded: convert, then fully_shard"
-    try:
-        fused_class(known)
-    except TypeError as error:
-        return f"{known.source.__name__} takes no subclass: {error}"
-    return known.why_not(module)
+    if not isinstance(module, Fused):
+        if is_fsdp_module(module):
+            return "it is sharded: convert, then fully_shard"
+        try:
+            fused_class(known)
+        except TypeError as error:
+            return f"{known.source.__name__} takes no subclass: {error}"
+    if known.activation is not None and not is_silu(cls := known.activation[1]):
+        return f"its activation is a {cls.__name__}, not SiLU"
+    if reason := known.changed(module) or known.parts.why_not(module):
+        return reason
+    return "it has a `forward` of its own" if replaced_forward(module) else None
 
 
 def _looks_like_one(module: nn.Module) -> str | None:

@@ -1,7 +1,8 @@
 """Report what a conversion did, layer by layer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -10,8 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.arguments import require_module
-from float8.convert.filters import SKIP_REASON, features
-from float8.convert.fuse import fusing
+from float8.convert.filters import CHOSEN_FOR, LEFT_ALONE, features
+from float8.convert.fuse import was_looked_at, why_not_now
 from float8.linear import Float8Layer, is_conv1d
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
@@ -75,6 +76,10 @@ class ConversionReport:
     fused: tuple[FusedReport, ...] = ()
     """The feed-forwards and norms that `fuse=True` fused, and those it left alone."""
 
+    chosen_for: tuple[str, ...] = ()
+    """For which GPU, and by what, layers were chosen: a sentence for each different conversion.
+    Empty where a `module_filter_fn` chose."""
+
     @property
     def share(self) -> float:
         """The part of all matmul weights that runs in float8, by their number, from 0 to 1."""
@@ -93,6 +98,21 @@ class ConversionReport:
         """The layers that stayed in high precision."""
         return tuple(layer for layer in self.layers if layer.skip_reason is not None)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it in plain dicts, lists, strings and numbers, as JSON has them.
+
+        Keys: `share`; `chosen_for`, sentences; `layers`, with `fqn`, `in_features`, `out_features`,
+        `scaling` and `skip_reason`, one of which is None; `others`, with `fqn`, `shape` and
+        `module`; `fused`, with `fqn`, `module` and `reason`.
+        """
+        return {
+            "share": self.share,
+            "chosen_for": [*self.chosen_for],
+            "layers": [asdict(layer) for layer in self.layers],
+            "others": [{**asdict(other), "shape": [*other.shape]} for other in self.others],
+            "fused": [asdict(each) for each in self.fused],
+        }
+
     def __str__(self) -> str:
         count = f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"
         rows = []
@@ -107,7 +127,8 @@ class ConversionReport:
             rows.append((each.fqn, each.module, fate))
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
         table = (f"  {fqn:<{width}}  {what:<16} {fate}" for fqn, what, fate in rows)
-        return "\n".join([f"{count}, {self.share:.1%} of all matmul weights", *table])
+        head = [f"{count}, {self.share:.1%} of all matmul weights", *self.chosen_for]
+        return "\n".join([*head, *table])
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
@@ -121,24 +142,26 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     """
     require_module(model, "model")
     layers, others, fused = [], [], []
+    chosen_for: dict[str, None] = {}  # in order, each once
     for fqn, module in model.named_modules():
-        seen, why = fusing(module)
-        if seen:
-            name = type(module).__name__
-            fused.append(FusedReport(fqn or "(root)", name, why))
+        name = fqn or "(root)"
+        if (chosen := module.__dict__.get(CHOSEN_FOR)) is not None:
+            chosen_for[chosen] = None
         if not (isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module)):
             others += _other_weights(fqn, module)
+            if was_looked_at(module):
+                fused.append(FusedReport(name, type(module).__name__, why_not_now(module)))
             continue
         scaling = reason = None
         if not isinstance(module, Float8Layer):
-            reason = module.__dict__.get(SKIP_REASON, "not seen by convert_to_float8_training")
+            reason = module.__dict__.get(LEFT_ALONE, "not seen by convert_to_float8_training")
         elif not module.config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
             own = module.config.own_casts.items()
             scaling = ", ".join(f"{site.value} {cast.short_str()}" for site, cast in own)
-        layers.append(LayerReport(fqn or "(root)", *features(module), scaling, reason))
-    return ConversionReport(tuple(layers), tuple(others), tuple(fused))
+        layers.append(LayerReport(name, *features(module), scaling, reason))
+    return ConversionReport(tuple(layers), tuple(others), tuple(fused), tuple(chosen_for))
 
 
 def _other_weights(fqn: str, module: nn.Module) -> list[OtherWeight]:

@@ -15,6 +15,9 @@ class Smallest(NamedTuple):
     """tokens * K * N"""
 
 
+NARROW = 256
+"""Features, K and N alike, below which layers stay on a GPU whose limits are not known."""
+
 # GPU time, without what the CPU needs to issue it.
 # Fitted to 145 sizes in eager mode and 10 compiled (h200-smallest-layers.json).
 # Of each recipe, 85% or more are judged rightly; the others cost 1.0% of
@@ -42,10 +45,9 @@ SMALLEST = {
 
 def judged_as(config: Float8LinearConfig) -> str:
     """Return the recipe whose limits hold for a configuration: one with scales of the same kind."""
-    casts = [config.cast_config(site) for site in CastSite]
     if config.scales_by_blocks:
         return "blockwise"
-    if any(cast.scaling_granularity.by_rows for cast in casts):
+    if any(cast.scaling_granularity.by_rows for cast in config.own_casts.values()):
         return "rowwise" if config.runs_in_float8("grad_weight") else "rowwise_with_gw_hp"
     activations = {CastSite.INPUT, CastSite.GRAD_OUTPUT}
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
@@ -65,4 +67,16 @@ def too_small(
         if value < minimum:
             compared = f"{name}={value:.4g} is less than {minimum:.4g}"
             return f"{compared}: {recipe} is slower there on {gpu}"
+    return None
+
+
+def too_narrow(gpu: str, in_features: int, out_features: int) -> str | None:
+    """Say which feature dim of a layer is less than `NARROW`, on a GPU of no known limits, or None.
+
+    It is a quarter of what the GPUs of `SMALLEST` need at least.
+    """
+    for name, value in (("K", in_features), ("N", out_features)):
+        if value < NARROW:
+            why = f"slower on all GPUs with known limits, and {gpu} has none"
+            return f"{name}={value} is less than {NARROW}: {why}"
     return None

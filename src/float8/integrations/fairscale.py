@@ -31,7 +31,7 @@ class Float8ParallelLinear(Float8Linear):
     """The ranks that hold parts of the weight, as a mesh of one dim."""
     placements: tuple[Placement, Placement] | Any = None
     """Of the input as it comes, and of the output as it goes."""
-    sharded_dim = 0
+    sharded_dim: int
     """Of the weight."""
     holds_part = True
 
@@ -53,12 +53,14 @@ class Float8ParallelLinear(Float8Linear):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         new.mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
         new.set_up(config)
-        new.place(mod, sequence_dim)
+        tokens = Replicate() if sequence_dim is None else Shard(sequence_dim)
+        if cls.sharded_dim == 0:
+            new.shards = Shards(gathers_input=sequence_dim is not None)
+            new.placements = tokens, Replicate() if mod.gather_output else Shard(-1)
+        else:
+            new.shards = Shards(tokens_dim=sequence_dim)
+            new.placements = Shard(-1) if mod.input_is_parallel else Replicate(), tokens
         return new
-
-    def place(self, mod: Any, sequence_dim: int | None) -> None:
-        """Say how input and output of `mod` lie."""
-        raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute as the fairscale layer, with tokens shared where sequence parallel was asked for.
@@ -93,27 +95,21 @@ class Float8ParallelLinear(Float8Linear):
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
-    """fairscale's `ColumnParallelLinear` in float8: each rank has some of the output features."""
+    """fairscale's `ColumnParallelLinear` in float8: each rank has some of the output features.
 
-    def place(self, mod: Any, sequence_dim: int | None) -> None:
-        """Have the input gathered in float8, with sequence parallel."""
-        before: Placement = Replicate()
-        if sequence_dim is not None:
-            before, self.shards = Shard(sequence_dim), Shards(gathers_input=True)
-        self.placements = before, Replicate() if mod.gather_output else Shard(-1)
+    With sequence parallel it gathers its input in float8.
+    """
+
+    sharded_dim = 0
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
-    """fairscale's `RowParallelLinear` in float8: each rank has some of the input features."""
+    """fairscale's `RowParallelLinear` in float8: each rank has some of the input features.
+
+    With sequence parallel it gathers the gradient of its output in float8.
+    """
 
     sharded_dim = 1
-
-    def place(self, mod: Any, sequence_dim: int | None) -> None:
-        """Have the gradient of the output gathered in float8, with sequence parallel."""
-        after: Placement = Replicate()
-        if sequence_dim is not None:
-            after, self.shards = Shard(sequence_dim), Shards(tokens_dim=sequence_dim)
-        self.placements = Shard(-1) if mod.input_is_parallel else Replicate(), after
 
 
 _CLASSES: dict[type[nn.Module], type[Float8ParallelLinear]] = {
@@ -166,17 +162,14 @@ def swap_tp_linear_with_float8_linear(
             "swap_tp_linear_with_float8_linear: got no model-parallel group, expected one; call "
             "fairscale's initialize_model_parallel first"
         )
-    found = {
-        mod: fqn
-        for fqn, mod in model.named_modules()
-        if type(mod) in _CLASSES and module_filter_fn(mod, fqn)
-    }
-    for mod, fqn in found.items():
-        as_linear: Any = mod
-        if problem := unsupported(as_linear, config, [type(mod)], _CLASSES[type(mod)]):
+    made: dict[nn.Module, Float8ParallelLinear] = {}
+    for fqn, mod in model.named_modules():
+        cls = _CLASSES.get(type(mod))
+        if cls is None or not module_filter_fn(mod, fqn):
+            continue
+        if problem := unsupported(mod, config, [type(mod)], cls):
             raise ValueError(f"layer {fqn or '(root)'!r}: {problem}")
-    dim = sequence_dim if sequence_parallel else None
-    made = {mod: _CLASSES[type(mod)].from_parallel(mod, config, dim) for mod in found}
+        made[mod] = cls.from_parallel(mod, config, sequence_dim if sequence_parallel else None)
     for mod, new in made.items():
         become(mod, new)
     tell_ddp_what_to_ignore(model)

@@ -1,0 +1,102 @@
+"""Models that transformers shares among two ranks, converted: as on one device."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from float8 import (
+    Float8Linear,
+    attach_to_optimizer,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from sqnr import sqnr
+from support.parallel import alone
+from support.ranks import Ranks
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.distributed.tensor_parallel")
+hf = importlib.import_module("support.hugging_face")
+DistributedConfig = importlib.import_module("transformers.distributed").DistributedConfig
+ours = importlib.import_module("float8.integrations.transformers_parallel")
+forwards_taken_off = ours.forwards_taken_off
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def body(mod: nn.Module, fqn: str) -> bool:
+    return fqn != "lm_head"
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def two_ranks_train(folder: Path, recipe: str, how: dict[str, Any]) -> None:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    one, model = load(folder), load(folder, distributed_config=DistributedConfig(tp_size=2))
+    with pytest.warns(UserWarning, match="convert within forwards_taken_off"):
+        convert_to_float8_training(model, config=recipe, module_filter_fn=body)
+    with forwards_taken_off(model):
+        convert_to_float8_training(model, config=recipe, module_filter_fn=body, **how)
+    convert_to_float8_training(one, config=recipe, module_filter_fn=body)
+    converted = len(conversion_report(one).converted)
+    assert len(conversion_report(model).converted) == converted > 0
+    found = []
+    for each, group in ((model, None), (one, alone())):
+        optimizer = torch.optim.SGD(each.train().parameters(), 1e-3)
+        attach_to_optimizer(each, optimizer, group=group)
+        for seed in range(2):
+            optimizer.zero_grad()
+            each(input_ids=hf.tokens(seed), labels=hf.tokens(seed)).loss.backward()
+            optimizer.step()
+            if not seed:
+                grads = [whole(p.grad).flatten() for p in each.parameters()]
+        found.append((torch.cat(grads), torch.cat([whole(p).flatten() for p in each.parameters()])))
+    for a, b in zip(*found, strict=True):
+        assert sqnr(b, a) > 60  # they differ in the order of sums
+    histories = {n: x for n, x in one.named_buffers() if "amax_history" in n}
+    for name, x in histories.items():
+        torch.testing.assert_close(model.get_buffer(name), x, rtol=1e-2, atol=0.0)
+    model.eval().generate(hf.tokens(0)[:, :4], max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="by forwards_taken_off"):
+        convert_to_high_precision(model)
+    with forwards_taken_off(model):
+        convert_to_high_precision(model)
+    assert not any(isinstance(x, Float8Linear) for x in model.modules())
+    model.save_pretrained(folder / "saved")
+    loss = model(input_ids=hf.tokens(2), labels=hf.tokens(2)).loss
+    back = load(folder / "saved")
+    torch.testing.assert_close(back(input_ids=hf.tokens(2), labels=hf.tokens(2)).loss, loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "how"),
+    [
+        ("Llama", "tensorwise", {"fuse": True}),
+        ("Llama", "delayed", {}),
+        ("Llama", "rowwise", {}),
+        ("Phi3", "tensorwise", {}),  # gathers what its layers return
+    ],
+)
+def test_a_shared_model(
+    two: Ranks, name: str, recipe: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    hf.llama(name=name).save_pretrained(tmp_path)
+    two.run(two_ranks_train, tmp_path, recipe, how)
+
+
+def test_forwards_of_others_stay() -> None:
+    model = hf.llama()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.forward = nn.Linear(64, 160).forward
+    before = layer.forward
+    with forwards_taken_off(model):
+        assert layer.forward is before
+    assert layer.forward is before
