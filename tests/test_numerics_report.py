@@ -353,12 +353,7 @@ def test_under_reentrant_checkpoints_only_forward_is_measured() -> None:
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (lambda x: x, {}, TypeError, "got model function, expected an nn.Module"),
     (nn.ReLU(), {}, ValueError, "got a ReLU without linear layers, expected at least one"),
-    (
-        stack(),
-        {},
-        ValueError,
-        r"got a loss of shape \(4, 16\), .* one element; pass loss=",
-    ),
+    (stack(), {}, ValueError, r"got a loss of shape \(4, 16\), .* one element; pass loss="),
     (stack(), {"loss": lambda y: 1.0}, ValueError, "got a loss of float, expected a tensor"),
     (stack(), {"recipe": "rows"}, ValueError, "recipe: got 'rows', expected one of"),
 ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,18 +12,16 @@ import torch
 from float8.formats import lacks_float8_gemm
 from float8_lab.errors import ConfigError, OutOfMemoryError
 
+BF16_PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+"""Dense bf16 FLOP/s of GPUs, by the name that PyTorch gives them."""
+
 
 def check_device(name: str) -> torch.device:
     """The device of that name; a `ConfigError` if it means nothing or is not there."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from error
-    gpus = torch.cuda.device_count()
-    there = {"cpu": 1, "cuda": gpus}
-    if device.type not in there:
-        raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
-    if (device.index or 0) >= there[device.type]:
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
+        raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N")
+    device, gpus = torch.device(name), torch.cuda.device_count()
+    if (device.index or 0) >= {"cpu": 1, "cuda": gpus}[device.type]:
         hint = f"PyTorch sees {gpus} CUDA GPU(s)" if gpus else "no CUDA GPU here, use --device cpu"
         raise ConfigError(f"device {name!r} is not there: {hint}")
     return device
@@ -40,10 +39,7 @@ def float8_device(name: str) -> torch.device:
 
 
 class Clock:
-    """Points in time: wall time on the CPU, CUDA events on a GPU.
-
-    Events are read later and all at once, so marking a time does not wait for the device.
-    """
+    """Points in time, which are read all at once: wall time on the CPU, CUDA events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -77,10 +73,7 @@ _SIGNS_OF_TOO_MUCH = (
 
 @contextlib.contextmanager
 def explain_out_of_memory(message: str) -> Iterator[None]:
-    """Turn what says that a device has too little memory, or nothing so much, into a `LabError`.
-
-    `{error}` in the message stands for what it says.
-    """
+    """Turn what says that memory is short into a `LabError`; `{error}` stands for what it says."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,6 +1,6 @@
 """Exceptions that say to the user what to do."""
 
-GET_EXTRAS = "pip install '.[cli]' in a checkout of float8"
+GET_EXTRAS = "pip install 'float8[cli]', or in a checkout pip install '.[cli]'"
 
 
 class LabError(Exception):

@@ -126,25 +126,17 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-# ---------------------------------------------------------------- watching a model
-
-
-def watch(
+def _watch(
     model: nn.Module,
     layers: Mapping[str, nn.Linear],
     loss: Callable[[], Tensor],
     see: Callable[[str, Casts | None, set[str], str, Tensor], None],
 ) -> None:
-    """Run one forward and backward, and show what `layers` cast; leave everything as it was.
+    """Run one forward and backward, eagerly, and show what `layers` cast; leave all as it was.
 
-    No parameter gets a gradient, so none of their hooks run. Buffers, histories of delayed scaling
-    and other attributes of modules are put back, as are random states. What is compiled runs
-    eagerly meanwhile.
-
-    `loss` runs the forward of `model`, whose `layers` have names, and returns a 0-dim tensor. `see`
-    is shown a layer's name, its casts if it is converted, the GEMMs that it needs, a role and its
-    tensor: input [M, K] and weight [N, K] at each forward, and grad_output [M, N] when backward
-    reaches it.
+    `see` is shown a layer's name, its casts if it is converted, the GEMMs that it needs, a role and
+    its tensor: input [M, K] and weight [N, K] at each forward, and grad_output [M, N] when backward
+    reaches it. No parameter gets a gradient, so none of their hooks run.
     """
     probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
 
@@ -161,12 +153,10 @@ def watch(
             show("weight", layer.weight)
         if not output.requires_grad:
             return None
-
-        def see_gradient(gradient: Tensor) -> None:
-            show("grad_output", gradient.reshape(-1, gradient.shape[-1]))
-
         output = output + probe
-        output.register_hook(see_gradient)  # type: ignore[no-untyped-call]
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: show("grad_output", gradient.reshape(-1, gradient.shape[-1]))
+        )
         return output
 
     devices = {p.device for p in model.parameters() if p.is_cuda}
@@ -195,9 +185,6 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         for module, attributes in before.items():
             module.__dict__.clear()
             module.__dict__.update(attributes)
-
-
-# ---------------------------------------------------------------- the report
 
 
 @dataclass(frozen=True)
@@ -273,7 +260,7 @@ def numerics_report(
                 old = found.get((name, cast), torch.zeros_like(new))
                 found[name, cast] = torch.cat([torch.maximum(old, new)[:1], (old + new)[1:]])
 
-    watch(model, layers, lambda: _loss(model, batch, loss), see)
+    _watch(model, layers, lambda: _loss(model, batch, loss), see)
     measured = [LayerCast.of(name, cast, sums) for (name, cast), sums in found.items()]
     measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}

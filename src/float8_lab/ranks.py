@@ -1,8 +1,7 @@
 """The processes of one command: what they share, agree on and reduce. Alone, all of it is free.
 
-One process per GPU, started by `torchrun`. Numbers for the log are reduced where they are; flags
-and objects travel through Gloo, so that no rank waits for its GPU to say whether to stop. What goes
-wrong on one rank ends all of them: that one tells the user, the others raise a `ToldError`.
+One process per GPU. Flags and objects go through Gloo, so that no rank waits for its GPU to say
+whether to stop. An error on one rank ends all: that one tells it, others raise a `ToldError`.
 """
 
 import contextlib
@@ -21,9 +20,6 @@ from float8_lab.errors import ConfigError, RankFailedError, ToldError, require_d
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
-
-# How a run on several ranks is started.
-LAUNCH = "torchrun --nproc-per-node {ranks} --no-python float8 train"
 
 # torch has no exception of its own for these: what Gloo and NCCL say when another rank is gone.
 _SIGNS_OF_A_LOST_RANK = (
@@ -67,17 +63,12 @@ class Ranks:
         """
         require_divisor("--tp", tp, self.size, "ranks")
         if self.size > tp and not fsdp:
-            raise ConfigError(
-                f"--tp got {tp} for {self.size} ranks, expected as many: add --fsdp, which shards "
-                f"the model over the others, or start {tp}"
-            )
+            got = f"--tp got {tp} for {self.size} ranks, expected as many"
+            raise ConfigError(f"{got}: add --fsdp, or start {tp}")
         groups, who = self.size // tp, "ranks" if tp == 1 else f"groups of {tp} ranks"
         if batch_size % groups:
-            fitting = max(batch_size // groups, 1) * groups
-            raise ConfigError(
-                f"--batch-size got {batch_size} sequences for all ranks together, expected a "
-                f"multiple of the {groups} {who}: use for example {fitting}"
-            )
+            got = f"--batch-size got {batch_size} sequences for all ranks together"
+            raise ConfigError(f"{got}, expected a multiple of the {groups} {who}")
         require_divisor("--hsdp", replicas, groups, who)
 
     def share(self, count: int, tp: int) -> slice:
@@ -118,13 +109,12 @@ class Ranks:
             result = work()
         except Exception as caught:
             error = caught
-        whats = self.gather(None if error is None else str(error))
-        failed = next((rank for rank, what in enumerate(whats) if what is not None), None)
-        if failed is None:
-            return result
-        if error is not None and failed == self.rank:
-            raise error
-        raise ToldError(f"rank {failed} has failed: {whats[failed]}")
+        for rank, what in enumerate(self.gather(None if error is None else str(error))):
+            if what is not None:
+                if error is not None and rank == self.rank:
+                    raise error
+                raise ToldError(f"rank {rank} has failed: {what}")
+        return result
 
     def once(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank alone; its picklable result on all. As `together`."""
@@ -162,30 +152,20 @@ def start_ranks(device: str, wanted: int | None) -> None:
 def join_ranks(spread: bool) -> Iterator[Ranks]:
     """Meet the other ranks that `torchrun` started, and part from them at the end.
 
-    A process group that is there already is used and left as it is; on GPUs it needs a backend for
-    CPU tensors too, "cpu:gloo,cuda:nccl". After an error a group made here is not destroyed, which
-    would wait for ranks that are gone: end the process soon.
-
-    Raises:
-        ConfigError: (a `ValueError`) if `spread`, whether ranks share a model, and the environment
-            do not fit.
-        RankFailedError: If another rank ended before this one.
+    A `ConfigError` if `spread`, whether ranks share a model, and the environment do not fit. A
+    group that is there already is used and left as it is; on GPUs it needs "cpu:gloo,cuda:nccl".
+    After an error a group made here is not destroyed, which would wait for ranks that are gone.
     """
     if not spread:
         if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-            message = (
-                f"torchrun started {size} ranks, but not for --fsdp: add it, or --tp {size}, or "
-                "start one"
-            )
-            raise for_all(ConfigError(message))
+            what = f"torchrun started {size} ranks, but not for --fsdp"
+            raise for_all(ConfigError(f"{what}: add it, or --tp {size}, or start one"))
         yield ALONE
         return
     ready = dist.is_initialized()
     if not ready and "RANK" not in os.environ:
-        raise ConfigError(
-            "--fsdp and --tp need ranks to share a model, expected to be started by torchrun: use "
-            f"{LAUNCH.format(ranks=max(torch.cuda.device_count(), 2))} --fsdp ..."
-        )
+        start = "torchrun --nproc-per-node N --no-python float8 train --fsdp ..."
+        raise ConfigError(f"--fsdp and --tp need ranks to share a model: start them by {start}")
     if not ready:
         # Both: tensors on GPUs and flags on CPUs have ways of their own.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 import float8
 from float8_lab.cli.app import COMMANDS
@@ -48,10 +51,10 @@ def train(*words: str) -> int:
 def test_train_says_what_it_does_in_plain_lines(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("--steps", "4", "--log-interval", "1", "--recipe", "tensorwise") == 0
+    assert train("--steps", "4", "--log-interval", "1") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "tensorwise: Llama tiny, 0.7M parameters, float32 on cpu" in out
+    assert "tensorwise: Llama tiny, 0.7M parameters, float32 on cpu with 1 thread(s)" in out
     assert "21 of 22 linear layers run in float8" in out
     assert re.search(r"step 4/4  loss \d\.\d{4}  [\d,]+ tok/s  \d+ ms", out)
     assert re.search(r"finished after step 4 of 4\nvalidation loss \d\.\d{4} nats per byte", out)
@@ -108,7 +111,7 @@ def test_a_signal_leaves_a_checkpoint_and_it_says_how_to_go_on(
         (["--resume", "nowhere"], r"error: nothing to resume at nowhere"),
         (["--output", "text.txt"], r"error: cannot write to text.txt"),
         (["--device", "cuda:77"], r"error: device 'cuda:77' is not there"),
-        (["--fsdp"], r"error: --fsdp and --tp need ranks .*: use torchrun --nproc-per-node \d+ "),
+        (["--fsdp"], r"error: --fsdp and --tp need ranks .*: start them by torchrun "),
         (["--batch-size", "9" * 20], r"error: the train split of text.txt .*: lower --batch-size"),
     ],
 )
@@ -151,6 +154,9 @@ def test_compare_prints_the_table_and_where_the_files_are(
         row = next(line for line in out.splitlines() if line.startswith(f" {run['recipe']} "))
         assert f"{run['val_loss']:.4f}" in row
         assert f"{run['val_gap_percent']:+.2f}" in row
+    note = "CPUs are for trying float8, not for speed"
+    assert out.index(note) < out.index("speed-up")
+    assert Path("cmp/report.md").read_text().startswith(note)
     assert "report: cmp/report.json" in out
     assert "loss curves: cmp/loss.png" in out
     assert not list(Path("cmp").glob("*/checkpoints"))
@@ -170,10 +176,11 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_help_imports_no_torch() -> None:
+@pytest.mark.parametrize("words", [[], ["train"], ["compare"]])
+def test_help_imports_no_torch(words: list[str]) -> None:
     """It takes seconds of CPU time."""
     program = (
-        "import sys; from float8_lab.cli.main import main; main(['--help']); "
+        f"import sys; from float8_lab.cli.main import main; main([*{words}, '--help']); "
         "print(sorted({'torch', 'numpy', 'matplotlib', 'float8'} & sys.modules.keys()))"
     )
     done = subprocess.run(
@@ -182,8 +189,29 @@ def test_help_imports_no_torch() -> None:
     *shown, imported = done.stdout.splitlines()
     assert imported == "[]"
     assert max(map(len, shown)) <= 80
-    for name, text in COMMANDS.items():
+    for name, text in {} if words else COMMANDS.items():
         assert re.search(rf"{name} +{text[:30]}", done.stdout)
+
+
+def commands_of(name: str) -> Iterator[tuple[list[str], Any]]:
+    command: Any = typer.main.get_command(import_module(f"float8_lab.cli.{name}").app)
+    yield [name], command
+    for below, each in getattr(command, "commands", {}).items():
+        yield [name, below], each
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_whole_names_of_options_in_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words, command in commands_of(name):
+        assert main([*words, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 80
+        for option in command.params:
+            for text in (*option.opts, *option.secondary_opts):
+                assert option.param_type_name == "argument" or text in re.split(r"[\s,]+", out)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -206,5 +234,21 @@ def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "error: the command line needs typer, which is not installed: "
-        "run pip install '.[cli]' in a checkout of float8\n"
+        "run pip install 'float8[cli]', or in a checkout pip install '.[cli]'\n"
     )
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "matplotlib"])
+def test_an_extra_that_a_run_lacks_is_named(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    for module in [each for each in sys.modules if "tensorboard" in each or each.endswith("plot")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, "float8_lab.trainer.compare", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    words = ["train"] if name == "tensorboard" else ["compare", "tensorwise"]
+    assert main([*words, "--data", "text.txt", "--steps", "1", *QUICK[:-1]]) == 2
+    assert capsys.readouterr().err.startswith(f"error: the command line needs {name}, which is not")

@@ -42,6 +42,7 @@ def make_config(tmp_path: Path, text_folder: Path) -> Callable[..., TrainConfig]
     def make(**settings: object) -> TrainConfig:
         defaults = {
             "model": "nano",
+            "recipe": "high_precision",
             "device": "cpu",
             "data": str(text_folder),
             "output": str(tmp_path / "run"),

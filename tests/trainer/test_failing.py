@@ -87,14 +87,6 @@ def test_a_run_that_failed_before_its_first_checkpoint_frees_the_folder(
         train(config)
 
 
-def test_a_run_that_failed_after_a_checkpoint_keeps_the_folder(make_config: MakeConfig) -> None:
-    config = make_config(checkpoint_interval=2)
-    with pytest.raises(OutOfMemoryError):
-        train(config, observers=[failing_at(3)])
-    with pytest.raises(ConfigError, match="already holds a run: continue it with --resume"):
-        train(config)
-
-
 def test_a_run_that_was_killed_or_still_runs_keeps_the_folder(make_config: MakeConfig) -> None:
     config = make_config()
     folder = Path(config.output)

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from float8_lab.device import Clock
+from float8_lab.models.llama import Llama
+from float8_lab.models.presets import preset
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import (
     JsonLines,
@@ -91,3 +95,20 @@ def test_timer_measures_steps_and_not_what_lies_between(monkeypatch: pytest.Monk
     assert steps == pytest.approx([0.02, 0.02])
     assert between == []
     assert timer.collect() == []
+
+
+def test_flops_of_a_model_are_those_that_torch_counts() -> None:
+    model = Llama(preset("tiny").model, 32)
+    model.init_weights(0)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 32, dtype=torch.int64)).sum().backward()
+    assert counter.get_total_flops() == 2 * 32 * model.config.flops_per_token(32)
+
+
+def test_metrics_of_before_there_were_flops_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = JsonLines(path)
+    log.on_records([record(1)])
+    path.write_text(path.read_text().replace(', "tflops_per_gpu": null, "mfu": null', ""))
+    assert "mfu" not in path.read_text()
+    assert read_metrics(path).train == [record(1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 
 from float8_lab.errors import ConfigError, RankFailedError
 from float8_lab.ranks import Ranks as TrainerRanks
-from float8_lab.ranks import explain_lost_rank, join_ranks
-from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints
+from float8_lab.ranks import explain_lost_rank
+from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
 from sqnr import same_bits, sqnr
@@ -45,9 +44,7 @@ def assert_close(got: work.Curves, wanted: work.Curves, bound: float = BY_ORDER)
 
 
 def state_of(folder: str | Path) -> dict[str, torch.Tensor]:
-    checkpoint = find_checkpoint(Path(folder))
-    check_checkpoint(checkpoint)
-    return read_tensors(checkpoint)
+    return read_tensors(find_checkpoint(Path(folder)))
 
 
 def assert_like_one(
@@ -190,22 +187,6 @@ def test_a_checkpoint_goes_from_rank_to_ranks_and_back_bit_by_bit(
             assert same_bits(got[key], value), (name, key)
 
 
-def test_each_rank_checks_a_part_of_all_files(two: Ranks, settings: Settings) -> None:
-    run = settings(fsdp=True, steps=1)
-    two.run(work.files_show_late, run)
-    (checkpoint,) = list_checkpoints(Path(run["output"]) / "checkpoints")
-    names = json.loads((checkpoint / "checksums.json").read_text()).keys()
-    assert names == {path.name for path in checkpoint.iterdir()} - {"checksums.json"}
-    assert len(names) == 3  # a part for each
-    for name in names:
-        whole = (checkpoint / name).read_bytes()
-        (checkpoint / name).write_bytes(whole[:-1])
-        (kind, text), (other, _) = two.run(work.damage_found, checkpoint)
-        assert (kind, other) == ("CheckpointError", "ToldError")
-        assert f"damaged (the contents of {name} have changed)" in text
-        (checkpoint / name).write_bytes(whole)
-
-
 def test_a_run_goes_on_with_other_ranks(two: Ranks, four: Ranks, settings: Settings) -> None:
     whole = work.curves(settings(steps=4))
     run = settings(steps=4, tp=2, stop_after=1)
@@ -238,7 +219,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(two: Ranks, settings: Se
     ("how", "who", "kind", "text"),
     [
         ("no data", 1, "DataError", "no data at missing"),
-        ("other data", 0, "DataError", "rank 1 reads other data than rank 0"),
+        ("other data", 0, "DataError", "ranks read different data"),
         ("disk full", 0, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
         ("disk full", 1, "CheckpointError", r"_00000002: \[Errno 28\] No space.*; free some space"),
         ("unpadded", 0, "ConfigError", r"'tensorwise' with --tp 2: Float8Linear: got a weight of"),
@@ -258,12 +239,12 @@ def test_what_fails_on_one_rank_ends_all_and_is_said_once(
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ((6, 1, 1, True), r"--batch-size got 6 .*multiple of the 4 ranks: use for example 4"),
-        ((3, 1, 2, True), r"--batch-size got 3 .*multiple of the 2 groups of 2 ranks: .* 2"),
+        ((6, 1, 1, True), r"--batch-size got 6 .*multiple of the 4 ranks"),
+        ((3, 1, 2, True), r"--batch-size got 3 .*multiple of the 2 groups of 2 ranks"),
         ((4, 3, 1, True), r"--hsdp got 3, .*divisor of the 4 ranks: use one of 1, 2, 4"),
         ((4, 4, 2, True), r"--hsdp got 4, .*divisor of the 2 groups of 2 ranks: use one of 1, 2"),
         ((4, 1, 3, True), r"--tp got 3, .*divisor of the 4 ranks: use one of 1, 2, 4"),
-        ((4, 1, 2, False), r"--tp got 2 for 4 ranks, .*: add --fsdp, .*or start 2"),
+        ((4, 1, 2, False), r"--tp got 2 for 4 ranks, .*: add --fsdp, or start 2"),
     ],
 )
 def test_what_does_not_come_out_even(how: tuple[int, int, int, bool], message: str) -> None:
@@ -277,12 +258,6 @@ def test_what_comes_out_even() -> None:
     for tp, parts in ((1, ["01", "23", "45", "67"]), (2, ["0123"] * 2 + ["4567"] * 2)):
         shares = [TrainerRanks(rank, 4).share(8, tp) for rank in range(4)]
         assert ["01234567"[share] for share in shares] == parts
-
-
-def test_a_launcher_needs_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"started 2 ranks.*--fsdp: add it"), join_ranks(False):
-        pass
 
 
 def test_a_refused_connection_of_an_observer_is_no_lost_rank() -> None:

@@ -36,7 +36,7 @@ def test_resuming_is_exact_to_the_bit(make_config: MakeConfig, tmp_path: Path, r
     first = train(parts.replace(stop_after=4))
     assert first.status == "stopped"
     torch.manual_seed(999)  # Another process would not have the same random state.
-    second = train(saved_config(checkpoint_of(first)), resume=Path(parts.output))
+    second = train(saved_config(checkpoint_of(first)), resume=first.last_checkpoint)
     assert (second.status, second.step) == ("finished", 8)
 
     expected, got = (read_tensors(checkpoint_of(run)) for run in (whole, second))
@@ -57,15 +57,14 @@ def test_resuming_with_other_settings_or_data_is_refused(
     make_config: MakeConfig, text_folder: Path
 ) -> None:
     result = train(make_config(stop_after=2))
-    folder = result.folder.path
     changed = saved_config(checkpoint_of(result)).replace(learning_rate=0.5, recipe="tensorwise")
     with pytest.raises(ConfigError) as caught:
-        train(changed, resume=folder)
+        train(changed, resume=result.last_checkpoint)
     assert "recipe was 'high_precision' and is now 'tensorwise'" in str(caught.value)
     assert "learning_rate was 0.005 and is now 0.5" in str(caught.value)
     (text_folder / "chapter00.txt").write_text("something else " * 50)
     with pytest.raises(ConfigError, match="the text of the data has changed"):
-        train(saved_config(checkpoint_of(result)), resume=folder)
+        train(saved_config(checkpoint_of(result)), resume=result.last_checkpoint)
     assert list_checkpoints(result.folder.checkpoints) == [result.last_checkpoint]
 
 

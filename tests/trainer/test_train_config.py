@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+import torch
 
+from float8 import Float8LinearRecipeName
 from float8_lab.errors import ConfigError
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.trainer.config import RECIPES, TrainConfig
 from float8_lab.trainer.loop import train
+from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -22,12 +26,11 @@ MakeConfig = Callable[..., TrainConfig]
         ({"dtype": "float16"}, "unknown dtype 'float16': choose one of float32, bfloat16"),
         ({"device": "banana"}, "unknown device 'banana'"),
         ({"device": "cuda:99"}, "is not there"),
-        ({"device": "meta"}, "not supported"),
         ({"device": "cpu:7"}, "device 'cpu:7' is not there"),
         ({"tp": 4}, "--tp got 4, expected a divisor of the 2 key/value heads: use one of 1, 2"),
         ({"tp": 2, "sequence_parallel": True, "seq_len": 15}, "got 2, .*divisor of the 15 tokens"),
-        ({"sequence_parallel": True}, "--sequence-parallel is for tensor parallel: add --tp N"),
-        ({"hsdp": 2}, "--hsdp is for sharded models: add --fsdp"),
+        ({"sequence_parallel": True}, "--sequence-parallel is for --tp N: add that"),
+        ({"hsdp": 2}, "--hsdp are for sharded models: add --fsdp"),
         ({"tp": 2, "fsdp_float8_all_gather": True, "recipe": "delayed"}, "add --fsdp"),
         ({"fsdp_float8_all_gather": True}, "--fsdp-float8-all-gather needs weights in float8"),
     ],
@@ -39,12 +42,32 @@ def test_settings_that_cannot_work_are_named(
         make_config(**settings)
 
 
-def test_settings_survive_json(make_config: MakeConfig) -> None:
-    config = make_config(recipe="delayed", grad_clip=0.3)
-    assert TrainConfig.from_dict(asdict(config)) == config
-    with pytest.raises(ConfigError, match=r"saved settings are not of this float8.*colour"):
-        TrainConfig.from_dict({**asdict(config), "colour": "red"})
-
-
 def test_the_largest_seed_works(make_config: MakeConfig) -> None:
     assert train(make_config(seed=2**63 - 1, steps=1)).step == 1
+
+
+def test_the_recipes_are_those_of_the_library_and_the_first_is_meant() -> None:
+    assert [recipe.value for recipe in Float8LinearRecipeName] == RECIPES
+    config = TrainConfig.create(device="cpu")
+    assert (config.recipe, config.output) == ("tensorwise", "runs/tiny-tensorwise")
+
+
+def test_threads_of_a_cpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert make_config(model="tiny").threads == 1
+    assert make_config(model="tiny", threads=3).threads == 3
+    assert make_config(model="150m").threads == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert make_config(model="tiny").threads == 0
+    assert make_config(model="tiny", threads=3).threads == 3
+    run = train(make_config(steps=1, threads=2))
+    assert torch.get_num_threads() == 2
+    # A run may go on with others, and one of before there was this setting with PyTorch's.
+    path = Path(run.folder.config)
+    saved = json.loads(path.read_text())
+    del saved["config"]["threads"]
+    path.write_text(json.dumps(saved))
+    checkpoint = find_checkpoint(run.folder.path)
+    config = saved_config(checkpoint)
+    assert config.threads == 0
+    assert train(config.replace(threads=1), resume=checkpoint).step == 1

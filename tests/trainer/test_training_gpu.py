@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from float8_lab.trainer.compare import compare
+from float8_lab.device import BF16_PEAK
+from float8_lab.models.presets import preset
+from float8_lab.trainer.compare import SLOW, compare
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import read_metrics
 
@@ -30,3 +33,9 @@ def test_recipes_agree_with_high_precision(
         assert abs(row["val_gap_percent"]) < 5
         assert row["peak_memory_bytes"]
         assert row["tokens_per_s"]
+        last = read_metrics(Path(config.output) / row["metrics"]).train[-1]
+        flops = 1e12 * (last.tflops_per_gpu or 0) * last.seconds
+        expected = preset(config.model).model.flops_per_token(config.seq_len)
+        assert flops == pytest.approx(last.tokens * expected)
+        assert (last.mfu is None) == (torch.cuda.get_device_name() not in BF16_PEAK)
+    assert SLOW not in (Path(config.output) / "report.md").read_text()

@@ -1,8 +1,7 @@
 """`float8 bench cast`: the kernels around the GEMMs, against the bandwidth of a device copy."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,8 +39,8 @@ def bench_cast(
 ) -> Iterator[list[Row]]:
     """Time amax, casts and transposes of bf16 tensors; yields the rows of one tensor at a time.
 
-    GB/s counts what a call has to read and write once; `of_copy` is that over the bandwidth of a
-    copy of the same tensor. Each result is compared with its plain-torch twin's first, bit by bit.
+    Each result is compared with its plain-torch twin's first, bit by bit. GB/s counts what must be
+    read and written once; `of_copy` is that over the bandwidth of a copy of the same tensor.
     """
     for R, C in tensors:
         cases = _cases(device)
@@ -64,10 +63,9 @@ def bench_cast(
         yield rows
 
 
-def distinct_tensors(shapes: Mapping[str, Sequence[Shape]]) -> list[tuple[int, int]]:
+def distinct_tensors(shapes: Sequence[Shape]) -> list[tuple[int, int]]:
     """Return what layers of these shapes cast: inputs [M, K], weights [N, K], gradients [M, N]."""
-    members = itertools.chain.from_iterable(shapes.values())
-    return sorted({tensor for M, K, N in members for tensor in ((M, K), (N, K), (M, N))})
+    return sorted({tensor for M, K, N in shapes for tensor in ((M, K), (N, K), (M, N))})
 
 
 def _cases(device: torch.device) -> list[Case]:
@@ -91,18 +89,16 @@ def _cases(device: torch.device) -> list[Case]:
     def delayed(x: Tensor) -> object:
         return amax, kernels.cast_delayed(x, spec, state, row=True, col=True)
 
-    def dynamic_twin(x: Tensor) -> object:
-        return cast_reference(x, None, E4M3, True, True)
-
     dynamic = functools.partial(kernels.cast, spec=spec, row=True, col=True)
-    op, op_twin = cast(True, True)
     return [
         Case("copy", 4, torch.clone, torch.clone),  # to memory of its own, as the casts write
         Case("amax", 2, kernels.amax, amax_reference),
-        Case("cast row+col", 4, op, op_twin),
+        Case("cast row+col", 4, *cast(True, True)),
         Case("cast row", 3, *cast(True, False)),
         Case("cast col", 3, *cast(False, True)),
-        Case("cast_dynamic row+col", 6, dynamic, dynamic_twin),
+        Case(
+            "cast_dynamic row+col", 6, dynamic, lambda x: cast_reference(x, None, E4M3, True, True)
+        ),
         Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), twin(x))),
         Case("rowwise row", 3, *finer(ScalingGranularity.AXISWISE, True, False)),
         Case("rowwise col", 5, *finer(ScalingGranularity.AXISWISE, False, True)),

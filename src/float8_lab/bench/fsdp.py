@@ -1,8 +1,7 @@
 """Training steps of stacks that all ranks of a host hold together; and `float8 bench fsdp`.
 
 Every variant is built, checked, timed and torn down before the next one, since a host may not hold
-two of them. Clocks that drop while GPUs heat up would favour the first ones: so the whole list
-runs twice, and medians are over the steps of both times.
+two of them. The whole list runs twice: else clocks that drop would favour the first ones.
 """
 
 import statistics
@@ -16,17 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from float8_lab.bench import step as steps
 from float8_lab.bench.model import AT_LEAST, Size, bf16_stack, stack_data
-from float8_lab.bench.step import (
-    Results,
-    Row,
-    Step,
-    allocated,
-    check,
-    free_memory,
-    leave_out,
-    with_speedups,
-)
+from float8_lab.bench.step import Results, Row, Step
 from float8_lab.bench.traffic import CountedTraffic
 from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
 from float8_lab.device import Clock
@@ -52,7 +43,7 @@ class RanksStep(Step):
         one_graph: bool = True,
     ) -> None:
         self.size, self.device = size, (device := data.device)
-        self._before = allocated(device) - data.nbytes
+        self._before = steps.allocated(device) - data.nbytes
         stack = bf16_stack(size, device, variant.keep)
         stack.layers.to(dtype)
         super().__init__(variant, stack, *data, sync=sync, one_graph=one_graph)
@@ -64,21 +55,18 @@ class RanksStep(Step):
         with CountedTraffic() as counted:
             self()
         sent = counted.traffic
-        return {
-            "gathered_mb": sent["gathered"] / 1e6,
-            "reduce_scattered_mb": sent["reduce_scattered"] / 1e6,
+        row: Row = {f"{kind}_mb": sent[kind] / 1e6 for kind in ("gathered", "reduce_scattered")}
+        return row | {
             "all_reduced_kb": sent["all_reduced"] / 1e3,
             "all_reduces": sent["all_reduces"],
-            "traffic": dict(sent),  # in bytes
         }
 
     def times(self, rounds: int) -> tuple[list[float], float | None]:
         """Milliseconds of each of `rounds` steps, and peak GiB on a GPU; those of the worst rank.
 
-        Steps follow each other as in training, after some that do not count: from the end of one
-        to the end of the next.
+        Steps follow each other as in training: each is from the end of one to the end of the next.
         """
-        free_memory(self.device)  # what checks left behind
+        steps.free_memory(self.device)  # what checks left behind
         for _ in range(_WARMUP):
             self()
         if gpu := self.device.type == "cuda":
@@ -91,12 +79,11 @@ class RanksStep(Step):
         for _ in range(rounds):
             self()
             clock.mark()
-        found = [1e3 * seconds for seconds in clock.collect()]
         peak = torch.cuda.max_memory_allocated(self.device) - self._before if gpu else 0
-        worst = torch.tensor([*found, peak], dtype=torch.float64, device=self.device)
+        worst = torch.tensor([*clock.collect(), peak], dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        *milliseconds, most = worst.tolist()
-        return milliseconds, most / 2**30 if gpu else None
+        *seconds, most = worst.tolist()
+        return [1e3 * each for each in seconds], most / 2**30 if gpu else None
 
 
 def bench_on_ranks(
@@ -109,8 +96,7 @@ def bench_on_ranks(
     """Time every variant on the ranks that there are; an empty list after each, then all rows.
 
     `make` builds the `RanksStep` of a variant, whose `check` compares it with results that others
-    have left, and leaves its own; in each mode the first one is bf16. In each of the passes
-    `rounds` steps are timed. Rows of peers that failed say why in `left_out`.
+    have left; in each mode the first is bf16. Rows of peers that failed say why in `left_out`.
     """
     rows = {variant.name: dict(variant.columns) for variant in variants}
     times: dict[str, list[float]] = {name: [] for name in rows}
@@ -128,22 +114,20 @@ def bench_on_ranks(
                     tokens = step.tokens
                     del step
             except Exception as error:
-                leave_out(row, variant, error)
-            free_memory(device)
+                steps.leave_out(row, variant, error)
+            steps.free_memory(device)
             yield []
     for name, row in rows.items():
         if "left_out" not in row:
-            ms = row["ms"] = statistics.median(times[name])
-            row["tokens_per_s"] = tokens / ms * 1e3
-    yield with_speedups(list(rows.values()))
+            row["ms"] = statistics.median(times[name])
+    yield steps.with_speedups(list(rows.values()), tokens)
 
 
 class ShardedStep(RanksStep):
-    """Forward, backward and optimizer step of a stack under FSDP2, on fixed random data.
+    """Forward, backward and optimizer step of a stack under FSDP2, on random data of each rank.
 
     Weights and the state of a fused AdamW are bf16, or `masters` in float32 that are gathered in
-    fewer bits. Each rank has data of its own. Converted, each block compiled, each block sharded,
-    the optimizer made: a user's order.
+    fewer bits. Converted, compiled and sharded block by block, the optimizer made: a user's order.
     """
 
     def __init__(
@@ -153,12 +137,11 @@ class ShardedStep(RanksStep):
         data = stack_data(size, device, 1 + dist.get_rank())  # of this rank alone
         # FSDP2's hooks break graphs from torch 2.15 on.
         super().__init__(variant, size, data, dtype=dtype, one_graph=False)
-        how: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-        if masters:
-            reduced = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-            how["mp_policy"] = MixedPrecisionPolicy(**reduced, cast_forward_inputs=False)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        low, high = (torch.bfloat16, torch.float32) if masters else (None, None)
+        policy = MixedPrecisionPolicy(low, high, cast_forward_inputs=not masters)
         for part in [*self.parts, self.model]:
-            fully_shard(part, **how)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
         self.add_optimizer()
 
     def check(self, references: dict[str, Results]) -> Row:
@@ -167,4 +150,4 @@ class ShardedStep(RanksStep):
         if self.variant.is_reference:
             references[HIGH_PRECISION] = {name: gradient.cpu() for name, gradient in found.items()}
         what, base = f"fsdp {self.variant.name}:", references[HIGH_PRECISION]
-        return {"sqnr_db": check(what, base, found, AT_LEAST)}
+        return {"sqnr_db": steps.check(what, base, found, AT_LEAST)}

@@ -1,22 +1,21 @@
-"""`float8 bench limits`: from which size on a linear layer gains, per recipe.
+"""`float8 bench limits`: from which size on a linear layer gains, per recipe, by GPU times.
 
-Read from GPU times of layers of many sizes. Limits are those that cost the least: the sum over all
-layers of how much slower each one becomes by what the limits decide for it.
+Limits are those that cost the least: the sum over all layers of how much slower each one becomes by
+what the limits decide for it.
 """
 
 import itertools
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from float8.convert.smallest import SMALLEST, Smallest
+from float8_lab.bench.tables import ROOT, updated
 from float8_lab.bench.variants import HIGH_PRECISION
 
-ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "src" / "float8" / "convert" / "smallest.py"
 PAGE = ROOT / "docs" / "measuring.md"
 
@@ -84,15 +83,7 @@ def write_limits(gpu: str, found: dict[str, Found]) -> None:
             code.append(f'        "{recipe}": Smallest({M}, {F}, {product / 1e9:g}e9),')
             text.append(f"| {name} | {recipe} | {M} | {F} | {product / 1e9:g}e9 |")
         code.append("    },")
-    _replace(TABLE, "# begin: written by float8 bench limits", "# end", [*code, "}"])
-    marker = "<!-- limits: written by float8 bench limits -->"
-    _replace(PAGE, marker, "<!-- end of limits -->", [*text, ""])
-
-
-def _replace(path: Path, begin: str, end: str, lines: Sequence[str]) -> None:
-    """Write lines between two lines of a file."""
-    before, found, rest = path.read_text().partition(begin + "\n")
-    _, found_end, after = rest.partition(end + "\n")
-    if not found or not found_end:
-        raise ValueError(f"{path.name}: expected the lines {begin!r} and {end!r}")
-    path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}\n{after}"]))
+    begin, end = "# begin: written by float8 bench limits", "# end"
+    TABLE.write_text(updated(TABLE.read_text(), begin, end, "\n".join([*code, "}\n"])))
+    begin, end = "<!-- limits: written by float8 bench limits -->", "<!-- end of limits -->"
+    PAGE.write_text(updated(PAGE.read_text(), begin, end, "\n".join([*text, "\n"])))

@@ -21,7 +21,7 @@ _MOST_SETS = 16
 
 
 class Layer(nn.Module):
-    """Holds a linear layer: the compiler leaves a bare `nn.Linear` alone."""
+    """Holds a linear layer: the compiler leaves a bare one, or one in a Sequential, alone."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -53,8 +53,7 @@ def bench_linear(
 
     The first variant of each mode must be bf16. Times are those of a steady state: in eager mode,
     if issuing takes longer than the GPU, they are the time to issue. With `gpu_time` they are the
-    GPU's alone, on data that is not in its cache. The sync of delayed scaling, which happens once
-    per optimizer step for a whole model, is not in them; `float8 bench model` has it.
+    GPU's alone, on data that is not in its cache. The sync of delayed scaling is not in them.
     """
     for name, members in shapes.items():
         summed = []

@@ -1,7 +1,7 @@
 """`float8 bench matmul`: one GEMM per shape, bf16 and float8."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,20 +25,13 @@ _CHECKED_ROWS = 256
 _SAMPLE_MS = 60.0
 
 
-def bench_matmul(
-    shapes: Mapping[str, Sequence[Shape]],
-    device: torch.device,
-    rounds: int,
-) -> Iterator[list[Row]]:
+def bench_matmul(shapes: Sequence[Shape], device: torch.device, rounds: int) -> Iterator[list[Row]]:
     """Time `[M, K] @ [K, N]`; yields the rows of one GEMM at a time.
 
-    Both operands are in e4m3 and lie contiguous along K, and the result is bf16. Each shape's
-    operands are several sets that together exceed the L2 cache.
+    Both operands lie contiguous along K, in several sets that exceed the L2 cache; results: bf16.
     """
-    for name, members in shapes.items():
-        for shape in members:
-            rows = _rows(shape, device, rounds)
-            yield [{"set": name, **shape._asdict(), **row} for row in rows]
+    for shape in shapes:
+        yield _rows(shape, device, rounds)
 
 
 def _rows(shape: Shape, device: torch.device, rounds: int) -> list[Row]:
@@ -57,7 +50,7 @@ def _rows(shape: Shape, device: torch.device, rounds: int) -> list[Row]:
         a, b = (x.double() if high else x.data.double() * x.scale for x in first)
         results = {variant: _product(variant, *first)[picked]}
         quality = check(f"matmul {shape}", {variant: a[picked] @ b.t()}, results, bound)
-        rows.append({"variant": variant, "sqnr_db": quality})
+        rows.append({**shape._asdict(), "variant": variant, "sqnr_db": quality})
         calls = [functools.partial(_product, variant, *operands) for operands in sets[variant]]
         samplers[variant] = kernel_sampler(calls, device, at_least_ms=_SAMPLE_MS)
     times = take_turns(samplers, rounds)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -45,11 +44,13 @@ class Size:
         """The shape of the model with so many blocks."""
         return replace(preset(self.model).model, n_layers=self.blocks)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.batch * self.seq_len
+
     def __str__(self) -> str:
         return f"{self.blocks} {self.model} block(s), {self.batch} x {self.seq_len} tokens"
-
-
-# ---------------------------------------------------------------- what checkpointed blocks keep
 
 
 def _keep_gemms(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -64,18 +65,7 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if kept else _keep_gemms(ctx, op, *args, **kwargs)
 
 
-def _selective(policy: Callable[..., CheckpointPolicy]) -> dict[str, Any]:
-    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
-
-
-KEPT: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "gemms": _selective(_keep_gemms),  # Dynamo takes no closures
-    "gemms+attention": _selective(_keep_attention),
-}
-
-
-# ---------------------------------------------------------------- the models
+KEPT = {"nothing": None, "gemms": _keep_gemms, "gemms+attention": _keep_attention}
 
 
 class Checkpointed(Block):
@@ -83,7 +73,10 @@ class Checkpointed(Block):
 
     def __init__(self, config: ModelConfig, keep: str) -> None:
         super().__init__(config)
-        self._how = {"use_reentrant": False, "preserve_rng_state": False, **KEPT[keep]}
+        self._how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if policy := KEPT[keep]:  # Dynamo takes no closures
+            context = functools.partial(create_selective_checkpoint_contexts, policy)
+            self._how["context_fn"] = context
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[batch, seq, dim] -> the same."""
@@ -156,6 +149,7 @@ def model_step(
     device: torch.device,
     *,
     microbatches: int = 1,
+    optimizer: bool = False,
     transformers: bool = False,
 ) -> Step:
     """Return a step of one variant of a stack, or of the whole model of `transformers`.
@@ -163,11 +157,15 @@ def model_step(
     With the sync of delayed scaling. The stack reads random activations, the model random tokens.
     """
     how: dict[str, Any] = {"microbatches": microbatches, "sync": True}
-    if not transformers:
+    if transformers:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, grad = HuggingFace(size), torch.ones(1)
+            tokens = torch.randint(size.config.vocab_size, (size.batch, size.seq_len))
+        step = Step(variant, model, tokens, grad, **how, one_graph=False)
+    else:
         stack, data = bf16_stack(size, device, variant.keep), stack_data(size, device)
-        return Step(variant, stack, *data, **how)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model, grad = HuggingFace(size), torch.ones(1)
-        tokens = torch.randint(size.config.vocab_size, (size.batch, size.seq_len))
-    return Step(variant, model, tokens, grad, **how, one_graph=False)
+        step = Step(variant, stack, *data, **how)
+    if optimizer:
+        step.add_optimizer()
+    return step

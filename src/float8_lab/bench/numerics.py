@@ -71,8 +71,8 @@ def bench_numerics(
 ) -> Iterator[list[Row]]:
     """Compare each variant with float64; yields the rows of one sample at a time.
 
-    `sqnr_*` are in dB, of whole results; `even_*` are those of the mean relative error of tokens,
-    of grad_weight that of input channels: a few of them may have nearly all the power.
+    `sqnr_*` are in dB, of whole results; `even_*` those of the mean relative error of tokens, of
+    grad_weight of input channels: a few of them may have nearly all the power.
     """
     for case, sample in samples:
         x, grad = (t.double() for t in sample.steps[-1])

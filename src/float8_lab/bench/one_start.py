@@ -1,8 +1,7 @@
 """`float8 bench one-start`: bf16 trains until losses no longer jump, then all recipes go on alike.
 
-Two runs from the beginning part ways in their first steps, where losses fall fast: bf16 differs so
-from itself by half a percent. From a common start what is left of the difference is due to the
-recipe. bf16 goes on twice, to show how much that is.
+Runs part ways in their first steps, where losses fall fast: bf16 differs so from itself by half a
+percent. From a common start on, what differs is due to the recipe; bf16 goes on twice to show it.
 """
 
 import copy
@@ -24,8 +23,7 @@ def bench_one_start(
 ) -> Iterator[list[Row]]:
     """Train each recipe on after `start` steps of high precision; all rows at the end.
 
-    Losses are of validation after the last step, in nats per byte; gaps are in percent, to the mean
-    of both runs in high precision.
+    Validation losses are in nats per byte; gaps in percent, to the mean of both runs of bf16.
     """
     first = Trainer(config.replace(recipe=HIGH_PRECISION), corpus)
     _train(first, start)

@@ -22,10 +22,7 @@ _KINDS = (
 
 
 def profile_step(step: Step, device: torch.device, trace: Path) -> list[Row]:
-    """Run one step under the profiler, after a few that are not; `trace` gets all that happens.
-
-    Rows have the µs of each kind of kernel, and its share of all.
-    """
+    """Run one step under the profiler; rows have the µs of each kind of kernel, and its share."""
     with many_compilations():
         step.warm_up()
         with profile() as profiled:

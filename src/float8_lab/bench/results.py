@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path | None, suffix: str = ".json", option: str = "output") -> None:
     """Refuse a path that results cannot go to, before anything is measured."""
-    if path.suffix != ".json":
-        raise ValueError(f"output: got {path.name!r}, expected a name ending in .json")
+    if path is None:
+        return
+    if path.suffix != suffix:
+        raise ValueError(f"{option}: got {path.name!r}, expected a name ending in {suffix}")
     if not path.parent.is_dir():
-        raise ValueError(f"output: there is no folder {path.parent}")
+        raise ValueError(f"{option}: there is no folder {path.parent}")
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Write JSON, one of `results["rows"]` in a line, numbers with six digits.
-
-    `environment` says where rows were measured, `settings` what was asked for, and `extra` is what
-    does not belong to one row.
-    """
+    """Write JSON, one of `results["rows"]` in a line, numbers with six digits."""
     # JSON has no infinities: the SQNR of equal results becomes null.
     plain = json.loads(
         json.dumps({"schema": 1, **results}),

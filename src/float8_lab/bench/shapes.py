@@ -46,8 +46,6 @@ SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
     "grid": _grid(),
 }
 
-GIVEN = "given"  # name of the set of shapes that were given one by one
-
 
 def parse_shape(text: str) -> Shape:
     """Return `"M,K,N"` as a shape; a `ValueError` if it is not three positive multiples of 16."""
@@ -67,7 +65,7 @@ def select_shapes(sets: Sequence[str], given: Sequence[str]) -> dict[str, tuple[
         raise ValueError(f"shapes: got {unknown[0]!r}, expected one of {', '.join(SHAPE_SETS)}")
     selected = {name: SHAPE_SETS[name] for name in sets}
     if given:
-        selected[GIVEN] = tuple(parse_shape(text) for text in given)
+        selected["given"] = tuple(parse_shape(text) for text in given)
     if not selected:
         known = ", ".join(SHAPE_SETS)
         raise ValueError(f"no shapes: give --shapes ({known}) or --mkn M,K,N, or both")

@@ -28,18 +28,16 @@ def check(
 ) -> float:
     """Return the lowest signal to quantisation noise ratio of all results in dB.
 
-    Infinite if all are equal. References have at least one dim, on any device; results have the
-    same names and shapes. Where there is a process group, tensors are shards and ratios those of
-    whole ones: all ranks must call it, and all come to the same end. A `WrongResultError` if a
-    result is below `at_least`, or not a number.
+    Infinite if all are equal. A `WrongResultError` if a result is below `at_least`, not a number,
+    or of another shape. References may be on another device. Where there is a process group,
+    tensors are shards and ratios those of whole ones: all ranks call it, and come to one end.
     """
     powers = []
     for name, expected in reference.items():
-        if expected.shape != results[name].shape:
-            raise WrongResultError(
-                f"{what} {name}: shape {tuple(results[name].shape)}, expected "
-                f"{tuple(expected.shape)}; nothing was timed"
-            )
+        got, wanted = tuple(results[name].shape), tuple(expected.shape)
+        if got != wanted:
+            message = f"{what} {name}: shape {got}, expected {wanted}; nothing was timed"
+            raise WrongResultError(message)
         powers.append(_powers(expected.detach(), results[name].detach()))
     total = torch.stack(powers)
     if dist.is_available() and dist.is_initialized():
@@ -67,9 +65,8 @@ class Step:
     """Forward and backward of a bf16 model, which the variant converts, on fixed random data.
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, or the model as
-    a whole if it has none. Gradients of `microbatches` accumulate. With `sync` that of delayed
-    scaling, and the casts of weights that are held, are a part of a step where there are such;
-    after `add_optimizer` its step is, with what is attached to it.
+    a whole if it has none. Gradients of `microbatches` accumulate. With `sync` delayed scaling, and
+    casts of weights that are held, are a part of a step; after `add_optimizer` its step is.
     """
 
     def __init__(
@@ -118,12 +115,11 @@ class Step:
         output: Tensor = self.model(x)
         return output, x
 
-    def backward(self, output: Tensor) -> None:
-        """Adds to the gradients of weights and input."""
-        torch.autograd.backward(output, self._grad)
-
-    def finish(self, output: Tensor, x: Tensor) -> Results:
-        """End a step; returns output and gradients by name, taken from the model."""
+    def __call__(self) -> Results:
+        """One step; the last output and gradient of input, and the sums of those of weights."""
+        for _ in range(self._microbatches):
+            output, x = self.forward()
+            torch.autograd.backward(output, self._grad)
         if self._optimizer is not None:
             self._optimizer.step()
         elif self._sync:
@@ -143,13 +139,6 @@ class Step:
             if self.variant.ours:
                 sync_float8_amax_and_scale_history(self.model)
 
-    def __call__(self) -> Results:
-        """One step; the sums of all weights' gradients, the last output and gradient of input."""
-        for _ in range(self._microbatches):
-            output, x = self.forward()
-            self.backward(output)
-        return self.finish(output, x)
-
 
 def compare(
     what: str,
@@ -159,23 +148,17 @@ def compare(
     rounds: int,
     *,
     at_least: float,
+    tokens: int | None = None,
     beside: Mapping[str, Sampler] | None = None,
     sample: Callable[[Step, torch.device], Sampler] = steady_sampler,
 ) -> Iterator[list[Row]]:
     """Check and time every variant; an empty list for each that is ready, then all rows.
 
-    All are held at once and timed in turns. Rows of peers that failed say why in `left_out`.
-    Memory is what a variant holds between steps, and the peak of a step over it.
-
-    Args:
-        what: Named by errors.
-        make: Builds the step of a variant.
-        variants: In each mode the first must be bf16; the very first all are checked against.
-        device: Where.
-        rounds: Samples of each.
-        at_least: Lower bound in dB of the SQNR of output and gradients: a `WrongResultError`.
-        beside: Further samplers; their medians in ms become columns.
-        sample: Makes the sampler of a step.
+    All are held at once and timed in turns. In each mode the first variant must be bf16; all are
+    checked against the very first, errors name `what`, and rows of peers that failed say why in
+    `left_out`. Memory is what a variant holds between steps, and the peak of a step over it.
+    `at_least` is in dB of SQNR, as for `check`; a step sees so many `tokens`. Medians of the
+    samplers `beside`, in ms, become columns, too; `sample` makes the sampler of a step.
     """
     rows: dict[str, Row] = {}
     samplers = dict(beside or {})
@@ -204,7 +187,7 @@ def compare(
     for name, row in rows.items():
         if name in times:
             row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
-    yield with_speedups(list(rows.values()))
+    yield with_speedups(list(rows.values()), tokens)
 
 
 def leave_out(row: Row, variant: Variant, error: Exception) -> None:
@@ -214,16 +197,14 @@ def leave_out(row: Row, variant: Variant, error: Exception) -> None:
     row["left_out"] = f"{type(error).__name__}: {error}"[:500]
 
 
-def with_speedups(rows: Sequence[Row]) -> list[Row]:
-    """Add to rows with a time their speedups over the first one of their mode, which is bf16's."""
+def with_speedups(rows: Sequence[Row], tokens: int | None = None) -> list[Row]:
+    """Add speedups over the first row of their mode, which is bf16, and tokens per second."""
     bf16: dict[str, float] = {}
     for row in rows:
         if "ms" in row:
             row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
+            row |= {} if tokens is None else {"tokens_per_s": tokens / row["ms"] * 1e3}
     return list(rows)
-
-
-# ---------------------------------------------------------------- memory
 
 
 def allocated(device: torch.device) -> int:

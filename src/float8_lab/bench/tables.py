@@ -6,6 +6,7 @@ and of Hugging Face's, are older: scripts wrote them, which are `float8 bench mo
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-PLAIN, HUGGING_FACE = "plain-rebuild.json", "hugging-face.json"
+PLAIN, HUGGING_FACE = RESULTS / "plain-rebuild.json", RESULTS / "hugging-face.json"
 WIDTH = 96  # of a command, which goes on in the next line
 REMOVED = ("speculative",)  # recipes that results files of former versions have
 
@@ -39,37 +40,33 @@ def write_tables(only_check: bool) -> list[Path]:
     for page in (README, PERFORMANCE):
         old = new = page.read_text()
         for (where, name), write in SECTIONS.items():
-            new = updated(new, name, write(RESULTS)) if where == page else new
+            if where == page:
+                begin = f"<!-- {name}: written by float8 bench tables -->"
+                new = updated(new, begin, f"<!-- end of {name} -->", f"\n{write(page)}\n")
         if new != old:
             changed.append(page)
             page.write_text(old if only_check else new)
     return changed
 
 
-def updated(page: str, name: str, content: str) -> str:
-    """Return the page with `content` between the two markers of that name."""
-    begin = f"<!-- {name}: written by float8 bench tables -->"
-    end = f"<!-- end of {name} -->"
-    before, found, rest = page.partition(begin)
-    _, found_end, after = rest.partition(end)
+def updated(text: str, begin: str, end: str, content: str) -> str:
+    """Return the text with `content`, which ends a line, between two of its lines."""
+    before, found, rest = text.partition(begin + "\n")
+    _, found_end, after = rest.partition(end + "\n")
     if not found or not found_end:
         raise ValueError(f"page: expected the lines {begin!r} and {end!r}")
-    return f"{before}{begin}\n\n{content}\n{end}{after}"
+    return f"{before}{begin}\n{content}{end}\n{after}"
 
 
-# ---------------------------------------------------------------- files of scripts
-
-
-def plain(folder: Path, commit: str, what: Sequence[str], command: str, page: Path) -> str:
-    """Plain models in the run of exactly this commit; `command` is what measures them today."""
-    runs: list[Results] = json.loads((folder / PLAIN).read_text())["runs"]
-    runs = [run for run in runs if run["environment"]["commit"] == commit]
-    found = [run for run in runs if {*what} <= {row["what"] for row in run["rows"]}]
-    if len(found) != 1:
-        raise ValueError(
-            f"{PLAIN}: got {len(found)} runs of commit {commit} with {what[0]}, expected one"
-        )
-    (run,) = found
+def plain(page: Path, commit: str, how: str, what: Sequence[str] = ("8B stack",)) -> str:
+    """Plain models in the run of exactly this commit; `how`: options that measure them today."""
+    runs: list[Results] = json.loads(PLAIN.read_text())["runs"]
+    (run,) = (
+        run
+        for run in runs
+        if run["environment"]["commit"] == commit
+        and {*what} <= {row["what"] for row in run["rows"]}
+    )
     # "tensorwise@torchao" -> "torchao tensorwise"
     rows = [
         {**row, "recipe": " ".join(reversed(row["recipe"].split("@"))), "layers": name}
@@ -79,34 +76,31 @@ def plain(folder: Path, commit: str, what: Sequence[str], command: str, page: Pa
     ]
     one = len(what) == 1
     lines = pivot(rows, run, _STEP if one else _SMALL, ("layers", "recipe")[one:])
-    return "\n".join([*lines, "", *source(run, folder / PLAIN, page, command)])
+    return "\n".join([*lines, "", *source(run, PLAIN, page, f"float8 bench model {how}")])
 
 
-def hugging_face(folder: Path) -> str:
+def hugging_face(page: Path) -> str:
     """Steps of the `Trainer` of transformers, and the command for the like today."""
     how = "float8 bench model --transformers --optimizer --recipe tensorwise,tensorwise+fuse"
     command = f"{how} --mode compiled; {how} --mode eager"
-    results: Results = json.loads((folder / HUGGING_FACE).read_text())
+    results: Results = json.loads(HUGGING_FACE.read_text())
     rows = [{**row, "recipe": row["recipe"].replace("@", ", ")} for row in results["rows"]]
-    shown = source(results, folder / HUGGING_FACE, PERFORMANCE, command)
+    shown = source(results, HUGGING_FACE, page, command)
     version = results["environment"]["transformers"]
     shown[0] = shown[0].replace(", commit", f", transformers {version}, commit")
     return "\n".join([*pivot(rows, results, _TOKENS), "", *shown])
 
 
-# ---------------------------------------------------------------- files of `float8 bench`
-
-
-def tables(folder: Path) -> str:
-    """Return all tables, of the files in `folder` by name."""
+def tables(page: Path) -> str:
+    """Return all tables, sorted by the names of their files."""
     parts = []
     shown = {"model": model_table, "block": model_table, "fsdp": ranks_table, "tp": ranks_table}
     shown |= {"linear": linear_table, "cast": cast_line}
     for name, show in shown.items():
-        for path in sorted(folder.glob("*.json")):
+        for path in sorted(RESULTS.glob("*.json")):
             results = json.loads(path.read_text())
             if results.get("benchmark") == name:
-                parts += [*show(results), "", *source(results, path)]
+                parts += [*show(results), "", *source(results, path, page)]
                 if "note" in results:
                     parts += [*textwrap.wrap(results["note"], 116), ""]
     return "\n".join(parts)
@@ -124,8 +118,8 @@ def model_table(results: Results) -> list[str]:
     microbatches = results["settings"].get("microbatches", 1)  # older files lack it
     after += f" of {microbatches} microbatches" if microbatches > 1 else ""
     after += " + AdamW" if results["settings"].get("optimizer") else ""
-    rows = [{**row, "kept": row.get("keep") or ""} for row in results["rows"]]
-    return [_title(results, "", after), "", *pivot(rows, results, _STEP, ("recipe", "kept"))]
+    table = pivot(results["rows"], results, _STEP, ("recipe", "keep"))
+    return [_title(results, "", after), "", *table]
 
 
 def ranks_table(results: Results) -> list[str]:
@@ -138,9 +132,8 @@ def ranks_table(results: Results) -> list[str]:
         if "ms" in row:
             name = row["recipe"] + (", eager" if row["mode"] == "eager" else "")
             sent = (row["gathered_mb"] + row["reduce_scattered_mb"]) / 1e3
-            keys = {"recipe": name, "kept": row.get("keep") or "", "mode": "", "sent_gb": sent}
-            rows.append({**row, **keys, "gather": row["gather"] or ""})
-    lines = pivot(rows, results, _RANKS, ("recipe", "gather", "kept"), ("",))
+            rows.append({**row, "recipe": name, "mode": "", "sent_gb": sent})
+    lines = pivot(rows, results, _RANKS, ("recipe", "gather", "keep"), ("",))
     return [_title(results, before, after), "", *lines]
 
 
@@ -167,9 +160,6 @@ def cast_line(results: Results) -> list[str]:
     return ["Of copy bandwidth, casts to both GEMM layouts reach", f"{', '.join(ranges)}."]
 
 
-# ---------------------------------------------------------------- Markdown
-
-
 def pivot(
     rows: Iterable[Row],
     results: Results,
@@ -177,28 +167,24 @@ def pivot(
     names: Sequence[str] = ("recipe",),
     modes: Sequence[str] = ("compiled", "eager"),
 ) -> list[str]:
-    """Return a table with a line for each of the `names`, and columns of each mode."""
+    """Return a table: a line for each of the `names`, columns of each mode; peers with versions."""
     first, *others = columns
-    heads = [*names]
+    heads = ["kept" if name == "keep" else name for name in names]
     for mode in modes:
         heads += [f"{mode} {first}".strip(), *others]
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         if row["recipe"] not in REMOVED and "ms" in row:
-            named = {**row, "recipe": label(row["recipe"], results)}
-            found.setdefault(tuple(named[name] for name in names), {})[row["mode"]] = row
+            peer, _, recipe = row["recipe"].partition(" ")
+            version = results["environment"].get(peer)
+            named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
+            key = tuple(named.get(name) or "" for name in names)
+            found.setdefault(key, {})[row["mode"]] = row
     lines = [
         [*key, *(number(of.get(mode, {}), *each) for mode in modes for each in columns.values())]
         for key, of in found.items()
     ]
     return table(heads, lines)
-
-
-def label(recipe: str, results: Results) -> str:
-    """Return the recipe; a peer's with its version."""
-    peer, _, name = recipe.partition(" ")
-    version = results["environment"].get(peer)
-    return f"{peer} {version} {name}" if version else recipe
 
 
 def number(row: Row, key: str, digits: int) -> str:
@@ -219,66 +205,60 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)]
 
 
-def source(results: Results, path: Path, page: Path = PERFORMANCE, command: str = "") -> list[str]:
+def source(results: Results, path: Path, page: Path, command: str = "") -> list[str]:
     """Return where it was measured, and the commands: today's if they are given."""
     environment = results["environment"]
     commands = (command or environment["command"]).split("; ")
     for recipe in REMOVED:
         commands = [each.replace(f",{recipe}", "") for each in commands]
-    link = Path(os.path.relpath(path, page.parent)) if path.is_relative_to(ROOT) else path.name
     commit = environment.get("commit", environment.get("git_commit"))
     where = f"{environment['device']}, torch {environment['torch']}"
     where += f", commit {commit[:7]}" if commit else ""
-    lines = [f"{where}. Results in", f"[{path.name}]({link}), by", ""]
-    return [*lines, "```bash", *(line for each in commands for line in wrapped(each)), "```", ""]
+    lines = [f"{where}. Results in", f"[{path.name}]({os.path.relpath(path, page.parent)}), by", ""]
+    return [*lines, "```bash", *map(wrapped, commands), "```", ""]
 
 
-def wrapped(command: str) -> list[str]:
+def wrapped(command: str) -> str:
     """Return a shell command in lines of at most `WIDTH` characters, broken before options."""
-    lines = [""]
-    for part in command.replace(" -", "\n-").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(part) + 3 > WIDTH:
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] = f"{lines[-1]} {part}" if lines[-1] else part
-    return lines
+    whole = re.sub(r" (?!-)", "\0", command)
+    how = {"break_on_hyphens": False, "break_long_words": False}
+    lines = textwrap.wrap(whole, WIDTH - 2, subsequent_indent="    ", **how)  # type: ignore[arg-type]
+    return " \\\n".join(lines).replace("\0", " ")
 
 
-# ---------------------------------------------------------------- what is written where
-
-_STACK, _BESIDE = ("8B stack",), "--mode compiled --peers torchao --rounds 7"
+_BESIDE = "--mode compiled --peers torchao --rounds 7"
 _FUSED = "tensorwise+fuse,tensorwise+held+fuse,delayed+held+fuse"
 
-# Of plain models the commit, what of its run, and the options that measure it today.
-_PLAIN: dict[tuple[Path, str], tuple[str, Sequence[str], str]] = {
-    (README, "plain models"): ("ca2477b", _STACK, "--peers torchao --rounds 7"),
-    (PERFORMANCE, "finer scales"): (
-        *("301e755", _STACK),
-        "--recipe tensorwise,rowwise,rowwise_with_gw_hp,blockwise --rounds 7",
-    ),
-    (PERFORMANCE, "held and fused"): (
-        *("6b3c701", _STACK),
-        f"--recipe tensorwise,delayed,delayed+fuse,{_FUSED} --rounds 9",
-    ),
-    (PERFORMANCE, "microbatches"): (
-        *("bb167fc", ("8B stack, 8 microbatches",)),
-        f"--mode compiled --microbatches 8 --recipe {_FUSED} --rounds 4",
-    ),
-    (PERFORMANCE, "narrow"): (
-        *("9763af4", ("1b stack",)),
-        f"--model 1b --blocks 8 {_BESIDE} --recipe tensorwise,delayed,tensorwise+held,"
-        "tensorwise+fuse,delayed+fuse,tensorwise+held+fuse",
-    ),
-    (PERFORMANCE, "small layers"): (
-        *("ca2477b", ("linear 8192,4096,4096", "150m, every layer")),
-        f"--model 150m --blocks 12 --seq-len 2048 --batch 4 --all-layers {_BESIDE}; "
-        f"float8 bench linear --mkn 8192,4096,4096 {_BESIDE}",
-    ),
-}
-
 SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
-    key: partial(plain, commit=commit, what=what, command=f"float8 bench model {how}", page=key[0])
-    for key, (commit, what, how) in _PLAIN.items()
+    (README, "plain models"): partial(plain, commit="ca2477b", how="--peers torchao --rounds 7"),
+    (PERFORMANCE, "finer scales"): partial(
+        plain,
+        commit="301e755",
+        how="--recipe tensorwise,rowwise,rowwise_with_gw_hp,blockwise --rounds 7",
+    ),
+    (PERFORMANCE, "held and fused"): partial(
+        plain, commit="6b3c701", how=f"--recipe tensorwise,delayed,delayed+fuse,{_FUSED} --rounds 9"
+    ),
+    (PERFORMANCE, "microbatches"): partial(
+        plain,
+        commit="bb167fc",
+        how=f"--mode compiled --microbatches 8 --recipe {_FUSED} --rounds 4",
+        what=("8B stack, 8 microbatches",),
+    ),
+    (PERFORMANCE, "narrow"): partial(
+        plain,
+        commit="9763af4",
+        how=f"--model 1b --blocks 8 {_BESIDE} --recipe tensorwise,delayed,tensorwise+held,"
+        "tensorwise+fuse,delayed+fuse,tensorwise+held+fuse",
+        what=("1b stack",),
+    ),
+    (PERFORMANCE, "small layers"): partial(
+        plain,
+        commit="ca2477b",
+        how=f"--model 150m --blocks 12 --seq-len 2048 --batch 4 --all-layers {_BESIDE}; "
+        f"float8 bench linear --mkn 8192,4096,4096 {_BESIDE}",
+        what=("linear 8192,4096,4096", "150m, every layer"),
+    ),
+    (PERFORMANCE, "Hugging Face"): hugging_face,
+    (PERFORMANCE, "performance"): tables,
 }
-SECTIONS[PERFORMANCE, "Hugging Face"] = hugging_face
-SECTIONS[PERFORMANCE, "performance"] = tables

@@ -16,8 +16,7 @@ _CACHE_MULTIPLE, _MOST_SETS = 4, 64
 def take_turns(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, float]:
     """Return the median of each sampler over interleaved rounds, in milliseconds.
 
-    Interleaved, so that a clock that drops while a GPU heats up drops for all alike. A few rounds
-    before those that count are thrown away.
+    Interleaved, since clocks drop while a GPU heats up. The first rounds do not count.
     """
     turns = [[sample() for sample in samplers.values()] for _ in range(_WARMUP + rounds)]
     medians = map(statistics.median, zip(*turns[_WARMUP:], strict=True))
@@ -48,11 +47,11 @@ def call_sampler(
 def kernel_sampler(
     calls: Sequence[Call], device: torch.device, *, at_least_ms: float = 0.0
 ) -> Sampler:
-    """Sample what the GPU needs for `calls`, without the time to issue them.
+    """Sample what the GPU needs for `calls`, without the time to issue them: as one CUDA graph.
 
-    On a GPU the calls become one CUDA graph. Calls do the same work on different data, together
-    larger than the L2 cache, so that none finds its input there. A sample takes `at_least_ms` on a
-    GPU: long ones show what holds in training, where power is at its limit and clocks drop.
+    Calls do the same work on different data, together larger than the L2 cache, so that none finds
+    its input there. A sample takes `at_least_ms` on a GPU: long ones show what holds in training,
+    where power is at its limit and clocks drop.
     """
     if device.type != "cuda":
         return call_sampler(calls, device)
@@ -63,11 +62,10 @@ def kernel_sampler(
 
 
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:
-    """Sample a call in a steady state: as many calls back to back as take `at_least_ms`.
+    """Sample a call in a steady state: as many back to back as take `at_least_ms`.
 
-    On a GPU at least three. A single call would be charged the wait for its first kernel, which a
-    training step hides behind the work before it, and what the host's caches forgot of it during
-    the turns of others. The number of calls is chosen from a few calls made now.
+    On a GPU at least three: a single one would be charged the wait for its first kernel, which a
+    training step hides behind the work before it, and what the host's caches forgot of it.
     """
     once = min(call_sampler([call], device)() for _ in range(_WARMUP))
     count = max(3 if device.type == "cuda" else 1, min(20, round(at_least_ms / max(once, 1e-3))))

@@ -15,16 +15,8 @@ from float8_lab.bench.fsdp import RanksStep
 from float8_lab.bench.model import AT_LEAST, Size, model_step, stack_data
 from float8_lab.bench.step import Results, Row, check
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant
-from float8_lab.errors import ConfigError
 from float8_lab.models.parallel import share_layers
 from float8_lab.models.presets import preset
-
-
-def require_shares(size: Size, ranks: int) -> None:
-    """Raise a `ConfigError` for blocks that so many ranks cannot share evenly."""
-    if ranks < 2:
-        raise ConfigError(f"ranks: got {ranks}, expected at least 2")
-    preset(size.model).model.check_shares("ranks:", ranks, size.seq_len)
 
 
 def parallelized(stack: nn.Module, variant: Variant, mesh: DeviceMesh) -> nn.Module:
@@ -41,7 +33,7 @@ class ParallelStep(RanksStep):
     """Forward and backward of a stack, whose tokens all ranks share, with the sync of scaling."""
 
     def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
-        require_shares(size, dist.get_world_size())
+        preset(size.model).model.check_shares("ranks:", dist.get_world_size(), size.seq_len)
         self._mesh = mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         shared = replace(
             variant, convert=lambda model: parallelized(variant.convert(model), variant, mesh)
@@ -50,18 +42,15 @@ class ParallelStep(RanksStep):
         data = stack_data(size, device).chunk(mesh.size(), 2)[dist.get_rank()].contiguous()
         super().__init__(shared, size, data, sync=True)
 
-    def results(self) -> Results:
-        """Of one step, those of all ranks together."""
-        found: dict[str, Any] = dict(self())
-        for name in ("output", "gradient of input"):
-            found[name] = DTensor.from_local(found[name], self._mesh, [Shard(1)])
-        return {name: x.full_tensor() for name, x in found.items()}
-
     def check(self, references: dict[str, Results]) -> Row:
         """Hold output and gradients against bf16's on one device."""
         if not references:
             alone = model_step(Variant(HIGH_PRECISION, EAGER), self.size, self.device)
             references[HIGH_PRECISION] = {name: x.cpu() for name, x in alone().items()}
         self.warm_up()
+        found: dict[str, Any] = dict(self())
+        for name in ("output", "gradient of input"):
+            found[name] = DTensor.from_local(found[name], self._mesh, [Shard(1)])
+        results = {name: x.full_tensor() for name, x in found.items()}
         what, base = f"tp {self.variant.name}:", references[HIGH_PRECISION]
-        return {"sqnr_db": check(what, base, self.results(), AT_LEAST)}
+        return {"sqnr_db": check(what, base, results, AT_LEAST)}

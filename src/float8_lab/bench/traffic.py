@@ -15,11 +15,10 @@ _KINDS = {"allgather": "gathered", "reducescatter": "reduce_scattered", "allredu
 class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts collectives of this thread and its backward passes, by whatever name they are called.
 
-    At the level of the operators that reach a process group. Compiled code stays compiled.
     `traffic` has the bytes of the whole tensors that they were about, the own part included: the
     results of all-gathers as `gathered`, the inputs of reduce-scatters as `reduce_scattered`, the
     tensors of all-reduces as `all_reduced`, and as `other` whatever else was sent or received;
-    `all_reduces` is how many there were.
+    `all_reduces` is how many there were. Compiled code stays compiled.
     """
 
     def __init__(self) -> None:

@@ -47,8 +47,8 @@ class Variant:
     @property
     def columns(self) -> dict[str, Any]:
         """The same as columns of a row."""
-        more = {"gather": self.gather or None, "keep": self.keep or None}
-        return {"recipe": self.recipe, "mode": self.mode, **more}
+        columns = {name: getattr(self, name) for name in ("recipe", "mode", "gather", "keep")}
+        return {name: value or None for name, value in columns.items()}
 
     @property
     def ours(self) -> bool:
@@ -81,12 +81,10 @@ def make_variants(
     Args:
         recipes: Of this library, as for `recipe_config`; peers take those nearest to them.
         modes: `eager`, `compiled` or both.
-        peers: Names of other libraries; those not installed are left out.
-        sharded: Whether each recipe runs once more, with a float8 all-gather; of peers torchao's
-            tensorwise with it.
-        all_layers: Whether layers are converted however slow float8 makes them. Else as
-            `convert_to_float8_training` chooses by itself; and peers leave the head alone.
-        keep: Of what blocks are checkpointed: all variants once for each.
+        peers: Of `PEERS`.
+        sharded: Each recipe runs once more, with a float8 all-gather; of peers only tensorwise.
+        all_layers: Else `convert_to_float8_training` chooses, and peers leave the head alone.
+        keep: What checkpointed blocks keep: all variants once for each.
     """
     nearest = ["tensorwise"] if sharded else list(dict.fromkeys(r.split("+")[0] for r in recipes))
     gathers = (BF16, FLOAT8) if sharded else ("",)
@@ -109,29 +107,26 @@ def many_compilations() -> Any:
 def recipe_config(recipe: str) -> Float8LinearConfig:
     """Return the configuration of a recipe with switches behind a `+`, as in `delayed+held`.
 
-    Switches are bool fields of `Float8LinearConfig` (but that of the gather), which are set;
-    `fast_accum` for all three GEMMs; `held` for weights that are held in float8; and `fuse`, which
-    is none of the configuration: the model is converted with `fuse=True`.
+    Switches are bool fields of `Float8LinearConfig`, `fast_accum` for all three GEMMs, `held` for
+    weights that are held in float8, and `fuse`, which only the conversion reads.
     """
     name, *switches = recipe.split("+")
     config = Float8LinearConfig.from_recipe_name(name)
-    off = [f.name for f in fields(config) if getattr(config, f.name) is False]
-    off.remove("enable_fsdp_float8_all_gather")  # `bench fsdp` has a variant of its own for it
-    new: dict[str, Any] = {}
+    fast = Float8GemmConfig(use_fast_accum=True)
+    known: dict[str, dict[str, Any]] = {
+        each.name: {each.name: True}
+        for each in fields(config)
+        if getattr(config, each.name) is False
+    }
+    del known["enable_fsdp_float8_all_gather"]  # `bench fsdp` has a variant of its own for it
+    known["fast_accum"] = {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
+    known |= {"held": {"float8_weights": Float8Weights.HELD}, "fuse": {}}
     for switch in switches:
-        if switch == "fast_accum":
-            fast = Float8GemmConfig(use_fast_accum=True)
-            new |= {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
-        elif switch == "held":
-            new["float8_weights"] = Float8Weights.HELD
-        elif switch in off:
-            new[switch] = True
-        elif switch != "fuse":
-            raise ValueError(
-                f"recipe: got {recipe!r} with the switch {switch!r}, expected one of "
-                f"{', '.join([*off, 'fast_accum', 'held', 'fuse'])}"
-            )
-    return replace(config, **new)
+        if switch not in known:
+            got = f"recipe: got {recipe!r} with the switch {switch!r}"
+            raise ValueError(f"{got}, expected one of {', '.join(known)}")
+        config = replace(config, **known[switch])
+    return config
 
 
 def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:

@@ -4,10 +4,12 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
+
+from float8_lab.cli.options import App, Command
 
 COMMANDS = {
-    "train": "Train a Llama on bytes of text, in high precision or with a float8 recipe.",
+    "train": "Train a Llama on bytes of text with a float8 recipe, or in high precision.",
     "compare": "Train high precision and each RECIPE from the same seed on the same data, and "
     "compare.",
     "plan": "Show for each linear layer of a model whether float8 makes it faster.",
@@ -22,7 +24,7 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return an empty command, which stands for it in the list."""
-        return TyperCommand(name, help=COMMANDS[name]) if name in COMMANDS else None
+        return Command(name, help=COMMANDS[name]) if name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
@@ -30,12 +32,11 @@ class _Commands(TyperGroup):
         return name, typer.main.get_command(import_module(f"float8_lab.cli.{name}").app), rest
 
 
-app = typer.Typer(
+app = App(
     name="float8",
     cls=_Commands,
     help="Train PyTorch models with 8-bit floating point matrix multiplies.",
     no_args_is_help=True,
-    add_completion=False,
 )
 
 

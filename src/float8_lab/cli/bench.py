@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,18 +18,18 @@ from float8_lab.bench.one_start import bench_one_start
 from float8_lab.bench.profile import profile_step
 from float8_lab.bench.results import check_output, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.step import Row, Step, compare
+from float8_lab.bench.step import Row, compare
 from float8_lab.bench.variants import (
     COMPILED,
     EAGER,
     HIGH_PRECISION,
     MODES,
     PEERS,
-    Variant,
     make_variants,
     peer_version,
 )
-from float8_lab.cli.options import Debug, given, settings, takes
+from float8_lab.cli.app import COMMANDS
+from float8_lab.cli.options import App, Words, given, settings, split, takes
 from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import print_table
 from float8_lab.device import float8_device
@@ -39,17 +40,14 @@ from float8_lab.trainer.config import ONE_PROCESS, RECIPES, TrainConfig
 from float8_lab.trainer.data import load_corpus
 from float8_lab.trainer.environment import describe_environment
 
-app = typer.Typer(
-    help="Time GEMMs, casts, layers, models and sharded training, each checked first.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+app = App(help=COMMANDS["bench"], no_args_is_help=True)
 
-Words = list[str] | None
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
 Keep = Annotated[Words, f"Checkpoint blocks and keep of them: {', '.join(KEPT)}; with commas."]
-AllRecipes = Annotated[Words, typer.Option(help="Several: with commas.", show_default="all")]
-HOST_TIMES = {"ms", "us", "bf16_ms"}
+AllRecipes = Annotated[
+    Words, typer.Option(help="Several: with commas.", show_default="all", callback=split)
+]
+Peers = Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."]
 ONE_70B = {"model": "llama3-70b", "blocks": 1}
 
 
@@ -59,12 +57,10 @@ class Place:
 
     device: Annotated[str, "cuda, cuda:N, or cpu to try it without a GPU."] = "cuda"
     output: Output = None
-    debug: Debug = False
 
     def checked(self) -> torch.device:
         """The device; refuses what cannot work before anything is measured."""
-        if self.output is not None:
-            check_output(self.output)
+        check_output(self.output)
         return float8_device(self.device)
 
 
@@ -82,12 +78,12 @@ class Bench:
         self.device = where.checked()
         torch.manual_seed(0)
         self.console = make_console()
-        self._name, self._output = name, where.output
+        self._output = where.output
         if isinstance(where, Run):
             settings["rounds"] = where.rounds
         versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
         about = describe_environment(self.device) | versions
-        self._about = {"environment": about, "settings": settings}
+        self._about = {"benchmark": name, "environment": about, "settings": settings}
         self.console.print("{device}, torch {torch}".format(**about))
         for peer, version in versions.items():
             if version is None:
@@ -106,20 +102,17 @@ class Bench:
                 break
         return rows
 
-    def finish(
-        self, title: str, rows: list[Row], numbers: Sequence[str] | None = None, **extra: Any
-    ) -> None:
-        """Print the table, write the file; `extra` is what belongs to no row."""
-        if self.device.type == "cpu" and any(HOST_TIMES & row.keys() for row in rows):
-            title += " (host times)"
+    def finish(self, title: str, rows: list[Row]) -> dict[str, Any]:
+        """Print the table, write the file; returns what it has, or would have."""
         for row in rows:
             if row.get("left_out"):
                 self.console.print("{recipe}, {mode} is left out: {left_out}".format(**row))
-        print_table(self.console, title, rows, *([numbers] if numbers else []))
+        print_table(self.console, title, rows)
+        results = {**self._about, "rows": rows}
         if self._output is not None:
-            results = {"benchmark": self._name, "rows": rows, **self._about, "extra": extra}
             write_results(self._output, results)
             self.console.print(f"results: {self._output}")
+        return results
 
 
 @dataclass
@@ -127,11 +120,17 @@ class Shapes:
     """Shapes of linear layers."""
 
     shapes: Annotated[Words, f"Of {', '.join(SHAPE_SETS)}; several: with commas."] = None
-    mkn: Annotated[Words, "A shape as M,K,N: tokens, in and out features; repeatable."] = None
+    mkn: Annotated[
+        Words, typer.Option(help="A shape as M,K,N: tokens, in and out features; repeatable.")
+    ] = None
 
     def selected(self) -> dict[str, tuple[Shape, ...]]:
         """By the name of their set."""
-        return select_shapes(words(self.shapes), self.mkn or [])
+        return select_shapes(self.shapes or [], self.mkn or [])
+
+    def listed(self) -> list[Shape]:
+        """All of them."""
+        return [shape for members in self.selected().values() for shape in members]
 
 
 @dataclass
@@ -145,38 +144,31 @@ class Compared:
             "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held for weights "
             "held in float8; fuse for fuse=True.",
             show_default="tensorwise,delayed",
+            callback=split,
         ),
     ] = None
     mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
-    peers: Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."] = None
+    peers: Peers = None
 
     def chosen(self, keep: Words = None) -> dict[str, Any]:
         """Return the arguments of `make_variants`."""
         if self.mode not in MODES:
             raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
-        if unknown := [kept for kept in words(keep) if kept not in KEPT]:
-            raise ConfigError(f"keep: got {unknown[0]!r}, expected some of {', '.join(KEPT)}")
-        recipes = words(self.recipe) or ["tensorwise", "delayed"]
-        named = {"recipes": recipes, "modes": MODES[self.mode], "peers": words(self.peers)}
-        return named | ({} if keep is None else {"keep": words(keep)})
-
-
-def words(values: Words) -> list[str]:
-    """Words of options that may be repeated or hold several words with commas between."""
-    return [word for value in values or [] for word in value.split(",") if word]
-
-
-# ---------------------------------------------------------------- parts
+        kept, recipes = keep or [], self.recipe or ["tensorwise", "delayed"]
+        if unknown := {*kept} - {*KEPT}:
+            raise ConfigError(f"keep: got {min(unknown)!r}, expected some of {', '.join(KEPT)}")
+        modes, peers = MODES[self.mode], self.peers or []
+        return {"recipes": recipes, "modes": modes, "peers": peers, "keep": kept}
 
 
 @app.command("matmul")
 @takes({"rounds": 20}, layers=Shapes, where=Run)
 def matmul_command(layers: Shapes, where: Run) -> None:
     """One GEMM per shape: bf16, float8 without and with fast accumulation."""
-    shapes = layers.selected()
+    shapes = layers.listed()
     bench = Bench("matmul", where, shapes=shapes)
     groups = matmul.bench_matmul(shapes, bench.device, where.rounds)
-    rows = bench.collect(groups, sum(map(len, shapes.values())))
+    rows = bench.collect(groups, len(shapes))
     bench.finish("GEMM, both operands contiguous along K, bf16 result", rows)
 
 
@@ -187,7 +179,7 @@ def cast_command(layers: Shapes, where: Run) -> None:
 
     Every kernel is compared with its plain-torch twin first, bit by bit.
     """
-    shapes = layers.selected()
+    shapes = layers.listed()
     bench, sizes = Bench("cast", where, shapes=shapes), cast.distinct_tensors(shapes)
     rows = bench.collect(cast.bench_cast(sizes, bench.device, where.rounds), len(sizes))
     bench.finish("casts of bf16 tensors, bitwise equal to their plain-torch twins", rows)
@@ -201,11 +193,19 @@ def linear_command(
     where: Run,
     gpu_time: Annotated[bool, "Without the time to issue kernels, on uncached data."] = False,
     seconds: Annotated[int | None, "End after so many, with what is measured by then."] = None,
+    plot: Annotated[Path | None, "Draw speed-ups by width and tokens: a .png file."] = None,
+    results: Annotated[Path | None, "Draw those of a results file, and measure nothing."] = None,
 ) -> None:
     """One layer forward and backward per shape and recipe, against nn.Linear in bf16.
 
     Each result is checked against bf16's. A shape set of several layers ends with its sums.
     """
+    check_output(plot, ".png", "plot")
+    if results is not None:
+        if plot is None:
+            raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
+        _heat_map(json.loads(results.read_text()), plot)
+        return
     shapes, chosen = layers.selected(), compared.chosen()
     variants = make_variants(**chosen)
     sets = {name: "all" if name in SHAPE_SETS else each for name, each in shapes.items()}
@@ -213,33 +213,35 @@ def linear_command(
     total = sum(len(members) + (len(members) > 1) for members in shapes.values())
     measure = partial(linear.bench_linear, gpu_time=gpu_time)
     rows = bench.collect(measure(shapes, variants, bench.device, where.rounds), total, seconds)
-    bench.finish("linear layer, forward + backward", rows)
+    found = bench.finish("linear layer, forward + backward", rows)
+    if plot is not None:
+        _heat_map(found, plot)
+
+
+def _heat_map(results: dict[str, Any], path: Path) -> None:
+    import_module("float8_lab.bench.heat_map").plot_speedups(results, path)  # has matplotlib
+    typer.echo(f"heat map: {path}")
 
 
 @app.command("numerics")
 @takes({"mkn": ["2048,1024,3072"]}, layers=Shapes, where=Place)
 def numerics_command(
-    layers: Shapes,
-    where: Place,
-    recipe: AllRecipes = None,
-    peers: Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."] = None,
+    layers: Shapes, where: Place, recipe: AllRecipes = None, peers: Peers = None
 ) -> None:
     """SQNR in dB of a layer's three GEMMs against float64, under each recipe; times nothing.
 
     On random tensors of several families. Delayed scaling has seen three steps before. `even`
     counts all tokens alike, of grad_weight all channels, though a few may have most of the power.
     """
-    chosen = {"recipes": words(recipe) or RECIPES, "peers": words(peers)}
-    shapes = [shape for members in layers.selected().values() for shape in members]
+    chosen = {"recipes": recipe or RECIPES, "peers": peers or []}
+    shapes = layers.listed()
     variants = make_variants(chosen["recipes"], [EAGER], chosen["peers"])
     bench = Bench("numerics", where, shapes=shapes, **chosen)
+    bench.console.width = min(bench.console.width, 80)
     samples = numerics.random_samples(shapes, bench.device)
     total = len(numerics.FAMILIES) * len(shapes)
     rows = bench.collect(numerics.bench_numerics(samples, variants), total)
     bench.finish(", ".join(map(str, shapes)), rows)
-
-
-# ---------------------------------------------------------------- models
 
 
 @app.command("model")
@@ -263,28 +265,17 @@ def model_command(
     chosen = {**compared.chosen(keep), "all_layers": all_layers}
     if transformers and keep:
         raise ConfigError("--keep is for plain blocks: leave it or --transformers out")
-    how = {"microbatches": microbatches, "optimizer": optimizer, "transformers": transformers}
+    how: Any = {"microbatches": microbatches, "optimizer": optimizer, "transformers": transformers}
     preset(size.model)
     variants = make_variants(**chosen)
     bench = Bench("model", where, **vars(size), **chosen, **how)
-
-    def make(variant: Variant) -> Step:
-        kind: Any = {"microbatches": microbatches, "transformers": transformers}
-        step = model_step(variant, size, bench.device, **kind)
-        if optimizer:
-            step.add_optimizer()
-        return step
-
-    groups = compare("model", make, variants, bench.device, where.rounds, at_least=AT_LEAST)
-    rows = bench.collect(groups, len(variants) + 1)
-    for row in rows:
-        if "ms" in row:
-            tokens = size.batch * size.seq_len * microbatches
-            row["tokens_per_s"] = tokens / row["ms"] * 1e3
+    make = partial(model_step, size=size, device=bench.device, **how)
+    more: Any = {"at_least": AT_LEAST, "tokens": size.tokens * microbatches}
+    groups = compare("model", make, variants, bench.device, where.rounds, **more)
     title = f"{size}, forward + backward"
     title += f" of {microbatches} microbatches" if microbatches > 1 else ""
     title += " + optimizer" if optimizer else ""
-    bench.finish(title, rows)
+    bench.finish(title, bench.collect(groups, len(variants) + 1))
 
 
 @app.command("profile")
@@ -312,25 +303,23 @@ class RanksRun(Run):
 
     device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
     rounds: Annotated[int, "Timed steps in each of two passes."] = 10
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processes, each with a GPU.", show_default="all GPUs; 2 on a CPU"
-        ),
-    ] = None
+    ranks: Annotated[int | None, "Processes, each with a GPU; else all GPUs, or 2 on a CPU."] = None
 
 
 def _bench_on_ranks(
-    name: str, step: Any, size: Size, chosen: dict[str, Any], where: RanksRun, **how: Any
+    name: str,
+    title: str,
+    step: Any,
+    size: Size,
+    chosen: dict[str, Any],
+    where: RanksRun,
+    **how: Any,
 ) -> None:
     """Start the ranks, and on each of them time that step of all variants; the first one tells."""
     if where.device not in ("cuda", "cpu"):
-        raise ConfigError(
-            f"device: got {where.device!r}, expected cuda or cpu; say --ranks for how many"
-        )
-    sharded = name == "fsdp"
+        raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
     preset(size.model)
-    variants = make_variants(**chosen, sharded=sharded)
+    variants = make_variants(**chosen, sharded=name == "fsdp")
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks(True) as group:
@@ -339,11 +328,8 @@ def _bench_on_ranks(
         bench = Bench(name, where, **about)
         groups = fsdp.bench_on_ranks(step, variants, size, bench.device, where.rounds)
         rows = bench.collect(groups, fsdp.PASSES * len(variants) + 1)
-        title = f"{size}, tensor and sequence parallel on {group.size} ranks, forward + backward"
-        if sharded:
-            title = f"{size} each, under FSDP2 on {group.size} rank(s), forward + backward + AdamW"
         if group.rank == 0:
-            bench.finish(title, rows)
+            bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
 
 
 @app.command("fsdp")
@@ -363,7 +349,8 @@ def fsdp_command(
     rounds in two passes over the list.
     """
     step = partial(fsdp.ShardedStep, masters=masters)
-    _bench_on_ranks("fsdp", step, size, compared.chosen(keep), where, masters=masters)
+    title, chosen = "forward + backward + AdamW under FSDP2", compared.chosen(keep)
+    _bench_on_ranks("fsdp", title, step, size, chosen, where, masters=masters)
 
 
 @app.command("tp")
@@ -373,10 +360,8 @@ def tp_command(size: Size, compared: Compared, where: RanksRun) -> None:
 
     As `fsdp`; output and gradients are checked against bf16 on one device.
     """
-    _bench_on_ranks("tp", tp.ParallelStep, size, compared.chosen(), where)
-
-
-# ---------------------------------------------------------------- what becomes of the numbers
+    title = "forward + backward under tensor and sequence parallel"
+    _bench_on_ranks("tp", title, tp.ParallelStep, size, compared.chosen(), where)
 
 
 _FILES = ("output", "tensorboard", "keep_checkpoints", "final_checkpoint", "checkpoint_interval")
@@ -389,7 +374,6 @@ def one_start_command(
     recipe: AllRecipes = None,
     start: Annotated[int, "Steps in high precision that all have in common."] = 300,
     output: Output = None,
-    debug: Debug = False,
 ) -> None:
     """Train all recipes on from one start in high precision, and compare losses.
 
@@ -397,7 +381,7 @@ def one_start_command(
     """
     off = {"eval_interval": 0, "checkpoint_interval": 0, "tensorboard": False}
     config = TrainConfig.create(**given(chosen), **off, final_checkpoint=False)  # type: ignore[arg-type]
-    recipes = words(recipe) or RECIPES
+    recipes = recipe or RECIPES
     if not start < config.steps:
         raise ConfigError(f"start: got {start}, expected less than the {config.steps} steps")
     place = Place(config.device, output)
@@ -406,7 +390,7 @@ def one_start_command(
     groups = bench_one_start(config, load_corpus(config.data), recipes, start)
     rows = bench.collect(groups, len(recipes) + 3)
     title = f"validation losses in nats per byte after step {config.steps}"
-    bench.finish(title, rows, ("val_loss", "gap_percent"))
+    bench.finish(title, rows)
 
 
 @app.command("limits")
@@ -414,7 +398,6 @@ def one_start_command(
 def limits_command(
     results: Annotated[Path, typer.Argument(help="What `linear --gpu-time` wrote.")],
     write: Annotated[bool, "Into the library and its page, in a checkout."] = False,
-    debug: Debug = False,
 ) -> None:
     """From which size on layers gain: the limits that cost the least by what was measured."""
     gpu, found = limits.fit_results(json.loads(results.read_text()))
@@ -427,9 +410,7 @@ def limits_command(
 
 @app.command("tables")
 @takes()
-def tables_command(
-    check: Annotated[bool, "Only say whether they are up to date."] = False, debug: Debug = False
-) -> None:
+def tables_command(check: Annotated[bool, "Only say whether they are up to date."] = False) -> None:
     """Write the tables of README.md and docs/performance.md, in a checkout, from its results."""
     changed = tables.write_tables(check)
     if check and changed:

@@ -3,21 +3,16 @@
 import functools
 import os
 import sys
-import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.cli.table import print_table
 from float8_lab.errors import ConfigError
-from float8_lab.ranks import for_all
-from float8_lab.trainer.compare import Row, cells, compare
-from float8_lab.trainer.config import ONE_PROCESS, OUTPUT, TrainConfig
+from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, OUTPUT, TrainConfig
 from float8_lab.trainer.metrics import FAILED
 
 _NOT_OURS = (
@@ -25,11 +20,9 @@ _NOT_OURS = (
     *ONE_PROCESS,
 )
 
-_NAME, _WIDE = 15, 96  # Columns to which names of recipes are folded where there are fewer.
-
 _option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 
-app = typer.Typer(add_completion=False)
+app = App()
 
 
 @app.command()
@@ -57,17 +50,25 @@ def compare_command(
     Writes report.json, report.md and loss.png, besides a folder per run. Ctrl-C leaves a
     checkpoint of the run under way; the same command with --resume goes on from it.
     """
+    from float8_lab.ranks import for_all
+    from float8_lab.trainer.compare import SLOW, cells, compare
+
     if "RANK" in os.environ:
         message = "float8 compare got ranks of torchrun, but keeps to one device: run it without"
         raise for_all(ConfigError(message))
-    config = TrainConfig.create(final_checkpoint=False, output=output, **given(chosen))
+    config = TrainConfig.create(
+        recipe=HIGH_PRECISION, final_checkpoint=False, output=output, **given(chosen)
+    )
     if chosen.eval_interval is None:
         config = config.replace(eval_interval=max(config.steps // 5, 1))
     console = make_console()
     with stop_on_signals(STOP_NOTICE) as stop:
-        shown = [ConsoleProgress(console)]
-        rows = compare(config, recipes, shown, resume=resume, overwrite=overwrite, stop=stop)
-    print_rows(console, rows)
+        how: Any = {"resume": resume, "overwrite": overwrite, "stop": stop}
+        rows = compare(config, recipes, [ConsoleProgress(console)], **how)
+    if config.device.startswith("cpu"):
+        console.print(SLOW)
+    shown = [cells(row) for row in rows]
+    print_table(console, "losses in nats per byte", shown, [*shown[0]][1:])
     console.print(f"report: {output}/report.json")
     if Path(output, "loss.png").exists():
         console.print(f"loss curves: {output}/loss.png")
@@ -79,12 +80,3 @@ def compare_command(
         sys.stderr.write(f"error: {row['recipe']}: {row['error']}\n")
     if failed:
         raise typer.Exit(1)
-
-
-def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    """One table within 80 columns; on less as many as it takes to print numbers whole."""
-    shown = [cells(row) for row in rows]
-    for row in shown if console.width < _WIDE else ():
-        row["recipe"] = textwrap.fill(row["recipe"], _NAME)
-    known = [name for name in shown[0] if any(row[name] != "-" for row in shown)]
-    print_table(console, "losses in nats per byte", shown, known[1:])

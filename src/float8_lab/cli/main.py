@@ -1,7 +1,6 @@
 """Entry point of the `float8` command: runs it and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 the training or a measurement failed, 2 something about the call is wrong,
-130 interrupted.
+0: done, 1: training or a measurement failed, 2: the call is wrong, 130: interrupted.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from float8_lab.errors import GET_EXTRAS, LabError, RankFailedError, ToldError
 
 # Seconds by which the rank with the cause ends before others: torchrun shows the first one.
 _LAST_WORDS = 2.0
-_EXTRAS = ("typer", "rich", "matplotlib", "numpy")
+_EXTRAS = ("typer", "rich", "matplotlib", "numpy", "tensorboard")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

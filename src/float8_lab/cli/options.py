@@ -1,8 +1,7 @@
 """Options that several commands share, said once.
 
-Those of the training commands are made of the settings themselves. Each is None unless it is given,
-so that defaults stay in one place, `TrainConfig.create`, and a resumed run can tell what was asked
-for now from what it was started with.
+Those of the training commands are the settings themselves, None unless given: so defaults stay in
+`TrainConfig.create`, and a resumed run can tell what was asked for now.
 """
 
 import copy
@@ -11,12 +10,11 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
-from float8.convert.measure import WrongResultError
-from float8_lab.device import explain_out_of_memory
 from float8_lab.errors import FailedError
 from float8_lab.trainer.config import OPTIONS, TrainConfig
 
@@ -24,76 +22,112 @@ INTERRUPTED_EXIT = 130
 STOP_NOTICE = "stopping after this step, with a checkpoint (again: stop at once)"
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+Callback = TypeVar("Callback", bound=Callable[..., Any])
+Words = list[str] | None
+"""An option that may be repeated or hold several words with commas between."""
+
+
+class Command(TyperCommand):
+    """Has its options listed by panel, each with its whole name."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Return the first paragraph, all of it."""
+        return " ".join((self.help or "").partition("\n\n")[0].split())
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options and arguments."""
+        panels: dict[str, list[Any]] = {}
+        for each in self.get_params(ctx):
+            panel = getattr(each, "rich_help_panel", None) or each.param_type_name.title() + "s"
+            panels.setdefault(panel, []).append(each.get_help_record(ctx))
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+
+class App(typer.Typer):
+    """Commands with help in plain text: tables of rich cut long names of options."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(add_completion=False, rich_markup_mode=None, **how)
+
+    def command(self, name: str | None = None, **how: Any) -> Callable[[Callback], Callback]:
+        """Return a decorator that adds a command."""
+        return super().command(name, cls=Command, **how)
+
+
+def split(values: Words) -> list[str]:
+    """All words of such an option."""
+    return [word for value in values or [] for word in value.split(",") if word]
 
 
 def takes(
     defaults: Mapping[str, Any] | None = None, /, **groups: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of whole dataclasses: their fields that are annotated.
+    """Give a command the options of whole dataclasses, and `--debug`, which `main` looks for.
 
-    Annotated as Typer wants it, or with a text alone, which is the help; the number is at least 1
-    then, and the switch has no opposite. So are the command's own parameters. `groups` are those
-    that stand for a dataclass; `defaults` are those of options that differ from it.
+    Fields, and the command's own parameters, are annotated as Typer wants it, or with a text alone,
+    which is the help: see `_option`. `groups` are the parameters that stand for a dataclass;
+    `defaults` are those of options that differ from it.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields: dict[str, list[str]] = {}
-        parameters = []
-        for own in inspect.signature(command, eval_str=True).parameters.values():
-            if own.name not in groups:
-                parameters.append(own)
-                continue
-            group = groups[own.name]
-            hints = typing.get_type_hints(group, include_extras=True)
-            options = {name: kind for name, kind in hints.items() if hasattr(kind, "__metadata__")}
-            fields[own.name] = list(options)
-            for name, kind in options.items():
-                new = own.replace(name=name, annotation=kind, default=getattr(group, name))
-                parameters.append(new)
+        fields = {
+            name: typing.get_type_hints(group, include_extras=True)
+            for name, group in groups.items()
+        }
+        taken: dict[str, tuple[Any, Any]] = {}  # annotation and default
+        for name, own in inspect.signature(command, eval_str=True).parameters.items():
+            if name in groups:
+                group = groups[name]
+                taken |= {each: (kind, getattr(group, each)) for each, kind in fields[name].items()}
+            else:
+                taken[name] = own.annotation, own.default
+        taken["debug"] = Debug, False
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:
-            made = {
-                group: groups[group](**{name: values.pop(name) for name in names})
-                for group, names in fields.items()
-            }
+        def run(debug: bool, **values: Any) -> None:
+            from float8.convert.measure import WrongResultError
+            from float8_lab.device import explain_out_of_memory
+
+            for name, group in groups.items():
+                values[name] = group(**{each: values.pop(each) for each in fields[name]})
             try:
                 with explain_out_of_memory("too large for the memory: {error}"):
-                    command(**made, **values)
+                    command(**values)
             except WrongResultError as error:
                 raise FailedError(str(error)) from error
 
-        changed = defaults or {}
+        how = inspect.Parameter.KEYWORD_ONLY
         parameters = [
-            p.replace(
-                kind=inspect.Parameter.KEYWORD_ONLY,
-                default=changed.get(p.name, p.default),
-                annotation=_option(p.name, p.annotation),
+            inspect.Parameter(
+                name,
+                how,
+                default=(defaults or {}).get(name, default),
+                annotation=_option(name, kind),
             )
-            for p in parameters
+            for name, (kind, default) in taken.items()
         ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
 
     return decorate
 
 
 def _option(name: str, annotation: Any) -> Any:
-    """As Typer wants it."""
-    text, *_ = getattr(annotation, "__metadata__", [None])
+    """As Typer wants it: numbers are at least 1, switches have no opposite, words are split."""
+    kind, text = typing.get_args(annotation)[:2]
     if not isinstance(text, str):
         return annotation
-    kind = typing.get_args(annotation)[0]
     names = ["--" + name.replace("_", "-")] if kind is bool else []
-    return Annotated[kind, typer.Option(*names, help=text, min=1 if kind is int else None)]
+    least = 1 if kind in (int, int | None) else None
+    callback = split if kind == Words else None
+    return Annotated[kind, typer.Option(*names, help=text, min=least, callback=callback)]
 
 
 def settings(*, but: tuple[str, ...] = (), **shown: str) -> Any:
-    """A dataclass for `takes` of an option for each setting of the trainer, `but` some.
-
-    `shown` are defaults in words that differ from those of `TrainConfig`.
-    """
+    """A dataclass for `takes` of all settings `but` some; `shown` are defaults in other words."""
     types = typing.get_type_hints(TrainConfig)
     fields = []
     for name, option in OPTIONS.items():

@@ -1,120 +1,216 @@
 """`float8 plan`: which layers of a model to convert."""
 
+import dataclasses
+import math
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import nn
 
+from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
-from float8.convert.filters import known_gpu
+from float8.convert.filters import gpu_for
 from float8.convert.measure import LinearTimes, measure_linear
-from float8.convert.smallest import SMALLEST, judged_as, too_small
+from float8.convert.smallest import SMALLEST, judged_as
+from float8_lab.bench.estimate import at_least, stored
+from float8_lab.bench.shapes import Shape
 from float8_lab.cli.bench import Bench, Output, Place
-from float8_lab.cli.options import Debug, takes
+from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.presets import PRESETS, preset
 from float8_lab.trainer.config import RECIPES
 from float8_lab.trainer.environment import device_name
 
-CONVERT, HEAD = "convert", "output"
+CONVERT = "convert"
 _DEFAULT_GPU = "H100"
 
-app = typer.Typer(add_completion=False)
+app = App()
+
+
+def load_model(name: str) -> nn.Module:
+    """Call a function on the meta device, where weights need no memory: `"module:function"`.
+
+    Raises:
+        ConfigError: it is not there, needs values of weights, or returns no model.
+    """
+    module, _, function = name.partition(":")
+    if not module or not function:
+        what = "module:function, of a function without arguments that returns a model"
+        raise ConfigError(f"model: got {name!r}, expected {what}, or --model for one of ours")
+    if (here := str(Path.cwd())) not in sys.path:  # the folder of a script is there, not ours
+        sys.path.insert(0, here)
+    try:
+        make = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        do = "call it where `import` finds the module"
+        raise ConfigError(f"model: {name!r} cannot be imported in {here}: {error}; {do}") from error
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        do = "make it from its configuration, not a checkpoint, or under torch.device('cpu')"
+        raise ConfigError(f"model: {name!r} fails on the meta device: {error}; {do}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: {name!r} returned {type(model).__name__}, expected nn.Module")
+    return model
+
+
+def report_on(
+    model: nn.Module, config: Float8LinearConfig, tokens: int, gpu: str | None
+) -> ConversionReport:
+    """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
+    if gpu is None:
+        config = dataclasses.replace(config, emulate=True)  # of which no speed is asked
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
+        convert_to_float8_training(model, config=config, tokens_per_step=tokens, gpu=gpu)
+    return conversion_report(model)
 
 
 def plan_conversion(
-    model: nn.Module, tokens: int, judge: Callable[[int, int], str | LinearTimes | None]
+    report: ConversionReport, tokens: int, judge: Callable[[Shape], LinearTimes | float | None]
 ) -> list[dict[str, Any]]:
-    """Judge every `nn.Linear` of a model, on the meta device, too, without changing it.
+    """Return a row for all layers of one shape and fate.
 
-    `judge(in_features, out_features)` gives what was measured, or what says that float8 is slower,
-    or None if nothing does. The head is left in high precision. Returns a row per shape, in the
-    order of the model: how many, which, their times, their fate.
+    `judge` gives the times of a layer, at which it stays if float8 is slower; or a lower bound of
+    its speed-up, or None.
     """
-    groups: dict[tuple[int, int, bool], list[str]] = {}
-    for name, linear in model.named_modules():
-        if isinstance(linear, nn.Linear):
-            key = (linear.in_features, linear.out_features, name == HEAD)
-            groups.setdefault(key, []).append(name)
+    groups: dict[tuple[int, int, str | None], list[str]] = {}
+    for layer in report.layers:
+        key = (layer.in_features, layer.out_features, layer.skip_reason)
+        groups.setdefault(key, []).append(layer.fqn)
     rows = []
-    for (K, N, is_head), names in groups.items():
-        layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    for (K, N, reason), names in groups.items():
+        layers = " ".join(dict.fromkeys(map(_short, names)))
         row: dict[str, Any] = {"M": tokens, "K": K, "N": N, "count": len(names), "layers": layers}
-        found = judge(K, N)
+        found = judge(Shape(tokens, K, N))
         if isinstance(found, LinearTimes):
             row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
-            found = "slower" if found.float8_ms > found.bf16_ms else None
-        reason = found or ("output head" if is_head else None)
+            if found.float8_ms > found.bf16_ms:
+                reason = reason or "slower"
+        elif reason is None:
+            row["at_least"] = found
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
     return rows
 
 
+def _short(fqn: str) -> str:
+    """Return the last part of a name, and where that is a number also the one before it."""
+    parts = fqn.split(".")
+    return parts[-1] if not parts[-1].isdigit() else ".".join([*parts[-2:-1], "N"])
+
+
 @app.command()
 @takes()
 def plan_command(
-    model: Annotated[str, f"One of {', '.join(PRESETS)}."] = "llama3-8b",
-    tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
-    recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = "tensorwise",
-    measure: Annotated[
-        bool | None,
-        typer.Option(
-            "--measure/--by-size",
-            help="Run a layer of each shape, or compare its size with stored limits.",
-            show_default="measure if there is a GPU",
+    make: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Your model: a function without arguments, called on the meta device.",
         ),
     ] = None,
+    model: Annotated[str | None, f"One of {', '.join(PRESETS)}; else llama3-8b."] = None,
+    tokens: Annotated[int, "Tokens per forward on one device."] = 8192,
+    recipe: Annotated[str, f"One of {', '.join(RECIPES)}."] = "tensorwise",
+    by_size: Annotated[bool, "Compare sizes with stored limits, as without a GPU."] = False,
     gpu: Annotated[
         str | None, f"By size for {' or '.join(SMALLEST)}, not for the one here."
     ] = None,
     device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
     output: Output = None,
-    debug: Debug = False,
 ) -> None:
     """Show for each linear layer of a model whether float8 makes it faster.
 
-    The output head is left in high precision, as the reference trainer does. GPU time only: what
-    the CPU needs to issue kernels is not in it.
+    Of one of ours, or of your own: float8 plan --gpu H100 my_module:make_model
+
+    A layer of each shape runs on the GPU; or it is judged by its size, without a GPU or for another
+    one. What a conversion without a filter leaves stays here, too. GPU time only.
     """
-    config, shape = Float8LinearConfig.from_recipe_name(recipe), preset(model)
+    config = Float8LinearConfig.from_recipe_name(recipe)
     here = torch.cuda.is_available()
-    measuring = here and gpu is None if measure is None else measure
-    if measuring and gpu is not None:
-        raise ConfigError("--gpu is for judging by size: leave it or --measure out")
-    if not measuring and device is not None:
-        raise ConfigError("--device is where to measure: leave it or --by-size out")
-    how, judged = ("measured", "") if measuring else ("judged by size", _gpu(gpu, here))
-    place = Place((device or "cuda") if measuring else "cpu", output)
+    if make and model:
+        raise ConfigError(f"model: got {make!r} and --model {model}, expected one of the two")
+    if device and (by_size or gpu):
+        raise ConfigError("--device is where to measure: leave it, or --by-size and --gpu, out")
+    measuring = bool(device) or (here and not (by_size or gpu))
+    how, judged = ("measured", None) if measuring else ("judged by size", _gpu(gpu, here))
+    place, name = Place((device or "cuda") if measuring else "cpu", output), make or model
+    name = name or "llama3-8b"
     settings = {"tokens": tokens, "recipe": recipe, "how": how, "for": judged or place.device}
-    bench = Bench("plan", place, model=model, **settings)
+    if make:
+        whole = load_model(make)
+    else:
+        shape = preset(name)
+        with torch.device("meta"):
+            whole = Llama(shape.model, shape.seq_len)
+    bench = Bench("plan", place, model=name, **settings)
+    report = report_on(whole, config, tokens, judged)
+    known = stored(judged, judged_as(config)) if judged else {}
 
-    def judge(K: int, N: int) -> str | LinearTimes | None:
+    def judge(shape: Shape) -> LinearTimes | float | None:
         if measuring:
-            return measure_linear(tokens, K, N, bench.device, config)
-        return too_small(judged, judged_as(config), tokens, K, N)
+            return measure_linear(*shape, bench.device, config)
+        return at_least(known, shape)
 
-    with torch.device("meta"):
-        rows = plan_conversion(Llama(shape.model, shape.seq_len), tokens, judge)
-    title = f"{model}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
-    if not measuring:
-        bench.finish(title, rows)
-        return
-    bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
-    taken = {True: "float8_ms", False: "bf16_ms"}
-    gain = bf16 / sum(row["count"] * row[taken[row["fate"] == CONVERT]] for row in rows)
-    bench.finish(f"{title}; ms of forward + backward", rows, linear_speedup=gain)
-    bench.console.print(f"all linear layers: {gain:.2f}x of bf16")
+    rows = plan_conversion(report, tokens, judge)
+    title = f"{name}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
+    title += "; ms of forward + backward" if measuring else ""
+    bench.finish(title, rows)
+    for line in _conclusion(report, rows, judged):
+        bench.console.print(line)
+
+
+def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str | None) -> list[str]:
+    """Say what is no linear layer, how much is converted, and how much faster all of it becomes."""
+    others = Counter((_short(x.fqn), x.shape, x.module) for x in report.others)
+    lines = [
+        f"no linear layer, stays: {count} x {name} {[*shape]} of {module}"
+        for (name, shape, module), count in others.items()
+    ]
+    converted = [row for row in rows if row["fate"] == CONVERT]
+    all_weights = sum(map(_weights, rows)) + sum(math.prod(x.shape) for x in report.others)
+    share = sum(map(_weights, converted)) / max(all_weights, 1)
+    count = sum(row["count"] for row in converted)
+    layers = f"float8: {count} of {len(report.layers)} linear layers"
+    lines += [f"{layers}, {share:.1%} of all matmul weights", *report.chosen_for]
+    if not converted:
+        lines.append("it does not pay: no layer gains; more --tokens per forward may change that")
+    if rows and "bf16_ms" in rows[0]:
+        bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
+        best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
+        ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
+        lines.append(f"all linear layers: {bf16 / ours:.2f}x of bf16")
+    elif any(row["at_least"] for row in converted):
+        # All have the same tokens, so that weights are to each other as times.
+        ours = sum(_weights(row) / (row.get("at_least") or 1.0) for row in rows)
+        speedup = sum(map(_weights, rows)) / ours
+        lines += [
+            f"at least: of the largest layer measured on {gpu}, in eager mode, that is no larger",
+            f"all linear layers: about {speedup:.2f}x of bf16 or more; a whole step gains less",
+        ]
+    return lines
+
+
+def _weights(row: dict[str, Any]) -> int:
+    return int(row["count"] * row["K"] * row["N"])
 
 
 def _gpu(name: str | None, here: bool) -> str:
     """A GPU whose limits are known: of that name, or the one here, or else `_DEFAULT_GPU`."""
-    if name is None:
-        name = known_gpu(torch.device("cpu")) if here else _DEFAULT_GPU
-    if name is None:
-        raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
-    if name not in SMALLEST:
+    if name is not None and name not in SMALLEST:
         raise ConfigError(f"gpu: got {name!r}, expected one of {', '.join(SMALLEST)}")
+    if name is None:
+        name = gpu_for(torch.device("cpu")) if here else _DEFAULT_GPU
+    if name not in SMALLEST:
+        raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
     return name

@@ -13,12 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
+from float8_lab.trainer.metrics import RATES, Observer, StepRecord, ValidationRecord
 
 _PLAIN_WIDTH = 120  # A log has no width; this one holds the widest table.
 _BAR, _WIDE = 8, 70  # Columns: of the bar; from which the time left is shown.
 _STATUS = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what the others leave
-_PLAIN_LINES = 20  # How many progress lines a whole run writes, about.
 
 
 def make_console() -> Console:
@@ -35,11 +34,11 @@ class ConsoleProgress(Observer):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Progress | None = None
-        self._steps = self._last_line = 0
+        self._steps = 0
 
     def on_start(self, config: TrainConfig, step: int, about: str) -> None:
         """Say what is trained on what, and start the bar."""
-        self._steps, self._last_line = config.steps, step
+        self._steps = config.steps
         self._console.print(about)
         if step:
             self._console.print(f"  resumed after step {step}")
@@ -70,11 +69,13 @@ class ConsoleProgress(Observer):
         parts = [f"loss {loss:.4f}", speed, f"{1e3 * seconds:.0f} ms"]
         if memory is not None:
             parts.append(f"{memory / 2**30:.2f} GiB")
+        for name, text in RATES.items():
+            if (rate := getattr(records[-1], name)) is not None:
+                parts.append(text.format(rate * records[-1].seconds / seconds))
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], status="  ".join(parts))
-        elif step >= self._last_line + self._steps // _PLAIN_LINES or step == self._steps:
+        else:
             self._console.print(f"  step {step}/{self._steps}  {'  '.join(parts)}")
-            self._last_line = step
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Print the validation loss."""
@@ -96,8 +97,7 @@ class ConsoleProgress(Observer):
 def stop_on_signals(notice: str = "") -> Iterator[Event]:
     """Turn the first SIGINT or SIGTERM into an event that is set; the second one acts as usual.
 
-    Works in the main thread only, as signals do. The notice goes to standard error when the first
-    signal comes.
+    The notice goes to standard error when the first one comes. In the main thread only.
     """
     stop = Event()
 

@@ -1,4 +1,4 @@
-"""Rows of results as tables that fit the terminal, however narrow it is."""
+"""Rows of results as tables on the terminal."""
 
 import math
 import re
@@ -12,75 +12,35 @@ from rich.table import Table
 Rows = list[dict[str, Any]]
 
 # What is shown of a row, in this order. A heading is the key itself, its words below each other.
-_NAMES = "pass gemm M K N R C case count layers variant kind recipe mode gather keep"
-_TEXT = "pass gemm case layers variant kind recipe mode gather keep fate"
+_NAMES = "M K N R C case count layers variant kind recipe mode gather keep"
+_TEXT = "case layers variant kind recipe mode gather keep fate"
+_SQNR = "sqnr_output sqnr_grad_input sqnr_grad_weight even_output even_grad_input even_grad_weight"
 _NUMBERS = (
-    "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup floor_ms "
-    "gathered_mb reduce_scattered_mb all_reduced_kb exposed_ms saved_mib peak_gib "
-    "sqnr_db more_noise_db same_scales same_bits fate "
-    "sqnr_output sqnr_grad_input sqnr_grad_weight "
-    "even_output even_grad_input even_grad_weight "
-    "underflow_input underflow_weight underflow_grad_output "
-    "saturation_input saturation_weight saturation_grad_output"
+    "calls us share ms bf16_ms float8_ms tokens_per_s tflops gb_per_s of_copy speedup at_least "
+    "floor_ms gathered_mb reduce_scattered_mb all_reduced_kb peak_gib sqnr_db val_loss "
+    "gap_percent fate " + _SQNR
 )
-_HEADINGS = {
-    "R": "rows",
-    "C": "columns",
-    "tokens_per_s": "tokens/s",
-    "tflops": "TFLOP/s",
-    "gb_per_s": "GB/s",
-    "floor_ms": "float8\nGEMMs\nalone",
-    "same_bits": "bits of\n16-bit\ngather",
-    "more_noise_db": "dB\nlost",
-    "exposed_ms": "exposed\ncomm ms",
-    "keep": "kept",
-    "fate": "",
-}
-_WORDS = {"gemm": "GEMM", "sqnr": "SQNR", "db": "dB", "kb": "kB", "mb": "MB", "mib": "MiB"}
-_WORDS |= {"gib": "GiB", "underflow": "under-\nflow", "saturation": "satu-\nrated"}
-_FORMATS = {"speedup": ".2f", "sqnr_db": ".1f", "same_bits": ".0%", "share": ".1%"}
-_FORMATS |= {"of_copy": ".1%", "more_noise_db": ".2f", "same_scales": ".0%"}
-_FORMATS |= {k: ".1f" for k in _NUMBERS.split() if k.startswith(("sqnr_", "even_"))}
-_FORMATS |= {k: ".1g" for k in _NUMBERS.split() if k.startswith(("underflow_", "saturation_"))}
+_WORDS = {"R": "rows", "C": "columns", "tflops": "TFLOP/s", "sqnr": "SQNR", "db": "dB", "kb": "kB"}
+_WORDS |= {"mb": "MB", "gib": "GiB", "keep": "kept", "fate": ""}
+_HEADINGS = {"tokens_per_s": "tokens/s", "gb_per_s": "GB/s", "floor_ms": "float8\nGEMMs\nalone"}
+_FORMATS = {"speedup": ".2f", "at_least": ".2f", "of_copy": ".1%", "share": ".1%"}
+_FORMATS |= dict.fromkeys(("sqnr_db", *_SQNR.split()), ".1f")
 
 
 def print_table(
     console: Console, title: str, rows: Rows, numbers: Sequence[str] = _NUMBERS.split()
 ) -> None:
-    """Print what is known of `rows`; columns that no row has a value for are left out.
-
-    As many tables, one below the other, as it takes to print numbers whole: each has the names.
-    """
+    """Print what is known of `rows`; columns that no row has a value for are left out."""
     known = {key for row in rows for key, value in row.items() if value is not None}
-    names = [key for key in _NAMES.split() if key in known]
-    numbers = [key for key in numbers if key in known]
-    while numbers:
-        for count in range(len(numbers), 0, -1):
-            keys = numbers[:count]
-            some = [row for row in rows if any(row.get(key) is not None for key in keys)]
-            table = _table(title, some, names + keys)
-            if table.__rich_measure__(console, console.options).minimum <= console.width:
-                break
-        console.print(table)
-        numbers = numbers[count:]
-
-
-def _table(title: str, rows: Rows, keys: Sequence[str]) -> Table:
+    keys = [key for key in (*_NAMES.split(), *numbers) if key in known]
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0)
-    columns = [[_cell(row.get(key), _FORMATS.get(key)) for row in rows] for key in keys]
-    for key, cells in zip(keys, columns, strict=True):
+    for key in keys:
         default = "\n".join(_WORDS.get(word, word) for word in re.split("[_ ]", key))
-        heading = _HEADINGS.get(key, default)
-        words = [word for text in (heading, *cells) for word in text.split()]
-        table.add_column(
-            heading,
-            justify="left" if key in _TEXT.split() else "right",
-            no_wrap=not any(" " in cell for cell in cells),
-            min_width=max(map(len, words), default=0),
-        )
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
-    return table
+        justify: Any = "left" if key in _TEXT.split() else "right"
+        table.add_column(_HEADINGS.get(key, default), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(key), _FORMATS.get(key)) for key in keys))
+    console.print(table)
 
 
 def _cell(value: Any, form: str | None) -> str:

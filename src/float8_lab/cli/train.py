@@ -5,15 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, Debug, given, settings, takes
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, Debug, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
-from float8_lab.ranks import LAUNCH, join_ranks
-from float8_lab.trainer.config import ONE_PROCESS, OUTPUT, TrainConfig
-from float8_lab.trainer.loop import train
+from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED, read_metrics
-from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
-app = typer.Typer(add_completion=False)
+app = App()
 
 
 @app.command()
@@ -31,13 +28,16 @@ def train_command(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a Llama on bytes of text, in high precision or with a float8 recipe.
+    """Train a Llama on bytes of text with a float8 recipe, or in high precision.
 
     Leaves metrics, TensorBoard events and checkpoints in the output folder. Ctrl-C (or SIGTERM)
     finishes the step, saves a checkpoint and says how to go on from it.
 
     On several GPUs: torchrun --nproc-per-node 8 --no-python float8 train --fsdp ...
     """
+    from float8_lab.ranks import join_ranks
+    from float8_lab.trainer.loop import train
+
     console = make_console()
     several = bool(chosen.fsdp) or chosen.tp not in (None, 1)
     with join_ranks(several) as ranks:
@@ -52,17 +52,16 @@ def train_command(
         console.print(f"validation loss {validation[-1].loss:.4f} nats per byte")
     console.print(f"everything is in {folder}")
     if run.status != FINISHED:
-        go_on = LAUNCH.format(ranks=ranks.size) if several else "float8 train"
-        for name, default in ONE_PROCESS.items():
-            if (value := getattr(config, name)) != default:
-                go_on += f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        console.print(f"go on with: {go_on} --resume {folder}")
+        command = "the same command under torchrun, and" if several else "float8 train"
+        console.print(f"go on with: {command} --resume {folder}")
     if run.status == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_EXIT)
 
 
 def _settings(given: dict[str, Any], resume: str | None) -> tuple[TrainConfig, Path | None]:
     """The run's settings, and the checkpoint that it goes on from."""
+    from float8_lab.trainer.run_folder import find_checkpoint, saved_config
+
     if resume is None:
         return TrainConfig.create(**given), None
     checkpoint = find_checkpoint(Path(resume))

@@ -102,11 +102,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The language model: token ids in, next-token logits out.
 
-    Parameters are float32 and uninitialised until `init_weights`. Make it on the meta device, then
-    call `to_empty` and `init_weights`: so nothing is initialised twice.
-
-    With `activation_checkpointing` only each block's input is kept for backward, where the block
-    runs again: about a third more compute for a fraction of the activation memory.
+    Make it on the meta device, then call `to_empty` and `init_weights`: so nothing is initialised
+    twice. With `activation_checkpointing` only each block's input is kept for backward, where the
+    block runs again.
     """
 
     cos: Tensor
@@ -130,9 +128,8 @@ class Llama(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill parameters and buffers from `seed`, tie the head; equal on every run of a device.
 
-        Normal with standard deviation `init_std`; the two projections that write to the residual
-        stream are scaled by 1 / sqrt(2 * n_layers), so that its variance does not grow with depth.
-        Of a sharded model each rank fills its shards, with what they hold of the whole one.
+        Normal with standard deviation `init_std`; of projections that write to the residual stream
+        over sqrt(2 * n_layers). Of a sharded model each rank fills its shards.
         """
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
@@ -163,8 +160,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict the token after each position of tokens [batch, seq] int64.
 
-        Returns:
-            Logits [batch, seq, vocab_size], in the autocast dtype if autocast is on, else float32.
+        Logits [batch, seq, vocab_size] are in the autocast dtype if autocast is on, else float32.
         """
         x = self.embedding(tokens)
         device_type = tokens.device.type

@@ -12,14 +12,11 @@ from torch.distributed.tensor.placement_types import Placement
 def share_layers(
     blocks: Iterable[nn.Module], mesh: DeviceMesh, tokens: Placement, styles: Any = None
 ) -> None:
-    """Leave each rank of the mesh its part of the layers of blocks. All have the same weights.
+    """Leave each rank of the mesh, of one dim, its part of the layers of a Llama's blocks.
 
-    Args:
-        blocks: Of a Llama, in high precision or converted; their norms become DTensors, too.
-        mesh: Of one dim.
-        tokens: How ranks hold inputs and outputs, [batch, seq, dim]: `Shard(1)` under sequence
-            parallel, where layers that read the same tokens gather them once; else `Replicate()`.
-        styles: A module of float8 styles under the names of torchao's; None: those of torch.
+    All have the same weights. `tokens` is how ranks hold inputs and outputs, [batch, seq, dim]:
+    `Shard(1)` under sequence parallel, where layers that read the same tokens gather them once;
+    else `Replicate()`. `styles` are float8's, a module with torchao's names, or else torch's.
     """
     prefix, styles = ("Float8", styles) if styles else ("", parallel)
     colwise, rowwise = (getattr(styles, f"{prefix}{way}Parallel") for way in ("Colwise", "Rowwise"))

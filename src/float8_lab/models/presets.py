@@ -24,14 +24,20 @@ class ModelConfig:
     init_std: float = 0.02  # standard deviation of the initial weights
 
     def check_shares(self, what: str, ranks: int, tokens: int = 0) -> None:
-        """Raise a `ConfigError`, of the setting `what`, unless so many ranks can share evenly.
-
-        That is: layers, and the `tokens` of a sequence.
-        """
+        """Raise a `ConfigError` unless so many ranks can share layers, and `tokens`, evenly."""
         shared = {"key/value heads": self.n_kv_heads, "ffn width": self.ffn_dim}
         shared["tokens per sequence"] = tokens
         for name, number in shared.items():
             require_divisor(what, ranks, number, name, math.gcd(*shared.values()))
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Of a forward and backward: 6 per weight of linear layers, head included, and attention's.
+
+        Attention counts whole, as usual, though the causal mask leaves half of it out.
+        """
+        widths = 2 * self.dim + 2 * self.n_kv_heads * self.head_dim + 3 * self.ffn_dim
+        weights = self.dim * (self.n_layers * widths + self.vocab_size)
+        return 6 * weights + 12 * self.n_layers * self.dim * seq_len
 
     @property
     def head_dim(self) -> int:
@@ -48,14 +54,16 @@ class Preset:
     batch_size: int  # sequences per forward pass
     learning_rate: float  # peak of the schedule
     steps: int  # of the optimizer
+    threads: int = 0  # of a CPU; 0: as many as PyTorch takes
 
 
 # Width, blocks, query heads, key/value heads and feed-forward width of the model; then tokens per
 # sequence, sequences, learning rate and steps.
 PRESETS: dict[str, Preset] = {
     # Narrow layers want a wider spread than usual, or half of a short run is a plateau. The steps
-    # are for `make demo`: three runs in a few minutes on two CPU cores.
-    "tiny": Preset(ModelConfig(128, 3, 4, 2, 384, init_std=0.05), 64, 16, 2e-3, 150),
+    # are for `make demo`: three runs in a few minutes on two CPU cores. Threads wait for each other
+    # after each operation: on a busy machine two take ten times as long as one.
+    "tiny": Preset(ModelConfig(128, 3, 4, 2, 384, init_std=0.05), 64, 16, 2e-3, 150, threads=1),
     "150m": Preset(ModelConfig(1024, 12, 16, 8, 3072), 2048, 16, 1e-3, 2000),
     "1b": Preset(ModelConfig(2048, 16, 32, 8, 8192, tied_head=True), 2048, 8, 4e-4, 5000),
     "llama3-8b": Preset(

@@ -1,4 +1,1 @@
-"""A reference trainer: a Llama on byte-level text, in high precision or with a float8 recipe.
-
-`train.train` runs one training, `compare.compare` the same one under several recipes.
-"""
+"""A reference trainer: a Llama on byte-level text, in high precision or with a float8 recipe."""

@@ -10,19 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, parallel
 
-from float8 import (
-    Float8Weights,
-    conversion_report,
-    convert_to_float8_training,
-)
+from float8 import Float8Weights, conversion_report, convert_to_float8_training
 from float8.config import CastSite
 from float8.formats import lacks_float8_gemm
 from float8.parallel import tensor as float8_styles
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
 from float8_lab.models.parallel import share_layers
+from float8_lab.models.presets import preset
 from float8_lab.ranks import ALONE, Ranks
-from float8_lab.trainer.config import DTYPES, HIGH_PRECISION, TrainConfig, float8_config
+from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig, float8_config
 
 
 def build_model(
@@ -36,7 +33,8 @@ def build_model(
     # No rank has room for a whole model: it gets memory when each rank has its shards.
     again = config.activation_checkpointing
     with torch.device("meta"):
-        model = Llama(config.model_config(), config.seq_len, activation_checkpointing=again)
+        shape = preset(config.model).model
+        model = Llama(shape, config.seq_len, activation_checkpointing=again)
     model.tie_head()
     conversion = ranks.together(lambda: _convert(model, config, device))
     mesh: Any = _make_mesh(config, device, ranks) if config.spread else None
@@ -58,19 +56,13 @@ def build_model(
     return model, conversion
 
 
-def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """The context of the forward pass: autocast to the run's dtype, nothing for float32."""
-    low = config.dtype != "float32"
-    return torch.autocast(device.type, dtype=DTYPES[config.dtype] if low else None, enabled=low)
-
-
 def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
     recipe = config.recipe
     settings = float8_config(recipe)
     if settings is None:
         return ""
     if reason := lacks_float8_gemm(device):  # the model itself may still be on the meta device
-        raise ConfigError(f"recipe {recipe!r}: {reason}")
+        raise ConfigError(f"recipe {recipe!r}: {reason}; or use --recipe {HIGH_PRECISION}")
     try:
         gather = config.fsdp_float8_all_gather
         settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=gather)
@@ -138,11 +130,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Learning rate of optimizer step `step`, counted from 1.
-
-    Rises linearly to `learning_rate` at step `warmup_steps`, then falls along half a cosine to
-    `learning_rate * min_lr_ratio` at the last step.
-    """
+    """Return the rate of step `step`, counted from 1: a linear rise, then half a cosine."""
     peak, floor = config.learning_rate, config.learning_rate * config.min_lr_ratio
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps

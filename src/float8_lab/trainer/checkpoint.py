@@ -1,25 +1,21 @@
-"""Checkpoints on disk: complete or not there at all, and checked before they are used.
+"""Checkpoints on disk: complete or not there at all.
 
 A checkpoint is a folder `step_00000100` that `torch.distributed.checkpoint` (DCP) writes and reads:
-every rank its shards, and on any number of ranks. Besides DCP's files it has `checksums.json`, the
-CRC-32 of every other file, since neither DCP nor `torch.load` notices a flipped bit. It is written
-under a temporary name and then renamed, so a folder with the final name was once complete; all
-ranks must see the same folder.
+every rank its shards, and on any number of ranks. It is written under a temporary name and then
+renamed, so a folder with the final name was once complete; all ranks must see the same folder.
 
 DCP reads pickles: resume only from checkpoints that you trust.
 """
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
 import warnings
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,56 +24,36 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from float8_lab.errors import CheckpointError, ToldError
-from float8_lab.ranks import ALONE, Ranks, explain_lost_rank, for_all
+from float8_lab.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"
-_CHECKSUMS = "checksums.json"
-_CHUNK_BYTES = 1 << 23
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    values: dict[str, Any],
-    *,
-    keep: int,
-    ranks: Ranks = ALONE,
+    folder: Path, step: int, values: dict[str, Any], *, keep: int, ranks: Ranks = ALONE
 ) -> Path:
-    """Write a checkpoint, then delete the oldest ones beyond `keep`. Collective over `ranks`.
+    """Write a checkpoint into `folder`, then delete the oldest beyond `keep`. Collective.
 
-    Args:
-        folder: Folder of all the run's checkpoints; made if missing.
-        step: Optimizer steps done.
-        values: What DCP saves: tensors, `Stateful` objects, dicts of both. Of a DTensor each rank
-            writes its shards; the rest is equal on all ranks.
-        keep: How many checkpoints stay, the new one included.
-        ranks: Who writes it.
-
-    Raises:
-        CheckpointError: If some rank could not write it; older ones stay. A rank that cannot say
-            what it has to write raises it alone.
-        RankFailedError: If a rank ended meanwhile; older ones stay, and an unfinished one.
+    `values` is what DCP saves: tensors, `Stateful` objects, dicts of both. Of a DTensor each rank
+    writes its shards; the rest is equal on all ranks. If some rank could not write it, a
+    `CheckpointError`, or a `RankFailedError` if that rank is gone; older ones stay.
     """
     target = folder / f"step_{step:08d}"
     temporary = folder / f"{_UNFINISHED}{target.name}"
     try:
         with _explained(f"could not write the checkpoint {target}", ranks):
-            ranks.once(lambda: _make_room(temporary))
+            ranks.once(lambda: _delete(folder.glob(f"{_UNFINISHED}*")))
             save(values, storage_writer=_Writer(temporary), no_dist=ranks.size == 1)
-            # One list for all: what a shared folder shows may come late to some.
-            paths = ranks.once(lambda: list(temporary.iterdir()))[ranks.rank :: ranks.size]
-            mine = ranks.together(lambda: {path.name: _checksum(path) for path in paths})
-            checksums = {k: v for part in ranks.gather(mine) for k, v in part.items()}
-            ranks.once(lambda: _put_in_place(temporary, target, checksums))
+            ranks.once(lambda: _delete([target]))  # reached again after resuming from an older step
+            ranks.once(lambda: temporary.rename(target))
     except (CheckpointError, torch.OutOfMemoryError):
-        shutil.rmtree(temporary, ignore_errors=True)
+        _delete([temporary])
         raise
     if ranks.rank == 0:
         others = [path for path in list_checkpoints(folder) if path != target]
-        for path in others[::-1][keep - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
+        _delete(others[::-1][keep - 1 :])
     return target
 
 
@@ -96,24 +72,15 @@ class _Writer(FileSystemWriter):
             raise
 
 
-def _make_room(temporary: Path) -> None:
-    for leftover in temporary.parent.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
-
-
-def _put_in_place(temporary: Path, target: Path, checksums: dict[str, int]) -> None:
-    (temporary / _CHECKSUMS).write_text(json.dumps(checksums, indent=1))
-    if target.exists():  # Reached again after resuming from an older step.
-        shutil.rmtree(target)
-    temporary.rename(target)
+def _delete(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) -> None:
-    """Put what a checkpoint holds into `values`, in place. Collective over `ranks`.
+    """Put what a checkpoint of any number of ranks holds into `values`, in place. Collective.
 
-    It passed `check_checkpoint`, and was written by any number of ranks: names and shapes must be
-    the same as then (a `CheckpointError`), shards may differ.
+    A `CheckpointError` if names or shapes are not those of then, or if it is damaged.
     """
     with _explained(f"could not go on from the checkpoint {path}", ranks):
         load(values, checkpoint_id=path, no_dist=ranks.size == 1)
@@ -130,46 +97,9 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and _NAME.fullmatch(path.name) is not None
 
 
-def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
-    """Compare every file of a checkpoint with its checksum; each of `ranks` reads a part of them.
-
-    A `CheckpointError` names the checkpoint, what is wrong, and which older one is intact.
-    """
-    damage = next(filter(None, ranks.gather(_find_damage(path, ranks))), None)
-    if damage is None:
-        return
-    older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
-    intact = next((other for other in older[::-1] if not _find_damage(other)), None)
-    advice = "there is no intact older one: start the run again"
-    if intact:
-        advice = f"the newest intact older one is {intact}: resume from that"
-    raise for_all(CheckpointError(f"the checkpoint {path} is damaged ({damage}); {advice}"))
-
-
 def step_of(path: Path) -> int:
     """Optimizer steps that were done when a checkpoint was written."""
     return int(path.name.removeprefix("step_"))
-
-
-def _find_damage(path: Path, ranks: Ranks = ALONE) -> str | None:
-    """Say what is wrong with the files that are this rank's to check; None if nothing is."""
-    name = _CHECKSUMS
-    try:
-        wanted: dict[str, int] = json.loads((path / _CHECKSUMS).read_text())
-        for name in list(wanted)[ranks.rank :: ranks.size]:
-            if _checksum(path / name) != wanted[name]:
-                return f"the contents of {name} have changed"
-    except (OSError, ValueError, TypeError) as error:
-        return f"{name} is not readable: {error}"
-    return None
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
 
 
 @contextlib.contextmanager
@@ -181,15 +111,14 @@ def _explained(what: str, ranks: Ranks) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        cause: BaseException = error
+        first, cause = ranks.rank, cast(BaseException, error)
         # DCP wraps what goes wrong on some ranks in a BaseException of its own, on all ranks.
         if isinstance(error, CheckpointException) and error.failures:
-            first = min(error.failures)
-            cause = error.failures[first][0]
-            if first != ranks.rank:
-                raise ToldError(f"rank {first} {what}: {cause}") from error
+            first, (cause, _) = min(error.failures.items())
+        if first != ranks.rank:
+            raise ToldError(f"rank {first} {what}: {cause}") from error
         if isinstance(cause, torch.OutOfMemoryError):  # whoever trains knows what to do about it
-            raise cause from (None if cause is error else error)
+            raise cause from None
         message = f"{what}: {str(cause) or type(cause).__name__}"
         if any(words in message for words in _FULL):
             message += "; free some space on the disk, then go on with --resume: older ones stay"

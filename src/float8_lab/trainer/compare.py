@@ -20,10 +20,12 @@ from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics,
 from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.run_folder import RunFolder, check_same_run
 
+SLOW = "CPUs are for trying float8, not for speed: it is slower than high precision there."
+
 Row = dict[str, Any]
 """One run: what `summarize` gives, its recipe, how it ended, and gaps to high precision.
 
-None stands for what is not known; `metrics` is relative to the report.
+None stands for what is not known.
 """
 
 
@@ -33,22 +35,19 @@ def add_gaps(row: Row, base: Row) -> None:
     Gaps stay None unless both runs finished: losses after different numbers of steps say nothing
     about a recipe.
     """
-    comparable = row["status"] == base["status"] == FINISHED
-    for kind in ("train", "val"):
-        losses = [each[f"{kind}_loss"] for each in (row, base)]
-        known = comparable and None not in losses
-        row[f"{kind}_gap_nats"] = losses[0] - losses[1] if known else None
-    nats = row["val_gap_nats"]
-    row["val_gap_percent"] = None if nats is None else 100 * nats / base["val_loss"]
-    timed = row["tokens_per_s"] and base["tokens_per_s"]
-    row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"] if timed else None
+    row |= dict.fromkeys(("val_gap_nats", "val_gap_percent", "speedup"))
+    loss, other = row["val_loss"], base["val_loss"]
+    if row["status"] == base["status"] == FINISHED and loss is not None and other is not None:
+        row |= {"val_gap_nats": loss - other, "val_gap_percent": 100 * (loss - other) / other}
+    if row["tokens_per_s"] and base["tokens_per_s"]:
+        row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
 
 
-def cells(row: Row) -> dict[str, str]:
-    """A row as text by column; "-" for what is not known."""
+def cells(row: Row) -> dict[str, str | None]:
+    """A row as text by column; None for what is not known."""
 
-    def show(name: str, form: str, unit: str = "", per: float = 1) -> str:
-        return "-" if row[name] is None else format(row[name] / per, form) + unit
+    def show(name: str, form: str, unit: str = "", per: float = 1) -> str | None:
+        return None if row[name] is None else format(row[name] / per, form) + unit
 
     finished = row["status"] == FINISHED
     return {
@@ -59,7 +58,6 @@ def cells(row: Row) -> dict[str, str]:
         "gap (%)": show("val_gap_percent", "+.2f"),
         "tokens/s": show("tokens_per_s", ",.0f"),
         "speed-up": show("speedup", ".2f", "x"),
-        "step (ms)": show("step_ms", ".1f"),
         "peak MiB": show("peak_memory_bytes", ",.0f", per=2**20),
     }
 
@@ -69,8 +67,9 @@ def write_report(folder: Path, rows: list[Row], about: dict[str, Any]) -> None:
     content = json.dumps({"runs": rows, **about}, indent=1, allow_nan=False)
     (folder / "report.json").write_text(content + "\n")
     table, corpus = [cells(row) for row in rows], about["corpus"]
-    lines = ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
-    lines += ["| " + " | ".join(row.values()) + " |" for row in table]
+    lines = [SLOW, ""] if about["environment"]["device_type"] == "cpu" else []
+    lines += ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
+    lines += ["| " + " | ".join(cell or "-" for cell in row.values()) + " |" for row in table]
     lines += ["", "Losses in nats per byte; gaps in validation loss to the first row."]
     lines += [f"{row['recipe']} failed: {row['error']}" for row in rows if row["error"]]
     lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]
@@ -87,24 +86,12 @@ def compare(
     overwrite: bool = False,
     stop: Event | None = None,
 ) -> list[Row]:
-    """Train high precision and then each recipe, and report the gaps.
+    """Train high precision and then each recipe, and report the gaps; returns a row for each run.
 
-    A run that diverges or does not fit is reported as failed and does not keep the others from
-    running; the report is written again after each run, and `loss.png` at the end. Returns a row
-    for each run that was started, the first one high precision.
-
-    Args:
-        base: The settings; `recipe` is replaced, and run i goes to `output`/its recipe.
-        recipes: Recipes besides high precision, which is always run and always first.
-        observers: Told what happens in each run.
-        resume: Go on with a comparison that was interrupted: finished runs are kept.
-        overwrite: Delete the runs of an earlier comparison in the same folder.
-        stop: Ends the comparison; the run under way leaves a checkpoint.
-
-    Raises:
-        ConfigError: (a `ValueError`) if a recipe is unknown, named twice or not supported by the
-            device, or the folder holds a comparison and neither `resume` nor `overwrite` is set.
-        DataError: If there is no usable data.
+    Each has the settings of `base` and a folder below its `output`. One that diverges or does not
+    fit is reported as failed and does not keep the others from running. A comparison that is there
+    already is a `ConfigError`, unless it is to `resume`, which keeps finished runs, or to
+    `overwrite`. `stop` ends it; the run under way leaves a checkpoint.
     """
     order = [HIGH_PRECISION, *(recipe for recipe in recipes if recipe != HIGH_PRECISION)]
     if len(set(order)) < len(order):
@@ -121,7 +108,6 @@ def compare(
 
     stop = stop or Event()
     settings = {k: public_path(v) if isinstance(v, str) else v for k, v in vars(base).items()}
-    del settings["recipe"]
     about = {
         "environment": describe_environment(check_device(base.device)),
         "settings": settings,
@@ -145,11 +131,7 @@ def compare(
 def _prepare(
     output: Path, configs: list[TrainConfig], corpus: Corpus, *, resume: bool, overwrite: bool
 ) -> None:
-    """Make the folder ready, or say why it is not, before anything runs.
-
-    With `resume`, runs that were killed before their first checkpoint are deleted; with
-    `overwrite`, all are.
-    """
+    """Make the folder ready: to `resume` runs without a checkpoint go, to `overwrite` all."""
     folders = [RunFolder(config.output) for config in configs]
     taken = (output / "report.json").exists() or any(folder.used for folder in folders)
     if taken and not (resume or overwrite):
@@ -178,7 +160,7 @@ def _run(config: TrainConfig, corpus: Corpus, observers: Sequence[Observer], sto
         # Each run starts with its whole budget of recompilations, and without former tensors.
         torch.compiler.reset()
         gc.collect()
-        unfinished = folder.path if folder.saved else None
+        unfinished = folder.saved[-1] if folder.saved else None
         try:
             run = train(config, observers=observers, resume=unfinished, corpus=corpus, stop=stop)
             status = run.status

@@ -1,24 +1,24 @@
-"""Settings of one training run: one frozen dataclass, complete and checked when it exists."""
+"""Settings of one training run: one frozen dataclass, complete and checked when it exists.
+
+torch is imported where a run is made: `--help` shows these settings without its seconds.
+"""
 
 import dataclasses
 import functools
+import os
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from typer.models import OptionInfo
 
-from float8 import Float8LinearConfig, Float8LinearRecipeName
-from float8_lab.device import check_device
 from float8_lab.errors import ConfigError
-from float8_lab.models.presets import PRESETS, ModelConfig, preset
+from float8_lab.models.presets import PRESETS, preset
 
 HIGH_PRECISION = "high_precision"  # the recipe name that trains without any float8
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]  # names of those that train with it
-
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]  # of the library
+DTYPES = ["float32", "bfloat16"]
 
 # Panels of help pages.
 MODEL, OPTIMIZER, DEVICE = "Model and data", "Optimizer", "Speed and memory"
@@ -48,17 +48,11 @@ _model, _optimizer, _device, _ranks, _output = (
 class TrainConfig:
     """Everything that decides how a run goes. Build it with `TrainConfig.create`.
 
-    Parameters and optimizer state are always float32. `dtype="bfloat16"` runs the forward pass
-    under autocast, so that AdamW updates float32 weights; `dtype="float32"` uses no autocast.
-    Bounds of numbers (`min`, `max`) are checked by the command line.
-
-    Raises:
-        ConfigError: (a `ValueError`) naming the setting, what it got, and what to do.
+    What cannot work is a `ConfigError`. Bounds of numbers (`min`, `max`) are checked by the command
+    line.
     """
 
-    recipe: str = _model(
-        f"{HIGH_PRECISION} for no float8, or one of {', '.join(RECIPES)}.", HIGH_PRECISION
-    )
+    recipe: str = _model(f"{', '.join(RECIPES)}; or {HIGH_PRECISION}: no float8.", RECIPES[0])
     model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")
     data: str | None = _model(
         "File or folder of text; a token is a byte. A tenth of the files is for validation.",
@@ -72,70 +66,59 @@ class TrainConfig:
     accumulate: int = _optimizer("Forward passes per optimizer step.", 1, min=1)
     learning_rate: float = _optimizer("Peak of the schedule.", min=0)
     min_lr_ratio: float = _optimizer("The cosine ends at this part of the peak.", 0.1, min=0, max=1)
-    warmup_steps: int = _optimizer(
-        "Steps of linear warm-up.", shown="a twentieth of the steps", min=0
-    )
+    warmup_steps: int = _optimizer("Of linear warm-up.", shown="a twentieth of the steps", min=0)
     weight_decay: float = _optimizer("AdamW's, for matrices only.", 0.1, min=0)
     grad_clip: float = _optimizer("Largest gradient norm; 0 for no limit.", 1.0, min=0)
     device: str = _device("cpu, cuda or cuda:N.", shown="cuda if there is one")
+    threads: int = _device("Of a CPU; 0: PyTorch's or OMP_NUM_THREADS.", 0, "1 for tiny", min=0)
     dtype: str = _device(
         f"{' or '.join(DTYPES)}: what high-precision matrix multiplies compute in. Weights and "
         "optimizer stay float32; bfloat16 means autocast.",
         shown="bfloat16 on CUDA, else float32",
     )
     compile: bool = _device("torch.compile every block.", False)
-    activation_checkpointing: bool = _device(
-        "Run blocks again in backward instead of keeping their activations.", False
-    )
+    activation_checkpointing: bool = _device("Run blocks again in backward: saves memory.", False)
     # How a run is spread over ranks belongs to its start: a resumed one may have others.
     fsdp: bool = _ranks("Shard the model over the ranks that torchrun started.", False)
     fsdp_float8_all_gather: bool = _ranks("Gather sharded weights in float8.", False)
     hsdp: int = _ranks("Replicas of the sharded model; they divide the ranks.", 1, min=1)
-    tp: int = _ranks(
-        "Tensor parallel: how many ranks share each layer. More ranks than that need --fsdp.",
-        1,
-        min=1,
-    )
+    tp: int = _ranks("Ranks that share each layer; more than those need --fsdp.", 1, min=1)
     sequence_parallel: bool = _ranks("The ranks of --tp share tokens between layers, too.", False)
     output: str = _output("Folder of the run.", shown="runs/MODEL-RECIPE")
-    log_interval: int = _output(
-        "Steps between looks at the loss; each waits for the device.", 10, min=1
-    )
+    log_interval: int = _output("Steps between looks at the loss; each is a wait.", 10, min=1)
     eval_interval: int = _output("Steps between validations; 0: at the end only.", 0, min=0)
     eval_batches: int = _output("Batches per validation.", 20, min=1)
     checkpoint_interval: int = _output("Steps between checkpoints; 0: none on the way.", 0, min=0)
     keep_checkpoints: int = _output("How many of the newest to keep.", 2, min=1)
     final_checkpoint: bool = _output("Write one after the last step.", True)
-    stop_after: int = _output(
-        "End after this step with a checkpoint; 0: run all steps.", 0, shown="never", min=0
-    )
+    stop_after: int = _output("End after this step with a checkpoint; 0: never.", 0, min=0)
     tensorboard: bool = _output("Write TensorBoard events.", True)
 
     def __post_init__(self) -> None:
-        recipe, shape = float8_config(self.recipe), self.model_config()
+        from float8_lab.device import check_device
+
+        recipe, shape = float8_config(self.recipe), preset(self.model).model
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         check_device(self.device)
         if self.fsdp_float8_all_gather and recipe is None:
-            raise ConfigError(
-                f"--fsdp-float8-all-gather needs weights in float8, but --recipe is "
-                f"{HIGH_PRECISION}: choose another recipe, or leave it out"
-            )
+            needs = "--fsdp-float8-all-gather needs weights in float8"
+            raise ConfigError(f"{needs}, but --recipe is {HIGH_PRECISION}: change one of them")
         if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
-            name = "fsdp-float8-all-gather" if self.fsdp_float8_all_gather else "hsdp"
-            raise ConfigError(f"--{name} is for sharded models: add --fsdp, or leave it out")
+            names = "--fsdp-float8-all-gather and --hsdp"
+            raise ConfigError(f"{names} are for sharded models: add --fsdp, or leave them out")
         if self.sequence_parallel and self.tp == 1:
-            message = "--sequence-parallel is for tensor parallel: add --tp N, or leave it out"
-            raise ConfigError(message)
+            raise ConfigError("--sequence-parallel is for --tp N: add that, or leave it out")
         shape.check_shares("--tp", self.tp, self.seq_len * self.sequence_parallel)
 
     @classmethod
     def create(cls, *, model: str = "tiny", **settings: Any) -> "TrainConfig":
-        """Build a config from any fields, None for "not given".
+        """Build a config of what is given and not None; the rest is by model and machine."""
+        import torch
 
-        What is not given comes from the model's preset and the machine.
-        """
-        values = {**vars(preset(model)), "recipe": HIGH_PRECISION}
+        values = {**vars(preset(model)), "recipe": RECIPES[0]}
+        if "OMP_NUM_THREADS" in os.environ:
+            values["threads"] = 0
         values |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
         values |= {name: value for name, value in settings.items() if value is not None}
         values["model"] = model
@@ -146,18 +129,6 @@ class TrainConfig:
             "output": str(Path("runs") / f"{model}-{values['recipe']}"),
         }
         return cls(**(derived | values))
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """The config of which `values` are `dataclasses.asdict`; a `ConfigError` if of none."""
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ConfigError(f"the saved settings are not of this float8: {error}") from None
-
-    def model_config(self) -> ModelConfig:
-        """Shape of the model."""
-        return preset(self.model).model
 
     @property
     def spread(self) -> bool:
@@ -192,8 +163,10 @@ ONE_PROCESS = {
 """Settings with which one process trains alone."""
 
 
-def float8_config(recipe: str) -> Float8LinearConfig | None:
-    """The conversion settings of a recipe, None for `"high_precision"`."""
+def float8_config(recipe: str) -> Any:
+    """The `Float8LinearConfig` of a recipe, None for `"high_precision"`."""
+    from float8 import Float8LinearConfig
+
     if recipe == HIGH_PRECISION:
         return None
     try:

@@ -46,10 +46,7 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
     A folder is read in sorted order, hidden files and folders left out, and each file goes to
     train or validation by a hash of its path inside the folder, so the split stays the same
     wherever the folder lies and whatever is added to it. A single file is cut: its last tenth
-    is the validation text.
-
-    Raises:
-        DataError: (a `ValueError`) if nothing is there, or nothing of it is readable text.
+    is the validation text. A `DataError` if nothing of it is readable text.
     """
     if path is None:
         root, name, suffix = Path(sysconfig.get_paths()["stdlib"]), "Python standard library", ".py"
@@ -61,8 +58,7 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
     read = {file.relative_to(root).as_posix(): _read_text(file) for file in files}
     texts = {place: text for place, text in read.items() if text}
     if not texts:
-        skipped = sum(text is None for text in read.values())
-        raise DataError(f"no readable UTF-8 text in {root}: {skipped} file(s) skipped")
+        raise DataError(f"no readable UTF-8 text in {root}: {len(read)} file(s) skipped")
     if len(texts) == 1:
         ((place, text),) = texts.items()
         name, cut = (root / place).name, int(len(text) * (1 - VALIDATION_FRACTION))
@@ -71,9 +67,8 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
         # With few files a side may be empty; then the file nearest to that side moves over.
         order = sorted(texts, key=_hash_place)
         count = sum(_hash_place(place) < VALIDATION_FRACTION for place in texts)
-        held_out = set(order[: min(max(count, 1), len(order) - 1)])
-        sides = [(place in held_out, text) for place, text in texts.items()]
-        splits = [[text for held, text in sides if held is side] for side in (False, True)]
+        held_out = order[: min(max(count, 1), len(order) - 1)]
+        splits = [[texts[p] for p in texts if (p in held_out) is held] for held in (False, True)]
     joined = [SEPARATOR.join(members) for members in splits]
     if not all(joined):
         raise DataError(f"{name}: no text left to train or to validate on; give more text")
@@ -93,16 +88,16 @@ def _walk(root: Path, suffix: str) -> Iterator[Path]:
                 yield Path(folder, file)
 
 
-def _read_text(path: Path) -> bytes | None:
-    """The file's bytes, None if they are not UTF-8 text or cannot be read."""
+def _read_text(path: Path) -> bytes:
+    """The file's bytes, none if they are not UTF-8 text or cannot be read."""
     if not path.is_file():  # A pipe or a socket would block; a dangling link has nothing to read.
-        return None
+        return b""
     try:
         text = path.read_bytes()
         text.decode()
     except (OSError, UnicodeDecodeError):
-        return None
-    return None if SEPARATOR in text else text
+        return b""
+    return b"" if SEPARATOR in text else text
 
 
 def _hash_place(relative: str) -> float:
@@ -112,32 +107,21 @@ def _hash_place(relative: str) -> float:
 
 
 def check_length(corpus: Corpus, seq_len: int, batch_size: int = 1) -> None:
-    """Raise a `DataError` unless both splits hold at least one sequence and its next token.
-
-    And the text to train on as many as a batch, which would repeat itself else.
-    """
-    for split in _SPLITS:
-        size = len(getattr(corpus, split))
-        if size < seq_len + 1:
-            raise DataError(
-                f"the {split} split of {corpus.name} has {size} bytes, but a sequence needs "
-                f"{seq_len + 1}: lower --seq-len or give more text"
-            )
-    if batch_size * seq_len > len(corpus.train):
-        raise DataError(
-            f"the train split of {corpus.name} has {len(corpus.train)} bytes, but a batch needs "
-            f"{batch_size} x {seq_len}: lower --batch-size or give more text"
-        )
+    """Raise a `DataError` unless both splits hold a sequence, and the text to train on a batch."""
+    needs = [(split, "sequence", seq_len + 1, "--seq-len") for split in _SPLITS]
+    needs.append(("train", "batch", batch_size * seq_len, "--batch-size"))
+    for split, what, need, option in needs:
+        if (size := len(getattr(corpus, split))) < need:
+            has = f"the {split} split of {corpus.name} has {size} bytes"
+            raise DataError(f"{has}, but a {what} needs {need}: lower {option} or give more text")
 
 
 def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len: int) -> Tensor:
     """Cut sequences number `first` to `first + batch_size - 1` of an endless, seeded order.
 
     Sequence i depends on (seed, i) alone: not on how sequences are grouped into batches,
-    microbatches or ranks, nor on what was read before. That is what makes resuming exact.
-
-    Returns:
-        [batch_size, seq_len + 1] uint8: each sequence with its next token.
+    microbatches or ranks, nor on what was read before. That is what makes resuming exact. Returns
+    each with its next token, [batch_size, seq_len + 1] uint8.
     """
     places = len(text) - seq_len
     order = _mix(seed)
@@ -151,19 +135,14 @@ def train_batch(text: Tensor, *, seed: int, first: int, batch_size: int, seq_len
 def validation_batches(
     text: Tensor, *, batches: int, batch_size: int, seq_len: int
 ) -> Iterator[Tensor]:
-    """Cut sequences spread evenly over the validation text, always the same ones.
+    """Cut sequences spread evenly over the text, always the same, overlapping if it is short.
 
-    They overlap if the text is shorter than all of them together.
-
-    Yields:
-        [batch_size, seq_len + 1] uint8.
+    Yields [batch_size, seq_len + 1] uint8.
     """
-    last = len(text) - seq_len - 1
-    count = batches * batch_size
+    last, count = len(text) - seq_len - 1, batches * batch_size
     starts = [last * i // max(count - 1, 1) for i in range(count)]
-    for begin in range(0, count, batch_size):
-        rows = starts[begin : begin + batch_size]
-        yield torch.stack([text[start : start + seq_len + 1] for start in rows])
+    rows = torch.stack([text[start : start + seq_len + 1] for start in starts])
+    yield from torch.split(rows, batch_size)
 
 
 def _mix(value: int) -> int:

@@ -44,8 +44,7 @@ def device_name(device: torch.device) -> str:
 def git_commit() -> str | None:
     """Return the commit of the sources of this package, with "-dirty" if `src` was changed.
 
-    None for an installed package, whose surrounding repository says nothing about it. The variable
-    FLOAT8_COMMIT names the commit of a copy of the sources without their history.
+    None for an installed package. FLOAT8_COMMIT names that of a copy of the sources.
     """
     if told := os.environ.get("FLOAT8_COMMIT"):
         return told
@@ -65,14 +64,9 @@ def git_commit() -> str | None:
 
 
 def public_path(text: str) -> str:
-    """A path relative to the current folder or the home folder if it lies below one of them.
-
-    Absolute paths of a machine are nobody's business; text that is no path comes back unchanged.
-    """
-    if not os.path.isabs(text):  # noqa: PTH117 - also called with text that is no path
-        return text
+    """Text as it is; but of an absolute path only what is below the current folder, or its name."""
     path = Path(text)
-    for above, name in ((Path.cwd(), ""), (Path.home(), "~")):
-        if path.is_relative_to(above):
-            return str(name / path.relative_to(above))
-    return str(Path("...") / path.name)
+    if not path.is_absolute():
+        return text
+    below = path.is_relative_to(here := Path.cwd())
+    return str(path.relative_to(here) if below else Path("...") / path.name)

@@ -15,19 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from float8 import attach_to_optimizer
-from float8_lab.device import Clock, explain_out_of_memory
+from float8_lab.device import BF16_PEAK, Clock, explain_out_of_memory
 from float8_lab.errors import DataError, TrainingDivergedError
 from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
-from float8_lab.trainer.checkpoint import (
-    check_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    step_of,
-)
+from float8_lab.trainer.checkpoint import load_checkpoint, save_checkpoint, step_of
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
-from float8_lab.trainer.run_folder import RunFolder, find_checkpoint, open_run_folder
+from float8_lab.trainer.run_folder import RunFolder, open_run_folder
 
 WARMUP_STEPS = 10  # Not counted for throughput: compilation, allocator, clocks.
 
@@ -48,6 +43,8 @@ class Trainer:
         self.observers = observers
         self.ranks = ranks
         self.device = ranks.together(lambda: ranks.device(config.device))
+        if config.threads and self.device.type == "cpu":
+            torch.set_num_threads(config.threads)
         self.timer = Clock(self.device)
         self.step = 0
         self.status = ""  # of `metrics`, once it has ended
@@ -70,8 +67,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return the contents of a checkpoint, to save or to load into. Training is not random.
 
-        Of the optimizer its state by the names of parameters, not its settings. Before the first
-        step there is none, and torch would take a step to make some.
+        Of the optimizer the state by names of parameters; before the first step there is none.
         """
         if not self.step:
             return {"model": self.model}
@@ -118,15 +114,16 @@ class Trainer:
         """Describe model and data for people."""
         config, corpus, ranks = self.config, self.corpus, self.ranks.size
         size = sum(parameter.numel() for parameter in self.model.parameters())
-        lines = [
-            f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters, "
-            f"{config.dtype}{', compiled' if config.compile else ''} on {config.device}"
-            f"{f', {ranks} ranks' if ranks > 1 else ''}",
-            f"  data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in {corpus.train_files} "
-            f"file(s), {config.tokens_per_step:,} tokens per step",
-            *(f"  {line}" for line in self.conversion.splitlines()[:1]),
-        ]
-        return "\n".join(lines)
+        about = (
+            f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters, {config.dtype}"
+        )
+        about += f"{', compiled' * config.compile} on {config.device}"
+        if self.device.type == "cpu":
+            about += f" with {torch.get_num_threads()} thread(s)"
+        about += f", {ranks} ranks" if ranks > 1 else ""
+        about += f"\n  data: {corpus.name}, {len(corpus.train) / 1e6:.1f} MB in "
+        about += f"{corpus.train_files} file(s), {config.tokens_per_step:,} tokens per step"
+        return "\n  ".join([about, *self.conversion.splitlines()[:1]])
 
     def train_step(self) -> None:
         """Forward, backward and optimizer, without waiting for the device."""
@@ -177,7 +174,8 @@ class Trainer:
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         tokens = batch.long()
-        with build.autocast(self.config, self.device):
+        low = getattr(torch, self.config.dtype) if self.config.dtype != "float32" else None
+        with torch.autocast(self.device.type, dtype=low, enabled=low is not None):
             logits = self.model(tokens[:, :-1])
         parts = self._token_parts
         targets = tokens[:, 1:].chunk(parts, 1)[self.ranks.rank % parts]
@@ -201,20 +199,20 @@ class Trainer:
         return self.ranks.mean(total).item() / self.config.eval_batches
 
     def _report(self) -> None:
-        """Read the losses since the last time from the device and pass them on; collective.
-
-        Raises:
-            TrainingDivergedError: If one of them is not finite.
-        """
+        """Pass on the losses since the last time; a `TrainingDivergedError` if bad. Collective."""
         if not self._pending:
             return
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
         steps = range(self.step - len(losses) + 1, self.step + 1)
         means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]
         untimed = min(WARMUP_STEPS, (self.config.last_step - self._first_step) // 2)
-        memory = None  # float8 saves none on a CPU
+        memory = peak = None
+        flops = 0.0  # of a step on one GPU
         if self.device.type == "cuda":
             memory = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
+            peak = BF16_PEAK.get(torch.cuda.get_device_name(self.device))
+            flops = self.model.config.flops_per_token(self.config.seq_len)
+            flops *= self.config.tokens_per_step / self.ranks.size
         columns = (steps, means.tolist(), norms.tolist(), seconds)
         records = [
             StepRecord(
@@ -226,6 +224,8 @@ class Trainer:
                 tokens=self.config.tokens_per_step,
                 timed=step - self._first_step > untimed,
                 memory_bytes=memory,
+                tflops_per_gpu=flops / duration / 1e12 if flops else None,
+                mfu=flops / duration / peak if peak else None,
             )
             for step, loss, norm, duration in zip(*columns, strict=True)
         ]
@@ -233,12 +233,11 @@ class Trainer:
         self._tell("on_records", records)
         bad = next((record for record in records if not record.finite), None)
         if bad is not None:
-            kept = self.last_checkpoint
+            saved = f", the last checkpoint is {self.last_checkpoint}" * bool(self.last_checkpoint)
             message = (
                 f"training diverged at step {bad.step}: loss {bad.loss}, gradient norm "
-                f"{bad.grad_norm}. The metrics are in {self.folder.metrics}"
-                + (f", the last checkpoint is {kept}" if kept else "")
-                + "; try a lower --learning-rate or a longer --warmup-steps"
+                f"{bad.grad_norm}. The metrics are in {self.folder.metrics}{saved}; try a lower "
+                "--learning-rate or a longer --warmup-steps"
             )
             raise for_all(TrainingDivergedError(message))
 
@@ -269,27 +268,10 @@ def train(
     stop: Event | None = None,
     ranks: Ranks = ALONE,
 ) -> Trainer:
-    """Train a Llama as `config` says and leave everything in `config.output`.
+    """Train a Llama as `config` says, maybe from a checkpoint on; returns the run as it ended.
 
-    Returns the run as it ended.
-
-    Args:
-        config: The settings.
-        observers: Told what happens on the first rank, besides the JSON lines and TensorBoard.
-        resume: A checkpoint, or the folder of a run whose newest one is meant.
-        corpus: The data, if it is loaded already.
-        stop: Ends the run after the step in which it is set on any rank, with a checkpoint.
-        ranks: Who trains: all of them call it alike. With `config.fsdp` or `config.tp` those that
-            `join_ranks` gave.
-
-    Raises:
-        DataError: If there is no usable data.
-        ConfigError: If the output folder holds another run, a resumed run's settings differ, the
-            recipe does not work on the device, or the ranks do not fit the settings.
-        CheckpointError: If there is nothing to resume or it is damaged.
-        TrainingDivergedError: If the loss or the gradient norm is not finite any more.
-        OutOfMemoryError: If the model does not fit.
-        RankFailedError: If another rank is gone.
+    All of `ranks` call it alike. It ends with a checkpoint after the step in which `stop` is set on
+    any of them. The first one tells `observers`, and leaves everything in `config.output`.
     """
 
     def usable() -> data.Corpus:
@@ -299,19 +281,12 @@ def train(
         return found
 
     text = ranks.together(usable)
-    fingerprints = ranks.gather(text.fingerprint)
-    for rank, other in enumerate(fingerprints):
-        if other != fingerprints[0]:  # each takes its part of one order
-            message = (
-                f"rank {rank} reads other data than rank 0 (fingerprint {other} and not "
-                f"{fingerprints[0]}): give a --data that is the same on all hosts"
-            )
-            raise for_all(DataError(message))
-    checkpoint = None
-    if resume is not None:
-        checkpoint = ranks.once(lambda: find_checkpoint(resume))
-        check_checkpoint(checkpoint, ranks)
-    folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=checkpoint))
+    if len({*(found := ranks.gather(text.fingerprint))}) > 1:  # each takes its part of one order
+        message = (
+            f"ranks read different data ({', '.join(found)}): give a --data equal on all hosts"
+        )
+        raise for_all(DataError(message))
+    folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=resume))
     with explain_out_of_memory(
         f"{config.device} ran out of memory with batches of {config.batch_size} x "
         f"{config.seq_len} tokens: lower --batch-size (and raise --accumulate by as much), "
@@ -321,11 +296,11 @@ def train(
         if ranks.rank == 0:
             everyone = [*observers, metrics.JsonLines(folder.metrics)]
             if config.tensorboard:
-                step = step_of(checkpoint) if checkpoint else 0
+                step = step_of(resume) if resume else 0
                 everyone.append(metrics.TensorBoard(folder.tensorboard, step))
         trainer = Trainer(config, text, everyone, ranks)
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
+        if resume is not None:
+            trainer.restore(resume)
         if trainer.conversion and ranks.rank == 0:
             folder.conversion.write_text(trainer.conversion + "\n")
         trainer.run(stop or Event())

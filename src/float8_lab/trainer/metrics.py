@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from float8_lab.errors import GET_EXTRAS, ConfigError
 from float8_lab.trainer.config import TrainConfig
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
 STOPPED = "stopped"
 FAILED = "failed"
+
+RATES = {"tflops_per_gpu": "{:.0f} TFLOP/s", "mfu": "MFU {:.0%} (bf16)"}
+"""Fields of a `StepRecord` that only runs on GPUs have, and how they are shown."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class StepRecord:
     tokens: int  # seen by all ranks
     timed: bool  # whether it counts for throughput, being past compilation and warm-up
     memory_bytes: int | None  # highest of tensors until now, of the rank that took most; of GPUs
+    tflops_per_gpu: float | None = None  # TFLOP/s of the model, without what runs again; of GPUs
+    mfu: float | None = None  # the same as a part of the bf16 peak, where that is known
 
     @property
     def finite(self) -> bool:
@@ -48,9 +52,8 @@ class ValidationRecord:
 class Observer:
     """Someone who is told what happens; every method may be left as it is.
 
-    Calls come in this order: `on_start`, then per step `on_step` (cheap: the device is still
-    working), now and then `on_records` with the steps since the last time, `on_validation` and
-    `on_checkpoint`, and at last, whatever happened, `on_end`.
+    `on_step` comes while the device still works, `on_records` at times with the steps since the
+    last time, and `on_end`, whatever happened, at last.
     """
 
     def on_start(self, config: TrainConfig, step: int, about: str) -> None:
@@ -86,11 +89,10 @@ class JsonLines(Observer):
             self._file.write("\n")
 
     def _write(self, kind: str, **values: Any) -> None:
-        safe = {
-            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
-        self._file.write(json.dumps({"kind": kind, **safe}, allow_nan=False) + "\n")
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = str(value)
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def on_start(self, config: TrainConfig, step: int, about: str) -> None:
         """Note where the run starts."""
@@ -116,14 +118,9 @@ class TensorBoard(Observer):
     """Write the curves as TensorBoard events."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
-        try:
-            # Here and not above: it takes a second to import, also for runs that don't want it.
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"TensorBoard is not installed: run {GET_EXTRAS}, "
-                "or turn its events off with --no-tensorboard"
-            ) from error
+        # Here and not above: it takes a second to import, also for runs that don't want it.
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def on_records(self, records: Sequence[StepRecord]) -> None:
@@ -133,6 +130,8 @@ class TensorBoard(Observer):
             values["optimizer/learning_rate"] = record.learning_rate
             if record.timed:
                 values["speed/tokens_per_s"] = record.tokens / record.seconds
+                rates = {f"speed/{name}": getattr(record, name) for name in RATES}
+                values |= {name: rate for name, rate in rates.items() if rate is not None}
             if record.memory_bytes is not None:
                 values["memory/peak_gib"] = record.memory_bytes / 2**30
             for name, value in values.items():
@@ -159,8 +158,7 @@ class Metrics:
 def read_metrics(path: Path) -> Metrics:
     """Read what `JsonLines` wrote, across resumes; of a file that is not there nothing.
 
-    Steps that a resumed run took again count once, as taken last; half-written lines, which a
-    killed process can leave, are passed over.
+    Steps taken again count once, as taken last; half-written lines of killed runs are passed over.
     """
     metrics = Metrics()
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -187,9 +185,8 @@ def read_metrics(path: Path) -> Metrics:
 def summarize(metrics: Metrics) -> dict[str, Any]:
     """The numbers by which runs are compared; None where a run has not got that far or diverged.
 
-    Losses are in nats per byte. The training loss is a mean over the last tenth of the steps (at
-    most 100): that of one step is too noisy. Times are medians over the steps past compilation and
-    warm-up.
+    The training loss is a mean over the last tenth of the steps, at most 100: that of one step is
+    too noisy. Times are medians over the steps past compilation and warm-up.
     """
     train = metrics.train
     last = [record.loss for record in train[-min(max(len(train) // 10, 1), 100) :]]
@@ -197,12 +194,11 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
     val_loss = metrics.validation[-1].loss if metrics.validation else math.nan
     seconds = [record.seconds for record in train if record.timed and record.seconds > 0]
     middle = statistics.median_high(seconds) if seconds else None
-    peaks = [record.memory_bytes for record in train if record.memory_bytes is not None]
     return {
         "steps": train[-1].step if train else 0,
         "train_loss": train_loss if math.isfinite(train_loss) else None,  # JSON has no NaN
         "val_loss": val_loss if math.isfinite(val_loss) else None,  # of the last validation
         "tokens_per_s": train[-1].tokens / middle if middle else None,
         "step_ms": 1e3 * middle if middle else None,
-        "peak_memory_bytes": max(peaks, default=None),
+        "peak_memory_bytes": train[-1].memory_bytes if train else None,
     }

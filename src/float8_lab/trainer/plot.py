@@ -18,8 +18,7 @@ def plot_comparison(runs: dict[str, Metrics], title: str, path: Path) -> None:
     """Draw the loss of every run above its difference to the first one, the reference.
 
     Lines are training, means of some steps where there are many; dots are validation. Each curve is
-    thinner than the one below it, so that curves that coincide are all seen. The format is that of
-    the suffix of `path`.
+    thinner than the one below it, so that curves that coincide are all seen.
     """
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

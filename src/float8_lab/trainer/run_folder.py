@@ -50,14 +50,10 @@ class RunFolder:
 def open_run_folder(
     config: TrainConfig, corpus: Corpus, *, checkpoint: Path | None = None
 ) -> RunFolder:
-    """Make the run's folder and write its `config.json`.
+    """Make the run's folder and write its `config.json`; a `ConfigError` if another run lies there.
 
     A run that resumes from `checkpoint` may go on in the folder of that checkpoint, a new one where
     another failed before its first checkpoint; its metrics then follow those.
-
-    Raises:
-        ConfigError: (a `ValueError`) if another run lies there, it cannot be written, or the run
-            cannot go on from the checkpoint with these settings.
     """
     folder = RunFolder(config.output)
     own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
@@ -87,10 +83,9 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise CheckpointError(f"nothing to resume at {path}: give a run's folder or a checkpoint")
-    checkpoints = RunFolder(path).saved
-    if not checkpoints:
-        raise CheckpointError(f"no checkpoint in {path}: the run was not saved")
-    return checkpoints[-1]
+    if checkpoints := RunFolder(path).saved:
+        return checkpoints[-1]
+    raise CheckpointError(f"no checkpoint in {path}: the run was not saved")
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
@@ -104,7 +99,7 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
     """The settings of a run, and the fingerprint of its data."""
     try:
         saved = json.loads((folder / "config.json").read_text())
-        return TrainConfig.from_dict(saved["config"]), saved["corpus"]["fingerprint"]
+        return TrainConfig(**saved["config"]), saved["corpus"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"cannot read the settings of the run in {folder} from config.json ({error}): delete "
@@ -113,17 +108,15 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
 
 
 def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
-    """Raise a `ConfigError` unless the run in `folder` goes on with what changes its numbers.
-
-    It may go on on another GPU, as each of several ranks does, and on other ranks.
-    """
+    """Raise a `ConfigError` unless the run in `folder` goes on with what changes its numbers."""
     old, fingerprint = _read_config(folder)
     wrong = []
     for name, option in OPTIONS.items():
         now, before = getattr(config, name), getattr(old, name)
         if name == "device":
             now, before = torch.device(now).type, torch.device(before).type
-        if option.rich_help_panel not in (RANKS, OUTPUT) and name != "data" and now != before:
+        free = option.rich_help_panel in (RANKS, OUTPUT) or name in ("data", "threads")
+        if not free and now != before:
             wrong.append(f"{name} was {before!r} and is now {now!r}")
     if fingerprint != (now := corpus.fingerprint):
         wrong.append(f"the text of the data has changed (fingerprint {fingerprint} and now {now})")
