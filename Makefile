@@ -14,13 +14,15 @@ CPU_TORCH := torch==$(TORCH)
 CPU_TRITON := triton==3.6.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-all test-torch-only lint clean
+.PHONY: help demo test test-all test-torch-only lint docs dist clean
 help:
 	@echo "make demo   install, then train a small Llama in float8 next to high precision"
 	@echo "make test   install, then run the tests (TORCH=2.15.0: with that release)"
 	@echo "make test-all  the same with the tests of many combinations, which take longer"
-	@echo "make test-torch-only  the code samples where torch alone is installed"
+	@echo "make test-torch-only  the samples of README and docs with torch and the built wheel alone"
 	@echo "make lint   install, then ruff, type checker and import-linter"
+	@echo "make docs   build the site of README and docs/ into site/, with an API reference"
+	@echo "make dist   build wheel and sdist into dist/"
 	@echo "make clean  remove the environment and caches; runs/ stays"
 
 $(BIN)/python:
@@ -57,13 +59,15 @@ test-all: $(VENV)/dev.done
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Of its own, without NumPy, which the CPU build of torch does not bring along.
-$(ONLY)/done: pyproject.toml
+$(ONLY)/done:
 	$(PYTHON) -m venv $(ONLY)
 	$(ONLY)/bin/python -m pip install --quiet $(CPU_TORCH)
-	$(ONLY)/bin/python -m pip install --quiet --editable .
 	touch $@
 
-test-torch-only: $(ONLY)/done
+# What users of a release get: the wheel, not this folder.
+test-torch-only: dist $(ONLY)/done
+	$(ONLY)/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
+	$(ONLY)/bin/python -m pip check
 	$(ONLY)/bin/python tests/torch_only.py
 
 lint: $(VENV)/dev.done
@@ -72,6 +76,13 @@ lint: $(VENV)/dev.done
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/dev.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(VENV)/dev.done
+	rm -rf dist
+	$(BIN)/python -m build
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,20 @@
-"""Every example runs to its end."""
+"""Notebooks run to their end. (Examples that are scripts run in test_docs.py.)"""
 
 from pathlib import Path
 
 import pytest
 
-from support.forks import COMPILER, run_program
-
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 
 
-@pytest.mark.xdist_group("programs")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example: Path) -> None:
-    done = run_program(example.read_text(), COMPILER)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = (pytest.importorskip(name) for name in ("nbformat", "nbclient"))
+    assert notebook.stat().st_size < 60_000, "its outputs are large: leave only those that matter"
+    cells = nbformat.read(notebook, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    nbclient.NotebookClient(cells, timeout=300, resources=resources).execute()
+    shown = [each for cell in cells.cells for each in cell.get("outputs", [])]
+    assert not [each for each in shown if each.get("name") == "stderr"]
+    assert any("image/png" in each.get("data", {}) for each in shown)

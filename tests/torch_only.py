@@ -1,23 +1,42 @@
 """Runs the code samples that import torch and float8 only, where nothing else is installed.
 
-`make test-torch-only` makes that environment: neither NumPy nor pytest is there.
+`make test-torch-only` makes that environment: torch and the built wheel, neither NumPy nor pytest.
 """
 
+import importlib.metadata
 import importlib.util
+import re
 import sys
 
+import float8
 from support.forks import run_program
 from support.ranks import Ranks
-from support.samples import Sample, run_on_ranks, samples
+from support.samples import ROOT, Sample, run_on_ranks, samples
 
 
 def plain(language: str) -> list[Sample]:
     return [sample for sample in samples(language) if sample.needs <= {"torch", "float8"}]
 
 
+def broken_links() -> list[str]:
+    """Those of the wheel's description that lead to no file of this version in the repository."""
+    about = importlib.metadata.metadata("float8")
+    urls = dict(each.split(", ") for each in about.get_all("Project-URL"))
+    home = rf"{re.escape(urls['Repository'])}/(?:blob|raw)/v{re.escape(float8.__version__)}/([^#]*)"
+    links = re.findall(r"\]\(([^)\s]+)\)", str(about.json["description"]))
+    found = {link: re.match(home, link) for link in links}
+    return [link for link, file in found.items() if not (file and (ROOT / file[1]).exists())]
+
+
 def main() -> None:
     if importlib.util.find_spec("numpy") is not None:
         sys.exit("got an environment with NumPy, expected torch and float8 only")
+    if "site-packages" not in float8.__file__:
+        sys.exit(f"got {float8.__file__}, expected float8 as an installed wheel")
+    if (version := importlib.metadata.version("float8")) != float8.__version__:
+        sys.exit(f"got a wheel of {version}, which says that it is {float8.__version__}")
+    if broken := broken_links():
+        sys.exit(f"the wheel's description has links to nowhere: {', '.join(broken)}")
     alone, together = plain("python"), plain("py")
     if min(len(alone), len(together)) < 5:
         sys.exit(f"got {len(alone)} + {len(together)} samples, expected five of each at least")
