@@ -54,32 +54,22 @@ def _give_memory_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _convert_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is one whose limits are known, so that tiny layers are converted on GPUs.
+    """Layers are for no GPU, so that tiny ones are converted on GPUs, too.
 
     What runs in another process passes `module_filter_fn=all_linears` instead.
     """
-    monkeypatch.setattr(filters, "known_gpu", lambda device: None)
+    monkeypatch.setattr(filters, "gpu_for", lambda device: None)
 
 
 @pytest.fixture(scope="session")
-def _two() -> Iterator[Ranks]:
+def two() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
 
 
 @pytest.fixture(scope="session")
-def _four() -> Iterator[Ranks]:
+def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.stop()
-
-
-@pytest.fixture
-def two(_two: Ranks) -> Ranks:
-    return _two
-
-
-@pytest.fixture
-def four(_four: Ranks) -> Ranks:
-    return _four

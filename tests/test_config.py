@@ -40,11 +40,7 @@ def cast_of(config: Float8LinearConfig, site: str) -> Any:
 def test_defaults() -> None:
     config = Float8LinearConfig()
     for role in ROLES:
-        assert cast_of(config, role) == CastConfig(
-            scaling_type=ScalingType.DYNAMIC,
-            scaling_granularity=ScalingGranularity.TENSORWISE,
-            target_dtype=ROLE_DTYPE[role],
-        )
+        assert cast_of(config, role) == CastConfig(target_dtype=ROLE_DTYPE[role])
     for site in SECOND_USES:
         assert cast_of(config, site) is None
     assert config.gemm_config_output == Float8GemmConfig(use_fast_accum=True)
@@ -70,16 +66,6 @@ def test_defaults_of_the_parts() -> None:
         "scale_fn_name": "max",
     }
     assert dataclasses.asdict(Float8GemmConfig()) == {"use_fast_accum": False}
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("site", ["input", "weight", *SECOND_USES])
-def test_target_dtype_is_kept(site: str, dtype: torch.dtype) -> None:
-    # emulate: some of these dtypes give e5m2 x e5m2
-    config = Float8LinearConfig(
-        **{f"cast_config_{site}": CastConfig(target_dtype=dtype)}, emulate=True
-    )
-    assert cast_of(config, site).target_dtype is dtype
 
 
 # ---------------------------------------------------------------- frozen, shared, replaced
@@ -129,25 +115,6 @@ def test_replace_changes_one_field_and_checks_again() -> None:
 def test_dynamic_and_delayed_mix_freely(mix: tuple[CastConfig, ...]) -> None:
     config = mixed(*mix)
     assert linear_requires_sync(config) == (DELAYED in mix)
-
-
-@pytest.mark.parametrize("float8", [DYNAMIC, DELAYED], ids=["dynamic", "delayed"])
-@pytest.mark.parametrize(
-    ("gemm", "sites"),
-    [
-        ("output", ("input", "weight")),
-        ("grad_input", ("grad_output", "weight_for_grad_input")),
-        ("grad_weight", ("grad_output_for_grad_weight", "input_for_grad_weight")),
-    ],
-)
-def test_one_gemm_can_stay_in_high_precision(
-    gemm: str, sites: tuple[str, str], float8: CastConfig
-) -> None:
-    casts = {f"cast_config_{site}": float8 for site in (*ROLES, *SECOND_USES)}
-    casts |= {f"cast_config_{site}": DISABLED for site in sites}
-    config = Float8LinearConfig(**casts)
-    runs = {name: config.runs_in_float8(name) for name in ("output", "grad_input", "grad_weight")}
-    assert runs == {name: name != gemm for name in runs}
 
 
 @pytest.mark.parametrize("off", [*ROLES, *SECOND_USES])
@@ -227,7 +194,7 @@ def test_float8_all_gather_needs_the_gemms_of_the_weight_in_float8(gemm: str) ->
     else:
         fields["cast_config_grad_output_for_grad_weight"] = DYNAMIC
     Float8LinearConfig(**fields)
-    with pytest.raises(ValueError, match=rf"got True with the GEMM '{gemm}'.*set it to False"):
+    with pytest.raises(ValueError, match=rf"high precision for {gemm}.*set it to False"):
         Float8LinearConfig(**fields, enable_fsdp_float8_all_gather=True)
 
 
@@ -238,7 +205,7 @@ def test_float8_all_gather_needs_one_cast_of_the_weight() -> None:
             "cast_config_grad_output": CastConfig(target_dtype=E4M3),
         }
         Float8LinearConfig(**fields)
-        with pytest.raises(ValueError, match="got True with cast_config_weight_for_grad_input"):
+        with pytest.raises(ValueError, match=r"got True .*expected one cast in float8 for both"):
             Float8LinearConfig(**fields, enable_fsdp_float8_all_gather=True)
     same = CastConfig(target_dtype=E4M3)
     Float8LinearConfig(cast_config_weight_for_grad_input=same, enable_fsdp_float8_all_gather=True)
@@ -278,11 +245,6 @@ def test_wrong_values_are_refused(
 def test_every_field_refuses_another_type(field: str) -> None:
     with pytest.raises(TypeError, match=f"{field}: got 'x', expected a"):
         Float8LinearConfig(**{field: "x"})
-
-
-def test_unknown_field_is_refused() -> None:
-    with pytest.raises(TypeError, match="cast_config_bias"):
-        Float8LinearConfig(cast_config_bias=CastConfig())  # type: ignore[call-arg]
 
 
 # ---------------------------------------------------------------- recipes
@@ -350,9 +312,12 @@ def test_a_recipe_s_name_is_taken_wherever_a_config_is(taker: str) -> None:
 
 
 def test_a_recipe_s_name_is_taken_by_compiled_code() -> None:
-    x, weight = torch.randn(16, 32), torch.randn(48, 32)
-    compiled = torch.compile(linear, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x, weight, config="rowwise"), linear(x, weight, config="rowwise"))
+    x, weight, results = torch.randn(16, 32), torch.randn(48, 32), []
+    for run in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        y = run(*leaves, config="rowwise")
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("name", [recipe.value for recipe in Float8LinearRecipeName])

@@ -1,4 +1,4 @@
-"""The code samples of README.md and docs/ run, word for word, and their links lead somewhere."""
+"""Code samples of README.md and docs/, and examples, run word for word; links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -17,6 +17,7 @@ LANGUAGES = {"python", "py", "bash", "text"}
 EXTRAS = {"accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"}
 PEERS = ("lightning", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
 SAMPLES = samples("python")
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def prose(page: Path) -> str:
@@ -38,9 +39,26 @@ def warnings_of_ours(shown: str) -> list[str]:
     return re.findall(rf"^(?:.*\bprogram\.py|{library}/).*Warning.*$", shown, re.MULTILINE)
 
 
+def test_the_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^::: float8\.(?:linear\.)?(\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(float8.__all__)
+
+
+def test_the_address_and_the_release_are_those_of_the_package() -> None:
+    address = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    readme, release = (ROOT / "README.md").read_text(), float8.__version__
+    assert address is not None
+    assert f"git clone {address[1]}\n" in readme
+    assert f'"float8[cli] @ git+{address[1]}@v{release}"' in readme
+    dated = re.findall(r"^## (\S+), \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert dated[0] == release
+
+
 def test_there_are_pages_and_samples() -> None:
     assert len(PAGES) > 5
     assert len(SAMPLES) > 5
+    assert len(samples("py")) > 1
     assert any(page_name(page) == "README.md" for page in PAGES)
 
 
@@ -62,6 +80,13 @@ def test_sample_runs(sample: Sample) -> None:
     # Others warn of what they like.
     found = warnings_of_ours(done.stderr) if extras else "Warning" in done.stderr
     assert not found, done.stderr
+
+
+@pytest.mark.xdist_group("programs")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path) -> None:
+    done = run_program(example.read_text(), COMPILER)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -94,7 +94,7 @@ def test_the_automatic_filters_leave_names_small_layers_and_what_is_none(
     ):
         mine = alone(mod, fqn, filter_fqns=["left", "output"])
         assert (takes(mod, fqn), mine) == (taken, taken), fqn
-    monkeypatch.setattr(filters, "known_gpu", lambda device: "H100")
+    monkeypatch.setattr(filters, "gpu_for", lambda device: "H100")
     assert (takes(wide, "wide"), takes(layer, "small")) == (True, False)
     with pytest.raises(ValueError, match="recipe: got 'mx', expected one of 'tensorwise'"):
         float8._auto_filter_for_recipe("mx", [])
