@@ -151,6 +151,12 @@ def new_data(model: nn.Module) -> None:
         layer.weight.data = others[-1]
 
 
+def new_strides(model: nn.Module) -> None:
+    """The memory that is there, read in another order."""
+    for layer in layers_of(model):
+        layer.weight.data = layer.weight.data.view(layer.weight.shape[::-1]).t()
+
+
 def swap(model: nn.Module) -> None:
     """Nothing may refer to what is swapped: before the first microbatch."""
     for layer in layers_of(model):
@@ -162,7 +168,7 @@ def in_inference_mode(model: nn.Module) -> None:
         by_hand(model)
 
 
-IN_PLACE: list[Act] = [by_hand, load, new_data, in_inference_mode]
+IN_PLACE: list[Act] = [by_hand, load, new_data, new_strides, in_inference_mode]
 OTHERS: list[Act] = [
     lambda model: load(model, assign=True),
     replace,

@@ -1,13 +1,13 @@
 """A weight in float8 that is kept until the weight is written, and the stamp that tells.
 
 Kept are the weights of layers that hold them (`hold`), and what `Float8GatherWeight` knows of its
-next gather. The stamp is the version counter of the weight and the address of its memory, noted on
-what was made: data that are held, and the scale of a gather. Each use compares. Eager code casts
-again what does not match. (Not the scale of what is held: Inductor may hand on a copy of it.) In
-compiled code the op that multiplies compares (`float8.linear.held`), and it must find the stamp
-when it runs: an attribute of a tensor that it is given is all that reaches it. A tensor on the CPU,
-which forward hands on to backward, CUDA graphs refuse; a number makes code compile anew; the
-version counter of what is kept cannot say where the weight lies.
+next gather. The stamp is the version counter of the weight, the address of its memory and its
+strides, noted on what was made: data that are held, and the scale of a gather. Each use compares.
+Eager code casts again what does not match. (Not the scale of what is held: Inductor may hand on a
+copy of it.) In compiled code the op that multiplies compares (`float8.linear.held`), and it must
+find the stamp when it runs: an attribute of a tensor that it is given is all that reaches it. A
+tensor on the CPU, which forward hands on to backward, CUDA graphs refuse; a number makes code
+compile anew; the version counter of what is kept cannot say where the weight lies.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def stamp_of(*tensors: Any) -> tuple[int, ...]:
     """
     stamp: list[int] = []
     for x in tensors:
-        stamp += x._version, x.data_ptr()
+        stamp += x._version, x.data_ptr(), *x.stride()
     return tuple(stamp)
 
 
