@@ -54,6 +54,8 @@ def test_equals_the_layer(device: str, bias: bool, config: Float8LinearConfig | 
     assert got["output"].dtype == torch.bfloat16
     assert got["weight"].dtype == torch.float32
     assert_same(layer.half(), seeded(0, 24, K, device=device, dtype=torch.float16))
+    no_features = linear(seeded(0, 2, 3, 0, device=device), seeded(0, N, 0, device=device))
+    assert same_bits(no_features, torch.zeros(2, 3, N, device=device))
 
 
 @on_devices

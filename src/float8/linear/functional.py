@@ -111,12 +111,12 @@ def apply_linear(
     input = check_input(input, weight)
     if plan.output is None and isinstance(input, Float8Tensor):
         input = input.to_original_precision()
-    rows = input if input.dim() == 2 else input.reshape(-1, K)
-    if input.numel() == 0:  # no rows: nothing to measure, nothing to multiply
+    if input.numel() == 0:  # nothing to measure, nothing to multiply
         if isinstance(weight, Float8Tensor):
             weight = weight.to_original_precision()
-        output = rows @ weight.to(input.dtype).t()
+        output = input @ weight.to(input.dtype).t()
     else:
+        rows = input if input.dim() == 2 else input.reshape(-1, K)
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
             M = rows.shape[0] * (1 if input_tokens is None else input_tokens.ranks)
@@ -203,7 +203,7 @@ def with_leading_dims(
 
     FSDP2 warns of modules that return views, and writing into them in place is restricted.
     """
-    shape = [*like.shape[:-1], rows.shape[1]]
+    shape = [*like.shape[:-1], rows.shape[-1]]
     if input_tokens is not None:
         shape[input_tokens.dim] *= input_tokens.ranks
     if output_tokens is not None:
