@@ -47,7 +47,6 @@ def measure_linear(
         grad = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
 
     def step(layer: nn.Module) -> tuple[Tensor, ...]:
-        # A new object: layers that read the same one share its cast, and so would two calls.
         x = data.detach().requires_grad_()
         with torch.enable_grad():
             output = layer(x)
