@@ -130,7 +130,9 @@ def test_a_subclass_with_a_forward_of_its_own_says_how_to_ask_for_it(cls: type) 
 def test_a_subclass_with_a_forward_of_its_own_converts_on_request() -> None:
     mine, linear = Plain(32, 16), nn.Linear(32, 16)
     linear.load_state_dict(mine.state_dict())
-    model = convert_to_float8_training(nn.Sequential(mine, Doubled(16, 16)), linear_classes=[Plain])
+    model = convert_to_float8_training(
+        nn.Sequential(mine, Doubled(16, 16)), linear_classes=iter([Plain])
+    )
     assert isinstance(model[0], Plain)
     assert type(model[1]) is Doubled
     x = seeded(0, 4, 32)
@@ -139,10 +141,10 @@ def test_a_subclass_with_a_forward_of_its_own_converts_on_request() -> None:
         Float8Linear.from_float(Plain(32, 16))
 
 
-@pytest.mark.parametrize("wrong", [nn.ReLU, "Linear", nn.Linear(1, 1)])
+@pytest.mark.parametrize("wrong", [[nn.ReLU], ["Linear"], [nn.Linear(1, 1)], Plain])
 def test_linear_classes_of_a_wrong_type(wrong: object) -> None:
-    with pytest.raises(TypeError, match=r"linear_classes: got .*expected subclasses of nn.Linear"):
-        convert_to_float8_training(nn.Linear(16, 16), linear_classes=[wrong])
+    with pytest.raises(TypeError, match=r"linear_classes: got .*expected a list of subclasses"):
+        convert_to_float8_training(nn.Linear(16, 16), linear_classes=wrong)
 
 
 @pytest.mark.parametrize("name", ["plan", "config", "set_up", "fp8_scale_input"])

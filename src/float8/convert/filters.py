@@ -1,7 +1,7 @@
 """Choose layers to convert: those that a filter takes, or that float8 makes no slower."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -161,13 +161,13 @@ def choose_filter(
                 f"gpu: got {gpu!r} and {other}, expected one of the two: gpu= chooses layers by "
                 f"the limits of that GPU"
             )
-    for cls in linear_classes:
+    classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
+    for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
             raise TypeError(
-                f"linear_classes: got {cls!r}, expected subclasses of nn.Linear, for example "
-                f"linear_classes=[MyLinear]"
+                f"linear_classes: got {linear_classes!r}, expected a list of subclasses of "
+                f"nn.Linear, for example linear_classes=[MyLinear]"
             )
-    linear_classes = tuple(linear_classes)
 
     @functools.cache
     def measured(device: torch.device, in_features: int, out_features: int) -> str | None:
@@ -177,7 +177,7 @@ def choose_filter(
         return slower if speedup < 1 else None
 
     def skip(linear: Any, fqn: str) -> str | None:
-        problem = unsupported(linear, config, linear_classes)  # of which no filter need know
+        problem = unsupported(linear, config, classes)  # of which no filter need know
         if problem is None and module_filter_fn is not None:
             return None if module_filter_fn(linear, fqn) else "module_filter_fn returned False"
         # What cannot be converted has a better reason than speed.
