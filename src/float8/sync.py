@@ -187,7 +187,7 @@ def update_float8_weights(model: nn.Module) -> None:
             )
         if reason := _why_on_the_fly(layer, weight, layer in under_fsdp):
             others.append(f"{name or '(root)'} ({reason})")
-        elif layer not in under_fsdp and not weight.is_meta:
+        elif layer not in under_fsdp and not weight.is_meta:  # else the gather holds the shard
             kind = weight.device, weight.dtype, layer.plan.casts.weight
             alike.setdefault(kind, {}).setdefault(weight, []).append(layer)
     for (_, dtype, cast), readers in alike.items():

@@ -91,7 +91,7 @@ def matmul(
         else:
             scale_a, scale_b = a.scale, b.scale
             if not one_scale_each:
-                scale_a, scale_b = _by_rows(a), _by_rows(b).t()
+                scale_a, scale_b = _scale_per_row(a), _scale_per_row(b).t()
             y = torch._scaled_mm(
                 a.data,
                 b.data.t(),
@@ -109,7 +109,7 @@ def matmul(
     return y
 
 
-def _by_rows(part: Operand) -> Tensor:
+def _scale_per_row(part: Operand) -> Tensor:
     """Return one scale for each row of the data, [R, 1], of one scale or as many."""
     rows = part.data.shape[0]
     return part.scale.reshape(-1, 1).expand(rows, 1).contiguous()

@@ -1,5 +1,7 @@
 """Keep the delayed-scaling state of a layer while it is moved, copied, saved, loaded and synced.
 
+And its weight in float8, held or without a master: what ends it, and how it is loaded.
+
 Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
 `fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
 those of the last steps, most recent first; and `fp8_scale_<site>` [], the decode scale of the next.

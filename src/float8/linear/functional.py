@@ -234,7 +234,7 @@ class _Linear(torch.autograd.Function):
         kept, x = KeptWeight(weight), Quantized()
         input_scale = None
         M = input.shape[0]
-        if tokens is not None:
+        if tokens is not None:  # ranks share them, and each multiplies all
             M *= tokens.ranks
             if not plan.input_rows_suffice:
                 input, tokens = tokens.gather(input), None
@@ -305,7 +305,8 @@ class _Linear(torch.autograd.Function):
         ):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: LinearCall = ctx.call
-        plan, casts, tokens = call.plan, call.casts, call.output_tokens
+        plan, casts = call.plan, call.casts
+        tokens = call.output_tokens  # grad_output has those of this rank, as the output had
         saved_input, input_scale, *of_weight = ctx.saved_tensors
         kept = KeptWeight(*of_weight)
         dtype, M = grad_output.dtype, grad_output.shape[0]

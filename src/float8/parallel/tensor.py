@@ -43,8 +43,9 @@ class Float8ColwiseParallel(ColwiseParallel):
     ) -> Any:
         x = inputs[0]
         if isinstance(mod, Float8Linear):  # it casts, gathers and multiplies
-            is_dtensor = isinstance(x, DTensor)
-            return x if is_dtensor else DTensor.from_local(x, device_mesh, input_layouts)
+            if isinstance(x, DTensor):
+                return x
+            return DTensor.from_local(x, device_mesh, input_layouts)
         # It was turned back into high precision.
         return ColwiseParallel._prepare_input_fn(  # type: ignore[no-untyped-call]
             input_layouts, desired_input_layouts, mod, inputs, device_mesh
