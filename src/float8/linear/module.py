@@ -211,7 +211,8 @@ class Float8Layer(StatefulLayer):
 
         Args:
             reduce: makes an amax that of all ranks that share the layer. Not asked for casts whose
-                scale a sync made alike on all of them.
+                scale a sync made alike on all of them. `Shards.enter` takes it off those of tensors
+                that each rank has whole.
         """
         casts, training = self.plan.casts, self.training
         if reduce is not None:

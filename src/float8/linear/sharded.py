@@ -29,7 +29,7 @@ from float8.tensor.ranks import SharedTokens
 
 
 class Shards(NamedTuple):
-    """The part of ranks in a layer, as a style sets it; the weight, a DTensor, tells the rest."""
+    """How ranks share a layer, as a style sets it; the weight, a DTensor, tells the rest."""
 
     gathers_input: bool = False
     """Whether ranks gather the tokens of the input of a weight Shard(0)."""

@@ -49,7 +49,8 @@ class Quantized(NamedTuple):
     """[R, C], contracted over C."""
 
     col: Operand | Any = None
-    """The transposed copy [C, R], contracted over R."""
+    """The transposed copy [C, R], contracted over R: cast from high precision (`quantize`), or made
+    of row data where only those exist (`columns`, `recast`)."""
 
     amax: Tensor | None = None
     """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
