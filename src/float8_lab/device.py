@@ -22,7 +22,10 @@ def check_device(name: str) -> torch.device:
         raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N")
     device, gpus = torch.device(name), torch.cuda.device_count()
     if (device.index or 0) >= {"cpu": 1, "cuda": gpus}[device.type]:
-        hint = f"PyTorch sees {gpus} CUDA GPU(s)" if gpus else "no CUDA GPU here, use --device cpu"
+        hint = f"PyTorch sees {gpus} CUDA GPU(s)"
+        if not gpus:
+            sizes = "--model tiny --seq-len 64, or --mkn 64,128,128"
+            hint = f"no CUDA GPU here, use --device cpu, and small sizes ({sizes})"
         raise ConfigError(f"device {name!r} is not there: {hint}")
     return device
 

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md are those that the results files give."""
+"""The tables of README.md and docs/performance.md, and estimates, are what results files give."""
 
 import pytest
 

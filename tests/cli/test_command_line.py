@@ -159,6 +159,8 @@ def test_compare_prints_the_table_and_where_the_files_are(
     assert Path("cmp/report.md").read_text().startswith(note)
     assert "report: cmp/report.json" in out
     assert "loss curves: cmp/loss.png" in out
+    assert "train loss: mean of the last tenth of the steps" in out
+    assert out.splitlines()[-1].endswith("float8 plan --gpu H100 MODULE:FUNCTION")
     assert not list(Path("cmp").glob("*/checkpoints"))
     assert main([*words, *QUICK]) == 2
     assert "--overwrite" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from torch import nn
 from float8 import Float8LinearConfig, Float8LinearRecipeName
 from float8.convert.measure import LinearTimes, measure_linear
 from float8.convert.smallest import SMALLEST, too_small
-from float8_lab.bench.estimate import at_least, stored
+from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
 from float8_lab.cli.main import main
 from float8_lab.cli.plan import plan_conversion, report_on
@@ -36,13 +36,15 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_gpu_it_judges_by_size_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama3-8b", "--tokens", "8192", "-o", "x.json"]) == 0
     out = capsys.readouterr().out
-    assert "llama3-8b, tensorwise, 8192 tokens: judged by size for H100" in out
+    judged = "llama3-8b, tensorwise, 8192 tokens: judged by size for H100 (no --gpu names another)"
+    assert out.startswith(judged)
     assert re.search(r"4096 +14336 +64 +gate up +1.\d\d convert", out)
     assert re.search(r"4096 +128256 +1 +output +leave: the head", out)
     assert " ms" not in out  # Nothing was measured.
     assert "float8: 224 of 225 linear layers, 93.0% of all matmul weights" in out
     assert 'chosen for H100 (gpu="H100"): limits of tensorwise at 8192 tokens per forward' in out
-    assert re.search(r"all linear layers: about 1\.\d\dx of bf16 or more", out)
+    assert re.search(r"all linear layers: about 1\.\d\dx of bf16; a whole step gains less", out)
+    assert "GPU time: layers that wait for the CPU, as small ones do, gain less" in out
     results = json.loads(Path("x.json").read_text())
     assert sum(row["count"] for row in results["rows"]) == 7 * 32 + 1
 
@@ -97,6 +99,16 @@ def test_a_model_that_needs_values_is_made_on_the_cpu(capsys: pytest.CaptureFixt
     assert "float8: 1 of 1 linear layers, 100.0% of all matmul weights" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_without_an_estimate_it_says_where_there_are_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--model", "1b", "--gpu", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "no estimate: no layer as small was measured on H100 with this recipe" in out
+    assert "all linear layers" not in out
+
+
 @pytest.mark.usefixtures("mine")
 def test_what_does_not_pay_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mine_to_plan:make", "--tokens", "8"]) == 0
@@ -109,6 +121,7 @@ def test_what_does_not_pay_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["mine_to_plan"], "model: got 'mine_to_plan', expected module:function"),
+        (["mine_to_plan.py:make"], "model: got 'mine_to_plan.py:make', expected mine_to_plan:make"),
         (["nowhere:make"], "model: 'nowhere:make' cannot be imported in "),
         (["mine_to_plan:other"], "model: 'mine_to_plan:other' cannot be imported in "),
         (["mine_to_plan:values"], "model: 'mine_to_plan:values' fails on the meta device: "),
@@ -124,6 +137,15 @@ def test_what_cannot_be_planned_is_one_line(
     err = capsys.readouterr().err
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_package_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("needs_more.py").write_text("import no_such_package.of_mine")
+    assert main(["plan", "needs_more:make"]) == 2
+    assert capsys.readouterr().err.endswith("; install no_such_package, which it imports\n")
+    assert main(["plan", "no_such_module:make"]) == 2
+    assert capsys.readouterr().err.endswith("; call it in the folder of the module\n")
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -183,9 +205,9 @@ def test_layers_are_grouped_by_shape_and_fate() -> None:
 
 def test_an_estimate_is_that_of_a_layer_that_is_no_larger() -> None:
     known = {Shape(8, 8, 8): 1.1, Shape(8, 16, 8): 1.2, Shape(64, 64, 64): 2.0}
-    assert at_least(known, Shape(8, 32, 32)) == 1.2
-    assert at_least(known, Shape(64, 64, 64)) == 2.0
-    assert at_least(known, Shape(4, 64, 64)) is None
+    assert estimate(known, Shape(8, 32, 32)) == 1.2
+    assert estimate(known, Shape(64, 64, 64)) == 2.0
+    assert estimate(known, Shape(4, 64, 64)) is None
 
 
 @pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
@@ -193,7 +215,7 @@ def test_estimates_are_below_what_was_measured(recipe: str) -> None:
     known = stored("H200", recipe)
     assert len(known) == 145
     for shape, speedup in known.items():
-        found = at_least({s: x for s, x in known.items() if s != shape}, shape)
+        found = estimate({s: x for s, x in known.items() if s != shape}, shape)
         large = too_small("H200", recipe, *shape) is None
         assert (
             not large or found is None or found < speedup * (1.10 if recipe == "blockwise" else 1)

@@ -480,8 +480,8 @@ def test_as_text() -> None:
     model = nn.Sequential(Meta(), Gelu())
     lines = str(conversion_report(converted(model))).splitlines()
     assert lines[-2:] == [
-        "  0     Meta             fused",
-        "  1     Written          not fused: Written.forward is not known to be "
+        "  0       Meta             fused",
+        "  1       Written          not fused: Written.forward is not known to be "
         "down(silu(gate(x)) * up(x))",
     ]
 

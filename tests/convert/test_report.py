@@ -45,11 +45,27 @@ def test_converted_and_skipped_layers() -> None:
 
 def test_as_text() -> None:
     converted = convert_to_float8_training(model(), module_filter_fn=lambda mod, fqn: fqn == "0")
+    scaling = "input dynamic/e4m3, weight dynamic/e4m3, grad_output dynamic/e5m2"
     assert str(conversion_report(converted)).splitlines() == [
         "1 of 2 linear layers run in float8, 40.0% of all matmul weights",
-        "  0  [32, 16]         input dynamic/e4m3, weight dynamic/e4m3, grad_output dynamic/e5m2",
-        "  2  [24, 32]         skipped: module_filter_fn returned False",
+        "  layer  [out, in]        what runs how",
+        f"  0      [32, 16]         {scaling}",
+        "  2      [24, 32]         skipped: module_filter_fn returned False",
     ]
+
+
+def test_equal_layers_of_neighbouring_blocks_are_one_line() -> None:
+    def block(experts: int) -> nn.Module:
+        parts = {"q": nn.Linear(16, 16), "e": nn.ModuleList(model() for _ in range(experts))}
+        return nn.ModuleDict(parts)
+
+    blocks = nn.ModuleList([*map(block, (1, 2, 2, 0, 2)), nn.Identity(), block(1)])
+    blocks[6].q = nn.Linear(16, 8)
+    report = conversion_report(convert_to_float8_training(blocks))
+    assert len(report.layers) == 22
+    names = [line.split()[0] for line in str(report).splitlines()[3:]]
+    of_experts = ["0.e.0.0", "0.e.0.2", "1-2.e.0-1.0", "1-2.e.0-1.2", "4.e.0-1.0", "4.e.0-1.2"]
+    assert names == ["0-4.q", *of_experts, "6.q", "6.e.0.0", "6.e.0.2"]
 
 
 def test_as_plain_data() -> None:

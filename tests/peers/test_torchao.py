@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8 import Float8LinearConfig, convert_to_float8_training, convert_to_high_precision
+from float8 import (
+    Float8LinearConfig,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
 from sqnr import sqnr
 from support.devices import on_devices
 
@@ -46,6 +51,15 @@ def test_errors_are_those_of_torchao(outliers: bool, device: str) -> None:
     theirs = three(converted, x, grad)
     for a, b, reference in zip(ours, theirs, exact, strict=True):
         assert sqnr(reference, a.double()) == pytest.approx(sqnr(reference, b.double()), abs=0.05)
+
+
+def test_a_model_that_torchao_converted_stays_and_says_so() -> None:
+    model = peer.convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)))
+    reason = "which torchao converted already, expected an nn.Linear: convert the plain model"
+    for classes in ([], [type(model[0])]):
+        with pytest.warns(UserWarning, match=reason):
+            convert_to_float8_training(model, linear_classes=classes)
+        assert reason in conversion_report(model).layers[0].skip_reason
 
 
 def test_a_converted_model_is_not_quantised() -> None:

@@ -104,6 +104,7 @@ def convert_to_float8_training(
     """
     require_module(module, "module")
     config = as_config(config)
+    gpu = gpu.upper() if isinstance(gpu, str) else gpu
     named = None if fuse is False else as_named(fuse, module)
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes, gpu

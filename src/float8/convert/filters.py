@@ -111,7 +111,7 @@ def chosen_for(
         others = "auto_filter=True measures the others"
         return f"no limits known for {where}: layers narrower than {NARROW} stay; {others}"
     names = " or ".join(f'gpu="{name}"' for name in SMALLEST)
-    return f"no GPU here: no layer stays for its size; {names} shows which do there"
+    return f"no GPU here: layers of any size are converted; {names} leaves those too small for it"
 
 
 def choose_filter(

@@ -18,6 +18,9 @@ from float8.linear import Float8Layer, is_conv1d
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
 """Modules whose Parameters of two dims and more are not multiplied as matrices."""
 
+_Row = tuple[str, str, str]
+"""A name, a shape and what becomes of it: a line of `str(report)`."""
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -65,7 +68,10 @@ class FusedReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """All linear layers of a model, converted or not. `str()` gives a readable table."""
+    """All linear layers of a model, converted or not. `str()` gives a readable table.
+
+    Its rows that differ by a number in the name alone, as those of equal blocks, are one row.
+    """
 
     layers: tuple[LayerReport, ...]
 
@@ -125,10 +131,35 @@ class ConversionReport:
         for each in self.fused:
             fate = "fused" if each.reason is None else f"not fused: {each.reason}"
             rows.append((each.fqn, each.module, fate))
+        if rows:
+            rows = [("layer", "[out, in]", "what runs how"), *_numbers_joined(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
         table = (f"  {fqn:<{width}}  {what:<16} {fate}" for fqn, what, fate in rows)
         head = [f"{count}, {self.share:.1%} of all matmul weights", *self.chosen_for]
         return "\n".join([*head, *table])
+
+
+def _numbers_joined(rows: list[_Row]) -> list[_Row]:
+    """Return rows that go on from each other, as `b.0.a`, `b.1.a`, `b.2.a`, as one, `b.0-2.a`.
+
+    The last number of a name comes first, so that `b.0.e.0-7` and `b.1.e.0-7` are one, too.
+    """
+    for at in reversed(range(1 + max(name.count(".") for name, _, _ in rows))):
+        joined: list[_Row] = []
+        awaited: dict[_Row, tuple[int, str]] = {}  # with the place of its run, and how that begins
+        for name, shape, fate in rows:
+            parts = name.split(".")
+            if at >= len(parts) or not parts[at].isdecimal():
+                joined.append((name, shape, fate))
+                continue
+            number = parts[at]
+            place, first = awaited.pop((name, shape, fate), (len(joined), number))
+            parts[at] = number if first == number else f"{first}-{number}"
+            joined[place : place + 1] = [(".".join(parts), shape, fate)]
+            parts[at] = str(int(number) + 1)
+            awaited[".".join(parts), shape, fate] = place, first
+        rows = joined
+    return rows
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:

@@ -152,6 +152,8 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         )
     if is_fsdp_module(mod):
         return "which is sharded, expected an nn.Linear: convert, then fully_shard"
+    if _class_with_forward(cls).__module__.startswith("torchao."):
+        return "which torchao converted already, expected an nn.Linear: convert the plain model"
     if isinstance(mod, (*linear_classes, StatefulLayer)):
         return None
     if _class_with_forward(cls) is nn.Linear or is_conv1d(mod):

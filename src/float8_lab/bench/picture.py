@@ -19,6 +19,7 @@ FILES = PLAIN.name, CURVES
 SHOWN = "Comment"  # the key of the text within the PNG
 
 _MODEL, _COMMIT, _TOKENS = "8B stack", "ca2477b", 8192  # README's table: its model, run and step
+_OTHER = "delayed"  # was another recipe in that run
 _NAMES = {
     "bf16": "bfloat16",
     "high_precision": "bfloat16",
@@ -44,7 +45,7 @@ def shown(folder: Path) -> dict[str, list[Any]]:
         for run in runs
         if run["environment"]["commit"] == _COMMIT
         for row in run["rows"]
-        if (row["what"], row["mode"]) == (_MODEL, "compiled")
+        if (row["what"], row["mode"]) == (_MODEL, "compiled") and row["recipe"] != _OTHER
     ]
     runs = json.loads((folder / CURVES).read_text())["runs"]
     first = runs[0]

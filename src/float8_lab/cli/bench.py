@@ -74,7 +74,7 @@ class Run(Place):
 class Bench:
     """One measurement on the terminal: where it runs, what it prints and what it leaves behind."""
 
-    def __init__(self, name: str, where: Place, **settings: Any) -> None:
+    def __init__(self, name: str, where: Place, *, tell: bool = True, **settings: Any) -> None:
         self.device = where.checked()
         torch.manual_seed(0)
         self.console = make_console()
@@ -84,7 +84,8 @@ class Bench:
         versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
         about = describe_environment(self.device) | versions
         self._about = {"benchmark": name, "environment": about, "settings": settings}
-        self.console.print("{device}, torch {torch}".format(**about))
+        if tell:
+            self.console.print("{device}, torch {torch}".format(**about))
         for peer, version in versions.items():
             if version is None:
                 self.console.print(f"{peer} is not installed: left out")
@@ -233,7 +234,7 @@ def numerics_command(
     On random tensors of several families. Delayed scaling has seen three steps before. `even`
     counts all tokens alike, of grad_weight all channels, though a few may have most of the power.
     """
-    chosen = {"recipes": recipe or RECIPES, "peers": peers or []}
+    chosen: dict[str, Any] = {"recipes": recipe or RECIPES, "peers": peers or []}
     shapes = layers.listed()
     variants = make_variants(chosen["recipes"], [EAGER], chosen["peers"])
     bench = Bench("numerics", where, shapes=shapes, **chosen)

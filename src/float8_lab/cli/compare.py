@@ -13,7 +13,7 @@ from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signa
 from float8_lab.cli.table import print_table
 from float8_lab.errors import ConfigError
 from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, OUTPUT, TrainConfig
-from float8_lab.trainer.metrics import FAILED
+from float8_lab.trainer.metrics import FAILED, MEAN
 
 _NOT_OURS = (
     *("recipe", "output", "keep_checkpoints", "final_checkpoint", "stop_after"),
@@ -68,13 +68,16 @@ def compare_command(
     if config.device.startswith("cpu"):
         console.print(SLOW)
     shown = [cells(row) for row in rows]
-    print_table(console, "losses in nats per byte", shown, [*shown[0]][1:])
+    title = f"nats per byte; train loss: {MEAN}"
+    print_table(console, title, shown, [*shown[0]][1:])
     console.print(f"report: {output}/report.json")
     if Path(output, "loss.png").exists():
         console.print(f"loss curves: {output}/loss.png")
     if stop.is_set():
         console.print("interrupted: go on with the same command and --resume")
         raise typer.Exit(INTERRUPTED_EXIT)
+    if config.device.startswith("cpu"):
+        console.print("what your model gains on a GPU: float8 plan --gpu H100 MODULE:FUNCTION")
     failed = [row for row in rows if row["status"] == FAILED]
     for row in failed:
         sys.stderr.write(f"error: {row['recipe']}: {row['error']}\n")

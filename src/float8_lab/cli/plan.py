@@ -19,7 +19,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.filters import gpu_for
 from float8.convert.measure import LinearTimes, measure_linear
 from float8.convert.smallest import SMALLEST, judged_as
-from float8_lab.bench.estimate import at_least, stored
+from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
 from float8_lab.cli.bench import Bench, Output, Place
 from float8_lab.cli.options import App, takes
@@ -42,6 +42,8 @@ def load_model(name: str) -> nn.Module:
         ConfigError: it is not there, needs values of weights, or returns no model.
     """
     module, _, function = name.partition(":")
+    if module.endswith(".py"):
+        raise ConfigError(f"model: got {name!r}, expected {module[:-3]}:{function}, without .py")
     if not module or not function:
         what = "module:function, of a function without arguments that returns a model"
         raise ConfigError(f"model: got {name!r}, expected {what}, or --model for one of ours")
@@ -50,7 +52,10 @@ def load_model(name: str) -> nn.Module:
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        do = "call it where `import` finds the module"
+        do = "call it in the folder of the module"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else module
+        if not f"{module}.".startswith(f"{missing}."):
+            do = f"install {missing}, which it imports"
         raise ConfigError(f"model: {name!r} cannot be imported in {here}: {error}; {do}") from error
     try:
         with torch.device("meta"):
@@ -80,8 +85,8 @@ def plan_conversion(
 ) -> list[dict[str, Any]]:
     """Return a row for all layers of one shape and fate.
 
-    `judge` gives the times of a layer, at which it stays if float8 is slower; or a lower bound of
-    its speed-up, or None.
+    `judge` gives the times of a layer, at which it stays if float8 is slower; or an estimate of its
+    speed-up, or None.
     """
     groups: dict[tuple[int, int, str | None], list[str]] = {}
     for layer in report.layers:
@@ -97,7 +102,7 @@ def plan_conversion(
             if found.float8_ms > found.bf16_ms:
                 reason = reason or "slower"
         elif reason is None:
-            row["at_least"] = found
+            row["estimate"] = found
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
     return rows
@@ -153,21 +158,24 @@ def plan_command(
         shape = preset(name)
         with torch.device("meta"):
             whole = Llama(shape.model, shape.seq_len)
-    bench = Bench("plan", place, model=name, **settings)
+    bench = Bench("plan", place, tell=measuring, model=name, **settings)
     report = report_on(whole, config, tokens, judged)
     known = stored(judged, judged_as(config)) if judged else {}
 
     def judge(shape: Shape) -> LinearTimes | float | None:
         if measuring:
             return measure_linear(*shape, bench.device, config)
-        return at_least(known, shape)
+        return estimate(known, shape)
 
     rows = plan_conversion(report, tokens, judge)
     title = f"{name}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
     title += "; ms of forward + backward" if measuring else ""
+    title += "" if measuring or here or gpu else " (no --gpu names another)"
     bench.finish(title, rows)
     for line in _conclusion(report, rows, judged):
         bench.console.print(line)
+    if judged or bench.device.type == "cuda":
+        bench.console.print("GPU time: layers that wait for the CPU, as small ones do, gain less")
 
 
 def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str | None) -> list[str]:
@@ -190,13 +198,18 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
         ours = sum(row["count"] * row[ms] for row, ms in zip(rows, best, strict=True))
         lines.append(f"all linear layers: {bf16 / ours:.2f}x of bf16")
-    elif any(row["at_least"] for row in converted):
+    elif any(row["estimate"] for row in converted):
         # All have the same tokens, so that weights are to each other as times.
-        ours = sum(_weights(row) / (row.get("at_least") or 1.0) for row in rows)
+        ours = sum(_weights(row) / (row.get("estimate") or 1.0) for row in rows)
         speedup = sum(map(_weights, rows)) / ours
         lines += [
-            f"at least: of the largest layer measured on {gpu}, in eager mode, that is no larger",
-            f"all linear layers: about {speedup:.2f}x of bf16 or more; a whole step gains less",
+            f"estimate: that of the largest layer measured on {gpu} that is no larger",
+            f"all linear layers: about {speedup:.2f}x of bf16; a whole step gains less",
+        ]
+    elif converted:
+        lines += [
+            f"no estimate: no layer as small was measured on {gpu} with this recipe;",
+            "docs/performance.md has whole blocks, and --gpu H200 more layers",
         ]
     return lines
 
@@ -207,10 +220,10 @@ def _weights(row: dict[str, Any]) -> int:
 
 def _gpu(name: str | None, here: bool) -> str:
     """A GPU whose limits are known: of that name, or the one here, or else `_DEFAULT_GPU`."""
-    if name is not None and name not in SMALLEST:
+    if name is not None and name.upper() not in SMALLEST:
         raise ConfigError(f"gpu: got {name!r}, expected one of {', '.join(SMALLEST)}")
     if name is None:
         name = gpu_for(torch.device("cpu")) if here else _DEFAULT_GPU
-    if name not in SMALLEST:
+    if name is None or name.upper() not in SMALLEST:
         raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
-    return name
+    return name.upper()

@@ -16,7 +16,7 @@ from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.data import Corpus, check_length, load_corpus
 from float8_lab.trainer.environment import describe_environment, public_path
 from float8_lab.trainer.loop import Trainer, train
-from float8_lab.trainer.metrics import FAILED, FINISHED, Observer, read_metrics, summarize
+from float8_lab.trainer.metrics import FAILED, FINISHED, MEAN, Observer, read_metrics, summarize
 from float8_lab.trainer.plot import plot_comparison
 from float8_lab.trainer.run_folder import RunFolder, check_same_run
 
@@ -71,6 +71,7 @@ def write_report(folder: Path, rows: list[Row], about: dict[str, Any]) -> None:
     lines += ["| " + " | ".join(table[0]) + " |", "|---" + "|---:" * (len(table[0]) - 1) + "|"]
     lines += ["| " + " | ".join(cell or "-" for cell in row.values()) + " |" for row in table]
     lines += ["", "Losses in nats per byte; gaps in validation loss to the first row."]
+    lines += [f"Train loss: {MEAN}."]
     lines += [f"{row['recipe']} failed: {row['error']}" for row in rows if row["error"]]
     lines += ["", f"- data: {corpus['name']}, {corpus['train_bytes']:,} training bytes"]
     lines += [f"- {key}: {value}" for key, value in about["environment"].items() if value]

@@ -182,11 +182,14 @@ def read_metrics(path: Path) -> Metrics:
     return metrics
 
 
+MEAN = "mean of the last tenth of the steps, at most 100"
+
+
 def summarize(metrics: Metrics) -> dict[str, Any]:
     """The numbers by which runs are compared; None where a run has not got that far or diverged.
 
-    The training loss is a mean over the last tenth of the steps, at most 100: that of one step is
-    too noisy. Times are medians over the steps past compilation and warm-up.
+    The training loss is a `MEAN`: that of one step is too noisy. Times are medians over the steps
+    past compilation and warm-up.
     """
     train = metrics.train
     last = [record.loss for record in train[-min(max(len(train) // 10, 1), 100) :]]
