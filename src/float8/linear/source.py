@@ -40,7 +40,8 @@ def shallow_copy(mod: nn.Module, cls: Any) -> Any:
 
 def become(mod: nn.Module, new: nn.Module) -> None:
     """Turn `mod` into what `new`, a copy of it, is; it stays the same object with its hooks."""
-    mod.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
+    for name in vars(mod).keys() - vars(new).keys() - {"_compiled_call_impl"}:
+        del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
     mod.__class__ = type(new)
 
@@ -59,11 +60,12 @@ def is_conv1d(mod: nn.Module) -> bool:
 
     Told by its name: transformers is not imported for it.
     """
-    cls = _class_with_forward(type(mod))
+    cls = class_with_forward(type(mod))
     return cls.__name__ == "Conv1D" and cls.__module__.split(".")[0] == "transformers"
 
 
-def _class_with_forward(cls: type) -> type:
+def class_with_forward(cls: type) -> type:
+    """Return the class that gives instances of `cls` their forward."""
     for each in cls.__mro__:
         if "forward" in vars(each) or "__call__" in vars(each):
             return each
@@ -98,7 +100,7 @@ def problem(
         return ValueError(
             f"got a layer with a `forward` of its own as attribute, expected nn.Linear's; {do}"
         )
-    if reason := _not_in_high_precision(weight):
+    if reason := not_in_high_precision(weight):
         return TypeError(f"got a {reason}")
     shape = tuple(weight.shape)
     if 0 in shape:
@@ -152,13 +154,13 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         )
     if is_fsdp_module(mod):
         return "which is sharded, expected an nn.Linear: convert, then fully_shard"
-    if _class_with_forward(cls).__module__.startswith("torchao."):
+    if class_with_forward(cls).__module__.startswith("torchao."):
         return "which torchao converted already, expected an nn.Linear: convert the plain model"
     if isinstance(mod, (*linear_classes, StatefulLayer)):
         return None
-    if _class_with_forward(cls) is nn.Linear or is_conv1d(mod):
+    if class_with_forward(cls) is nn.Linear or is_conv1d(mod):
         return None
-    if reason := _not_in_high_precision(getattr(mod, "weight", None)):
+    if reason := not_in_high_precision(getattr(mod, "weight", None)):
         return f"with a {reason}"
     return (
         f"whose forward is not nn.Linear's, expected an nn.Linear or a subclass without a "
@@ -167,7 +169,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
     )
 
 
-def _not_in_high_precision(weight: Any) -> str | None:
+def not_in_high_precision(weight: Any) -> str | None:
     """Say which weight it is and what was expected, or return None for one in high precision."""
     cls, dtype = type(weight), getattr(weight, "dtype", None)
     if cls.__module__.split(".")[0] in ("bitsandbytes", "torchao"):

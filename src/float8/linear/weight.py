@@ -11,7 +11,9 @@ from float8.tensor import Float8Tensor
 
 
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
-    """Return `weight` [N, K] as a tensor that has no high-precision values."""
+    """Return `weight` [N, K] as a tensor that has no high-precision values; itself if it is one."""
+    if isinstance(weight, Float8Tensor):
+        return weight
     made = quantize(weight, cast, row=True).row
     data = made.data[: weight.shape[0], : weight.shape[1]].contiguous()
     return Float8Tensor(data, made.scale, weight.dtype, cast.spec.granularity)

@@ -1,7 +1,7 @@
 """`Float8Tensor` and its ops; weights that are gathered in float8."""
 
 from float8.tensor import ops  # noqa: F401  registers the op handlers
-from float8.tensor.dtensor import dtensor_like, is_dtensor, is_fsdp_module, local_tensor
+from float8.tensor.dtensor import dtensor_like, is_dtensor, is_fsdp_module, local_tensor, reshard
 from float8.tensor.float8_tensor import Float8Tensor, dequantise
 from float8.tensor.gather import Float8GatherWeight, gathered_like, high_precision
 
@@ -15,4 +15,5 @@ __all__ = [
     "is_dtensor",
     "is_fsdp_module",
     "local_tensor",
+    "reshard",
 ]

@@ -30,6 +30,13 @@ def is_fsdp_module(module: Any) -> bool:
     return hasattr(type(module), "reshard")
 
 
+def reshard(model: Any) -> None:
+    """Let go of what FSDP2 keeps gathered, as `model.state_dict()` does."""
+    for module in model.modules():
+        if is_fsdp_module(module):
+            module.reshard()
+
+
 def all_have_some(size: int, ranks: int) -> bool:
     """Whether each rank has some of a dim in torch's chunks: all but the last as long as the first.
 

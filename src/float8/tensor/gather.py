@@ -21,7 +21,7 @@ from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, Operand, Quantized
 from float8.tensor.dtensor import all_have_some, dtensor_like, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor
-from float8.tensor.ranks import amax_over, sharding_groups
+from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
 from float8.tensor.weight_cast import is_current, mark, stamp_of
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
@@ -118,11 +118,11 @@ class Float8GatherWeight(Wrapper):
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return ["_inner"], {"spec": self.spec}
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8GatherWeight":
-        return Float8GatherWeight(inner["_inner"], **context)
+        return cls(inner["_inner"], **context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -155,7 +155,7 @@ class Float8GatherWeight(Wrapper):
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
         shares = func.is_view and result.dtype == self.dtype
-        new = Float8GatherWeight(result, self.spec, self.counted if shares else None)
+        new = type(self)(result, self.spec, self.counted if shares else None)
         new.param_dtype = self.param_dtype
         return new
 
@@ -222,11 +222,11 @@ class Float8GatherWeight(Wrapper):
                 f"{problem}; shard it evenly, or leave enable_fsdp_float8_all_gather out",
                 stacklevel=2,
             )
-            shard = _padded(self.high_precision.to(param_dtype), rows)
+            shard = padded_shard(self.high_precision.to(param_dtype), rows)
             return (shard,), GatherMetadata(None, None, outer_size)
         cast = self._cast(module, owner)
         data, scale = cast.row
-        bytes_ = _padded(data.contiguous().view(torch.uint8), rows)
+        bytes_ = padded_shard(data.contiguous().view(torch.uint8), rows)
         if granularity.one_scale or mesh.size() == 1:  # FSDP2 takes one tensor of one rank
             return (bytes_,), GatherMetadata(scale, cast.amax, outer_size)
         sent = bytes_, scale.contiguous().view(torch.uint8)
@@ -258,11 +258,16 @@ class Float8GatherWeight(Wrapper):
         if scale is None:
             scale = all_gather_outputs[1].view(torch.float32)
         if out is None:
-            data, granularity = data.view(self.spec.dtype), self.spec.granularity
-            return Float8Tensor(data, scale, param_dtype, granularity, metadata.amax), ()
+            data = data.view(self.spec.dtype)
+            return self._gathered(data, scale, param_dtype, metadata.amax), ()
         old = local_tensor(out)
         old._scale, old._amax = scale, metadata.amax
         return None
+
+    def _gathered(
+        self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+    ) -> Float8Tensor:
+        return Float8Tensor(data, scale, dtype, self.spec.granularity, amax)
 
     def _cast(self, module: Any, owner: "Float8GatherWeight") -> Quantized:
         """Cast the shard [rows, K] of the weight of `module`, rounded to `param_dtype` first.
@@ -339,17 +344,15 @@ torch.serialization.add_safe_globals(
 
 def on_all_ranks(weight: Any) -> bool:
     """Whether each rank holds rows. No load writes an empty shard, yet ranks must agree on it."""
-    ranks: dict[int, int] = {}
-    for mesh_dim, placement in enumerate(weight.placements):
-        if not placement.is_replicate():
-            ranks[placement.dim] = ranks.get(placement.dim, 1) * weight.device_mesh.size(mesh_dim)
-    return all(all_have_some(weight.shape[dim], n) for dim, n in ranks.items())
+    dims = ranks_of_dims(weight).items()
+    return all(all_have_some(weight.shape[dim], ranks) for dim, ranks in dims)
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
-    """Return `x` [R, C] with zeros below, [rows, C], contiguous; R may be 0."""
+def padded_shard(x: Tensor, rows: int) -> Tensor:
+    """Return `x` [R, ...] with zeros behind, [rows, ...], contiguous; R may be 0."""
     missing = rows - x.shape[0]
-    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    behind = (0, 0) * (x.dim() - 1) + (0, missing)
+    return nn.functional.pad(x, behind) if missing else x.contiguous()
 
 
 # FSDP2 looks at the hook's signature at every gather; found from the code, that takes as long as
@@ -382,7 +385,7 @@ def gathered_like(new: Any, old: Tensor | None) -> nn.Parameter:
     model, values = local_tensor(old), local_tensor(new)
     if not isinstance(model, Float8GatherWeight) or isinstance(values, Float8GatherWeight):
         return new  # type: ignore[no-any-return]
-    tensor: Any = Float8GatherWeight(values.detach(), model.spec)
+    tensor: Any = type(model)(values.detach(), model.spec)
     tensor.param_dtype = model.param_dtype
     if values is not new:
         with torch.no_grad():

@@ -68,6 +68,15 @@ def sharding_groups(x: Any) -> tuple[Any, ...]:
     return tuple(groups)
 
 
+def ranks_of_dims(x: Any) -> dict[int, int]:
+    """Return, for each dim of a DTensor that is sharded, over how many ranks it is."""
+    ranks: dict[int, int] = {}
+    for mesh_dim, placement in enumerate(x.placements):
+        if not placement.is_replicate():
+            ranks[placement.dim] = ranks.get(placement.dim, 1) * x.device_mesh.size(mesh_dim)
+    return ranks
+
+
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function that makes amaxes the largest of all ranks of some process groups.
 

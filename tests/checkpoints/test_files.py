@@ -1,0 +1,396 @@
+"""Checkpoints in float8 that are written and read: bytes, values, other readers, damaged files."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from float8 import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Weights,
+    all_linears,
+    convert_to_float8_training,
+)
+from float8.checkpoints import (
+    float8_weights,
+    load_float8_checkpoint,
+    quantization_config,
+    read_float8_checkpoint,
+    save_float8_checkpoint,
+)
+from float8.tensor import Float8Tensor, dequantise
+from support.configs import delayed
+from support.models import FeedForward, seeded
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+LAYOUTS = [
+    ("fine-grained-fp8", None, "blockwise"),
+    ("fine-grained-fp8", "tensor", "tensorwise"),
+    ("compressed-tensors", "channel", "rowwise"),
+    ("compressed-tensors", "tensor", "tensorwise"),
+]
+layouts = pytest.mark.parametrize(("format", "strategy", "recipe"), LAYOUTS)
+
+
+class Model(nn.Module):
+    """Odd shapes, blocks that overhang, a head tied to the embedding, a buffer, a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 200)
+        self.ffn = FeedForward(200, 300, bias=True)
+        self.lm_head = nn.Linear(200, 50, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.lm_head(self.ffn(self.embed(ids)))
+
+
+def only(recipe: str) -> Float8LinearConfig:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return replace(config, float8_weights=Float8Weights.ONLY)
+
+
+def built(config: Any = None, *, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = Model().bfloat16()
+    if config is None:
+        return model
+    if isinstance(config, Float8LinearConfig):
+        model.requires_grad_(False)
+    return convert_to_float8_training(model, config=config)
+
+
+def as_bytes(tensors: Any) -> dict[str, Tensor]:
+    return {name: x.detach().contiguous().view(-1).view(torch.uint8) for name, x in tensors}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@layouts
+def test_round_trips_byte_for_byte(
+    format: str, strategy: str | None, recipe: str, tmp_path: Path
+) -> None:
+    """Trained -> file -> `ONLY` on the meta device -> file; and what is read multiplies alike."""
+    trained = built(recipe)
+    notes = save_float8_checkpoint(trained, tmp_path / "a", format, strategy=strategy)
+    assert [note.name for note in notes] == [f"ffn.w{i}.weight" for i in (1, 2, 3)]
+    assert all(note.as_trained and 25 < note.sqnr < 45 for note in notes)
+    with torch.device("meta"):
+        model = Model().bfloat16().requires_grad_(False)
+    convert_to_float8_training(model, config=only(recipe), module_filter_fn=lambda m, n: "ffn" in n)
+    with pytest.warns(UserWarning, match="passing"):
+        load_float8_checkpoint(model, tmp_path / "a")
+    assert model.lm_head.weight is model.embed.weight
+    assert model.steps == 3
+    save_float8_checkpoint(model, tmp_path / "b", format, strategy=strategy, max_shard_size=100_000)
+    assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
+    first, second = (dict(float8_weights(m, format, strategy=strategy)) for m in (trained, model))
+    assert same(as_bytes(first.items()), as_bytes(second.items()))
+    files = [_files(tmp_path / name) for name in "ab"]
+    assert same(*(as_bytes(each.items()) for each in files))
+    assert files[0].keys() == first.keys()
+    ids = torch.arange(20).view(4, 5)
+    assert torch.equal(trained.eval()(ids), model.eval()(ids))
+
+
+def _files(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= safetensors.load_file(path)
+    return tensors
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masters_are_the_dequantised_values(
+    format: str, strategy: str | None, recipe: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In a plain model, and in a converted one that trains."""
+    save_float8_checkpoint(built(recipe), tmp_path, format, strategy=strategy)
+    written = dict(read_float8_checkpoint(tmp_path, dtype=dtype))
+    for config in (None, recipe):
+        model = load_float8_checkpoint(built(config, seed=1).to(dtype), tmp_path)
+        for i in (1, 2, 3):
+            weight: Any = written[f"ffn.w{i}.weight"]
+            assert isinstance(weight, Float8Tensor)
+            got = model.get_submodule(f"ffn.w{i}").weight
+            assert torch.equal(got, dequantise(weight))
+            assert got.requires_grad
+        assert torch.equal(model.ffn.w1.bias, written["ffn.w1.bias"].to(dtype))
+
+
+def test_another_granularity_is_said_to_be_a_cast(tmp_path: Path) -> None:
+    for recipe in ("tensorwise", "delayed"):
+        notes = save_float8_checkpoint(built(recipe), tmp_path)
+        assert all(not note.as_trained and note.sqnr > 25 for note in notes)
+    by_history = built(delayed())
+    notes = save_float8_checkpoint(by_history, tmp_path, "compressed-tensors", strategy="tensor")
+    assert not any(note.as_trained for note in notes)
+
+
+@layouts
+def test_scales_that_are_no_powers_of_two_stay_exact(
+    format: str, strategy: str | None, recipe: str
+) -> None:
+    """Also those in bfloat16, as compressed-tensors has them."""
+    model = built(only(recipe))
+    weight: Any = model.ffn.w1.weight
+    scale = (weight._scale * 1.37).bfloat16().float()
+    new = Float8Tensor(weight._data, scale, torch.bfloat16, weight._granularity)
+    model.ffn.w1._parameters["weight"] = nn.Parameter(new, requires_grad=False)
+    model.ffn.w2 = model.ffn.w3 = None
+    tensors = dict(float8_weights(model, format, strategy=strategy, scale_dtype=torch.bfloat16))
+    (stored,) = (x for name, x in tensors.items() if "scale" in name)
+    assert stored.dtype == torch.bfloat16
+    wanted = scale[:, : stored.shape[-1]] if stored.numel() > 1 else scale
+    assert torch.equal(stored.float(), wanted.reshape(stored.shape))
+    rough = Float8Tensor(weight._data, scale * 1.001, torch.bfloat16, weight._granularity)
+    model.ffn.w1._parameters["weight"] = nn.Parameter(rough, requires_grad=False)
+    with pytest.raises(ValueError, match=r"scale_dtype: got torch.bfloat16"):
+        dict(float8_weights(model, format, strategy=strategy, scale_dtype=torch.bfloat16))
+
+
+@layouts
+def test_gradients_through_a_frozen_base(
+    format: str, strategy: str | None, recipe: str, tmp_path: Path
+) -> None:
+    """Against those of the dequantised weights in high precision."""
+    save_float8_checkpoint(built(recipe), tmp_path, format, strategy=strategy)
+    base = load_float8_checkpoint(built(only(recipe)), tmp_path)
+    plain = load_float8_checkpoint(built(), tmp_path)
+    x = seeded(0, 64, 200).bfloat16()
+    made = []
+    for each in (plain, base):
+        y = each.ffn(x := x.detach().requires_grad_())
+        made.append((y, *torch.autograd.grad(y, x, F.normalize(seeded(1, 64, 200)).bfloat16())))
+    for want, got in zip(*made, strict=True):
+        assert 20 * torch.log10(want.norm() / (want - got).norm()) > 20
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
+    """Of the whole model and of parts of it; and a wrapped model can be loaded."""
+    model = built("blockwise")
+    names = [name for name, _ in float8_weights(model)]
+    assert not any("fp8_" in name for name in names)
+    ffn, model.ffn = model.ffn, torch.compile(checkpoint_wrapper(model.ffn))
+    for each in (model, torch.compile(model)):
+        assert [name for name, _ in float8_weights(each)] == names
+        assert quantization_config(each)["modules_to_not_convert"] == ["lm_head"]
+    save_float8_checkpoint(torch.compile(model), tmp_path)
+    read = load_float8_checkpoint(torch.compile(built(seed=1)), tmp_path)
+    assert torch.equal(read._orig_mod.ffn.w1.bias, ffn.w1.bias)
+
+
+def test_what_is_tied_to_an_embedding_stays_in_high_precision() -> None:
+    model = convert_to_float8_training(Model().bfloat16(), module_filter_fn=all_linears)
+    assert isinstance(model.lm_head, Float8Linear)
+    assert quantization_config(model)["modules_to_not_convert"] == ["lm_head"]
+    tensors = dict(float8_weights(model))
+    assert tensors["embed.weight"].dtype == torch.bfloat16
+    assert "lm_head.weight" not in tensors
+
+
+def test_names_that_only_look_like_state_are_saved() -> None:
+    model = built("delayed")
+    model.fp8_gain = nn.Parameter(torch.ones(1))
+    names = [name for name, _ in float8_weights(model) if "fp8_" in name]
+    assert names == ["fp8_gain"]
+
+
+class Config:
+    model_type = "own"
+
+    def __init__(self, **more: Any) -> None:
+        self.more = more
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": "own", "architectures": None, "dtype": "float32", **self.more}
+
+
+def test_config_says_what_the_files_are(tmp_path: Path) -> None:
+    """Servers want the class, and the dtype of what they read."""
+    model = built("blockwise").float()
+    model.config = Config(sizes=[1, 2])
+    save_float8_checkpoint(torch.compile(model), tmp_path, dtype=torch.float16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    assert config == {
+        "model_type": "own",
+        "architectures": ["Model"],
+        "dtype": "float16",
+        "sizes": [1, 2],
+    }
+    model.config = Config(sizes={1, 2})
+    with pytest.raises(TypeError, match="set is not JSON"):
+        save_float8_checkpoint(model, tmp_path / "other")
+    for size in ("5GB", 0):
+        with pytest.raises(ValueError, match="expected bytes, 1 or more"):
+            save_float8_checkpoint(built("blockwise"), tmp_path / "other", max_shard_size=size)
+    assert not (tmp_path / "other").exists()
+
+
+def test_no_half_of_two_checkpoints_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+    """Neither of one that a crash has cut short, nor of one that had more or other files."""
+    for name in ("model.safetensors", "model-00009.safetensors", "adapter_model.safetensors"):
+        safetensors.save_file({"x": torch.ones(1)}, tmp_path / name)
+    save_float8_checkpoint(built("blockwise"), tmp_path, max_shard_size=100_000)
+    names = {path.name for path in tmp_path.glob("*.safetensors")} - {"adapter_model.safetensors"}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert names == {*index["weight_map"].values()}
+    save, left = safetensors.save_file, [1]
+
+    def full(*args: Any, **more: Any) -> None:
+        if not left:
+            raise OSError("no space left")
+        left.pop()
+        save(*args, **more)
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        save_float8_checkpoint(built("blockwise", seed=1), tmp_path, max_shard_size=100_000)
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_float8_checkpoint(built(), tmp_path)
+
+
+def test_zeros_are_written_without_loss(tmp_path: Path) -> None:
+    model = built("blockwise")
+    nn.init.zeros_(model.ffn.w1.weight)
+    note, *_ = save_float8_checkpoint(model, tmp_path)
+    assert note.sqnr == float("inf")
+
+
+def test_scales_of_caches_are_skipped(tmp_path: Path) -> None:
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    rewritten(tmp_path, tensors=lambda t: t.update({"ffn.k_scale": torch.ones(1)}))
+    assert "ffn.k_scale" not in dict(read_float8_checkpoint(tmp_path))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    """Change `config.json`, or the tensors of the one file, by functions of them."""
+    config = json.loads((folder / "config.json").read_text())
+    changes.get("config", lambda quantization: None)(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    if "tensors" in changes:
+        (path,) = folder.glob("*.safetensors")
+        tensors = safetensors.load_file(path)
+        changes["tensors"](tensors)
+        safetensors.save_file(tensors, path)
+        (folder / "model.safetensors.index.json").unlink()
+
+
+SCALE, WEIGHT = "ffn.w1.weight_scale_inv", "ffn.w1.weight"
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "no scale": ("expected a scale for it", {"tensors": lambda t: t.pop(SCALE)}),
+    "block size": ("weight_block_size", {"config": lambda c: c.update(weight_block_size=[64, 64])}),
+    "ue8m0": ("scale_fmt", {"config": lambda c: c.update(scale_fmt="ue8m0")}),
+    "bytes of ue8m0": (
+        "got dtype",
+        {"tensors": lambda t: t.update({SCALE: torch.ones(3, 2, dtype=torch.uint8)})},
+    ),
+    "scales of another size": (
+        r"got shape \(3, 1\)",
+        {"tensors": lambda t: t.update({SCALE: torch.ones(3, 1)})},
+    ),
+    "fp4": ("expert_dtype", {"config": lambda c: c.update(expert_dtype="fp4")}),
+    "packed fp4": (
+        "got dtype",
+        {"tensors": lambda t: t.update({WEIGHT: torch.ones(300, 100, dtype=torch.int8)})},
+    ),
+    "experts in one": (
+        r"got float8 of shape \(2, 150, 200\), expected two dims",
+        {"tensors": lambda t: t.update({WEIGHT: t[WEIGHT].view(2, 150, 200)})},
+    ),
+    "method": ("quant_method 'gptq'", {"config": lambda c: c.update(quant_method="gptq")}),
+    "missing": ("got nothing for 1 Parameter", {"tensors": lambda t: t.pop("ffn.w2.bias")}),
+    "unknown": ("'other'", {"tensors": lambda t: t.update(other=torch.ones(1))}),
+    "shape": (
+        r"ffn.w2.bias: got shape \(7,\)",
+        {"tensors": lambda t: t.update({"ffn.w2.bias": torch.ones(7)})},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_raise_before_anything_is_changed(name: str, tmp_path: Path) -> None:
+    match, changes = BAD[name]
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    rewritten(tmp_path, **changes)
+    model = built("blockwise", seed=1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=match):
+        load_float8_checkpoint(model, tmp_path)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
+def test_cut_and_missing_shards(tmp_path: Path) -> None:
+    save_float8_checkpoint(built("blockwise"), tmp_path, max_shard_size=100_000)
+    *_, last = sorted(tmp_path.glob("*.safetensors"))
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="cut or damaged"):
+        load_float8_checkpoint(built(), tmp_path)
+    last.unlink()
+    with pytest.raises(FileNotFoundError, match="the index names this file"):
+        load_float8_checkpoint(built(), tmp_path)
+
+
+def test_indices_that_say_nothing_and_files_that_say_it_twice(tmp_path: Path) -> None:
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    index, (path,) = tmp_path / "model.safetensors.index.json", tmp_path.glob("*.safetensors")
+    for text in ("{}", '{"weight_map": {}}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match="got no weight_map"):
+            read_float8_checkpoint(tmp_path)
+    index.unlink()
+    (tmp_path / "other.safetensors").write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="in two files and no index"):
+        read_float8_checkpoint(tmp_path)
+
+
+def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    with pytest.raises(ValueError, match="convert it by the recipe for this checkpoint"):
+        load_float8_checkpoint(built(only("tensorwise")), tmp_path)
+    with pytest.raises(ValueError, match="without a Float8Linear"):
+        save_float8_checkpoint(built(), tmp_path)
+    for format, strategy in (("gguf", None), ("compressed-tensors", "group")):
+        with pytest.raises(ValueError, match="expected one of 'fine-grained-fp8'"):
+            dict(float8_weights(built("rowwise"), format, strategy=strategy))
+    with pytest.raises(TypeError, match=r"dtype: got torch\.int8"):
+        dict(float8_weights(built("rowwise"), dtype=torch.int8))
+
+
+def test_layers_in_high_precision_are_listed() -> None:
+    model = built("blockwise")
+    config = quantization_config(model)
+    assert config["modules_to_not_convert"] == ["lm_head"]
+    assert config["weight_block_size"] == [128, 128]
+    config = quantization_config(model, "compressed-tensors", strategy="channel")
+    assert config["ignore"] == ["lm_head"]
+    model.experts = nn.Module()  # which transformers would replace
+    model.experts.weight = nn.Parameter(torch.ones(2, 32, 32))
+    assert quantization_config(model)["modules_to_not_convert"] == ["lm_head", "experts"]
+    model.positions = nn.Parameter(torch.ones(1, 2, 32))  # no reason to leave out the whole model
+    assert quantization_config(model)["modules_to_not_convert"] == ["lm_head", "experts"]
+    everything = convert_to_float8_training(
+        nn.Sequential(nn.Linear(32, 32)), module_filter_fn=all_linears
+    )
+    assert isinstance(everything[0], Float8Linear)
+    assert quantization_config(everything)["modules_to_not_convert"] == []

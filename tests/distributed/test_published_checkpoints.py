@@ -1,0 +1,225 @@
+"""Checkpoints in float8 of models that ranks share: written from parts, read into parts."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from float8 import Float8Weights
+from float8.checkpoints import float8_weights, load_float8_checkpoint, save_float8_checkpoint
+from float8.tensor import Float8Tensor, high_precision, local_tensor
+from sqnr import sqnr
+from support.models import seeded
+from support.parallel import STYLES
+from support.ranks import Ranks, on
+from support.sharded import Traffic, convert, here, mesh_of, shard, whole
+
+pytest.importorskip("safetensors")
+
+BLOCKS, CHANNELS, TENSORS = FORMATS = (
+    ("fine-grained-fp8", None, "blockwise"),
+    ("compressed-tensors", "channel", "rowwise"),
+    ("compressed-tensors", "tensor", "tensorwise"),
+)
+formats = pytest.mark.parametrize("of", FORMATS, ids=[recipe for *_, recipe in FORMATS])
+SIZES = (144, 256, 255, 300, 1)
+"""Of two ranks: whole blocks, one that overhangs, blocks that are cut, a rank without a row."""
+ONLY = Float8Weights.ONLY
+
+
+def plain(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = (nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes))
+    return nn.Sequential(*layers).to(here(), dtype)
+
+
+def written(model: nn.Module, of: Any, **more: Any) -> dict[str, Tensor]:
+    return dict(float8_weights(model, of[0], strategy=of[1], **more))
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert got[name].dtype == want.dtype
+        assert torch.equal(got[name].view(torch.uint8), want.view(torch.uint8)), name
+
+
+@formats
+@on("either")
+def test_each_rank_casts_its_part(of: Any) -> None:
+    """The bytes are those of one rank; weights are sent in 16 bits only where blocks are cut."""
+    rows = [-(-N // 2) for N in SIZES[1:]]
+    cut = [of == BLOCKS and n % 128 > 0 for n in rows]
+    assert cut == [False, False, of == BLOCKS, of == BLOCKS]
+    sizes = [n * K for n, K in zip(rows, SIZES, strict=False)]
+    scales = {BLOCKS: 2 + 2, CHANNELS: sum(rows[:-1]), TENSORS: 0}  # single ones are not counted
+    for dtype, gathers in ((torch.bfloat16, True), (torch.float32, False)):
+        alone = convert(plain(*SIZES, dtype=dtype), of[2])
+        model = shard(convert(plain(*SIZES, dtype=dtype), of[2], gathers))
+        with Traffic() as seen:
+            got = written(model, of)
+        assert_same(got, written(alone, of))
+        sent = {torch.uint8: 0, torch.bfloat16: 0, torch.float32: 4 * scales[of]}
+        for size, is_cut in zip(sizes, cut, strict=True):
+            sent[dtype if is_cut else torch.uint8] += size * (dtype.itemsize if is_cut else 1)
+        assert seen.bytes_of("all_gather") == {dtype: size for dtype, size in sent.items() if size}
+
+
+@formats
+@on("either")
+def test_what_an_evaluation_keeps_gathered(of: Any) -> None:
+    """Shards are cast, no float8 again, and rounded to `param_dtype` first, as FSDP2 does."""
+    model = shard(convert(plain(256, 256), of[2]), param_dtype=torch.bfloat16)
+    expected = written(convert(plain(256, 256).bfloat16(), of[2]), of)
+    model.eval()(seeded(1, 16, 256, device=here()).bfloat16())
+    model[0].unshard()
+    weight: Any = model[0].weight
+    assert isinstance(weight, Float8Tensor)
+    sent = weight._data.view(torch.uint8).clone()
+    got, other = (written(model, of, param_dtype=dtype) for dtype in (torch.bfloat16, None))
+    assert_same(got, expected)
+    assert torch.equal(got["0.weight"].view(torch.uint8), sent)
+    assert not torch.equal(other["0.weight"].view(torch.uint8), sent)
+
+
+def parallel(model: nn.Module, kind: str) -> nn.Module:
+    colwise, rowwise, _ = STYLES[kind]
+    return parallelize_module(model, mesh_of(), {"0": colwise(), "1": rowwise()})
+
+
+@formats
+@on("either")
+def test_tensor_parallel(of: Any, tmp_path: Path) -> None:
+    """Rows of one weight, columns of the other, which cut channels; written and read."""
+    for kind, dtype in (("float8", torch.float32), ("torch", torch.bfloat16)):
+        models = (convert(plain(128, 256, 128, dtype=dtype), of[2], False) for _ in "ab")
+        wanted, model = written(next(models), of), parallel(next(models), kind)
+        with Traffic() as seen:
+            assert_same(written(model, of), wanted)
+        cut = 128 * 128 if of == CHANNELS else 0
+        sent = seen.bytes_of("all_gather")
+        assert sent[torch.uint8] == 2 * 128 * 128 - cut
+        assert sent.get(torch.bfloat16, 0) == cut * dtype.itemsize * (dtype == torch.bfloat16)
+        notes = save_float8_checkpoint(model, tmp_path / kind, of[0], strategy=of[1])
+        dist.barrier()
+        alone = load_float8_checkpoint(plain(128, 256, 128, dtype=dtype, seed=1), tmp_path / kind)
+        other = parallel(convert(plain(128, 256, 128, dtype=dtype, seed=1), of[2], False), kind)
+        load_float8_checkpoint(other, tmp_path / kind)
+        for note, mine, theirs, was in zip(
+            notes, other.parameters(), alone.parameters(), model.parameters(), strict=True
+        ):
+            assert isinstance(mine, DTensor)
+            assert torch.equal(whole(mine), theirs)
+            assert note.as_trained
+            assert abs(note.sqnr - sqnr(whole(was), theirs)) < 0.1
+
+
+@on("either")
+def test_bytes_alone_under_tensor_parallel(tmp_path: Path) -> None:
+    """`ONLY` takes its part of the bytes, and gives it back, under one scale or those of rows."""
+    for of in (TENSORS, CHANNELS):
+        folder = tmp_path / of[2]
+        alone = convert(plain(144, 256, 128), of[2])
+        save_float8_checkpoint(alone, folder, of[0], strategy=of[1])
+        dist.barrier()
+        model = plain(144, 256, 128, seed=1).requires_grad_(False)
+        model.to(here() if of == TENSORS else "meta")
+        convert(model, of[2], False, float8_weights=ONLY)
+        colwise, rowwise, _ = STYLES["float8"]
+        plan = {"0": colwise(), "1": rowwise() if of == TENSORS else colwise()}
+        parallelize_module(model, mesh_of(), plan)
+        load_float8_checkpoint(model, folder)
+        for layer in model:
+            assert isinstance(layer.weight, DTensor)
+            bits = local_tensor(layer.weight)._data
+            assert bits.untyped_storage().nbytes() == bits.numel() == layer.weight.numel() // 2
+        with Traffic() as seen:
+            assert_same(written(model, of), written(alone, of))
+        assert seen.bytes_of("all_gather")[torch.uint8] == (144 * 256 + 256 * 128) // 2
+
+
+@formats
+@on("either")
+def test_masters_of_fsdp_come_from_a_file(of: Any, tmp_path: Path) -> None:
+    """From the meta device, through memory that holds nothing."""
+    save_float8_checkpoint(convert(plain(*SIZES), of[2]), tmp_path, of[0], strategy=of[1])
+    dist.barrier()
+    for dtype in (torch.bfloat16, torch.float32):
+        alone = load_float8_checkpoint(plain(*SIZES, dtype=dtype, seed=1), tmp_path)
+        for gathers in (False, True):
+            model = shard(convert(plain(*SIZES, dtype=dtype).to("meta"), of[2], gathers))
+            with pytest.raises(ValueError, match=r"call model.to_empty"):
+                load_float8_checkpoint(model, tmp_path)
+            load_float8_checkpoint(model.to_empty(device=here()), tmp_path)
+            for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                assert mine.dtype == dtype
+                assert torch.equal(whole(high_precision(mine)), theirs)
+            x = seeded(1, 16, SIZES[0], dtype=dtype, device=here())
+            y = convert(alone, of[2], gathers)(x)
+            assert torch.equal(model(x), y)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.lora = base, nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.base(x) + self.lora(x))
+
+
+@formats
+@on("either")
+def test_adapters_of_fsdp_beside_a_whole_base(of: Any, tmp_path: Path) -> None:
+    """Each rank has the bytes of the base, from the meta device; they are never sent."""
+    save_float8_checkpoint(convert(plain(256, 256), of[2]), tmp_path, of[0], strategy=of[1])
+    dist.barrier()
+    made = []
+    for sharded in (False, True):
+        base = plain(256, 256).to("meta").requires_grad_(False)
+        convert(base, of[2], False, float8_weights=ONLY)
+        load_float8_checkpoint(base, tmp_path, device=here())
+        torch.manual_seed(0)
+        model = Adapted(base).to(here())
+        if sharded:
+            fully_shard(model, mesh=mesh_of(), ignored_params={base[0].weight})
+        assert isinstance(base[0].weight, Float8Tensor)
+        with Traffic() as seen:
+            y = model(x := seeded(1, 16, 256, device=here()).requires_grad_())
+        y.square().sum().backward()
+        assert seen.sizes == ([128 * 256 * 4] if sharded else [])
+        made.append((y, x.grad, whole(model.lora.weight.grad)))
+        written_again = {n.removeprefix("base."): x for n, x in written(model, of).items()}
+        del written_again["lora.weight"]
+        assert_same(written_again, written(convert(plain(256, 256), of[2]), of))
+    assert all(map(torch.equal, *made))
+
+
+def on_a_mesh_of_two_dims() -> None:
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    for of in FORMATS:
+        colwise, rowwise, _ = STYLES["float8"]
+        plan = {"0": colwise(), "1": rowwise()}
+        for sizes in ((128, 512, 256), (128, 256, 128)):
+            wanted = written(convert(plain(*sizes), of[2], False), of)
+            model = convert(plain(*sizes), of[2], of == TENSORS)
+            parallelize_module(model, mesh["tensor"], plan)
+            for part in (*model, model):
+                fully_shard(part, mesh=mesh["data"])
+            with Traffic() as seen:
+                assert_same(written(model, of), wanted)
+            in_bytes = of == TENSORS or (of == BLOCKS and sizes[1] == 512)
+            assert (seen.bytes_of("all_gather").get(torch.float32, 0) < 5000) == in_bytes
+
+
+def test_two_dims(four: Ranks) -> None:
+    """FSDP2 over one, tensor parallel over the other: the rows of a weight are cut twice."""
+    four.run(on_a_mesh_of_two_dims)
