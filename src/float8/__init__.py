@@ -29,6 +29,7 @@ from float8.convert import (
     high_precision_state_dict,
     swap_linear_with_float8_linear,
 )
+from float8.experts import grouped_linear
 from float8.fused import rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear, linear
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
@@ -82,6 +83,7 @@ __all__ = [
     "convert_to_high_precision",
     "float8_state_dict",
     "forget_float8_amax",
+    "grouped_linear",
     "high_precision_state_dict",
     "linear",
     "linear_requires_sync",

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from float8.arguments import require_module
 from float8.config import CastSite, Float8Weights
+from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
 from float8.linear import Float8Layer
 from float8.parallel.ddp import require_no_join
@@ -22,6 +23,8 @@ from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_
 from float8.tensor.ranks import amax_over
 from float8.tensor.weight_cast import can_hold, hold
 from float8.untraced import untraced
+
+HELD = Float8Weights.HELD
 
 
 @torch.no_grad()
@@ -154,7 +157,8 @@ def update_float8_weights(model: nn.Module) -> None:
 
     Under FSDP2 each rank holds its shard in float8 instead, cast when it is first sent. A warning
     names the layers whose weights are cast on the fly all the same, and says why: those under
-    tensor parallel, where holding them gained nothing, and those with delayed scaling.
+    tensor parallel, where holding them gained nothing, and those with delayed scaling; of experts
+    those under FSDP, and torchtitan's.
 
     Args:
         model: the converted model, compiled or not.
@@ -168,9 +172,14 @@ def update_float8_weights(model: nn.Module) -> None:
     layers = {
         layer: name
         for name, layer in model.named_modules()
-        if isinstance(layer, Float8Layer) and layer.config.float8_weights is Float8Weights.HELD
+        if isinstance(layer, Float8Layer) and layer.config.float8_weights is HELD
     }
-    if not layers:
+    experts = {
+        part: name
+        for name, part in model.named_modules()
+        if isinstance(part, Float8Experts) and part.float8_config.float8_weights is HELD
+    }
+    if not layers and not experts:
         return
     alike: dict[Any, dict[Tensor, list[Float8Layer]]] = {}
     others: list[str] = []
@@ -198,11 +207,17 @@ def update_float8_weights(model: nn.Module) -> None:
             held = hold(weight, cast._replace(scale=scale))
             for layer in of_weight:
                 layer.hold_weight(held)
+    for part, name in experts.items():
+        why = "gathered by FSDP" if part in under_fsdp else None
+        others += [
+            f"{name}.{each} ({reason})".lstrip(".")
+            for each, reason in part.hold_weights(why).items()
+        ]
     if others:
         more = ", ..." if len(others) > 3 else ""
         warnings.warn(
             f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
-            f"Parameter [N, K] with dynamic scaling: {', '.join(others[:3])}{more}",
+            f"Parameter with dynamic scaling: {', '.join(others[:3])}{more}",
             stacklevel=4,
         )
 
@@ -235,7 +250,9 @@ def _under_fsdp(model: nn.Module) -> set[nn.Module]:
 class Attachment:
     """The hooks that `attach_to_optimizer` registered."""
 
-    def __init__(self, layers: list[Float8Layer], handles: list[RemovableHandle]) -> None:
+    def __init__(
+        self, layers: list[Float8Layer | Float8Experts], handles: list[RemovableHandle]
+    ) -> None:
         self._layers, self._handles = layers, handles
         for layer in layers:
             layer.attach()
@@ -248,7 +265,7 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         # Some may be in high precision by now.
-        for layer in (x for x in self._layers if isinstance(x, Float8Layer)):
+        for layer in (x for x in self._layers if isinstance(x, Float8Layer | Float8Experts)):
             layer.detach()
         self._handles, self._layers = [], []
 
@@ -290,7 +307,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         precompute_float8_dynamic_scale_for_fsdp(model)
         update_float8_weights(model)
 
-    layers = [layer for layer in model.modules() if isinstance(layer, Float8Layer)]
+    layers = [x for x in model.modules() if isinstance(x, Float8Layer | Float8Experts)]
     update_float8_weights(model)  # makes room for them
     for layer in layers:
         layer.expire_weight()  # a checkpoint may be loaded next

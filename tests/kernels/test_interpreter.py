@@ -13,7 +13,7 @@ import torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the Triton kernels itself")
 @pytest.mark.parametrize(
     "kernels",
-    [("triton",), ("fused",)],
+    [("triton",), ("fused",), ("groups",)],
     ids="-".join,
 )
 def test_kernels_in_interpreter(kernels: tuple[str, ...], pytestconfig: pytest.Config) -> None:

@@ -12,7 +12,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from float8 import kernels
+from float8.experts import weight as experts_weight
+from float8.experts.weight import hold_groups
 from float8.kernels.amax import amax_reference
+from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
 from float8.linear import held as held_module
 from float8.quantize.quantize import Cast
@@ -113,6 +116,42 @@ def of_held_matmul(device: str) -> Args:
             )  # fmt: skip
 
 
+def of_groups(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, the same a second time, and where their three groups end."""
+    x = torch.randn(40, 48, device=device)
+    return x, x + 1, torch.tensor([5, 5, 37], dtype=torch.int32, device=device)
+
+
+def of_cast_groups(device: str) -> Args:
+    x, _, offs = of_groups(device)
+    layouts = (True, True), (True, False), (False, True)
+    for layout, one_scale in itertools.product(layouts, (False, True)):
+        yield x, offs, E4M3, *layout, 96, one_scale, False
+
+
+def of_grouped_matmul(device: str) -> Args:
+    x, other, offs = of_groups(device)
+    a, row = cast_groups(x, offs, CastSpec(E4M3), row=True, col=True), torch.ones(3, 32)
+    b, how = cast_groups(other, offs, CastSpec(E4M3), row=False, col=True), (True, False)
+    w = torch.randn(3, 32, 48, device=device).to(E4M3)
+    yield *a.row, w, row.to(device), offs, *how, torch.bfloat16
+    yield *a.col, *b.col, a.ends, *how, torch.bfloat16
+
+
+def of_held_grouped_matmul(device: str) -> Args:
+    weight = torch.nn.Parameter(torch.randn(3, 32, 48, device=device))
+    kept = hold_groups(weight, weight, Cast(CastSpec(E4M3)))
+    offs = of_groups(device)[2]
+    for current, columns in itertools.product((False, True), repeat=2):
+        part = kept.operand.col if columns else kept.operand.row
+        a = torch.randn(40, part.data.shape[2], device=device).to(E4M3)
+        with mock.patch.object(experts_weight, "is_current", return_value=current):
+            yield (
+                a, torch.ones(40, device=device), *part, weight.detach(), False, offs, columns,
+                True, False, False, True, torch.bfloat16,
+            )  # fmt: skip
+
+
 ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "amax": of_amax,
     "cast": of_cast,
@@ -123,6 +162,10 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
         (x, E4M3, 128, square, row, col, True) for x, row, col, square in of_finer_casts(device)
     ),
     "cast_delayed": of_cast_delayed,
+    "cast_groups": of_cast_groups,
+    "grouped_matmul": of_grouped_matmul,
+    "grouped_outer": lambda device: iter([of_groups(device)]),
+    "held_grouped_matmul": of_held_grouped_matmul,
     "held_matmul": of_held_matmul,
     "rms_norm_backward": of_rms_norm_backward,
     "rms_norm_cast": of_rms_norm_cast,

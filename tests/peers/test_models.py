@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     sizes: dict[str, Any]
     converted: int
     skipped: list[str]
-    others: int = 0  # weights of experts and routers
+    others: int = 0  # weights of routers
     batch: str = "text"
 
 
@@ -51,7 +51,7 @@ KINDS = {
     "phi3": Kind("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}, 8, HEAD),
     "gemma2": Kind("Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "head_dim": 16}, 14, HEAD),
     "mixtral": Kind(
-        "MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}, 8, HEAD, 6
+        "MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}, 8, HEAD, 2
     ),
     "qwen2_moe": Kind(
         "Qwen2MoeForCausalLM",
@@ -64,7 +64,7 @@ KINDS = {
         },
         14,
         [*(f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)), *HEAD],
-        6,
+        2,
     ),
     "t5": Kind(
         "T5ForConditionalGeneration",

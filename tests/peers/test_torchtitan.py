@@ -1,31 +1,40 @@
-"""Our converter in torchtitan: its debug model, built, sharded, initialised and trained on the CPU.
+"""Our converter in torchtitan: debug models, built, sharded, initialised and trained on the CPU.
 
-Its attention needs a GPU for backward: here it is PyTorch's own. Its `Trainer` is in
+Their attention needs a GPU for backward: here it is PyTorch's own. Its `Trainer` is in
 `test_torchtitan_trainer`.
 """
 
+import copy
 import importlib
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import tolerances
 from float8 import (
     Float8Linear,
+    all_linears,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
 )
+from float8.experts import Float8Experts
 from sqnr import sqnr
 from support.configs import RECIPES
-from support.models import fp8_state
+from support.models import fp8_state, seeded
 from support.ranks import RankError, Ranks
 
 pytest.importorskip("torchtitan")
 titan = importlib.import_module("float8.integrations.torchtitan")
 titan_run = importlib.import_module("support.titan_run")
-built, step = titan_run.built, titan_run.step
+deepseek_v3, gpt_oss = (
+    importlib.import_module(f"torchtitan.models.{name}") for name in ("deepseek_v3", "gpt_oss")
+)
+titan_float8 = importlib.import_module("torchtitan.components.quantization.float8")
+built, step, GroupedExperts = titan_run.built, titan_run.step, titan.GroupedExperts
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -116,3 +125,115 @@ def test_feed_forwards_are_fused(by: str) -> None:
     wanted, got = step(apart, optimizers, 0), step(fused, ours, 0)
     for name, value in wanted.items():
         assert sqnr(value, got[name]) > tolerances.COMPILED, name
+
+
+# ---------------------------------------------------------------- experts
+
+MOE = {"name": "deepseek_v3", "recipe_name": "rowwise"}
+EXPERTS = "layers.1.moe.routed_experts.inner_experts"
+WEIGHTS = [f"{EXPERTS}.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")]
+
+
+def converted_experts(model: nn.Module) -> list[str]:
+    return [each.fqn for each in conversion_report(model).experts if each.skip_reason is None]
+
+
+def test_experts_are_converted_and_train() -> None:
+    (plain, optimizers), (model, ours) = built(name="deepseek_v3"), built(**MOE)
+    assert converted_experts(model) == WEIGHTS
+    skipped = [layer.fqn for layer in conversion_report(model).skipped]
+    assert skipped == ["layers.1.moe.router.gate", "lm_head"]
+    by_hand = convert_to_float8_training(copy.deepcopy(plain), config="rowwise")
+    assert [*map(type, by_hand.get_submodule(EXPERTS).modules())] == [type(experts_of(model))]
+    convert_to_float8_training(convert_to_high_precision(by_hand), config="rowwise", gpu="H100")
+    reasons = {each.skip_reason for each in conversion_report(by_hand).experts}
+    assert ["8192 tokens, 3 of 8 experts each" in str(reason) for reason in reasons] == [True]
+    wanted, got = step(plain, optimizers, 0), step(model, ours, 0)
+    for name, grad in wanted.items():
+        assert sqnr(grad, got[name]) > tolerances.MODEL, name
+    losses = [got["loss"], *(step(model, ours, 0)["loss"] for _ in range(2))]
+    assert losses[0] > losses[1] > losses[2]
+    plain.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        assert sqnr(plain(tokens), model(tokens)) > tolerances.FFN
+        convert_to_high_precision(model)
+        assert model(tokens).equal(plain(tokens))
+    assert [*map(type, model.modules())] == [*map(type, plain.modules())]
+
+
+def experts_of(model: nn.Module) -> Any:
+    return model.get_submodule(EXPERTS)
+
+
+def test_experts_have_a_recipe_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = built(**MOE | {"recipe_name": "delayed"})
+    assert "got delayed scaling" in caplog.text
+    assert f"5 modules of experts, the first being {EXPERTS}, stay in high" in caplog.text
+    assert type(experts_of(model)) is GroupedExperts
+    model, optimizers = built(**MOE | {"recipe_name": "delayed"}, experts_recipe_name="rowwise")
+    assert converted_experts(model) == WEIGHTS
+    losses = [step(model, optimizers, 0)["loss"] for _ in range(2)]
+    assert losses[0] > losses[1]
+    model, _ = built(**MOE, filter_fqns=["inner_experts"])
+    assert type(experts_of(model)) is GroupedExperts
+    assert len(conversion_report(model).converted) == 14
+    with pytest.raises(ValueError, match="experts_recipe_name='blockwise': block scales"):
+        built(**MOE, experts_recipe_name="blockwise")
+
+
+def test_experts_of_gpt_oss() -> None:
+    converter = titan.Float8Converter.Config(recipe_name="rowwise")
+    spec = gpt_oss.model_registry("debugmodel", attn_backend="flex", converters=[converter])
+    config = spec.model.layers[0].moe.routed_experts.inner_experts
+    config.hidden_dim = 128
+    experts = config.build()
+    assert isinstance(experts, gpt_oss.GptOssGroupedExperts)
+    for seed, parameter in enumerate(experts.parameters()):
+        parameter.data.copy_(seeded(seed, *parameter.shape) / 16)
+    x = seeded(9, 100, 256)
+    numbers = torch.tensor([0, 17, 16, 1, 40, 0, 6, 20])
+    in_float8 = experts(x, numbers)
+    plain = convert_to_high_precision(experts)
+    assert type(plain) is gpt_oss.GptOssGroupedExperts
+    assert tolerances.LINEAR_OUTPUT < sqnr(plain(x, numbers), in_float8) < 60
+
+
+def test_experts_that_another_converter_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(titan_float8, "has_cuda_capability", lambda *_: True)
+    theirs, ours = titan_float8.Float8GroupedExpertsConverter.Config(), titan.Float8Converter.Config
+    with pytest.raises(ValueError, match="another converter quantised"):
+        deepseek_v3.model_registry("debugmodel", converters=[theirs, ours()])
+    spec = deepseek_v3.model_registry("debugmodel", converters=[theirs])
+    experts = spec.model.layers[1].moe.routed_experts.inner_experts.build()
+    with pytest.warns(UserWarning, match="w1_EFD, a weight of class .*, expected a tensor in high"):
+        convert_to_float8_training(experts, module_filter_fn=all_linears)
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_train_under_fsdp2_and_expert_parallel(two: Ranks, ep: int, compiled: bool) -> None:
+    """Each rank with a row of tokens, against one rank with both; of experts the same bits."""
+    model, optimizers = built(**MOE)
+    titan_run.fill(model)
+    wanted = step(model, optimizers, 0, slice(2))
+    loss = wanted.pop("loss")
+    results = two.run(experts_on_ranks, ep, MOE | {"compiled": compiled})
+    assert sum(got["loss"] for got in results) / 2 == pytest.approx(loss.item(), rel=1e-5)
+    for got in results:
+        for name, grad in wanted.items():
+            # Without expert parallel, ranks add what is rounded to bfloat16.
+            same = ep == 2 and not compiled and name in WEIGHTS
+            assert got[name].equal(grad) if same else sqnr(grad, got[name]) > 50, name
+
+
+def experts_on_ranks(ep: int, how: dict) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model, optimizers = built(2, ep=ep, **how)
+    titan_run.fill(model)
+    experts, rank = experts_of(model), dist.get_rank()
+    assert isinstance(experts, Float8Experts)
+    assert experts.w1_EFD.to_local().shape == (4, 256, 256)
+    return step(model, optimizers, 0, slice(rank, rank + 1))

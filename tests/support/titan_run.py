@@ -1,5 +1,6 @@
-"""torchtitan's debug model on the CPU, with our converter; needs torchtitan."""
+"""torchtitan's debug models on the CPU, with our converter; needs torchtitan."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -9,21 +10,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torchtitan.distributed import parallel_dims
-from torchtitan.models import llama3
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.attention import FlexAttention
-from torchtitan.models.llama3 import config_registry
 
 from float8.integrations import torchtitan as titan
 from support.models import fp8_state, gradients, seeded
 
 
 def attention(
-    self: nn.Module, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, enable_gqa: bool, **_: Any
+    self: nn.Module,
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    v_BLNH: Tensor,
+    *,
+    enable_gqa: bool = False,
+    scale: float | None = None,
+    **_: Any,
 ) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa).transpose(
-        1, 2
-    )
+    how = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa}
+    return F.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
 
 
 FlexAttention.forward = attention  # its backward needs a GPU
@@ -34,22 +40,31 @@ def built(
     tp: int = 1,
     backend: str = "partial_dtensor",
     compiled: bool = False,
+    name: str = "llama3",
+    ep: int = 1,
     **converter: object,
 ) -> tuple[nn.Module, Any]:
     """The model, and its optimizers; as the `Trainer` makes them, on the CPU.
 
-    Under FSDP2, and tensor parallel on `tp` of them, if there are several ranks.
+    Under FSDP2, and tensor parallel on `tp` of them, if there are several ranks; the experts of
+    `deepseek_v3`, of which this is two blocks, on `ep` of them.
     """
+    module = f"torchtitan.models.{name}"
     converters = [titan.Float8Converter.Config(**converter)] if converter else None
-    spec = llama3.model_registry("debugmodel", converters=converters)
-    config = config_registry.llama3_debugmodel()
+    spec = importlib.import_module(module).model_registry("debugmodel", converters=converters)
+    registry = importlib.import_module(f"{module}.config_registry")
+    config = getattr(registry, f"{name}_debugmodel")()
     config.model_spec = spec
+    if name != "llama3":
+        spec.model.layers = spec.model.layers[:2]  # one without experts, one with
     config.optimizer.implementation = "foreach"
     config.parallelism.spmd_backend = backend
     config.parallelism.tensor_parallel_degree = tp
+    config.parallelism.expert_parallel_degree = ep
     config.training.mixed_precision_param = "float32"
     config.compile.enable, config.compile.backend = compiled, "aot_eager"
     config.compile.components = ["model"]
+    set_spmd_backend(backend)
     spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = spec.model.build()
@@ -80,11 +95,12 @@ def built(
     return model, optimizers
 
 
-def step(model: nn.Module, optimizers: Any, seed: int) -> dict[str, Tensor]:
-    tokens = torch.randint(2048, (1, 64), generator=torch.Generator().manual_seed(seed))
+def step(model: nn.Module, optimizers: Any, seed: int, rows: slice = slice(1)) -> dict[str, Tensor]:
+    """One step with these rows of two, and what it gave."""
+    tokens = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(seed))[rows]
     optimizers.zero_grad()
-    logits = whole(model(tokens))
-    loss = F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:])
+    logits = whole(model(tokens))[:, :-1].float()
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     grads = {name: whole(grad).clone() for name, grad in gradients(model).items()}
     optimizers.step()

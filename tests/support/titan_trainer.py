@@ -1,4 +1,4 @@
-"""torchtitan's own training program on the CPU: its debug Llama 3, by configs as users write them.
+"""torchtitan's own training program on the CPU: its debug models, by configs as users write them.
 
     python titan_trainer.py FOLDER --module titan_trainer --config delayed ...
 
@@ -9,6 +9,7 @@ whose backward runs there (its own, without masks), and sums that Gloo has. `set
 in torch 2.13.
 """
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,15 +38,16 @@ if not hasattr(dist, "set_timeout"):
 # ruff: noqa: E402
 from torchtitan import train
 from torchtitan.models.common import attention
-from torchtitan.models.llama3 import config_registry, model_registry
 from torchtitan.trainer import Trainer
 
 from float8.integrations.torchtitan import Float8Converter, attach_to_optimizers
 
 
-def plain(converters: Any = ()) -> Trainer.Config:
-    config = config_registry.llama3_debugmodel()
-    spec = config.model_spec = model_registry("debugmodel", converters=[*converters])
+def plain(converters: Any = (), name: str = "llama3") -> Trainer.Config:
+    models = importlib.import_module(f"torchtitan.models.{name}")
+    registry = importlib.import_module(f"torchtitan.models.{name}.config_registry")
+    config = getattr(registry, f"{name}_debugmodel")()
+    spec = config.model_spec = models.model_registry("debugmodel", converters=[*converters])
     for _, _, parent, name in list(spec.model.traverse(attention.FlexAttention.Config)):
         setattr(parent, name, attention.ScaledDotProductAttention.Config())
     parallelize = spec.parallelize_fn
@@ -76,6 +78,24 @@ def converted(recipe: str) -> Trainer.Config:
 
 def delayed() -> Trainer.Config:
     return converted("delayed")
+
+
+def plain_experts(converters: Any = ()) -> Trainer.Config:
+    config = plain(converters, "deepseek_v3")
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    return config
+
+
+def experts() -> Trainer.Config:
+    config = plain_experts([Float8Converter.Config(recipe_name="rowwise")])
+    balance = config.model_spec.post_optimizer_build_fn
+
+    def after_optimizers(*args: Any) -> None:
+        balance(*args)
+        attach_to_optimizers(*args)
+
+    config.model_spec.post_optimizer_build_fn = after_optimizers
+    return config
 
 
 if __name__ == "__main__":

@@ -8,8 +8,17 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8.arguments import require_module
+from float8.checkpoints.modules import (
+    as_linear,
+    config_for,
+    leave_quantizers,
+    strategy_of,
+    values_dtype,
+    why_not_taken,
+)
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.encoder import leave_fast_path
+from float8.convert.experts import is_router, why_not_experts
 from float8.convert.filters import (
     CHOSEN_FOR,
     DEFAULT_TOKENS,
@@ -21,6 +30,13 @@ from float8.convert.filters import (
 from float8.convert.fuse import Fused, as_named, fuse_modules, unfuse
 from float8.convert.recognise import SwiGLU
 from float8.convert.report import conversion_report
+from float8.experts import (
+    Float8Experts,
+    convert_experts,
+    kind_of,
+    names_to_gather,
+    unsupported_experts,
+)
 from float8.linear import Float8Layer, Float8Linear, is_conv1d, unsupported
 from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
@@ -57,6 +73,16 @@ def convert_to_float8_training(
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the layer is an
     instance of both then. So is the `Conv1D` of transformers (GPT2), whose weight stays [K, N].
 
+    Experts of transformers 5 and of torchtitan become `Float8Experts`, in place, too; a
+    `module_filter_fn` is called with the module that holds their weights. Their three GEMMs for all
+    experts run as `grouped_linear` does. Without a filter they stay where, on paper, casts cost
+    more than GEMMs gain; linear layers with as many outputs as there are experts, called a router
+    or a gate, stay, too.
+
+    Layers whose weights others have loaded in float8 (transformers' `FP8Linear`; compressed-tensors
+    by channel or tensor) keep their bytes with `Float8Weights.ONLY`, which is what they get without
+    a `config`. With another one they get Parameters in high precision, which train.
+
     `nn.TransformerEncoder` is kept off its fast path, which would evaluate in high precision.
 
     Layers already converted take the new `config`, with state made anew: without a
@@ -71,9 +97,10 @@ def convert_to_float8_training(
 
     Args:
         module: the model, or a single linear layer.
-        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and `Conv1D`
-            that can be converted; only those for which it returns True are, `all_linears` takes
-            them all. None: those described above.
+        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear`, `Conv1D` and
+            module of experts that can be converted; only those for which it returns True are,
+            `all_linears` takes them all. Experts have no `in_features`. None: those described
+            above.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
@@ -103,51 +130,78 @@ def convert_to_float8_training(
             `auto_filter` and `module_filter_fn` come together. Nothing is changed then.
     """
     require_module(module, "module")
-    config = as_config(config)
+    given, config = None if config is None else as_config(config), as_config(config)
     gpu = gpu.upper() if isinstance(gpu, str) else gpu
     named = None if fuse is False else as_named(fuse, module)
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes, gpu
     )
+    known = {part for part in module.modules() if kind_of(part) is not None}
+    dtype = values_dtype(module)
+    made: dict[nn.Module, nn.Module] = {}
+    taken_over: dict[nn.Module, Float8LinearConfig] = {}
+    again: list[Float8Layer | Float8Experts] = []
+    experts: list[nn.Module] = []
     reasons: dict[nn.Module, str | None] = {}
-    again: list[Float8Layer] = []
-    for fqn, linear in module.named_modules():
-        if isinstance(linear, Float8Layer):
-            if linear.config == config:
-                continue
-            if not (module_filter_fn is None or module_filter_fn(linear, fqn)):
-                continue
-            again.append(linear)
-        elif isinstance(linear, nn.Linear) or is_conv1d(linear):
-            reasons[linear] = skip_reason(linear, fqn)
-            if reasons[linear] is not None:
-                continue
-        else:
-            continue
-        _require_changeable(linear, fqn, config)
-    made = {mod: Float8Linear.made_of(mod, config) for mod, why in reasons.items() if why is None}
+    for fqn, part in module.named_modules():
+        if isinstance(part, Float8Layer | Float8Experts):
+            taken = module_filter_fn is None or module_filter_fn(part, fqn)
+            if _config_of(part) != config and taken:
+                _require_changeable(part, fqn, config)
+                again.append(part)
+        elif part in known:
+            reason = why_not_experts(
+                part, fqn, module, config, module_filter_fn, tokens_per_step, gpu
+            )
+            reasons[part] = reason
+            if reason is None:
+                _require_changeable(part, fqn, config)
+                experts.append(part)
+        elif strategy_of(part) is not None:
+            own = config_for(part, given)
+            reasons[part] = why_not_taken(part, own)
+            if module_filter_fn is not None and not module_filter_fn(part, fqn):
+                reasons[part] = "module_filter_fn returned False"
+            if reasons[part] is None:
+                taken_over[part] = own
+        elif isinstance(part, nn.Linear) or is_conv1d(part):
+            reasons[part] = skip_reason(part, fqn)
+            if module_filter_fn is None and is_router(part, fqn, known):
+                reasons[part] = "a router: converted only if a module_filter_fn takes it"
+            if reasons[part] is None:
+                _require_changeable(part, fqn, config)
+                made[part] = Float8Linear.made_of(part, config)
     # From here on the model changes, and nothing raises.
     for linear, new in made.items():
         become(linear, new)
+    for part, own in taken_over.items():  # one by one: masters need memory
+        become(part, Float8Linear.made_of(as_linear(part, own, dtype), own))
+    leave_quantizers(module)
     disable_float8_all_gather(again)
     for layer in again:
-        layer.set_up(config)
+        if isinstance(layer, Float8Layer):
+            layer.set_up(config)
+        else:
+            layer.float8_set_up(config)
+    for part in experts:
+        convert_experts(part, config)
     enable_float8_all_gather(module)
     tell_ddp_what_to_ignore(module)
     if named is not None:
         fuse_modules(module, named)
-    for linear, reason in reasons.items():  # after `fuse_modules`, which forgets such notes
-        linear.__dict__.pop(LEFT_ALONE, None)
+    for part, reason in reasons.items():  # after `fuse_modules`, which forgets them
+        part.__dict__.pop(LEFT_ALONE, None)
         if reason is not None:
-            linear.__dict__[LEFT_ALONE] = reason
+            part.__dict__[LEFT_ALONE] = reason
     if reasons:
         _forget_chosen_for(module)
         if module_filter_fn is None:
-            first: Any = next(iter(reasons))
-            chosen = chosen_for(first.weight.device, config, tokens_per_step, auto_filter, gpu)
+            device = next(next(iter(reasons)).parameters()).device
+            chosen = chosen_for(device, config, tokens_per_step, auto_filter, gpu)
             module.__dict__[CHOSEN_FOR] = chosen
     leave_fast_path(module)
-    if named is not None or not any(isinstance(x, Float8Layer) for x in module.modules()):
+    converted = any(isinstance(x, Float8Layer | Float8Experts) for x in module.modules())
+    if named is not None or not converted:
         _warn_if_nothing_is(module)
     return module
 
@@ -164,9 +218,10 @@ def _forget_chosen_for(module: nn.Module) -> None:
 def _warn_if_nothing_is(module: nn.Module) -> None:
     """Warn if nothing was converted, else if nothing was fused."""
     report, name = conversion_report(module), type(module).__name__
-    if not any(isinstance(layer, Float8Layer) for layer in module.modules()):
+    if not any(isinstance(layer, Float8Layer | Float8Experts) for layer in module.modules()):
         what = f"no layer of {name} was converted"
-        reasons = [layer.skip_reason for layer in report.skipped] or ["it has no linear layers"]
+        every = *report.skipped, *report.experts
+        reasons = [layer.skip_reason for layer in every] or ["it has no linear layers"]
     else:
         what = f"nothing of {name} was fused"
         reasons = [each.reason for each in report.fused] or ["it has no such modules"]
@@ -181,11 +236,11 @@ def _warn_if_nothing_is(module: nn.Module) -> None:
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """Turn each `Float8Linear` of `module` back into what it was made of, in place.
 
-    An `nn.Linear`, a subclass of it, or a `Conv1D`. Layers stay the same objects, as do their
-    Parameters, hooks, training mode and attributes, so optimizers and wrappers of the model keep
-    working. A weight that was in float8 only becomes a new Parameter, which stays frozen. Fused
-    modules get their own forward back. The state of delayed scaling is dropped. Does nothing for a
-    model in high precision.
+    An `nn.Linear`, a subclass of it, or a `Conv1D`; experts become what they were, too. Layers stay
+    the same objects, as do their Parameters, hooks, training mode and attributes, so optimizers and
+    wrappers of the model keep working. A weight that was in float8 only becomes a new Parameter,
+    which stays frozen. Fused modules get their own forward back. The state of delayed scaling is
+    dropped. Does nothing for a model in high precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -202,16 +257,16 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     require_module(module, "module")
     layers = []
     for fqn, part in module.named_modules():
-        if isinstance(part, Float8Layer):
+        if isinstance(part, Float8Layer | Float8Experts):
             layers.append(part)
-        if isinstance(part, Float8Layer | Fused):
+        if isinstance(part, Float8Layer | Fused | Float8Experts):
             _require_changeable(part, fqn)
     disable_float8_all_gather(layers)
     _forget_chosen_for(module)
     for part in module.modules():
         unfuse(part)
-    for layer in layers:
-        layer.become_high_precision()
+        if isinstance(part, Float8Layer | Float8Experts):
+            part.become_high_precision()
     leave_fast_path(module)
     tell_ddp_what_to_ignore(module)
     return module
@@ -222,7 +277,7 @@ def _require_changeable(
 ) -> None:
     """Raise a `ValueError` if somebody relies on what `part` is, or it cannot take `config`."""
     gathers = config is not None and config.enable_fsdp_float8_all_gather
-    weight: Any = part.weight if gathers and isinstance(part, nn.Linear) else None
+    to_gather = _weights_to_gather(part) if gathers else []
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     if replaced_forward(part):
         got = "a layer with a `forward` of its own as attribute, which holds that of float8"
@@ -235,16 +290,16 @@ def _require_changeable(
         do = "apply it to the block around it"
     elif is_parametrized(part):
         got, do = "a layer that is parametrized", "remove the parametrization first"
-    elif isinstance(part, Float8Layer) and _fsdp_has_weight(part):
+    elif isinstance(part, Float8Layer | Float8Experts) and _fsdp_has_weights(part):
         got = "a weight that FSDP2 gathers in float8"
         do = "make the change before fully_shard, or load a state dict of it into a new model"
-    elif isinstance(part, Float8Layer) and config and (problem := unsupported(part, config)):
+    elif config and (problem := _why_not_again(part, config)):
         got = f"a layer already converted, which cannot take the new config: {problem}"
         do = "leave it out with module_filter_fn"
-    elif is_dtensor(weight):
+    elif any(map(is_dtensor, to_gather)):
         got = "a DTensor as weight, which enable_fsdp_float8_all_gather cannot prepare"
         do = "convert the model first, then call fully_shard"
-    elif any(getattr(weight, name, None) for name in hooks):
+    elif any(getattr(weight, name, None) for weight in to_gather for name in hooks):
         got = "a weight with gradient hooks, which enable_fsdp_float8_all_gather would lose"
         do = "register them on the weight after the conversion"
     else:
@@ -252,9 +307,30 @@ def _require_changeable(
     raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
 
 
-def _fsdp_has_weight(layer: Float8Layer) -> bool:
-    """Whether the weight is one that FSDP2 gathers in float8: a shard, or gathered now."""
-    weight: Any = layer.weight
-    local = local_tensor(weight)
-    shard = isinstance(local, Float8GatherWeight) and local is not weight
-    return shard or (isinstance(local, Float8Tensor) and not layer.keeps_no_master)
+def _config_of(part: Float8Layer | Float8Experts) -> Float8LinearConfig:
+    return part.config if isinstance(part, Float8Layer) else part.float8_config
+
+
+def _why_not_again(part: nn.Module, config: Float8LinearConfig) -> Any:
+    """Say why what was converted already cannot take this configuration, or return None."""
+    if isinstance(part, Float8Experts):
+        return unsupported_experts(part, config)
+    return unsupported(part, config) if isinstance(part, Float8Layer) else None
+
+
+def _weights_to_gather(part: nn.Module) -> list[Any]:
+    """Return the Parameters that FSDP2 may gather in float8, if a configuration says so."""
+    if kind_of(part) is not None:
+        return [part._parameters[name] for name in names_to_gather(part)]
+    return [part._parameters.get("weight")] if isinstance(part, nn.Linear) else []
+
+
+def _fsdp_has_weights(part: Float8Layer | Float8Experts) -> bool:
+    """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
+    for weight in _weights_to_gather(part):
+        local = local_tensor(weight)
+        if isinstance(local, Float8GatherWeight) and local is not weight:
+            return True
+        if isinstance(local, Float8Tensor) and not getattr(part, "keeps_no_master", False):
+            return True
+    return False

@@ -1,7 +1,7 @@
 """Report what a conversion did, layer by layer."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,8 +11,11 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from float8.arguments import require_module
+from float8.config import Float8LinearConfig
 from float8.convert.filters import CHOSEN_FOR, LEFT_ALONE, features
 from float8.convert.fuse import was_looked_at, why_not_now
+from float8.experts import Float8Experts, kind_of, weights_of
+from float8.formats import E4M3
 from float8.linear import Float8Layer, is_conv1d
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
@@ -37,6 +40,14 @@ class LayerReport:
 
     skip_reason: str | None
     """The reason why it was not converted; None: it was."""
+
+
+@dataclass(frozen=True)
+class ExpertsReport(LayerReport):
+    """The weights of experts in one Parameter."""
+
+    experts: int
+    """The number of weights of this shape, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +97,19 @@ class ConversionReport:
     """For which GPU, and by what, layers were chosen: a sentence for each different conversion.
     Empty where a `module_filter_fn` chose."""
 
+    experts: tuple[ExpertsReport, ...] = ()
+    """The weights of experts that are known, converted or not. `converted` and `skipped` are of
+    linear layers alone."""
+
     @property
     def share(self) -> float:
         """The part of all matmul weights that runs in float8, by their number, from 0 to 1."""
-        in_float8 = sum(x.in_features * x.out_features for x in self.converted)
-        skipped = sum(x.in_features * x.out_features for x in self.skipped)
-        all_weights = in_float8 + skipped + sum(math.prod(x.shape) for x in self.others)
+        in_float8 = all_weights = 0
+        for x in (*self.layers, *self.experts):
+            size = _number_of(x) * x.in_features * x.out_features
+            all_weights += size
+            in_float8 += size if x.skip_reason is None else 0
+        all_weights += sum(math.prod(x.shape) for x in self.others)
         return in_float8 / all_weights if all_weights else 0.0
 
     @property
@@ -109,7 +127,7 @@ class ConversionReport:
 
         Keys: `share`; `chosen_for`, sentences; `layers`, with `fqn`, `in_features`, `out_features`,
         `scaling` and `skip_reason`, one of which is None; `others`, with `fqn`, `shape` and
-        `module`; `fused`, with `fqn`, `module` and `reason`.
+        `module`; `fused`, with `fqn`, `module` and `reason`; `experts`, as `layers`, and how many.
         """
         return {
             "share": self.share,
@@ -117,25 +135,30 @@ class ConversionReport:
             "layers": [asdict(layer) for layer in self.layers],
             "others": [{**asdict(other), "shape": [*other.shape]} for other in self.others],
             "fused": [asdict(each) for each in self.fused],
+            "experts": [asdict(each) for each in self.experts],
         }
 
     def __str__(self) -> str:
-        count = f"{len(self.converted)} of {len(self.layers)} linear layers run in float8"
+        count = f"{len(self.converted)} of {len(self.layers)} linear layers"
+        if self.experts:
+            there = sum(each.skip_reason is None for each in self.experts)
+            count += f" and {there} of {len(self.experts)} weights of experts"
         rows = []
-        for layer in self.layers:
+        for layer in (*self.layers, *self.experts):
             fate = layer.scaling or f"skipped: {layer.skip_reason}"
-            rows.append((layer.fqn, f"[{layer.out_features}, {layer.in_features}]", fate))
+            experts = f"{layer.experts}, " if isinstance(layer, ExpertsReport) else ""
+            rows.append((layer.fqn, f"[{experts}{layer.out_features}, {layer.in_features}]", fate))
         for other in self.others:
             fate = f"not converted: a weight of {other.module}, no linear layer"
             rows.append((other.fqn, str([*other.shape]), fate))
-        for each in self.fused:
-            fate = "fused" if each.reason is None else f"not fused: {each.reason}"
-            rows.append((each.fqn, each.module, fate))
+        for part in self.fused:
+            fate = "fused" if part.reason is None else f"not fused: {part.reason}"
+            rows.append((part.fqn, part.module, fate))
         if rows:
             rows = [("layer", "[out, in]", "what runs how"), *_numbers_joined(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
         table = (f"  {fqn:<{width}}  {what:<16} {fate}" for fqn, what, fate in rows)
-        head = [f"{count}, {self.share:.1%} of all matmul weights", *self.chosen_for]
+        head = [f"{count} run in float8, {self.share:.1%} of all matmul weights", *self.chosen_for]
         return "\n".join([*head, *table])
 
 
@@ -172,12 +195,15 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    layers, others, fused = [], [], []
+    layers, others, fused, experts = [], [], [], []
     chosen_for: dict[str, None] = {}  # in order, each once
     for fqn, module in model.named_modules():
         name = fqn or "(root)"
         if (chosen := module.__dict__.get(CHOSEN_FOR)) is not None:
             chosen_for[chosen] = None
+        if kind_of(module) is not None:
+            experts += _experts(fqn, module)
+            continue
         if not (isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module)):
             others += _other_weights(fqn, module)
             if was_looked_at(module):
@@ -189,10 +215,35 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         elif not module.config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
-            own = module.config.own_casts.items()
-            scaling = ", ".join(f"{site.value} {cast.short_str()}" for site, cast in own)
+            scaling = _scaling(module.config)
         layers.append(LayerReport(name, *features(module), scaling, reason))
-    return ConversionReport(tuple(layers), tuple(others), tuple(fused), tuple(chosen_for))
+    return ConversionReport(
+        tuple(layers), tuple(others), tuple(fused), tuple(chosen_for), tuple(experts)
+    )
+
+
+def _scaling(config: Float8LinearConfig, all_e4m3: bool = False) -> str:
+    parts = []
+    for site, cast in config.own_casts.items():
+        as_run = replace(cast, target_dtype=E4M3) if all_e4m3 and cast.is_float8 else cast
+        parts.append(f"{site.value} {as_run.short_str()}")
+    return ", ".join(parts)
+
+
+def _number_of(layer: LayerReport) -> int:
+    return layer.experts if isinstance(layer, ExpertsReport) else 1
+
+
+def _experts(fqn: str, module: nn.Module) -> list[ExpertsReport]:
+    scaling = reason = None
+    if isinstance(module, Float8Experts):
+        scaling = _scaling(module.float8_config, all_e4m3=True)
+    else:
+        reason = module.__dict__.get(LEFT_ALONE, "not seen by convert_to_float8_training")
+    return [
+        ExpertsReport(f"{fqn}.{name}" if fqn else name, K, N, scaling, reason, experts)
+        for name, experts, N, K in weights_of(module)
+    ]
 
 
 def _other_weights(fqn: str, module: nn.Module) -> list[OtherWeight]:

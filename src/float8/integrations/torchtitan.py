@@ -6,14 +6,19 @@ In a function of a `config_registry`, or wherever a `Trainer.Config` is made:
     spec.post_optimizer_build_fn = attach_to_optimizers
 """
 
+import functools
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.tools.logging import logger
 
 from float8.config import Float8LinearConfig
 from float8.convert.filters import left_out
+from float8.experts import convert_experts, no_grouped_gemm, unsupported_experts
 from float8.linear import Float8Linear
 from float8.parallel.fsdp import enable_float8_all_gather
 from float8.sync import attach_to_optimizer
@@ -50,11 +55,35 @@ class ConvertedLinear(Float8Linear, Linear):
             self._buffers = buffers
 
 
-class Float8Converter(ModelConfigConverter):
-    """Makes the linear layers of a model `Float8Linear`, by a recipe of this library.
+@functools.cache
+def converted_config(source: Any) -> Any:
+    """Return a subclass of this class of configs of experts, that builds them in float8.
 
-    Those with a config of their own, and so perhaps with a forward of their own, stay. Tensor
-    parallel needs `parallelism.spmd_backend="partial_dtensor"`.
+    They have no buffers, and all that they multiply are plain tensors: `parallelize` is theirs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(source):
+        """The config of some experts, and how they are to run."""
+
+        float8: Float8LinearConfig
+
+        def build(self, **more: Any) -> Any:
+            experts = source.build(self, **more)
+            if reason := unsupported_experts(experts, self.float8):
+                do = "leave it out with filter_fqns"
+                raise ValueError(f"Float8Converter: {type(experts).__name__}: {reason}; {do}")
+            convert_experts(experts, self.float8)
+            return experts
+
+    return Config
+
+
+class Float8Converter(ModelConfigConverter):
+    """Makes the linear layers of a model `Float8Linear` and its experts `Float8Experts`.
+
+    Linear layers with a config of their own, and so perhaps with a forward of their own, stay, and
+    so do the gates of routers. Tensor parallel needs `parallelism.spmd_backend="partial_dtensor"`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,41 +92,90 @@ class Float8Converter(ModelConfigConverter):
 
         recipe_name: str = "tensorwise"
 
+        experts_recipe_name: str | None = None
+        """None: `recipe_name`, but with `"delayed"` and `"blockwise"`, for which there is no
+        grouped GEMM, experts stay in high precision, which is logged."""
+
         filter_fqns: list[str] = field(default_factory=list)
-        """Layers stay in high precision if their names contain one of these; the head always."""
+        """Layers and experts stay in high precision if their names contain one of these; the head
+        always."""
 
         enable_fsdp_float8_all_gather: bool = False
+        """Of linear layers alone: experts are gathered in high precision."""
 
         emulate: bool = False
 
     def __init__(self, config: Config) -> None:
         self._filter_fqns = config.filter_fqns
+        linear = Float8LinearConfig.from_recipe_name(config.recipe_name)
+        experts = linear
+        if config.experts_recipe_name is not None:
+            experts = Float8LinearConfig.from_recipe_name(config.experts_recipe_name)
+        self._no_experts = no_grouped_gemm(experts)
+        if self._no_experts and config.experts_recipe_name is not None:
+            raise ValueError(
+                f"Float8Converter: got experts_recipe_name={config.experts_recipe_name!r}: "
+                f"{self._no_experts}; expected 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
+            )
+        self._experts = replace(experts, emulate=config.emulate)
         self._float8 = replace(
-            Float8LinearConfig.from_recipe_name(config.recipe_name),
+            linear,
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
             emulate=config.emulate,
         )
 
     def convert(self, model_config: Any) -> Any:
-        """Give the linear layers in `model_config` other configs, in place; return it."""
-        for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
-            if left_out(fqn) or any(part in fqn for part in self._filter_fqns):
-                continue
-            if type(linear) is not Linear.Config:
-                continue
-            new = ConvertedLinear.Config(
-                **{each.name: getattr(linear, each.name) for each in fields(linear)},
-                float8=self._float8,
+        """Give the linear layers and experts in `model_config` other configs, in place; return it.
+
+        Raises:
+            ValueError: a converter of torchtitan's own quantised some of them.
+        """
+        if has_quantization(model_config):
+            raise ValueError(
+                "Float8Converter: got a model that another converter quantised, expected one in "
+                "high precision; have one of the two alone"
             )
-            if isinstance(parent, list):
-                parent[name] = new
+        for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
+            stays = left_out(fqn) or isinstance(parent, TokenChoiceTopKRouter.Config)
+            if not stays and type(linear) is Linear.Config and not self._filtered(fqn):
+                _put(parent, name, _derive(linear, ConvertedLinear.Config, self._float8))
+        stay = []
+        for fqn, experts, parent, name in list(model_config.traverse(GroupedExperts.Config)):
+            if self._filtered(fqn) or hasattr(experts, "float8"):
+                continue
+            if self._no_experts:
+                stay.append(fqn)
             else:
-                setattr(parent, name, new)
+                cls: Any = type(experts)
+                _put(parent, name, _derive(experts, converted_config(cls), self._experts))
+        if stay:
+            logger.warning(
+                f"Float8Converter: got {self._no_experts}: {len(stay)} modules of experts, the "
+                f"first being {stay[0]}, stay in high precision; set experts_recipe_name to have "
+                f"them converted, too"
+            )
         return model_config
+
+    def _filtered(self, fqn: str) -> bool:
+        return any(part in fqn for part in self._filter_fqns)
+
+
+def _derive(config: Any, cls: Any, float8: Float8LinearConfig) -> Any:
+    return cls(**{each.name: getattr(config, each.name) for each in fields(config)}, float8=float8)
+
+
+def _put(parent: Any, name: Any, config: Any) -> None:
+    if isinstance(parent, list):
+        parent[name] = config
+    else:
+        setattr(parent, name, config)
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
-    """Attach each part of the model to its optimizers: a `post_optimizer_build_fn`."""
+    """Attach each part of the model to its optimizers: a `post_optimizer_build_fn`.
+
+    A model with experts has one already, which balances their load: call both in one of your own.
+    """
     for part in model_parts:
         own = {id(parameter) for parameter in part.parameters()}
         for optimizer in optimizers:

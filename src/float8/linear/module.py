@@ -27,7 +27,7 @@ from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.quantize import Reduction
 from float8.tensor import Float8Tensor, dequantise, local_tensor
 from float8.tensor.ranks import amax_over, sharding_groups
-from float8.tensor.weight_cast import WeightCast, hold, is_current, is_recording, stamp_of
+from float8.tensor.weight_cast import WeightCast, hold, ready_of
 
 _NO_TRACE = (
     "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
@@ -193,14 +193,10 @@ class Float8Layer(StatefulLayer):
             )
         if held is None or held.weight is not weight or not self.training:
             return weight_in_float8(weight, self.plan) if isinstance(weight, Float8Tensor) else None
-        if is_recording(weight):
-            return None
-        if torch.compiler.is_compiling():
-            return WeightCast(held.operand, compares=True)
-        if not is_current(held.operand.row.data, stamp_of(weight)):
-            # Not where the old one lies, which a backward still to come may read.
-            self.held = held = hold(weight, self.plan.casts.weight)
-        return held
+        ready = ready_of(held, weight, lambda: hold(weight, self.plan.casts.weight))
+        if ready is not None and not ready.compares:
+            self.held = ready
+        return ready
 
     def casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import CastSite
+from float8.config import CastSite, Float8LinearConfig
+from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.linear import Float8Linear
+from float8.linear.plan import plan_linear
 from float8.quantize.quantize import Cast, scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 from float8.tensor.gather import on_all_ranks
@@ -106,38 +108,53 @@ def enable_float8_all_gather(module: nn.Module) -> None:
     The Parameters become Parameters of a subclass over the same memory. They stay the same objects,
     for optimizers and ties, unless torch cannot swap them (a weak reference to one exists, or a
     graph that used it). A weight that an embedding uses, too, stays plain: bytes cannot be looked
-    up in.
+    up in. So do weights of experts that lie as [E, K, N], where no row has a scale.
     """
-    users: dict[nn.Parameter, list[Any]] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                gathers = name == "weight" and isinstance(part, Float8Linear)
-                users.setdefault(parameter, []).append(part if gathers else None)
     made: dict[Any, Tensor] = {}
-    for weight, layers in users.items():
+    users = _users(module.modules())
+    for weight, places in users.items():
+        config, *others = {_config_of(*place) for place in places}
         if (
             not isinstance(local_tensor(weight), Float8GatherWeight)
-            and None not in layers
-            and layers[0].config.enable_fsdp_float8_all_gather
-            and all(layer.config == layers[0].config for layer in layers)
+            and config is not None
+            and config.enable_fsdp_float8_all_gather
+            and not others
         ):
+            kind = Float8GatherWeight if weight.dim() == 2 else GatherExperts
             # `.data`: no view that refers to the weight.
-            made[weight] = Float8GatherWeight(weight.data, layers[0].plan.casts.weight.spec)
+            made[weight] = kind(weight.data, plan_linear(config).casts.weight.spec)
     _take_places(made, users)
 
 
 def disable_float8_all_gather(layers: Iterable[nn.Module]) -> None:
     """Make weights that were to be gathered in float8 ordinary Parameters again."""
-    users: dict[Any, list[nn.Module]] = {}
-    for layer in layers:
-        weight: Any = layer._parameters.get("weight")
-        if isinstance(weight, Float8GatherWeight):
-            users.setdefault(weight, []).append(layer)
-    _take_places({weight: weight.high_precision for weight in users}, users)
+    users = _users(layers)
+    made = {x: x.high_precision for x in users if isinstance(x, Float8GatherWeight)}
+    _take_places(made, users)
 
 
-def _take_places(made: dict[Any, Tensor], users: dict[Any, list[nn.Module]]) -> None:
+def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]]]:
+    """Return all Parameters, each with the modules that have it and the names it has there."""
+    users: dict[Any, list[tuple[nn.Module, str]]] = {}
+    for part in modules:
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                users.setdefault(parameter, []).append((part, name))
+    return users
+
+
+def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
+    """Return the configuration of a module for a Parameter that it may be given in float8."""
+    config: Float8LinearConfig | None = None
+    if isinstance(part, Float8Experts):
+        if name in names_to_gather(part):
+            config = part.float8_config
+    elif isinstance(part, Float8Linear) and name == "weight":
+        config = part.config
+    return config
+
+
+def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:
     """Make each weight in `made` what it leads to there: the same object over the same memory.
 
     With the gradient and what users and optimizers wrote on it. Where torch cannot, because
@@ -152,8 +169,8 @@ def _take_places(made: dict[Any, Tensor], users: dict[Any, list[nn.Module]]) -> 
             torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
         except RuntimeError:  # nothing has changed then
             new_objects += 1
-            for layer in users[old]:
-                layer._parameters["weight"] = new
+            for part, name in users[old]:
+                part._parameters[name] = new
     if new_objects:
         warnings.warn(
             f"float8: the weights of {new_objects} layer(s) are new Parameters, because something "

@@ -25,7 +25,8 @@ class Float8Tensor(Wrapper):
 
     Args:
         data: float8, any shape and strides; 2-D and contiguous under finer scales, of which
-            `AXISWISE` allows more leading dims, or the transpose of a contiguous matrix.
+            `AXISWISE` allows more leading dims, or that the last two of a contiguous one are
+            turned.
         scale: float32, the decode scales, in the shape of their granularity (`check_scale`), with
             the leading dims of `data`. For a matrix [R, C] under `AXISWISE` also [1, C]: one for
             each column, as `.t()` makes them of those of rows.
@@ -69,14 +70,14 @@ class Float8Tensor(Wrapper):
             )
         axiswise = granularity.by_rows
         fits = data.is_contiguous() and (data.dim() == 2 or (axiswise and data.dim() > 2))
-        fits = fits or (axiswise and data.dim() == 2 and data.t().is_contiguous())
+        fits = fits or (axiswise and data.dim() > 1 and data.mT.is_contiguous())
         if not granularity.one_scale and not fits:
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
             )
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
-        part = Operand(data.t(), scale.t()) if self._by_columns else Operand(data, scale)
+        part = Operand(data.mT, scale.mT) if self._by_columns else Operand(data, scale)
         check_scale(part, granularity)
         return self
 
@@ -101,7 +102,7 @@ class Float8Tensor(Wrapper):
         """Return `data` under `scale`, with the other fields of this tensor; None: its own."""
         scale = self._scale if scale is None else scale
         amax = self._amax if amax is None else amax
-        return Float8Tensor._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
+        return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
     @staticmethod
     def from_high_precision(
@@ -168,11 +169,11 @@ class Float8Tensor(Wrapper):
         names = ["_data", "_scale"] if self._amax is None else ["_data", "_scale", "_amax"]
         return names, {"orig_dtype": self._orig_dtype, "granularity": self._granularity}
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
-        return Float8Tensor(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
+        return cls(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
 
     @property
     def _by_rows(self) -> bool:
@@ -203,10 +204,10 @@ class Float8Tensor(Wrapper):
 
 
 def _has_scales_of_columns(data: Tensor, scale: Tensor) -> bool:
-    """Whether a matrix has a scale for each column; of one with one element rows have it."""
+    """Whether matrices have a scale for each column; of ones with one element rows have it."""
     # In this order: a compiler is then asked about the features, not about the tokens.
-    alike = data.dim() == scale.dim() == 2 and scale.shape[1] == data.shape[1]
-    return alike and scale.shape[0] == 1 and data.shape != (1, 1)
+    alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
+    return alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
 
 
 OP_HANDLERS: dict[Any, Any] = {}

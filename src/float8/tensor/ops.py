@@ -74,12 +74,20 @@ _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 def _scale_of_view(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     """Return the scales of `data`, which `func` made of that of `x`: a list if it made pieces."""
-    if x._granularity.by_rows and x.dim() == 2 and func in _TURNS:
+    if x._granularity.by_rows and func in _TURNS and _turns_the_last(func, x.dim(), rest):
         return func(x._scale, *rest, **kwargs)
     if x._by_rows and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return func(x._scale, rest[0], 1.0)
     scales = [_scales_of_part(func, x, part) for part in tree_leaves(data)]
     return scales[0] if isinstance(data, Tensor) else scales
+
+
+def _turns_the_last(func: Any, dims: int, rest: list[Any]) -> bool:
+    """Whether a turn leaves all dims but the last two where they are."""
+    if dims == 2:
+        return True
+    last = {dims - 2, dims - 1}
+    return func is aten.transpose.int and {dim % dims for dim in rest} == last
 
 
 def _scales_of_part(func: Any, x: Any, part: Tensor) -> Any:

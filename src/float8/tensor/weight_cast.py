@@ -10,6 +10,7 @@ tensor on the CPU, which forward hands on to backward, CUDA graphs refuse; a num
 compile anew; the version counter of what is kept cannot say where the weight lies.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,24 @@ def hold(weight: Tensor, cast: Cast) -> WeightCast:
     made = quantize(weight, cast, row=True, col=True, pad_rows=True)
     mark(stamp_of(weight), made.row.data, made.col.data)
     return WeightCast(made, weight=weight, memory=weight.untyped_storage())
+
+
+def ready_of(
+    held: WeightCast, weight: Tensor, again: Callable[[], WeightCast]
+) -> WeightCast | None:
+    """Return what is held of a weight as this call may read it; None: it is cast on the fly.
+
+    Args:
+        held: what is held.
+        weight: the Parameter.
+        again: casts it again, to be held from now on. Not to where the old one lies, which a
+            backward still to come may read.
+    """
+    if is_recording(weight):
+        return None
+    if torch.compiler.is_compiling():
+        return WeightCast(held.operand, compares=True, weight=weight)
+    return held if is_current(held.operand.row.data, stamp_of(weight)) else again()
 
 
 def can_hold(weight: Any) -> bool:

@@ -1,0 +1,106 @@
+"""Choose experts to convert: those that a filter takes, or that float8 makes no slower on paper."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from float8.config import Float8LinearConfig, Float8Weights
+from float8.convert.filters import ModuleFilter, gpu_for, left_out
+from float8.experts import ExpertsWeight, unsupported_experts, weights_of
+from float8.tensor import local_tensor
+
+
+class Rates(NamedTuple):
+    """What grouped GEMMs and casts reach on a GPU."""
+
+    bf16: float
+    """FLOP/s."""
+    float8: float
+    bytes: float
+    """Bytes/s of casts."""
+
+
+# GEMMs: an H100, wide experts (docs/design.md). Casts: 0.85 of copy bandwidth, as casts with a
+# scale per row reach; nobody has timed those of groups.
+RATES = {"H100": Rates(665e12, 1015e12, 2.57e12), "H200": Rates(665e12, 1015e12, 3.4e12)}
+
+_BYTES = 10.0, 6.0
+"""Read and written for each element in forward and backward: of a weight, cast twice; of a tensor
+of tokens, cast to both layouts at once."""
+
+_MICROBATCHES = 4
+"""In which a held weight is cast once."""
+
+
+def speedup_on_paper(gpu: str, rows: float, weight: ExpertsWeight, held: bool) -> float:
+    """Return bf16's time of the three GEMMs of one expert over float8's with its casts.
+
+    Of `rows` tokens each. What is not in it: launches, and GEMMs of narrow experts, which gain less
+    than wide ones.
+    """
+    rates, (_, _, N, K) = RATES[gpu], weight
+    of_weight, of_tokens = _BYTES
+    flop = 6 * rows * N * K
+    moved = of_weight * N * K / (_MICROBATCHES if held else 1) + of_tokens * rows * (N + K)
+    return (flop / rates.bf16) / (flop / rates.float8 + moved / rates.bytes)
+
+
+def why_not_experts(
+    module: Any,
+    fqn: str,
+    model: nn.Module,
+    config: Float8LinearConfig,
+    module_filter_fn: ModuleFilter | None,
+    tokens_per_step: int,
+    gpu: str | None,
+) -> str | None:
+    """Say why the experts of a known kind stay in high precision, or return None.
+
+    Without a filter they stay where casts take longer than GEMMs gain, for the GPU meant: see
+    `speedup_on_paper`. Tokens are taken to be spread evenly over the experts of this rank.
+    """
+    if reason := unsupported_experts(module, config):
+        return reason
+    if module_filter_fn is not None:
+        return None if module_filter_fn(module, fqn) else "module_filter_fn returned False"
+    if reason := left_out(fqn):
+        return reason
+    weights = weights_of(module)
+    local: Any = local_tensor(module._parameters[weights[0].name])
+    where = gpu or gpu_for(local.device)
+    if where is None or (config.emulate and gpu is None):
+        return None
+    near = where if where in RATES else "H100"  # another Hopper GPU: others have no such GEMM
+    top_k = _top_k(module, model.get_submodule(fqn.rpartition(".")[0]))
+    rows = tokens_per_step * top_k / local.shape[0]
+    held = config.float8_weights is Float8Weights.HELD
+    # The time of all is what counts: the sum of both, each by its share of the work.
+    work = [x.in_features * x.out_features for x in weights]
+    times = [n / speedup_on_paper(near, rows, x, held) for n, x in zip(work, weights, strict=True)]
+    speedup = sum(work) / sum(times)
+    if speedup >= 1:
+        return None
+    return (
+        f"{speedup:.2f}x of bf16 on paper for {near}, with {rows:.0f} tokens for each expert "
+        f"({tokens_per_step} tokens, {top_k} of {local.shape[0]} experts each): a "
+        f"module_filter_fn takes them all the same"
+    )
+
+
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+"""The names in most of transformers' configs, in Gemma's and in Aria's."""
+
+
+def _top_k(module: Any, parent: Any) -> int:
+    """Return how many experts a token goes to: transformers' say it, of torchtitan's the parent."""
+    config, dispatcher = getattr(module, "config", None), getattr(parent, "token_dispatcher", None)
+    said = [getattr(config, name, None) for name in _TOP_K]
+    return next(filter(None, [*said, getattr(dispatcher, "top_k", None)]), 1)
+
+
+def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
+    """Whether a linear layer chooses between the experts of its model, by its name and outputs."""
+    named = any("router" in part or "gate" in part for part in fqn.split(".")[-2:])
+    sizes = {weight.experts for module in experts for weight in weights_of(module)[:1]}
+    return named and getattr(linear, "out_features", None) in sizes

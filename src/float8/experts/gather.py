@@ -1,0 +1,102 @@
+"""Weights of experts that FSDP2 gathers in float8.
+
+A rank casts its shard by itself, of whole experts or of whole rows, and sends the bytes and a scale
+for each row. Those of one expert are alike where the recipe has one scale per expert: so what is
+gathered has one form for all recipes.
+"""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8.config import ScalingGranularity
+from float8.experts.weight import cast_weights
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.quantize.quantize import Cast
+from float8.tensor import Float8GatherWeight, Float8Tensor
+from float8.tensor.gather import GatherMetadata, padded_shard
+from float8.tensor.ranks import SharedTokens
+
+aten = torch.ops.aten
+
+
+class GatheredExperts(Float8Tensor):
+    """Weights of experts [E, N, K] as FSDP2 gathered them, with scales [E, N, 1].
+
+    In another dtype they are the same bytes: modules cast their weights before they multiply.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._to_copy.default and {*(kwargs or {})} == {"dtype"}:
+            x, dtype = args[0], (kwargs or {})["dtype"]
+            if dtype in HIGH_PRECISION_DTYPES:
+                return cls._unchecked(x._data, x._scale, dtype, x._granularity, None)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class GatherExperts(Float8GatherWeight):
+    """High-precision weights [E, N, K] with the spec of the cast in which they are gathered.
+
+    Scales of shards along the first dim, all of one size, are sent with the bytes. For others torch
+    takes the bytes alone: the scales are gathered by themselves then. Where a scale would cover
+    what two ranks hold, the weights are gathered in high precision, with a warning.
+
+    Args:
+        inner: float32, bfloat16 or float16; shared, not copied.
+        spec: how each expert is cast, under one scale or one for each row.
+        counted: as of the base.
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+        """Cast the shard to the `uint8` to gather, with zeros behind up to the largest."""
+        ranks, experts = mesh.size(), self.shape[0]
+        dim = next((dim for dim in range(3) if self.shape[dim] != outer_size[dim]), 0)
+        if dim == 0 and self.shape != outer_size:  # torch's chunks, as in the base
+            experts = -(-outer_size[0] // ranks)
+        shard = self.high_precision.to(mp_policy.param_dtype or self.dtype)
+        shard = padded_shard(shard, experts)
+        if dim == 2 or (dim == 1 and self.spec.granularity.one_scale):
+            warnings.warn(
+                f"float8: weights of experts of {tuple(outer_size)} are gathered in high "
+                f"precision: they are sharded along dim {dim}, which would cut what one scale "
+                f"covers; shard them along dim 0, or leave enable_fsdp_float8_all_gather out",
+                stacklevel=2,
+            )
+            return (shard,), GatherMetadata(None, None, outer_size)
+        data, scale = cast_weights(shard, Cast(self.spec), row=True).row
+        bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
+        if ranks > 1 and dim == 0 and experts * ranks == outer_size[0]:
+            sent = bytes_, scale.unsqueeze(-1).view(torch.uint8)
+            return sent, GatherMetadata(None, None, outer_size)
+        if ranks > 1:
+            group = mesh.get_group().group_name
+            every = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
+            scale = torch.cat(every.chunk(ranks), dim)[: outer_size[0]]
+        return (bytes_,), GatherMetadata(scale.unsqueeze(-1), None, outer_size)
+
+    def _gathered(
+        self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+    ) -> GatheredExperts:
+        return GatheredExperts(data.view(E4M3), scale, dtype, ScalingGranularity.AXISWISE)
+
+
+# FSDP2 reads the signature at every gather.
+GatherExperts.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    GatherExperts.fsdp_pre_all_gather
+)
+torch.serialization.add_safe_globals([GatherExperts])

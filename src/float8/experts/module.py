@@ -1,0 +1,351 @@
+"""`Float8Experts`: modules of other libraries whose experts multiply in float8.
+
+A module stays the same object, with its Parameters, hooks and methods; it becomes an instance of a
+subclass of its class. Two kinds are known, by how they multiply:
+
+- `RegisteredExperts`: those for which transformers keeps a registry of forwards. This one sorts
+  the tokens by expert itself and leaves the rest to methods of the module.
+- `SeamExperts`: those with a method `_grouped_mm(A=, B_t=, offs=)` that does all multiplying, as
+  torchtitan's. That method alone is replaced.
+
+Modules of one's own call `grouped_linear`.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.checkpoint import checkpoint
+
+from float8.config import Float8LinearConfig
+from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
+from float8.experts.weight import hold_groups
+from float8.formats import E5M2, GEMM_ALIGNMENT, lacks_float8_gemm
+from float8.linear.functional import autocast_dtype
+from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.source import new_class, not_in_high_precision, replaced_forward
+from float8.tensor import (
+    gathered_like,
+    high_precision,
+    is_dtensor,
+    is_fsdp_module,
+    local_tensor,
+)
+from float8.tensor.weight_cast import WeightCast, can_hold, mark, ready_of
+
+
+class ExpertsWeight(NamedTuple):
+    """The weights of experts in one Parameter: so many [N, K], however they lie."""
+
+    name: str
+    experts: int
+    out_features: int
+    in_features: int
+
+
+class Float8Experts(nn.Module):
+    """The base of experts in float8, beside the class that they had.
+
+    Its attributes begin with `float8_`: `config` is the model's in modules of transformers.
+    """
+
+    float8_config: Float8LinearConfig
+    float8_plan: LinearPlan
+    float8_held: Mapping[str, WeightCast]
+    """The weights that are held in float8, by the names of their Parameters."""
+    source_class: ClassVar[type[nn.Module]]
+    """The class that it had, and has again after `convert_to_high_precision`."""
+    why_never_held: ClassVar[str | None] = None
+    """The reason why its weights are cast at each use."""
+
+    def float8_set_up(self, config: Float8LinearConfig) -> None:
+        """Take this configuration."""
+        self.float8_config, self.float8_plan = config, plan_linear(config)
+        self.float8_held = {}
+
+    def become_high_precision(self) -> None:
+        """Turn this very object back into what it was."""
+        for name in ("float8_config", "float8_plan", "float8_held"):
+            del self.__dict__[name]
+        self.__class__ = self.source_class  # type: ignore[assignment]
+
+    def float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
+        """Multiply groups of rows [T, K] by weights [E, N, K]; `name`: of their Parameter."""
+        weight = _on_this_rank(weight)
+        if autocast_dtype(x.device) is None:
+            x = x.to(weight.dtype)
+        config, plan, ready = self.float8_config, self.float8_plan, None
+        held = self.float8_held.get(name)
+        parameter: Any = self._parameters.get(name)
+        # Another Parameter is somebody else's, as is a part of it: of FSDP, or of functional_call.
+        if held is not None and held.weight is parameter and self.training:
+            cast = plan.casts.weight
+            ready = ready_of(held, held.weight, lambda: hold_groups(weight, held.weight, cast))
+            if ready is not None and not ready.compares:
+                self.float8_held = {**self.float8_held, name: ready}
+        return apply_grouped(x, weight, offs, plan, config.emulate, ready)
+
+    # ---------------------------------------------------------------- weights that are held
+
+    def hold_weights(self, why_not: str | None = None) -> dict[str, str]:
+        """Cast the weights, to be read until they are written.
+
+        Args:
+            why_not: a reason why none can be held.
+
+        Returns:
+            The names of those that are cast on the fly all the same, each with the reason.
+        """
+        self.float8_held = {}  # there is no room for both
+        held, others = {}, {}
+        for name, *_ in weights_of(self):
+            parameter: Any = self._parameters[name]
+            reason = why_not or self.why_never_held
+            if reason or not (parameter.is_meta or can_hold(parameter)):
+                others[name] = reason or f"a {type(parameter).__name__}"
+            elif not parameter.is_meta:
+                weight, cast = self.float8_weight(name), self.float8_plan.casts.weight
+                held[name] = hold_groups(weight, parameter, cast)
+        self.float8_held = held
+        return others
+
+    def expire_weight(self) -> None:
+        """Have the next use cast held weights again, compiled or not."""
+        for held in self.float8_held.values():
+            mark(None, held.operand.row.data, held.operand.col.data)
+
+    def attach(self) -> None:
+        """Do nothing for one more optimizer: no sync of delayed scaling can be missing."""
+
+    def detach(self) -> None:
+        """End what is held."""
+        self.float8_held = {}
+
+    def float8_weight(self, name: str) -> Any:
+        """Return a Parameter, or what stands for it now, as weights [E, N, K]."""
+        # An attribute where FSDP1 has gathered it, or PEFT adds to it.
+        weight = getattr(self, name)
+        return weight.transpose(1, 2) if lies_transposed(self) else weight
+
+    # ---------------------------------------------------------------- as any module
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in [] if keep_vars else map(prefix.__add__, self._parameters):
+            if key in destination:
+                destination[key] = high_precision(destination[key])
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        before = {**self._parameters}
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, old in before.items():
+            new: Any = self._parameters[name]
+            if new is not old:  # by assign=True
+                self._parameters[name] = gathered_like(new, old)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "float8_held": {}}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float8Experts":
+        self.float8_held = {}
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def extra_repr(self) -> str:
+        """Return what its class says, the recipe, and what runs otherwise than in a layer."""
+        plan, parts = self.float8_plan, [super().extra_repr(), self.float8_config.short_str()]
+        casts = plan.casts.grad_output, plan.casts.grad_output_for_grad_weight
+        if any(cast.spec.dtype == E5M2 for cast in casts):
+            parts.append("grad_output in e4m3")
+        if self.float8_held:
+            parts.append("weights held in float8")
+        if self.float8_config.enable_fsdp_float8_all_gather and not names_to_gather(self):
+            parts.append("weights gathered in high precision")
+        return ", ".join(filter(None, parts))
+
+    def _get_name(self) -> str:
+        return f"Float8Experts[{type(self).__name__}]"
+
+
+class RegisteredExperts(Float8Experts):
+    """Experts of transformers 5: `gate_up_proj` or `up_proj`, then `down_proj`."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Send each token through its experts, and add their outputs by weight.
+
+        Args:
+            hidden_states: [tokens, hidden].
+            top_k_index: [tokens, top_k], the experts of each token. Numbers from `num_experts` on
+                are experts of other ranks: nothing is computed for them.
+            top_k_weights: [tokens, top_k], 0 for experts of other ranks.
+
+        Returns:
+            [tokens, hidden], dtype of the input.
+        """
+        mod: Any = self
+        tokens, top_k = top_k_index.shape
+        # Sorted by expert: the rows of each lie together.
+        expert, order = torch.sort(top_k_index.flatten(), stable=True)
+        numbers = torch.arange(mod.num_experts, device=expert.device, dtype=expert.dtype)
+        offs = torch.searchsorted(expert, numbers, right=True, out_int32=True)
+        bias_of = expert.clamp(max=mod.num_experts - 1)
+
+        def product(x: Tensor, name: str) -> Tensor:
+            y = self.float8_product(x, self.float8_weight(name), offs, name)
+            if mod.has_bias:
+                y = y + _on_this_rank(getattr(self, f"{name}_bias"))[bias_of].to(y.dtype)
+            return y
+
+        x = hidden_states[order // top_k]
+        name, act = ("gate_up_proj", mod._apply_gate) if mod.has_gate else ("up_proj", mod.act_fn)
+        # Its inner values are computed again in backward: they are most of what else is kept.
+        x = checkpoint(act, product(x, name), use_reentrant=False, preserve_rng_state=False)
+        y = product(x, "down_proj")
+        if getattr(mod, "has_post_expert_norm", False):
+            y = mod.post_expert_norm(y)
+        # A bias has outputs for other ranks' experts, too: they are not to teach the router.
+        share = top_k_weights.flatten()[order].masked_fill(expert >= mod.num_experts, 0)
+        y = y * share[:, None]
+        rows = torch.arange(len(order), device=order.device)
+        place = torch.empty_like(order).scatter_(0, order, rows)
+        # Added in one order, so that a second run has the same bits.
+        return y[place].view(tokens, top_k, y.shape[1]).sum(1).to(hidden_states.dtype)
+
+
+def _on_this_rank(x: Any) -> Any:
+    """Return the shard of a DTensor, whose gradient becomes that of the DTensor.
+
+    Raises:
+        ValueError: it is no shard of whole experts.
+    """
+    if not is_dtensor(x):
+        return x
+    if not all(each.is_replicate() or each.is_shard(0) for each in x.placements):
+        raise ValueError(
+            f"Float8Experts: got a DTensor placed {tuple(x.placements)}, expected Shard(0) or "
+            f"Replicate(): each rank multiplies by whole experts"
+        )
+    return x.to_local()
+
+
+class SeamExperts(Float8Experts):
+    """Experts that multiply by their method `_grouped_mm(A=, B_t=, offs=)`, as torchtitan's."""
+
+    why_never_held = "given to a method, perhaps a copy"
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        """Multiply groups of rows `A` [T, K] by `B_t` [E, K, N]."""
+        return self.float8_product(A, B_t.transpose(-2, -1), offs)
+
+
+# ---------------------------------------------------------------- which modules
+
+_SEAM = ["A", "B_t", "offs"]
+
+
+def kind_of(module: nn.Module) -> type[Float8Experts] | None:
+    """Return the class of ours for the experts of this module, None: they are not known.
+
+    Told by the class alone; neither transformers nor torchtitan is imported for it.
+    """
+    cls: Any = module.source_class if isinstance(module, Float8Experts) else type(module)
+    forward, seam = cls.forward, inspect.getattr_static(cls, "_grouped_mm", None)
+    if getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe":
+        return RegisteredExperts
+    if inspect.isfunction(seam) and [*inspect.signature(seam).parameters][1:] == _SEAM:
+        return SeamExperts
+    return None
+
+
+def lies_transposed(module: Any) -> bool:
+    """Whether its weights lie as [E, K, N]."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def weights_of(module: nn.Module) -> list[ExpertsWeight]:
+    """Return the weights of a module of a known kind, those of all ranks."""
+    weights = []
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.dim() >= 3:
+            experts, *outputs, K = parameter.shape
+            N = math.prod(outputs)  # two projections may lie in dims of their own
+            if lies_transposed(module):
+                N, K = K, N
+            weights.append(ExpertsWeight(name, experts, N, K))
+    return weights
+
+
+def names_to_gather(module: nn.Module) -> list[str]:
+    """Return the names of weights that FSDP2 can gather in float8: of those that lie as [E, N, K].
+
+    Not as [E, K, N], nor in four dims.
+    """
+    if lies_transposed(module):
+        return []
+    parameters: Any = module._parameters
+    return [name for name, *_ in weights_of(module) if parameters[name].dim() == 3]
+
+
+def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | None:
+    """Say why the experts of a known kind cannot multiply in float8, or return None."""
+    if reason := no_grouped_gemm(config):
+        return f"got a config with {reason}; expected {EXPECTED}"
+    if replaced_forward(module):
+        return "got a `forward` of its own as attribute, expected that of the class"
+    if kind_of(module) is SeamExperts and (reason := _replaced_seam(module)):
+        return reason
+    if is_parametrized(module):
+        return "got weights that are computed, expected Parameters"
+    if is_fsdp_module(module):
+        return "got a module that is sharded, expected one that is not: convert, then fully_shard"
+    weights = weights_of(module)
+    if not weights:
+        return "got no weights [experts, N, K]"
+    for name, _, N, K in weights:
+        parameter: Any = module._parameters[name]
+        if reason := not_in_high_precision(local_tensor(parameter)):
+            return f"got {name}, a {reason}"
+        if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):
+            return f"got {name} with N={N} and K={K}, expected multiples of {GEMM_ALIGNMENT}"
+        reason = lacks_float8_gemm(local_tensor(parameter).device, True)
+        if not config.emulate and reason is not None:
+            return f"{reason}; set emulate=True to compute in high precision instead"
+    return None
+
+
+def _replaced_seam(module: Any) -> str | None:
+    """Say who gave experts another `_grouped_mm` than that of the class they began as, or None.
+
+    It does more than multiply, such as torchtitan's own for MXFP8, and ours would take its place.
+    """
+    cls = module.source_class if isinstance(module, Float8Experts) else type(module)
+    last, *others = (each.__name__ for each in cls.__mro__ if "_grouped_mm" in vars(each))
+    if "_grouped_mm" not in vars(module) and not others:
+        return None
+    got, expected = ("an attribute", last) if not others else (last, others[-1])
+    return (
+        f"got a `_grouped_mm` of {got}, expected that of {expected}: do without what replaced it, "
+        f"or leave these experts to it"
+    )
+
+
+def convert_experts(module: nn.Module, config: Float8LinearConfig) -> None:
+    """Give a module of a known kind the class whose experts multiply in float8, in place."""
+    experts: Any = module
+    kind: Any = kind_of(module)
+    experts.__class__ = class_of_experts(kind, experts.__class__)
+    experts.float8_set_up(config)
+
+
+@functools.cache
+def class_of_experts(kind: Any, source: Any) -> Any:
+    """Return a subclass of `source` with the same name, by which libraries find modules."""
+    members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members["source_class"] = source
+    return new_class(source.__name__, (kind, source), class_of_experts, (kind, source), **members)

@@ -1,0 +1,173 @@
+"""The weights of experts in float8: cast together, and held until they are written."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.config import ScalingGranularity
+from float8.formats import E4M3, ceil16
+from float8.gemm import Gemm
+from float8.gemm.grouped import grouped_matmul
+from float8.kernels import transpose_bytes
+from float8.kernels.cast_groups import cast_groups
+from float8.kernels.runtime.ops import register
+from float8.quantize.quantize import Cast
+from float8.quantize.spec import CastSpec, Operand, Quantized
+from float8.tensor.weight_cast import WeightCast, is_capturing, is_current, mark, stamp_of
+
+
+def cast_weights(weight: Tensor, cast: Cast, *, row: bool = False, col: bool = False) -> Quantized:
+    """Cast the weights [E, N, K] of experts, each under scales of its own.
+
+    They are one matrix whose groups of rows are all of one size. Weights that lie as [E, K, N] are
+    read as they lie: their row data are the column data of that.
+
+    Args:
+        weight: float32, bfloat16 or float16; copied if neither of the last dims is contiguous.
+        cast: how; always to e4m3, dynamic.
+        row: make row data: [E, N, ceil16(K)], scales [E, N].
+        col: make column data: [E, K, ceil16(N)], scales [E, K].
+    """
+    weight, spec = weight.detach(), cast.spec._replace(dtype=E4M3)
+    if transposed := weight.transpose(1, 2).is_contiguous():
+        weight, row, col = weight.transpose(1, 2), col, row
+    E, R, C = weight.shape
+    ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weight.device)
+    matrix, width = weight.contiguous().view(E * R, C), E * ceil16(R)
+    made = cast_groups(matrix, ends, spec, row=row, col=col, width=width)
+    of_row = of_col = None
+    if row:
+        of_row = Operand(made.row.data.view(E, R, ceil16(C)), made.row.scale.view(E, R))
+    if col:  # those of each expert lie beside each other
+        data = made.col.data.view(ceil16(C), E, ceil16(R)).transpose(0, 1)
+        of_col = Operand(data[:, :C], made.col.scale[:, :C])
+    return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
+
+
+# ---------------------------------------------------------------- gathered
+
+
+def row_data(rows: Operand) -> Operand:
+    """Return gathered weights [E, N, K], scales [E, N, 1], as `cast_weights` makes row data."""
+    return Operand(_padded(rows.data, (0, -rows.data.shape[2] % 16)), rows.scale.squeeze(-1))
+
+
+def column_data(rows: Operand, cast: Cast, after: Tensor | None = None) -> Operand:
+    """Return gathered weights [E, N, K], scales [E, N, 1], as `cast_weights` makes column data.
+
+    As `quantize.columns` does: under one scale for each expert bytes are transposed; else values
+    are cast again. `after`: what a compiler must have computed first.
+    """
+    (E, N, K), spec = rows.data.shape, cast.spec
+    if not spec.granularity.one_scale:
+        dtype = torch.bfloat16 if spec.power_of_2 else torch.float32
+        values = rows.data.to(dtype).mul_(rows.scale.to(dtype))
+        return cast_weights(values, cast, col=True).col
+    matrix = _padded(rows.data, (0, 0, 0, -N % 16)).flatten(0, 1)
+    data = transpose_bytes(matrix, after=after)[:K].view(K, E, -1).transpose(0, 1)
+    return Operand(data, rows.scale[:, 0].expand(E, K).contiguous())
+
+
+def _padded(data: Tensor, by: tuple[int, ...]) -> Tensor:
+    if not any(by):
+        return data
+    return torch.nn.functional.pad(data.view(torch.uint8), by).view(data.dtype)
+
+
+# ---------------------------------------------------------------- held
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def hold_groups(weight: Tensor, parameter: Tensor, cast: Cast) -> WeightCast:
+    """Cast weights [E, N, K] to both layouts in one read, to be read until one is written.
+
+    `parameter`: they themselves, or what they are a view of.
+    """
+    made = cast_weights(weight, cast, row=True, col=True)
+    # `.data`: no views. Compiled code hands those on to backward as others, which have no mark.
+    row, col = (Operand(x.data.data, x.scale) for x in (made.row, made.col))
+    mark(stamp_of(parameter), row.data, col.data)
+    return WeightCast(Quantized(row, col), weight=parameter, memory=parameter.untyped_storage())
+
+
+def product_with_held(
+    a: Operand,
+    weight: Tensor,
+    held: WeightCast,
+    offs: Tensor,
+    cast: Cast,
+    columns: bool,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply `a` by weights, or their columns: what is held of them, or a cast made here."""
+    one_scale, b = (
+        cast.spec.granularity.one_scale,
+        held.operand.col if columns else held.operand.row,
+    )
+    # The Parameter itself tells when it is written; compiled code may turn a view into another one.
+    turned = weight.stride() != held.weight.stride()
+    return torch.ops.float8.held_grouped_matmul.default(  # type: ignore[no-any-return]
+        *a, *b, held.weight.detach(), turned, offs, columns, one_scale, cast.spec.power_of_2,
+        gemm.use_fast_accum, gemm.emulate, out_dtype,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def held_grouped_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    turned: bool,
+    offs: Tensor,
+    columns: bool,
+    one_scale: bool,
+    power_of_2: bool,
+    use_fast_accum: bool,
+    emulate: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply groups in float8 by weights, of which float8 data may be held.
+
+    `float8.linear.held.held_matmul` with groups: it writes nothing, and casts what is not current.
+
+    Args:
+        a: [T, K] float8, or [T, N] for `columns`.
+        a_scale: [T].
+        data: what is held: row data, or column data.
+        scale: of the data.
+        weight: [E, N, K]; cast if the data are not of its values now.
+        turned: whether the weight is given as it lies, [E, K, N].
+        offs: [E] int32, where the groups of `a` end.
+        columns: whether column data are multiplied.
+        one_scale: of the cast: whether a scale covers all of an expert.
+        power_of_2: of the cast.
+        use_fast_accum: as in `Gemm`, as is the next.
+        emulate: see there.
+        out_dtype: of the result, [T, N], or [T, K] for `columns`.
+    """
+    b = Operand(data, scale)
+    if is_capturing(weight) or not is_current(data, stamp_of(weight)):
+        of = ScalingGranularity.TENSORWISE if one_scale else ScalingGranularity.AXISWISE
+        cast = Cast(CastSpec(E4M3, of, power_of_2=power_of_2))
+        weight = weight.transpose(1, 2) if turned else weight
+        made = cast_weights(weight, cast, row=not columns, col=columns)
+        b = made.col if columns else made.row
+    gemm = Gemm(use_fast_accum, emulate)
+    return grouped_matmul(Operand(a, a_scale), b, offs, gemm=gemm, out_dtype=out_dtype)
+
+
+def _held_grouped_matmul_fake(a: Tensor, a_scale: Tensor, data: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty((a.shape[0], data.shape[1]), dtype=rest[-1])
+
+
+register(
+    "held_grouped_matmul",
+    held_grouped_matmul,
+    triton=held_grouped_matmul,
+    fake=_held_grouped_matmul_fake,
+)

@@ -1,0 +1,62 @@
+"""`cast_groups`: each group as a cast of its own, and the Triton kernels as their twin."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.config import ScalingGranularity
+from float8.formats import E4M3, ceil16
+from float8.kernels.cast_groups import cast_groups
+from float8.kernels.runtime import ops
+from float8.quantize.quantize import Cast, quantize
+from float8.quantize.spec import CastSpec
+from kernels.float8_codes import HIGH_PRECISION, assert_same, awkward
+
+SIZES = [[0, 1, 15, 16, 17], [70, 0, 0, 65], [0, 0, 33], [1] * 20]
+GRANULARITIES = [ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE]
+cases = pytest.mark.parametrize(
+    ("sizes", "of", "power_of_2"),
+    [(sizes, of, of.by_rows == (len(sizes) > 3)) for sizes in SIZES for of in GRANULARITIES],
+)
+
+
+def tensor(sizes: list[int], C: int, source: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Return a tensor with three rows behind the last group, and where groups end."""
+    x = awkward((sum(sizes) + 3, C), source)
+    return x, torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+@cases
+def test_each_group_is_cast_by_itself(
+    sizes: list[int], of: ScalingGranularity, power_of_2: bool
+) -> None:
+    spec, C, at = CastSpec(E4M3, of, power_of_2=power_of_2), 24, 0
+    x, offs = tensor(sizes, C)
+    made = cast_groups(x, offs, spec, row=True, col=True)
+    for group, (rows, end) in enumerate(
+        zip(x.split([*sizes, 3]), made.ends.tolist(), strict=False)
+    ):
+        if len(rows):
+            alone = quantize(rows, Cast(spec), row=True, col=True)
+            here = slice(int(offs[group]) - len(rows), int(offs[group]))
+            n = len(rows)
+            got = [made.row.data[here, :C], made.row.scale[here]]
+            got += [made.col.data[:C, at : at + n], made.col.scale[group, :C]]
+            want = [alone.row.data[:n, :C], alone.row.scale.flatten().expand(n)]
+            want += [alone.col.data[:C, :n], alone.col.scale.flatten()[:C].expand(C)]
+            assert_same(*([each.contiguous() for each in both] for both in (got, want)))
+        assert end == at + ceil16(len(rows))
+        assert not made.col.data.view(torch.uint8)[:, at + len(rows) : end].any()
+        at = end
+    assert not made.row.data[offs[-1] :].view(torch.uint8).any()
+
+
+@cases
+def test_kernels_are_their_twin(
+    triton_device: torch.device, sizes: list[int], of: ScalingGranularity, power_of_2: bool
+) -> None:
+    layouts = [(True, True), (True, False), (False, True)]
+    for source, (row, col) in zip(HIGH_PRECISION, layouts, strict=True):
+        x, offs = (t.to(triton_device) for t in tensor(sizes, 150, source))
+        how = E4M3, row, col, sum(map(ceil16, sizes)), of.one_scale, power_of_2
+        assert_same(ops.cuda.cast_groups(x, offs, *how), ops.cpu.cast_groups(x, offs, *how))

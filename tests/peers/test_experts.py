@@ -1,0 +1,389 @@
+"""Experts of transformers: converted, trained, held, compiled, checkpointed, and back."""
+
+import copy
+import importlib
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8 import (
+    Float8LinearConfig,
+    all_linears,
+    attach_to_optimizer,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    update_float8_weights,
+)
+from float8.convert.experts import _top_k
+from float8.experts import Float8Experts
+from sqnr import same_bits, sqnr
+from support.microbatches import with_weights
+from support.models import gradients, seeded
+
+transformers = pytest.importorskip("transformers")
+hf = importlib.import_module("support.hugging_face")
+
+FOUR: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NARROW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": FOUR,
+    "Qwen2Moe": NARROW | {"shared_expert_intermediate_size": 64},
+    "Qwen3Moe": NARROW | {"head_dim": 16},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": FOUR | {"head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+}
+ROWWISE = Float8LinearConfig.from_recipe_name("rowwise")
+
+
+def built(name: str = "Mixtral") -> nn.Module:
+    return hf.llama(0, name, **MODELS[name]).train()
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Float8Experts)]
+
+
+def routed(experts: Any, seed: int = 0, tokens: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, and two experts of each with their weights; the last expert has none."""
+    x = seeded(seed, tokens, 64).requires_grad_()
+    index = torch.randint(3, (tokens, 2), generator=torch.Generator().manual_seed(seed))
+    return x, index, seeded(seed + 1, tokens, 2).sigmoid()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_compute_what_they_did(name: str, recipe: str) -> None:
+    """Output and all gradients, with the same experts for each token."""
+    plain = built(name)
+    model = convert_to_float8_training(copy.deepcopy(plain), config=recipe)
+    mine = experts_of(model)[0]
+    (theirs,) = (x for n, x in plain.named_modules() if model.get_submodule(n) is mine)
+    made = []
+    for each in (theirs, mine):
+        with torch.no_grad():
+            for parameter in each.parameters():  # biases are zeros at first
+                parameter.copy_(seeded(3, *parameter.shape) / 8)
+        x, *routing = routed(each)
+        y = each(x, *routing)
+        made.append((y, *torch.autograd.grad(y.square().sum(), (x, *each.parameters()))))
+    for want, got in zip(*made, strict=True):
+        assert sqnr(want, got) > 17
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trained_saved_loaded_and_generating(name: str, tmp_path: Path) -> None:
+    model = convert_to_float8_training(built(name), config="tensorwise")
+    report = conversion_report(model)
+    assert all(each.skip_reason is None and each.experts == 4 for each in report.experts)
+    assert len(report.experts) == 4
+    assert "4 of 4 weights of experts" in str(report)
+    assert not any("e5m2" in str(each.scaling) for each in report.experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(3):
+        losses.append(hf.step(model)["loss"])
+        optimizer.step()
+    assert losses[2] < losses[0]
+    model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path)
+    assert not experts_of(plain)
+    state = model.state_dict()
+    assert all(torch.equal(x, state[key]) for key, x in plain.state_dict().items())
+    prompt = hf.tokens()[:, :5]
+    made = model.eval().generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made.shape == (2, 9)
+    convert_to_high_precision(model)
+    assert not experts_of(model)
+    assert torch.equal(plain.eval()(prompt).logits, model(prompt).logits)
+
+
+def test_copies_of_experts() -> None:
+    (first, *_) = experts_of(convert_to_float8_training(built("GptOss"), config="rowwise"))
+    args = routed(first)
+    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert type(other) is type(first)
+        assert torch.equal(other(*args), first(*args))
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_what_changes_no_bit(name: str, how: str) -> None:
+    model, other = (convert_to_float8_training(built(name), config="rowwise") for _ in range(2))
+    if how == "compiled":
+        torch._dynamo.reset()
+        for block in other.model.layers:
+            block.mlp.experts.compile(backend="aot_eager", fullgraph=True)
+    else:
+        other.gradient_checkpointing_enable({"use_reentrant": how != "checkpoint"})
+        other.enable_input_require_grads()
+    for seed in range(2):
+        wanted, got = hf.step(model, seed), hf.step(other, seed)
+        assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_less_is_kept_for_backward(recipe: str) -> None:
+    """Bytes beside Parameters, of experts as wide as Mixtral's, in bfloat16."""
+    plain = hf.llama(0, "Mixtral", **FOUR, intermediate_size=224).model.layers[0].mlp.experts
+    mine = convert_to_float8_training(copy.deepcopy(plain), config=recipe)
+    kept = []
+    for experts in (plain.bfloat16(), mine.bfloat16()):
+        x, index, weights = routed(experts, tokens=512)
+        own = {p.untyped_storage().data_ptr() for p in (*experts.parameters(), x, index, weights)}
+        storages: dict[int, Any] = {}
+
+        def keep(x: Tensor, storages: Any = storages, own: Any = own) -> Tensor:
+            if (storage := x.untyped_storage()).data_ptr() not in own:
+                storages[storage.data_ptr()] = storage
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            experts(x.detach().bfloat16().requires_grad_(), index, weights.bfloat16())
+        kept.append(sum(storage.nbytes() for storage in storages.values()))
+    assert kept[1] <= 0.68 * kept[0], kept
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_no_tokens(name: str) -> None:
+    (first, *_) = experts_of(convert_to_float8_training(built(name), config="rowwise"))
+    x = torch.zeros(0, 64, requires_grad=True)
+    y = first(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    y.sum().backward()
+    assert y.shape == (0, 64)
+    assert not first.gate_up_proj.grad.any()
+
+
+def test_nothing_is_made_on_the_cpu_for_another_device() -> None:
+    """A copy from there would wait for the GPU, and CUDA graphs refuse it."""
+
+    class OnDevice(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            made = func(*args, **(kwargs or {}))
+            assert getattr(made, "device", torch.device("meta")).type == "meta", func
+            return made
+
+    (first, *_) = experts_of(convert_to_float8_training(built(), config="rowwise"))
+    x, index, weights = (each.to("meta") for each in routed(first))
+    with OnDevice():
+        assert first.to("meta")(x, index, weights).shape == x.shape
+
+
+def test_experts_of_other_ranks_teach_the_router_nothing() -> None:
+    """Their outputs are those of biases, and so not zeros."""
+    (first, *_) = experts_of(convert_to_float8_training(built("GptOss"), config="rowwise"))
+    nn.init.ones_(first.down_proj_bias)
+    x, index, weights = routed(first)
+    elsewhere = index == 2
+    weights.requires_grad_()
+    wanted = first(x, index, weights.masked_fill(elsewhere, 0))
+    y = first(x, index.masked_fill(elsewhere, first.num_experts), weights)
+    assert torch.equal(y, wanted)
+    (grad,) = torch.autograd.grad(y.sum(), weights)
+    assert grad[~elsewhere].all()
+    assert not grad[elsewhere].any()
+
+
+def test_biases_leave_the_dtype_of_autocast() -> None:
+    (first, *_) = experts_of(convert_to_float8_training(built("GptOss"), config="rowwise"))
+    gate, seen = first._apply_gate, []
+    first._apply_gate = lambda x: (seen.append(x.dtype), gate(x))[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        first(*routed(first))
+    assert seen == [torch.bfloat16]
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_a_weight_that_is_computed_by_now(name: str) -> None:
+    """As PEFT's `target_parameters` has it, for as long as forward takes."""
+    (first, *_) = experts_of(convert_to_float8_training(built(name), config="rowwise"))
+    other = copy.deepcopy(first)
+    nn.utils.parametrize.register_parametrization(first, "down_proj", Doubled())
+    with torch.no_grad():
+        other.down_proj.mul_(2)
+    assert torch.equal(first(*routed(first)), other(*routed(other)))
+
+
+# ---------------------------------------------------------------- held
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_compiled_code_reads_what_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward and backward; in the first step uses cast, as it may follow a checkpoint."""
+    torch._dynamo.reset()
+    model = convert_to_float8_training(built(name), config=with_weights(ROWWISE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    attach_to_optimizer(model, optimizer)
+    for experts in experts_of(model):
+        experts.compile(backend="aot_eager", fullgraph=True)
+    hf.step(model)
+    optimizer.step()
+    made: list[Any] = []
+    weight = importlib.import_module("float8.experts.weight")
+    monkeypatch.setattr(weight, "cast_weights", lambda *args, **_: made.append(args))
+    hf.step(model)
+    assert not made
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: 1.5 * x for name, x in model.state_dict().items()})
+
+
+@torch.no_grad()
+def copy_in(model: nn.Module) -> None:
+    for experts in experts_of(model):
+        experts.down_proj.copy_(-experts.down_proj)
+
+
+def replace_one(model: nn.Module) -> None:
+    for experts in experts_of(model):
+        experts.down_proj = nn.Parameter(experts.down_proj.detach() / 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("write", [load, copy_in, replace_one])
+def test_held_weights_are_current(
+    write: Callable[[nn.Module], None], recipe: str, compiled: bool
+) -> None:
+    """Two steps of two microbatches, weights written in between: bit by bit as on the fly."""
+    results = []
+    for held in (False, True):
+        torch._dynamo.reset()
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        config = with_weights(config) if held else config
+        model = convert_to_float8_training(built("GptOss"), config=config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        attach_to_optimizer(model, optimizer)
+        if compiled:
+            for experts in experts_of(model):
+                experts.compile(backend="aot_eager", fullgraph=True)
+        for step in range(2):
+            hf.step(model, step)
+            write(model)
+            hf.step(model, step)
+            optimizer.step()
+            is_held = [bool(experts.float8_held) for experts in experts_of(model)]
+            assert is_held == [held, held]
+        assert ("weights held in float8" in repr(model)) == held
+        results.append(gradients(model) | dict(model.named_parameters()))
+    wanted, got = results
+    assert all(same_bits(got[key], x) for key, x in wanted.items())
+
+
+# ---------------------------------------------------------------- which
+
+
+def chosen(name: str, sizes: dict[str, Any], **how: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(num_hidden_layers=1, vocab_size=256, **sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    return conversion_report(convert_to_float8_training(model, config="rowwise", **how))
+
+
+MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
+QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
+QWEN3 |= {"num_experts_per_tok": 8, "head_dim": 128}
+
+
+def test_the_filter_leaves_experts_whose_casts_take_longer() -> None:
+    assert {x.skip_reason for x in chosen("Mixtral", MIXTRAL, gpu="H100").experts} == {None}
+    (reason,) = {x.skip_reason for x in chosen("Qwen3Moe", QWEN3, gpu="H100").experts}
+    assert "of bf16 on paper for H100, with 512 tokens for each expert" in reason
+    everything = chosen("Qwen3Moe", QWEN3, module_filter_fn=all_linears)
+    assert {x.skip_reason for x in everything.experts} == {None}
+    few = chosen("Mixtral", MIXTRAL, gpu="H100", tokens_per_step=1024)
+    assert all("256 tokens for each" in str(x.skip_reason) for x in few.experts)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("delayed", "delayed scaling"),
+        ("blockwise", "block scales"),
+        (replace(ROWWISE, float8_weights=with_weights(None).float8_weights), None),
+    ],
+)
+def test_what_grouped_gemms_cannot_do_stays(config: Any, reason: str | None) -> None:
+    report = conversion_report(convert_to_float8_training(built(), config=config))
+    assert all((reason is None and r is None) or reason in r for r in _reasons(report))
+    assert len(report.converted) == 8
+
+
+def test_how_many_experts_a_token_has_is_known_by_other_names() -> None:
+    experts = experts_of(convert_to_float8_training(built(), config="rowwise"))[0]
+    experts.config = SimpleNamespace(top_k_experts=8)
+    assert _top_k(experts, None) == 8
+
+
+def test_converted_experts_take_another_config_or_raise() -> None:
+    model = convert_to_float8_training(built(), config="rowwise")
+    with pytest.raises(ValueError, match=r"experts'(.)*cannot take the new config(.)*delayed"):
+        convert_to_float8_training(model, config="delayed")
+    convert_to_float8_training(model, config="tensorwise")
+    assert all("tensorwise" in repr(each) for each in experts_of(model))
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_on_meta_are_held_later() -> None:
+    with torch.device("meta"):
+        model = built()
+    update_float8_weights(convert_to_float8_training(model, config=with_weights(ROWWISE)))
+
+
+def _reasons(report: Any) -> list[Any]:
+    return [each.skip_reason for each in report.experts]
+
+
+def test_a_filter_decides_and_experts_convert_by_themselves() -> None:
+    model = convert_to_float8_training(built(), module_filter_fn=lambda mod, fqn: "mlp" not in fqn)
+    assert set(_reasons(conversion_report(model))) == {"module_filter_fn returned False"}
+    only = convert_to_float8_training(
+        built(), config="rowwise", module_filter_fn=lambda mod, fqn: fqn.endswith("experts")
+    )
+    assert not conversion_report(only).converted
+    assert len(experts_of(only)) == 2
+    odd = built()
+    odd.model.layers[0].mlp.experts.down_proj = nn.Parameter(torch.ones(4, 64, 152))
+    reasons = _reasons(conversion_report(convert_to_float8_training(odd)))
+    assert all("multiples of 16" in reason for reason in reasons[:2])
+
+
+def test_routers_stay() -> None:
+    """Linear layers with as many outputs as experts that are called so, unless a filter says."""
+    model = built()
+    model.model.layers[0].mlp.router = nn.Linear(64, 32)
+    model.model.layers[1].mlp.other = nn.Linear(64, 32)
+    many = {"num_local_experts": 32, "num_experts_per_tok": 2}
+    model.model.layers[1].mlp.experts = hf.llama(0, "Mixtral", **many).model.layers[0].mlp.experts
+    report = conversion_report(convert_to_float8_training(model, config="rowwise"))
+    fates = {each.fqn: each.skip_reason for each in report.layers}
+    assert "a router" in str(fates["model.layers.0.mlp.router"])
+    assert fates["model.layers.1.mlp.other"] is None
