@@ -113,11 +113,12 @@ def row(make: Callable[[], nn.Module]) -> list[str]:
 
 
 def _names(report: ConversionReport) -> str:
-    """Return names of the layers that stay, "some" if others of that name do not; then modules."""
+    """Return names of the layers that stay, "some" if others do not; then experts, modules."""
     converted = {x.fqn.split(".")[-1] for x in report.converted}
     layers = dict.fromkeys(x.fqn.split(".")[-1] for x in report.skipped)
     modules = dict.fromkeys(re.sub("^.*(?=Experts|Router)", "", x.module) for x in report.others)
-    return ", ".join([*("some " * (name in converted) + name for name in layers), *modules])
+    experts = ["experts"] * any(x.skip_reason for x in report.experts)
+    return ", ".join([*("some " * (n in converted) + n for n in layers), *experts, *modules])
 
 
 def main() -> None:

@@ -157,6 +157,59 @@ def test_delayed_scales_are_those_of_the_layer() -> None:
     assert saturation() == 0
 
 
+class Experts(nn.Module):
+    """As torchtitan's: one method multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = (nn.Parameter(torch.randn(3, *size)) for size in ((48, 32), (16, 48)))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        h = self._grouped_mm(A=x, B_t=self.w1.transpose(1, 2), offs=offs).relu()
+        return self._grouped_mm(A=h, B_t=self.w2.double().float().transpose(1, 2), offs=offs)
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        ends = [0, *offs.tolist()]
+        return torch.cat([A[a:b] @ w for a, b, w in zip(ends, ends[1:], B_t, strict=False)])
+
+
+def test_experts_count_group_by_group() -> None:
+    """Under the names of their Parameters, those that are not copies."""
+    model, x, offs = Experts(), torch.randn(20, 32), torch.tensor([8, 8, 20], dtype=torch.int32)
+    x[:8] *= 1e4  # one scale for all would cost the other group its bits
+    model = convert_to_float8_training(nn.ModuleList([model]), module_filter_fn=all_linears)[0]
+    before = everything(model)
+    report = numerics_report(model, (x, offs), loss=square)
+    assert equal(before, everything(model))
+    assert keys(report) == {
+        ("w1", "input", ("output", "grad_weight")),
+        ("w1", "weight", ("output",)),
+        ("w1", "grad_output", ("grad_weight",)),
+        ("", "input", ("output", "grad_weight")),
+        ("", "weight", ("output", "grad_input")),
+        ("", "grad_output", ("grad_input", "grad_weight")),
+    }
+    (cast,) = (c for c in report.casts if (c.layer, c.role) == ("w1", "input"))
+    spec = next(each for each in casts_of(tensorwise()) if each.role == "input")
+    sums = sum((measure_cast(part, spec) for part in (x[:8], x[8:])), torch.zeros(10))
+    assert cast.sqnr_db == pytest.approx(10 * math.log10(sums[4] / sums[5]), abs=1e-4)
+    assert cast.even_db > 30
+    assert all(c.sqnr_db > 30 for c in report.casts)  # e4m3 gradients, too
+    delayed = numerics_report(Both(model), (x, offs), loss=square, recipe="delayed")
+    assert delayed.left_out == ("experts.w1", "experts.w2")
+
+
+class Both(nn.Module):
+    """Experts, and a layer behind them."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts, self.head = experts, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.head(self.experts(x, offs))  # type: ignore[no-any-return]
+
+
 # ---------------------------------------------------------------- nothing left behind
 
 

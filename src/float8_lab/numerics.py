@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Float8Tensor
 from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS
-from float8.formats import FLOAT8_MAX
-from float8.linear.functional import check_input
+from float8.experts import Float8Experts, kind_of, weights_of
+from float8.experts.functional import no_grouped_gemm
+from float8.formats import E4M3, FLOAT8_MAX
+from float8.linear.functional import autocast_dtype, check_input
 from float8.linear.plan import Casts, plan_linear
 from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, dequantised
@@ -128,15 +131,16 @@ def decibels(signal: float, noise: float) -> float:
 
 def _watch(
     model: nn.Module,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, nn.Module],
     loss: Callable[[], Tensor],
-    see: Callable[[str, Casts | None, set[str], str, Tensor], None],
+    see: Callable[..., None],
 ) -> None:
     """Run one forward and backward, eagerly, and show what `layers` cast; leave all as it was.
 
     `see` is shown a layer's name, its casts if it is converted, the GEMMs that it needs, a role and
     its tensor: input [M, K] and weight [N, K] at each forward, and grad_output [M, N] when backward
-    reaches it. No parameter gets a gradient, so none of their hooks run.
+    reaches it; of experts these of each group, and the name of their Parameter. No parameter gets a
+    gradient, so none of their hooks run.
     """
     probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
 
@@ -159,12 +163,38 @@ def _watch(
         )
         return output
 
+    def product(
+        fqn: str, experts: Any, x: Tensor, weight: Tensor, offs: Tensor, name: str = ""
+    ) -> Tensor:
+        y: Tensor = type(experts).float8_product(experts, x, weight, offs, name)
+        needs = {"grad_input": x.requires_grad, "grad_weight": weight.requires_grad}
+        backward = {gemm for gemm in needs if needs[gemm] and y.requires_grad}
+        ends, show_to = offs.tolist(), functools.partial(see, fqn, None, {"output"} | backward)
+        name = name or _name_of(weight, experts)
+        groups = [slice(a, b) for a, b in itertools.pairwise([0, *ends]) if a < b]
+
+        def show(role: str, x: Tensor) -> None:
+            for part in x if role == "weight" else (x[rows] for rows in groups):
+                show_to(role, part, name)
+
+        with torch.no_grad():
+            show("input", x.to(autocast_dtype(x.device) or weight.dtype))
+            show("weight", weight)
+        if not y.requires_grad:
+            return y
+        y = y + probe
+        y.register_hook(lambda gradient: show("grad_output", gradient))  # type: ignore
+        return y
+
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(_put_back(model))
         for name, layer in layers.items():
+            if isinstance(layer, Float8Experts):  # `_put_back` takes it off again
+                layer.__dict__["float8_product"] = functools.partial(product, name, layer)
+                continue
             handle = layer.register_forward_hook(functools.partial(shown, name), with_kwargs=True)
             stack.callback(handle.remove)
         with torch.enable_grad():
@@ -192,7 +222,7 @@ class NumericsReport:
     """Effects of all casts of a model in one step. `str()` gives a table of 80 columns."""
 
     casts: tuple[LayerCast, ...]  # worst first: tensors that are not finite, then by `even_db`
-    left_out: tuple[str, ...]  # linear layers in high precision, and those that did not run
+    left_out: tuple[str, ...]  # layers and experts in high precision, and those that did not run
 
     def __str__(self) -> str:
         layers = {cast.layer for cast in self.casts}
@@ -240,7 +270,8 @@ def numerics_report(
             returns one, or something with the attribute `loss`, as those of Hugging Face do.
         recipe: measure all linear layers under it, delayed scaling with scales from the data. None:
             each converted layer under its own configuration, with the scales that it has now; in a
-            model that has none, all layers under dynamic scaling with one scale per tensor.
+            model that has none, all layers under dynamic scaling with one scale per tensor. Experts
+            are measured where they are converted, and `recipe` is one that they can have.
 
     Raises:
         TypeError: `model` is no module, or an argument has another wrong type.
@@ -250,10 +281,16 @@ def numerics_report(
     configs = _configs(model, recipe)
     layers = {name: layer for name, layer in model.named_modules() if name in configs}
     differ = {name: casts_of(config) for name, config in configs.items()}
+    for name, layer in layers.items():
+        if isinstance(layer, Float8Experts):  # their casts are all to e4m3
+            differ[name] = [c._replace(spec=c.spec._replace(dtype=E4M3)) for c in differ[name]]
     found: dict[tuple[str, MeasuredCast], Tensor] = {}
 
-    def see(name: str, casts: Casts | None, gemms: set[str], role: str, x: Tensor) -> None:
-        for cast in differ[name]:
+    def see(
+        fqn: str, casts: Casts | None, gemms: set[str], role: str, x: Tensor, weight: str = ""
+    ) -> None:
+        name = ".".join(filter(None, (fqn, weight)))
+        for cast in differ[fqn]:
             cast = cast._replace(gemms=tuple(gemm for gemm in cast.gemms if gemm in gemms))
             if cast.role == role and cast.gemms:
                 new = measure_cast(x, cast, casts if recipe is None else None)
@@ -264,8 +301,19 @@ def numerics_report(
     measured = [LayerCast.of(name, cast, sums) for (name, cast), sums in found.items()]
     measured.sort(key=lambda cast: -math.inf if math.isnan(cast.even_db) else cast.even_db)
     seen = {cast.layer for cast in measured}
-    linears = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
-    return NumericsReport(tuple(measured), tuple(name for name in linears if name not in seen))
+    names = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            names.append(name)
+        elif kind_of(layer) is not None and name not in seen:
+            names += [".".join(filter(None, (name, weight.name))) for weight in weights_of(layer)]
+    return NumericsReport(tuple(measured), tuple(name for name in names if name not in seen))
+
+
+def _name_of(weight: Tensor, experts: nn.Module) -> str:
+    """The Parameter that a weight is a view of, "" if it is a copy."""
+    address = weight.untyped_storage().data_ptr()
+    return next((n for n, p in experts.named_parameters() if p.data_ptr() == address), "")
 
 
 def _configs(
@@ -284,14 +332,18 @@ def _configs(
                 "a whole tensor in high precision; pass the model before it is sharded, or a copy",
             )
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    if not linears:
+    experts = {name: m for name, m in model.named_modules() if isinstance(m, Float8Experts)}
+    if not linears and not experts:
         raise _wrong(f"a {kind} without linear layers", "at least one nn.Linear")
     own = {name: m.config for name, m in linears.items() if isinstance(m, Float8Linear)}
+    own |= {name: m.float8_config for name, m in experts.items()}
     if recipe is None:
         return own or dict.fromkeys(linears, Float8LinearConfig())
     if not isinstance(recipe, Float8LinearConfig):
         recipe = Float8LinearConfig.from_recipe_name(recipe)
-    return dict.fromkeys(linears, recipe)
+    return dict.fromkeys(
+        [*linears, *experts] if no_grouped_gemm(recipe) is None else linears, recipe
+    )
 
 
 def _loss(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

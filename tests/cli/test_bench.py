@@ -116,6 +116,22 @@ def test_numerics(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["sqnr_output"] > 50
 
 
+def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "2,64,32,32", "--recipe", "tensorwise+held,rowwise_with_gw_hp"]
+    assert main(["bench", "experts", *words, "-o", "x.json", *CPU]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"tensorwise\+held +[\d.,]+ +[\d.]+ +0\.\d\d +\d\d\.\d", out)
+    parts = [row["part"] for row in json.loads(Path("x.json").read_text())["rows"]]
+    assert {part.partition(": ")[2] for part in parts} == {
+        "forward + backward",
+        "GEMMs alone",
+        "casts alone",
+    }
+    assert main(["bench", "experts", "--recipe", "delayed", *CPU]) == 2
+    assert "delayed scaling" in capsys.readouterr().err
+
+
 def test_one_start(capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.txt").write_text("\n".join(f"{i} and {i * i % 97} pears" for i in range(900)))
     words = ["--data", "text.txt", "--model", "tiny", "--seq-len", "16", "--steps", "3"]

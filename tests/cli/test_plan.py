@@ -110,6 +110,25 @@ def test_without_an_estimate_it_says_where_there_are_others(
 
 
 @pytest.mark.usefixtures("mine")
+def test_experts_are_shown_beside_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    code = "import transformers as tf\n"
+    for name, heads in (("wide", 4096), ("narrow", 256)):
+        sizes = f"hidden_size={heads}, intermediate_size={4 * heads}, num_hidden_layers=1"
+        code += f"def {name}(): return tf.MixtralForCausalLM(tf.MixtralConfig({sizes}))\n"
+    Path("mine_to_plan.py").write_text(code)
+    assert main(["plan", "--gpu", "H100", "mine_to_plan:wide"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"8 +4096 +32768 +1 +gate_up_proj +convert", out)
+    assert re.search(r"4 of 5 linear layers and 2 of 2 weights of experts, 9\d\.\d% of all", out)
+    assert main(["plan", "--gpu", "H100", "mine_to_plan:narrow"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"8 +1024 +256 +1 +down_proj +leave: 0\.\d\dx of bf16 on paper for H100", out)
+    assert "tokens for each expert (8192 tokens, 2 of 8 experts each)" in out
+    assert "0 of 2 weights of experts, 0.0% of all matmul weights" in out
+
+
+@pytest.mark.usefixtures("mine")
 def test_what_does_not_pay_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mine_to_plan:make", "--tokens", "8"]) == 0
     out, err = capsys.readouterr()

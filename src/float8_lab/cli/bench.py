@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from float8_lab.bench import cast, fsdp, limits, linear, matmul, numerics, tables, tp
+from float8_lab.bench import cast, experts, fsdp, limits, linear, matmul, numerics, tables, tp
 from float8_lab.bench.model import AT_LEAST, KEPT, Size, model_step
 from float8_lab.bench.one_start import bench_one_start
 from float8_lab.bench.profile import profile_step
@@ -104,11 +104,14 @@ class Bench:
         return rows
 
     def finish(self, title: str, rows: list[Row]) -> dict[str, Any]:
-        """Print the table, write the file; returns what it has, or would have."""
+        """Print a table, or one of each `part`; write the file; returns what it would have."""
         for row in rows:
             if row.get("left_out"):
-                self.console.print("{recipe}, {mode} is left out: {left_out}".format(**row))
-        print_table(self.console, title, rows)
+                name = ", ".join(filter(None, (row["recipe"], row["mode"])))
+                self.console.print(f"{name} is left out: {row['left_out']}")
+        for part in dict.fromkeys(row.get("part") for row in rows):
+            of_part = [row for row in rows if row.get("part") == part]
+            print_table(self.console, part or title, of_part)
         results = {**self._about, "rows": rows}
         if self._output is not None:
             write_results(self._output, results)
@@ -222,6 +225,40 @@ def linear_command(
 def _heat_map(results: dict[str, Any], path: Path) -> None:
     import_module("float8_lab.bench.heat_map").plot_speedups(results, path)  # has matplotlib
     typer.echo(f"heat map: {path}")
+
+
+@app.command("experts")
+@takes({"rounds": 7}, where=Run)
+def experts_command(
+    where: Run,
+    models: Annotated[Words, f"Of {', '.join(experts.EXPERTS)}; several: with commas."] = None,
+    shape: Annotated[Words, typer.Option(help="A layer as E,rows,hidden,ff; repeatable.")] = None,
+    recipe: Annotated[
+        Words,
+        typer.Option(
+            help="As for `linear`.",
+            show_default="all that can, with and without +held",
+            callback=split,
+        ),
+    ] = None,
+    peers: Peers = None,
+    microbatches: Annotated[int, "In which weights that are held are cast once."] = 4,
+    uneven: Annotated[bool, "Groups of many to few rows, of any number."] = False,
+) -> None:
+    """Layers of experts forward and backward beside bf16, their GEMMs and their casts alone.
+
+    Times are of one microbatch. Memory is the peak of a step over the weights; `kept` is what
+    forward keeps for backward. Each layer and product is checked against bf16's first.
+    """
+    recipes = recipe or experts.RECIPES
+    shapes = experts.select_experts(models or [], shape or [])
+    variants = experts.expert_variants(recipes, peers or [])
+    how: Any = {"microbatches": microbatches, "uneven": uneven}
+    about: Any = {"shapes": shapes, "recipes": recipes, "peers": peers or [], **how}
+    bench = Bench("experts", where, **about)
+    bench.console.width = min(bench.console.width, 80)
+    groups = experts.bench_experts(shapes, variants, bench.device, where.rounds, **how)
+    bench.finish("experts", bench.collect(groups, 3 * len(shapes)))
 
 
 @app.command("numerics")

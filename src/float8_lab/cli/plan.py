@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 import warnings
 from collections import Counter
@@ -105,7 +106,21 @@ def plan_conversion(
             row["estimate"] = found
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
         rows.append(row)
-    return rows
+    measured = any("bf16_ms" in row for row in rows)
+    return rows + _plan_experts(report, f"{CONVERT}, unmeasured" if measured else CONVERT)
+
+
+def _plan_experts(report: ConversionReport, convert: str) -> list[dict[str, Any]]:
+    """Return the like for weights of experts, without tokens and times."""
+    keys = Counter(
+        (x.experts, x.in_features, x.out_features, _short(x.fqn), x.skip_reason)
+        for x in report.experts
+    )
+    return [
+        {"experts": E, "K": K, "N": N, "count": count, "layers": name}
+        | {"fate": f"leave: {re.split(', |: ', reason)[0]}" if reason else convert}
+        for (E, K, N, name, reason), count in keys.items()
+    ]
 
 
 def _short(fqn: str) -> str:
@@ -139,7 +154,8 @@ def plan_command(
     Of one of ours, or of your own: float8 plan --gpu H100 my_module:make_model
 
     A layer of each shape runs on the GPU; or it is judged by its size, without a GPU or for another
-    one. What a conversion without a filter leaves stays here, too. GPU time only.
+    one. What a conversion without a filter leaves stays here, too. GPU time only. Experts are not
+    measured: with --gpu they are judged on paper.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
     here = torch.cuda.is_available()
@@ -185,13 +201,22 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
         f"no linear layer, stays: {count} x {name} {[*shape]} of {module}"
         for (name, shape, module), count in others.items()
     ]
-    converted = [row for row in rows if row["fate"] == CONVERT]
+    experts = sum(row["count"] for row in rows if "experts" in row)
+    in_all = [row for row in rows if row["fate"].startswith(CONVERT)]
     all_weights = sum(map(_weights, rows)) + sum(math.prod(x.shape) for x in report.others)
-    share = sum(map(_weights, converted)) / max(all_weights, 1)
+    share = sum(map(_weights, in_all)) / max(all_weights, 1)
+    rows = [row for row in rows if "experts" not in row]
+    converted = [row for row in rows if row["fate"] == CONVERT]
     count = sum(row["count"] for row in converted)
     layers = f"float8: {count} of {len(report.layers)} linear layers"
+    if experts:
+        count = sum(row["count"] for row in in_all) - count
+        layers += f" and {count} of {experts} weights of experts"
     lines += [f"{layers}, {share:.1%} of all matmul weights", *report.chosen_for]
-    if not converted:
+    lines += [
+        f"experts: {why}" for why in dict.fromkeys(x.skip_reason for x in report.experts) if why
+    ]
+    if not in_all:
         lines.append("it does not pay: no layer gains; more --tokens per forward may change that")
     if rows and "bf16_ms" in rows[0]:
         bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
@@ -215,7 +240,7 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
 
 
 def _weights(row: dict[str, Any]) -> int:
-    return int(row["count"] * row["K"] * row["N"])
+    return int(row["count"] * row.get("experts", 1) * row["K"] * row["N"])
 
 
 def _gpu(name: str | None, here: bool) -> str:

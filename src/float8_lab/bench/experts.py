@@ -1,0 +1,247 @@
+"""`float8 bench experts`: layers of experts forward and backward, their GEMMs and casts alone."""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from float8.config import Float8Weights
+from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
+from float8.experts.weight import cast_weights
+from float8.gemm.grouped import grouped_matmul
+from float8.kernels.cast_groups import cast_groups
+from float8.linear.plan import plan_linear
+from float8.tensor.weight_cast import WeightCast
+from float8_lab.bench.step import Results, Row, Step, check, compare
+from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, peer_version, recipe_config
+
+AT_LEAST, GEMM_AT_LEAST = 17.0, 24.0  # dB of SQNR against bf16: of a layer, of one product
+RECIPES = ["tensorwise", "tensorwise+held", "rowwise", "rowwise+held", "rowwise_with_gw_hp"]
+_SAMPLE_MS = 10.0  # of a GEMM or cast
+
+
+class Experts(NamedTuple):
+    """E experts, [2 * ff, hidden] and [hidden, ff] each, and the rows that they share."""
+
+    E: int
+    rows: int
+    hidden: int
+    ff: int
+
+
+EXPERTS = {
+    "mixtral-8x7b": Experts(8, 16_384, 4096, 14_336),
+    "deepseek-v3": Experts(8, 32_768, 7168, 2048),  # the share of one of 32 ranks
+    "qwen3-30b-a3b": Experts(128, 65_536, 2048, 768),
+    "deepseek-v2-lite": Experts(64, 49_152, 2048, 1408),
+}
+
+
+def select_experts(names: Sequence[str], given: Sequence[str]) -> dict[str, Experts]:
+    """Return those of models by name, and those `given` as `"E,rows,hidden,ff"`; else all."""
+    if unknown := [name for name in names if name not in EXPERTS]:
+        raise ValueError(f"models: got {unknown[0]!r}, expected one of {', '.join(EXPERTS)}")
+    found = {name: EXPERTS[name] for name in names or (() if given else EXPERTS)}
+    for text in given:
+        numbers = [int(part) for part in text.split(",") if part.strip().isdecimal()]
+        if len(numbers) != 4 or 0 in numbers or any(n % 16 for n in numbers[2:]):
+            expected = "E,rows,hidden,ff, the last two multiples of 16, as in 8,16384,4096,14336"
+            raise ValueError(f"experts: got {text!r}, expected {expected}")
+        found[text] = Experts(*numbers)
+    return found
+
+
+class Layer(nn.Module):
+    """`w2(silu(gate) * up)` with gate and up by `w13`, of rows that lie sorted by expert."""
+
+    def __init__(self, variant: Variant, w13: Tensor, w2: Tensor, offs: Tensor) -> None:
+        super().__init__()
+        self.w13, self.w2, self.offs = nn.Parameter(w13), nn.Parameter(w2), offs
+        self._product, self._cast, self._swiglu = _product(variant), None, _swiglu
+        if variant.config and variant.config.float8_weights is Float8Weights.HELD:
+            self._cast = plan_linear(variant.config).casts.weight
+        if w13.is_cuda:  # as trainers do: one kernel each way, the same for all variants
+            self._swiglu = torch.compile(_swiglu, fullgraph=True, dynamic=False)
+        self.cast_held()
+
+    def cast_held(self) -> None:
+        """Cast weights that are held, as it is due at each step of an optimizer."""
+        self.held: list[WeightCast | None] = [None, None]
+        if (cast := self._cast) is not None:
+            made = (cast_weights(w, cast, row=True, col=True) for w in (self.w13, self.w2))
+            self.held = [*map(WeightCast, made)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output [rows, hidden] for x [rows, hidden]."""
+        h = self._swiglu(self._product(x, self.w13, self.offs, self.held[0]))
+        return self._product(h, self.w2, self.offs, self.held[1])
+
+
+def _swiglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _product(variant: Variant) -> Callable[..., Tensor]:
+    if config := variant.config:
+        plan = plan_linear(config)
+        return lambda x, w, offs, held: apply_grouped(x, w, offs, plan, config.emulate, held)
+    multiply: Any = F.grouped_mm
+    if not variant.is_reference:
+        peer: Any = importlib.import_module("torchao.prototype.moe_training")
+        multiply = functools.partial(
+            peer._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False
+        )
+    return lambda x, w, offs, held: multiply(x, w.transpose(-2, -1), offs=offs)
+
+
+class LayerStep(Step):
+    """Forward and backward of a layer, with the casts of weights that are due."""
+
+    def __call__(self) -> Results:
+        """One step; see `Step`."""
+        self.model.cast_held()  # type: ignore[operator]
+        return super().__call__()
+
+    def sampler(self, device: torch.device, microbatches: int) -> Sampler:
+        """Sample milliseconds of one microbatch; gradients of weights are not added up."""
+
+        def run() -> None:
+            self.model.cast_held()  # type: ignore[operator]
+            for _ in range(microbatches):
+                self.gradients(self._x, self._grad)
+
+        sample = steady_sampler(run, device)
+        return lambda: sample() / microbatches
+
+    def kept_bytes(self) -> int:
+        """Count what a forward keeps for backward, but for weights, held or not."""
+        kept: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            _alive = self.forward()  # so that no address is used twice
+        weights = tree_leaves([self.model.held, [*self.model.parameters()]])
+        there = {t.untyped_storage().data_ptr() for t in weights if isinstance(t, Tensor)}
+        return sum(size for address, size in kept.items() if address not in there)
+
+
+def expert_variants(recipes: Sequence[str], peers: Sequence[str]) -> list[Variant]:
+    """Return bf16, our recipes, as for `recipe_config`, and those of installed peers."""
+    ours = [Variant(recipe, EAGER, config=recipe_config(recipe)) for recipe in recipes]
+    for variant in ours:
+        if variant.config and (reason := no_grouped_gemm(variant.config)):
+            raise ValueError(f"recipe: got {variant.recipe!r} with {reason}, expected {EXPECTED}")
+    others = [Variant(f"{peer} rowwise", EAGER) for peer in peers if peer_version(peer)]
+    return [Variant(HIGH_PRECISION, EAGER), *ours, *others]
+
+
+def bench_experts(
+    experts: Mapping[str, Experts],
+    variants: Sequence[Variant],
+    device: torch.device,
+    rounds: int,
+    *,
+    microbatches: int = 4,
+    uneven: bool = False,
+) -> Iterator[list[Row]]:
+    """Time layers of experts, their GEMMs and their casts; yields the rows of one part at a time.
+
+    Times of layers are of forward and backward of one microbatch: weights that are held are cast
+    once in `microbatches`, others in each forward and backward. SwiGLU is compiled on GPUs, all
+    else is eager. Experts have as many rows each, or, if `uneven`, from many to few of any number.
+    Each layer and each product is compared with bf16's before it is timed.
+    """
+    for name, (E, rows, K, ff) in experts.items():
+        torch.compiler.reset()
+        make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+        weights = make(E, 2 * ff, K).mul_(K**-0.5), make(E, K, ff).mul_(ff**-0.5)
+        share = torch.arange(E, 0, -1.0) if uneven else torch.ones(E)
+        offs = (share.cumsum(0) / share.sum() * rows).round().to(device, torch.int32)
+        x, grad, h = make(rows, K), make(rows, K), make(rows, 2 * ff)
+        for part, found in (
+            ("forward + backward", _layers(weights, offs, x, grad, variants, rounds, microbatches)),
+            ("GEMMs alone", _gemms(weights, offs, rows, rounds)),
+            ("casts alone", _casts(weights, offs, x, h, rounds)),
+        ):
+            about = {"part": f"{name}: {part}", "E": E, "rows": rows, "hidden": K, "ff": ff}
+            yield [about | row for row in found]
+
+
+def _layers(
+    weights: Any, offs: Tensor, x: Tensor, grad: Tensor, variants: Any, rounds: int, many: int
+) -> Iterator[Row]:
+    kept: dict[str, int] = {}
+
+    def make(variant: Variant) -> Step:
+        if not (variant.ours or variant.is_reference) and (offs % 16).any():
+            raise ValueError("it takes groups of multiples of 16 rows only")
+        return LayerStep(variant, Layer(variant, weights[0], weights[1], offs), x, grad)
+
+    def sample(step: Any, device: torch.device) -> Sampler:
+        kept[step.variant.recipe] = step.kept_bytes()
+        return step.sampler(device, many if "held" in step.variant.recipe else 1)  # type: ignore
+
+    more: dict[str, Any] = {"at_least": AT_LEAST, "sample": sample}
+    *_, found = compare("experts", make, variants, x.device, rounds, **more)
+    for row in found:
+        bytes_kept = kept.get(row["recipe"])
+        share = bytes_kept and bytes_kept / kept[HIGH_PRECISION]
+        yield {**row, "mode": None, "kept_bytes": bytes_kept, "kept_of_bf16": share}
+
+
+def _gemms(weights: Any, offs: Tensor, rows: int, rounds: int) -> Iterator[Row]:
+    """Products of both weights; float8 with scales of rows, as all recipes read them."""
+    plan = plan_linear(recipe_config("rowwise"))
+    for name, w in zip(("w13", "w2"), weights, strict=True):
+        _, N, K = w.shape
+        x, g = (torch.randn(rows, n, dtype=w.dtype, device=w.device) for n in (K, N))
+        cast = plan.casts.weight
+        x8, g8 = (cast_groups(t, offs, cast.spec, row=True, col=True) for t in (x, g))
+        w8: Any = cast_weights(w, cast, row=True, col=True)
+        for gemm, plain, ours in (
+            ("output", (x, w.transpose(1, 2)), (x8.row, w8.row, offs)),
+            ("grad_input", (g, w), (g8.row, w8.col, offs)),
+            ("grad_weight", (g.t(), x), (g8.col, x8.col, x8.ends)),
+        ):
+            how: Any = {"gemm": getattr(plan, gemm), "out_dtype": w.dtype}
+            bf16 = functools.partial(F.grouped_mm, *plain, offs=offs)
+            float8 = functools.partial(grouped_matmul, *ours, **how)
+            row: Row = {"case": f"{name} {gemm}"}
+            row["sqnr_db"] = check(row["case"], {"": bf16()}, {"": float8()}, GEMM_AT_LEAST)
+            before, ms = _times((bf16, float8), w.device, rounds)
+            flop = 2e-9 * rows * N * K
+            row |= {"bf16_tflops": flop / before, "float8_tflops": flop / ms}
+            yield row | {"speedup": before / ms}
+
+
+def _casts(weights: Any, offs: Tensor, x: Tensor, h: Tensor, rounds: int) -> Iterator[Row]:
+    """Casts to both layouts, which read twice and write two bytes, beside copies."""
+    for recipe in ("tensorwise", "rowwise"):
+        cast = plan_linear(recipe_config(recipe)).casts.weight
+        tokens = functools.partial(cast_groups, offs=offs, spec=cast.spec, row=True, col=True)
+        whole = functools.partial(cast_weights, cast=cast, row=True, col=True)
+        cases: list[tuple[str, Tensor, Callable[..., object]]] = [
+            ("x", x, tokens),
+            ("gate and up", h, tokens),
+            ("w13", weights[0], whole),
+            ("w2", weights[1], whole),
+        ]
+        for case, data, call in cases:
+            copy, ms = _times((data.clone, functools.partial(call, data)), x.device, rounds)
+            row = {"case": case, "recipe": recipe, "us": ms * 1e3, "of_copy": 1.5 * copy / ms}
+            yield row | {"gb_per_s": 6e-6 * data.numel() / ms}
+
+
+def _times(calls: Sequence[Any], device: torch.device, rounds: int) -> list[float]:
+    samplers = [kernel_sampler([call], device, at_least_ms=_SAMPLE_MS) for call in calls]
+    return [*take_turns(dict(zip("ab", samplers, strict=True)), rounds).values()]
