@@ -2,8 +2,9 @@
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -137,18 +138,14 @@ def convert_to_float8_training(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes, gpu
     )
     known = {part for part in module.modules() if kind_of(part) is not None}
-    dtype = values_dtype(module)
-    made: dict[nn.Module, nn.Module] = {}
-    taken_over: dict[nn.Module, Float8LinearConfig] = {}
-    again: list[Float8Layer | Float8Experts] = []
-    experts: list[nn.Module] = []
-    reasons: dict[nn.Module, str | None] = {}
+    changes = _Changes({}, {}, [], [], {})
+    reasons = changes.reasons
     for fqn, part in module.named_modules():
         if isinstance(part, Float8Layer | Float8Experts):
             taken = module_filter_fn is None or module_filter_fn(part, fqn)
             if _config_of(part) != config and taken:
                 _require_changeable(part, fqn, config)
-                again.append(part)
+                changes.again.append(part)
         elif part in known:
             reason = why_not_experts(
                 part, fqn, module, config, module_filter_fn, tokens_per_step, gpu
@@ -156,35 +153,24 @@ def convert_to_float8_training(
             reasons[part] = reason
             if reason is None:
                 _require_changeable(part, fqn, config)
-                experts.append(part)
+                changes.experts.append(part)
         elif strategy_of(part) is not None:
             own = config_for(part, given)
             reasons[part] = why_not_taken(part, own)
             if module_filter_fn is not None and not module_filter_fn(part, fqn):
                 reasons[part] = "module_filter_fn returned False"
             if reasons[part] is None:
-                taken_over[part] = own
+                changes.loaded[part] = own
         elif isinstance(part, nn.Linear) or is_conv1d(part):
             reasons[part] = skip_reason(part, fqn)
             if module_filter_fn is None and is_router(part, fqn, known):
                 reasons[part] = "a router: converted only if a module_filter_fn takes it"
             if reasons[part] is None:
                 _require_changeable(part, fqn, config)
-                made[part] = Float8Linear.made_of(part, config)
+                changes.linears[part] = Float8Linear.made_of(part, config)
     # From here on the model changes, and nothing raises.
-    for linear, new in made.items():
-        become(linear, new)
-    for part, own in taken_over.items():  # one by one: masters need memory
-        become(part, Float8Linear.made_of(as_linear(part, own, dtype), own))
+    changes.make(config, values_dtype(module))
     leave_quantizers(module)
-    disable_float8_all_gather(again)
-    for layer in again:
-        if isinstance(layer, Float8Layer):
-            layer.set_up(config)
-        else:
-            layer.float8_set_up(config)
-    for part in experts:
-        convert_experts(part, config)
     enable_float8_all_gather(module)
     tell_ddp_what_to_ignore(module)
     if named is not None:
@@ -208,6 +194,39 @@ def convert_to_float8_training(
 
 swap_linear_with_float8_linear = convert_to_float8_training
 """The name that float8_experimental gave it."""
+
+
+class _Changes(NamedTuple):
+    """What a conversion is going to change, found before it changes anything."""
+
+    linears: dict[nn.Module, nn.Module]
+    """Linear layers, and what each becomes."""
+
+    loaded: dict[nn.Module, Float8LinearConfig]
+    """Layers whose weights others loaded in float8."""
+
+    experts: list[nn.Module]
+
+    again: list[Float8Layer | Float8Experts]
+    """Those that were converted before, with another config."""
+
+    reasons: dict[nn.Module, str | None]
+    """Of all others that were looked at: why each stays; None: it does not."""
+
+    def make(self, config: Float8LinearConfig, dtype: torch.dtype) -> None:
+        """Give each its class and its config; `dtype`: of values that were loaded in float8."""
+        for linear, new in self.linears.items():
+            become(linear, new)
+        for part, own in self.loaded.items():  # one by one: masters need memory
+            become(part, Float8Linear.made_of(as_linear(part, own, dtype), own))
+        disable_float8_all_gather(self.again)
+        for layer in self.again:
+            if isinstance(layer, Float8Layer):
+                layer.set_up(config)
+            else:
+                layer.float8_set_up(config)
+        for part in self.experts:
+            convert_experts(part, config)
 
 
 def _forget_chosen_for(module: nn.Module) -> None:
