@@ -182,7 +182,8 @@ def test_nothing_is_made_on_the_cpu_for_another_device() -> None:
     class OnDevice(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             made = func(*args, **(kwargs or {}))
-            assert getattr(made, "device", torch.device("meta")).type == "meta", func
+            # torch 2.11's checkpoint makes an empty one.
+            assert not isinstance(made, Tensor) or made.is_meta or not made.numel(), func
             return made
 
     (first, *_) = experts_of(convert_to_float8_training(built(), config="rowwise"))
