@@ -88,7 +88,7 @@ def test_a_model_of_ones_own_without_its_gpu_and_memory(capsys: pytest.CaptureFi
     assert re.search(r"16384 16384 +1 N +\d\.\d\d convert", out)
     assert re.search(r"4096 +64 +1 N +leave: N=64 is less than 1024", out)
     assert re.search(r"4096 +8 +1 N +leave: N=8 is less than 16, as a router's", out)
-    assert "no linear layer, stays: 1 x weight [64, 16384, 16384] of Experts" in out
+    assert "not judged, grouped_linear or not: 1 x weight [64, 16384, 16384] of Experts" in out
     assert "float8: 1 of 3 linear layers, 1.5% of all matmul weights" in out
     assert json.loads(Path("x.json").read_text())["settings"]["for"] == "H200"
 
@@ -132,7 +132,7 @@ def test_experts_are_shown_beside_layers(capsys: pytest.CaptureFixture[str]) -> 
 def test_what_does_not_pay_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mine_to_plan:make", "--tokens", "8"]) == 0
     out, err = capsys.readouterr()
-    assert "it does not pay: no layer gains" in out
+    assert "no linear layer gains; more --tokens" in out
     assert err == ""
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
-from float8.convert.filters import CHOSEN_FOR, LEFT_ALONE, features
+from float8.convert.filters import CHOSEN_FOR, LEFT_ALONE, features, left_out
 from float8.convert.fuse import was_looked_at, why_not_now
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3
@@ -150,6 +150,8 @@ class ConversionReport:
             rows.append((layer.fqn, f"[{experts}{layer.out_features}, {layer.in_features}]", fate))
         for other in self.others:
             fate = f"not converted: a weight of {other.module}, no linear layer"
+            if len(other.shape) > 2:
+                fate = f"not seen: of {other.module}; in float8 if that calls grouped_linear"
             rows.append((other.fqn, str([*other.shape]), fate))
         for part in self.fused:
             fate = "fused" if part.reason is None else f"not fused: {part.reason}"
@@ -211,7 +213,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             continue
         scaling = reason = None
         if not isinstance(module, Float8Layer):
-            reason = module.__dict__.get(LEFT_ALONE, "not seen by convert_to_float8_training")
+            unseen = left_out(fqn) or "not seen by convert_to_float8_training"
+            reason = module.__dict__.get(LEFT_ALONE, unseen)
         elif not module.config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:

@@ -197,10 +197,10 @@ def plan_command(
 def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str | None) -> list[str]:
     """Say what is no linear layer, how much is converted, and how much faster all of it becomes."""
     others = Counter((_short(x.fqn), x.shape, x.module) for x in report.others)
-    lines = [
-        f"no linear layer, stays: {count} x {name} {[*shape]} of {module}"
-        for (name, shape, module), count in others.items()
-    ]
+    lines = []
+    for (name, shape, module), count in others.items():
+        fate = "no linear layer, stays" if len(shape) < 3 else "not judged, grouped_linear or not"
+        lines.append(f"{fate}: {count} x {name} {[*shape]} of {module}")
     experts = sum(row["count"] for row in rows if "experts" in row)
     in_all = [row for row in rows if row["fate"].startswith(CONVERT)]
     all_weights = sum(map(_weights, rows)) + sum(math.prod(x.shape) for x in report.others)
@@ -217,7 +217,9 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
         f"experts: {why}" for why in dict.fromkeys(x.skip_reason for x in report.experts) if why
     ]
     if not in_all:
-        lines.append("it does not pay: no layer gains; more --tokens per forward may change that")
+        unjudged = any(len(x.shape) > 2 for x in report.others)
+        verdict = "no linear layer gains" if unjudged else "it does not pay: no layer gains"
+        lines.append(f"{verdict}; more --tokens per forward may change that")
     if rows and "bf16_ms" in rows[0]:
         bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
@@ -231,6 +233,11 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
             f"estimate: that of the largest layer measured on {gpu} that is no larger",
             f"all linear layers: about {speedup:.2f}x of bf16; a whole step gains less",
         ]
+        unknown = sum(row["count"] for row in converted if not row.get("estimate"))
+        if unknown:
+            lines.append(f"{unknown} of them without an estimate are counted as 1.00x")
+        if experts:
+            lines.append("experts are not in it")
     elif converted:
         lines += [
             f"no estimate: no layer as small was measured on {gpu} with this recipe;",
