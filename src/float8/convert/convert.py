@@ -100,8 +100,8 @@ def convert_to_float8_training(
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear`, `Conv1D` and
             module of experts that can be converted; only those for which it returns True are,
-            `all_linears` takes them all. Experts have no `in_features`. None: those described
-            above.
+            `all_linears` takes them all. Experts have no `in_features`: a filter that asks for it
+            leaves them, as the report says. None: those described above.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
@@ -142,8 +142,7 @@ def convert_to_float8_training(
     reasons = changes.reasons
     for fqn, part in module.named_modules():
         if isinstance(part, Float8Layer | Float8Experts):
-            taken = module_filter_fn is None or module_filter_fn(part, fqn)
-            if _config_of(part) != config and taken:
+            if _config_of(part) != config and _takes(module_filter_fn, part, fqn):
                 _require_changeable(part, fqn, config)
                 changes.again.append(part)
         elif part in known:
@@ -227,6 +226,16 @@ class _Changes(NamedTuple):
                 layer.float8_set_up(config)
         for part in self.experts:
             convert_experts(part, config)
+
+
+def _takes(module_filter_fn: ModuleFilter | None, part: nn.Module, fqn: str) -> bool:
+    """Whether a filter takes a module that was converted before; experts have no `in_features`."""
+    try:
+        return module_filter_fn is None or module_filter_fn(part, fqn)
+    except AttributeError:
+        if isinstance(part, Float8Experts):
+            return False
+        raise
 
 
 def _forget_chosen_for(module: nn.Module) -> None:

@@ -63,7 +63,11 @@ def why_not_experts(
     if reason := unsupported_experts(module, config):
         return reason
     if module_filter_fn is not None:
-        return None if module_filter_fn(module, fqn) else "module_filter_fn returned False"
+        try:
+            taken = module_filter_fn(module, fqn)
+        except AttributeError as error:  # as of `in_features`, which experts have not
+            return f"module_filter_fn raised an AttributeError: {error}"
+        return None if taken else "module_filter_fn returned False"
     if reason := left_out(fqn):
         return reason
     weights = weights_of(module)
