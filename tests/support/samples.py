@@ -58,6 +58,7 @@ def run_on_ranks(code: str) -> None:
     """Run a sample on this rank, on the CPU, in the process group that is there already."""
     with (
         mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
         mock.patch.object(torch.cuda, "is_available", return_value=False),
     ):
         exec(compile(code, "sample.py", "exec"), {})
