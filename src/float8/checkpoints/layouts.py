@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     @property
     def scale_suffix(self) -> str:
-        """What follows the name of a weight in that of its scale."""
+        """The end of the name of a scale, after that of its weight."""
         return "_scale_inv" if self.format == FINE_GRAINED else "_scale"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

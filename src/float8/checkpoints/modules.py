@@ -21,7 +21,7 @@ _CLASSES = ("Linear", "FP8Linear", "CompressedLinear")
 """Those whose forward computes `input @ weight.T + bias`; a grouped one does not."""
 
 _OTHERS = ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale")
-"""What such a layer has beside weight and bias."""
+"""The Parameters that such a layer may have beside weight and bias."""
 
 RECIPE = {
     (FINE_GRAINED, "block"): "blockwise",

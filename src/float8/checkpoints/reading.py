@@ -20,6 +20,7 @@ from float8.quantize.spec import Operand, dequantised
 from float8.tensor import Float8Tensor, is_dtensor, reshard
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+NO_SAFETENSORS = "checkpoints in float8 are safetensors: pip install safetensors"
 
 
 def read_float8_checkpoint(
@@ -106,8 +107,7 @@ class _Checkpoint(contextlib.ExitStack):
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
-            text = "checkpoints in float8 are safetensors: pip install safetensors"
-            raise ImportError(text) from error
+            raise ImportError(NO_SAFETENSORS) from error
         if not path.exists():
             raise FileNotFoundError(f"{path}: the index names this file, and it is not there")
         try:
@@ -137,7 +137,7 @@ class _Checkpoint(contextlib.ExitStack):
 
 
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
-"""What servers multiply activations and caches by: of no use here."""
+"""The ends of names of scales of activations and caches, which are of no use here."""
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,

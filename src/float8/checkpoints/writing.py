@@ -17,7 +17,14 @@ from float8.checkpoints.gathering import (
     whole,
 )
 from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, Layout, layout_named
-from float8.checkpoints.reading import CONFIG, INDEX, plain_name, saved_tensors, unwrapped
+from float8.checkpoints.reading import (
+    CONFIG,
+    INDEX,
+    NO_SAFETENSORS,
+    plain_name,
+    saved_tensors,
+    unwrapped,
+)
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer, is_conv1d
 from float8.linear.weight import in_float8_only
@@ -178,9 +185,7 @@ def save_float8_checkpoint(
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise ImportError(
-            "checkpoints in float8 are safetensors: pip install safetensors"
-        ) from error
+        raise ImportError(NO_SAFETENSORS) from error
     writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     folder, notes = Path(folder), []
     if writes:

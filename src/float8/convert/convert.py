@@ -19,11 +19,12 @@ from float8.checkpoints.modules import (
 )
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.encoder import leave_fast_path
-from float8.convert.experts import is_router, why_not_experts
+from float8.convert.experts import is_router, left_by, why_not_experts
 from float8.convert.filters import (
     CHOSEN_FOR,
     DEFAULT_TOKENS,
     LEFT_ALONE,
+    NOT_TAKEN,
     ModuleFilter,
     choose_filter,
     chosen_for,
@@ -157,7 +158,7 @@ def convert_to_float8_training(
             own = config_for(part, given)
             reasons[part] = why_not_taken(part, own)
             if module_filter_fn is not None and not module_filter_fn(part, fqn):
-                reasons[part] = "module_filter_fn returned False"
+                reasons[part] = NOT_TAKEN
             if reasons[part] is None:
                 changes.loaded[part] = own
         elif isinstance(part, nn.Linear) or is_conv1d(part):
@@ -196,7 +197,7 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 
 class _Changes(NamedTuple):
-    """What a conversion is going to change, found before it changes anything."""
+    """The changes that a conversion is going to make, found before it makes any."""
 
     linears: dict[nn.Module, nn.Module]
     """Linear layers, and what each becomes."""
@@ -229,13 +230,12 @@ class _Changes(NamedTuple):
 
 
 def _takes(module_filter_fn: ModuleFilter | None, part: nn.Module, fqn: str) -> bool:
-    """Whether a filter takes a module that was converted before; experts have no `in_features`."""
-    try:
-        return module_filter_fn is None or module_filter_fn(part, fqn)
-    except AttributeError:
-        if isinstance(part, Float8Experts):
-            return False
-        raise
+    """Whether a filter takes a module that was converted before."""
+    if module_filter_fn is None:
+        return True
+    if isinstance(part, Float8Experts):
+        return left_by(module_filter_fn, part, fqn) is None
+    return module_filter_fn(part, fqn)
 
 
 def _forget_chosen_for(module: nn.Module) -> None:

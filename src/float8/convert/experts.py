@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
-from float8.convert.filters import ModuleFilter, gpu_for, left_out
+from float8.convert.filters import NOT_TAKEN, ModuleFilter, gpu_for, left_out
 from float8.experts import ExpertsWeight, unsupported_experts, weights_of
 from float8.tensor import local_tensor
 
 
 class Rates(NamedTuple):
-    """What grouped GEMMs and casts reach on a GPU."""
+    """The rates that grouped GEMMs and casts reach on a GPU."""
 
     bf16: float
     """FLOP/s."""
@@ -21,8 +21,8 @@ class Rates(NamedTuple):
     """Bytes/s of casts."""
 
 
-# GEMMs: an H100, wide experts (docs/design.md). Casts: 0.85 of copy bandwidth, as casts with a
-# scale per row reach; nobody has timed those of groups.
+# GEMMs: an H100, wide experts (docs/experts.md), taken for both. Casts: 0.85 of copy bandwidth, as
+# casts with a scale per row reach; nobody has timed those of groups.
 RATES = {"H100": Rates(665e12, 1015e12, 2.57e12), "H200": Rates(665e12, 1015e12, 3.4e12)}
 
 _BYTES = 10.0, 6.0
@@ -46,6 +46,14 @@ def speedup_on_paper(gpu: str, rows: float, weight: ExpertsWeight, held: bool) -
     return (flop / rates.bf16) / (flop / rates.float8 + moved / rates.bytes)
 
 
+def left_by(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
+    """Say why a filter leaves experts, or return None: it takes them."""
+    try:
+        return None if module_filter_fn(module, fqn) else NOT_TAKEN
+    except AttributeError as error:  # as of `in_features`, which experts have not
+        return f"module_filter_fn raised an AttributeError: {error}"
+
+
 def why_not_experts(
     module: Any,
     fqn: str,
@@ -63,11 +71,7 @@ def why_not_experts(
     if reason := unsupported_experts(module, config):
         return reason
     if module_filter_fn is not None:
-        try:
-            taken = module_filter_fn(module, fqn)
-        except AttributeError as error:  # as of `in_features`, which experts have not
-            return f"module_filter_fn raised an AttributeError: {error}"
-        return None if taken else "module_filter_fn returned False"
+        return left_by(module_filter_fn, module, fqn)
     if reason := left_out(fqn):
         return reason
     weights = weights_of(module)

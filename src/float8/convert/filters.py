@@ -20,6 +20,8 @@ LEFT_ALONE = "_float8_left_alone"
 """The attribute in which a module that stays as it is keeps, for the report, why it does: a linear
 layer the reason; what `fuse` looked at, what the user says of its class, or None."""
 
+NOT_TAKEN = "module_filter_fn returned False"
+
 CHOSEN_FOR = "_float8_chosen_for"
 """The attribute in which what was converted keeps what `chosen_for` says, for the report."""
 
@@ -179,7 +181,7 @@ def choose_filter(
     def skip(linear: Any, fqn: str) -> str | None:
         problem = unsupported(linear, config, classes)  # of which no filter need know
         if problem is None and module_filter_fn is not None:
-            return None if module_filter_fn(linear, fqn) else "module_filter_fn returned False"
+            return None if module_filter_fn(linear, fqn) else NOT_TAKEN
         # What cannot be converted has a better reason than speed.
         if problem is not None or not config.float8_gemms:
             return problem

@@ -103,9 +103,9 @@ def product_with_held(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply `a` by weights, or their columns: what is held of them, or a cast made here."""
-    one_scale, b = (
-        cast.spec.granularity.one_scale,
+    b, one_scale = (
         held.operand.col if columns else held.operand.row,
+        cast.spec.granularity.one_scale,
     )
     # The Parameter itself tells when it is written; compiled code may turn a view into another one.
     turned = weight.stride() != held.weight.stride()

@@ -74,7 +74,7 @@ def emulated(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply group by group in float32: the plain twin."""
-    out = _allocate(a, a_scale, b, b_scale, ends, emulate, use_fast_accum, out_dtype).zero_()
+    out = _allocate(a, a_scale, b, b_scale, ends, out_dtype).zero_()
     begin = 0
     for group, end in enumerate(ends.tolist()):
         if b.dim() == 3:
@@ -132,19 +132,10 @@ def _clear_behind_kernel(y_ptr, ends_ptr, R, C, E, BLOCK_C: tl.constexpr):  # ty
         r += tl.num_programs(0)
 
 
-def _allocate(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    emulate: bool,
-    use_fast_accum: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _allocate(a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *how: Any) -> Tensor:
     by_rows = b.dim() == 3
     shape = (a.shape[0], b.shape[1]) if by_rows else (ends.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=out_dtype)
+    return a.new_empty(shape, dtype=how[-1])
 
 
 register("grouped_matmul", emulated, triton=_on_gpu, fake=_allocate)

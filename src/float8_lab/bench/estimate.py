@@ -16,10 +16,10 @@ from float8_lab.bench.shapes import Shape
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION
 
 FILES = {"H100": "h100-linear-eager.json", "H200": "h200-smallest-layers.json"}
-"""What is measured of each GPU, in `benchmarks/results/`."""
+"""The results of each GPU, in `benchmarks/results/`."""
 
 STORED = Path(__file__).with_name("estimates.json")
-"""What `packed` returns, for those who have no results files: `float8 bench tables` writes it."""
+"""The values that `packed` returns, where no results files are; by `float8 bench tables`."""
 
 Speedups = Mapping[Shape, float]
 
