@@ -307,12 +307,13 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
                     tl.store(ends_ptr + group, at + padded)
-            w = quads.times_inverse(v, inside, reciprocal(scale, HARDWARE), False)
-            words = to_float8_words(w[0], w[1], w[2], w[3], MANTISSA, HARDWARE)
-            c, quad = tl.trans(c), tl.trans(quad)
-            to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad)
-            inside_t = (c < Cp) & (quad < padded // 4)
-            tl.store(to + c * (width // 4), tl.trans(words), mask=inside_t)
+            # Names of their own: none may change its type in a branch that a value decides.
+            q = quads.times_inverse(v, inside, reciprocal(scale, HARDWARE), False)
+            words = to_float8_words(q[0], q[1], q[2], q[3], MANTISSA, HARDWARE)
+            c_t, quad_t = tl.trans(c), tl.trans(quad)
+            to_t = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
+            inside_t = (c_t < Cp) & (quad_t < padded // 4)
+            tl.store(to_t + c_t * (width // 4), tl.trans(words), mask=inside_t)
 
 
 register(
