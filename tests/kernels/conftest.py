@@ -33,6 +33,8 @@ def pytest_configure() -> None:
     @functools.cache
     def once(function: object) -> object:
         plain(function)
+        # As NumPy wants it from 2.4 on.
+        interpreter.tl.tensor.__index__ = lambda self: self.handle.data.item()
         return interpreter._LangPatchScope()  # which has nothing to take back
 
     interpreter._patch_lang = once

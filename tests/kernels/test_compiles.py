@@ -3,6 +3,7 @@
 Ops run on tensors without memory, and each launch compiles its kernel instead.
 """
 
+import itertools
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from float8.formats import ceil16
 from float8.kernels.runtime import ops
 from float8.kernels.runtime.launch import Launch, Program, Slot
+from float8.kernels.runtime.triton import TensorDescriptor
 
 triton = pytest.importorskip("triton")
 
@@ -31,15 +34,17 @@ def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def source(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
-    """What Triton compiles for this launch."""
+def source(kernel: Any, values: Sequence[Any]) -> Any:
+    """What Triton compiles for a launch on these."""
     signature, constants, attributes = {}, {}, {}
-    values = (*tensors, *launch.integers, *launch.constants)
-    for at, (parameter, value) in enumerate(zip(launch.kernel.params, values, strict=True)):
+    for at, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
         aligned = isinstance(value, Tensor) and not parameter.do_not_specialize_on_alignment
         if isinstance(value, Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-        elif at < len(values) - len(launch.constants) and value not in (None, 1):
+        elif isinstance(value, TensorDescriptor):
+            element = POINTERS[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{element}{value.block_shape}>"
+        elif not parameter.is_constexpr and value not in (None, 1):
             signature[parameter.name] = "i32"
             aligned = value % 16 == 0
         else:
@@ -47,7 +52,7 @@ def source(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
             constants[(at,)] = value
         if aligned:
             attributes[(at,)] = [["tt.divisibility", 16]]
-    return triton.compiler.ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compiler.ASTSource(kernel, signature, constants, attributes)
 
 
 @pytest.fixture
@@ -56,12 +61,12 @@ def binaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bytes]:
     compiled = []
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
 
-    def compile_it(self: Launch, tensors: Sequence[Tensor | None]) -> None:
-        options = {"num_warps": self.num_warps}
-        kernel = triton.compile(source(self, tensors), target=target, options=options)
+    def compile_it(self: Any, *values: Any, num_warps: int, num_stages: int = 3, **_: Any) -> None:
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        kernel = triton.compile(source(self, values), target=target, options=options)
         compiled.append(kernel.asm["cubin"])
 
-    monkeypatch.setattr(Launch, "plainly", compile_it)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_it)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for name in [name for name in sys.modules if name.startswith("float8.kernels.")]:
         for asked, answer in (("sm_count", 132), ("has_float8_conversion", True)):
@@ -86,6 +91,24 @@ def norm(x: Tensor) -> None:
     ops.cuda.rms_norm_backward([x, x, x], x, weight, rstd, x)
 
 
+def groups(x: Tensor) -> None:
+    ends = empty(5, dtype=torch.int32)
+    for source, one_scale in itertools.product((x, x.float()), (False, True)):
+        ops.cuda.cast_groups(source, ends, E4M3, True, True, 5120, one_scale, False)
+        ops.cuda.cast_groups(source, ends, E4M3, False, True, 5120, one_scale, True)
+        ops.cuda.cast_groups(source, ends, E4M3, True, False, 5120, one_scale, True)
+
+
+def grouped_matmul(x: Tensor) -> None:
+    (R, C), ends = (ceil16(n) for n in x.shape), empty(5, dtype=torch.int32)
+    of_rows = empty(R, C, dtype=E4M3), empty(R), empty(5, 80, C, dtype=E4M3), empty(5, 80)
+    outer = empty(R, 1280, dtype=E4M3), empty(5, R), empty(C, 1280, dtype=E4M3), empty(5, C)
+    for fast, dtype in itertools.product((False, True), (BF16, FP32)):
+        ops.cuda.grouped_matmul(*of_rows, ends, False, fast, dtype)
+        ops.cuda.grouped_matmul(*outer, ends, False, fast, dtype)
+
+
+GROUPED = {"cast_groups": groups, "grouped_matmul": grouped_matmul}
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "amax": ops.cuda.amax,
     "cast": lambda x: ops.cuda.cast(x, empty(), E4M3, True, True),
@@ -140,11 +163,11 @@ def test_kernels_are_not_specialised_on_what_may_start_anywhere(
 
 
 @pytest.mark.parametrize("shape", [(4096, 2048), (100, 72)], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | GROUPED)
 def test_it_compiles_and_spills_nothing(
     case: str, shape: tuple[int, int], binaries: list[bytes], tmp_path: Path
 ) -> None:
-    CASES[case](empty(*shape, dtype=BF16))
+    (CASES | GROUPED)[case](empty(*shape, dtype=BF16))
     assert binaries
     for binary in binaries:
         used = resources(binary, tmp_path)

@@ -126,7 +126,7 @@ def of_cast_groups(device: str) -> Args:
     x, offs = of_groups(device)[0], torch.tensor([5, 5, 40], dtype=torch.int32, device=device)
     layouts = (True, True), (True, False), (False, True)
     for layout, one_scale in itertools.product(layouts, (False, True)):
-        yield x, offs, E4M3, *layout, 64, one_scale, False  # nothing is left unwritten
+        yield x, offs, E4M3, *layout, 256, one_scale, False  # nothing is left unwritten
 
 
 def of_grouped_matmul(device: str) -> Args:

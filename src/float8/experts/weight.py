@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
-from float8.formats import E4M3, ceil16
+from float8.formats import E4M3, ceil16, ceil128
 from float8.gemm import Gemm
 from float8.gemm.grouped import grouped_matmul
 from float8.kernels import transpose_bytes
@@ -34,14 +34,14 @@ def cast_weights(weight: Tensor, cast: Cast, *, row: bool = False, col: bool = F
         weight, row, col = weight.transpose(1, 2), col, row
     E, R, C = weight.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weight.device)
-    matrix, width = weight.contiguous().view(E * R, C), E * ceil16(R)
+    matrix, width = weight.contiguous().view(E * R, C), E * ceil128(R)
     made = cast_groups(matrix, ends, spec, row=row, col=col, width=width)
     of_row = of_col = None
     if row:
         of_row = Operand(made.row.data.view(E, R, ceil16(C)), made.row.scale.view(E, R))
     if col:  # those of each expert lie beside each other
-        data = made.col.data.view(ceil16(C), E, ceil16(R)).transpose(0, 1)
-        of_col = Operand(data[:, :C], made.col.scale[:, :C])
+        data = made.col.data.view(ceil16(C), E, ceil128(R)).transpose(0, 1)
+        of_col = Operand(data[:, :C, : ceil16(R)], made.col.scale[:, :C])
     return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
 
 

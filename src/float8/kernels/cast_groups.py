@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8.formats import ceil16
+from float8.formats import GROUP_ALIGNMENT, ceil16, ceil128
 from float8.kernels import quads
 from float8.kernels.amax import float32_bits, magnitude_bits
 from float8.kernels.cast import check_cast, to_float8
@@ -56,7 +56,7 @@ def cast_groups(
         row: whether to return row data.
         col: whether to return column data.
         width: of column data; None: as much as groups of any sizes need. At least the sum of their
-            sizes, each rounded up to 16.
+            sizes, each rounded up to 128.
 
     Raises:
         TypeError: a dtype is not one of those above.
@@ -72,7 +72,8 @@ def cast_groups(
         made: Any = cast_finer(x, spec, row=True, col=False)[0]
         return GroupsInFloat8(Operand(made.data, made.scale.view(-1)))
     if width is None:
-        width = (x.shape[0] + 15) // 16 * 16 + 16 * offs.shape[0]
+        most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
+        width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     one_scale = spec.granularity.one_scale
     out = torch.ops.float8.cast_groups.default(
         x, offs, spec.dtype, row, col, width, one_scale, spec.power_of_2
@@ -118,7 +119,7 @@ def cast_groups_reference(
             out[-2][group] = scale
             data = to_float8(x[begin:end], scale[None, :C], dtype).view(torch.uint8)
             out[-3].view(torch.uint8)[:C, at : at + size] = data.t()
-            at += ceil16(size)
+            at += ceil128(size)
             out[-1][group] = at
         begin = end
     return out
@@ -129,7 +130,7 @@ def cast_groups_fake(
 ) -> list[Tensor]:
     """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
     (R, C), E = x.shape, offs.shape[0]
-    Cp, out = (C + 15) // 16 * 16, []
+    Cp, out = ceil16(C), []
     if row:
         out += [x.new_empty((R, Cp), dtype=dtype), x.new_empty((R,), dtype=torch.float32)]
     if col:
@@ -161,7 +162,7 @@ def _cast_groups_triton(
     # The bits of amaxes: of rows, then of columns of each group, or of groups.
     amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
     # Each tile lies within one group, the last one being that of all other rows.
-    programs = (-(-R // _BLOCK_R) + E + 1) * -(-C // _BLOCK_C)
+    programs = (-(-R // _BLOCK_R) + 2 * E + 1) * -(-C // _BLOCK_C)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     blocks = groups, _BLOCK_R, _BLOCK_C
     measure: Any = _measure_groups_kernel
@@ -186,12 +187,13 @@ def _place(offs_ptr, R, C, E, GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK
     end = tl.where(g < E, tl.load(offs_ptr + g, mask=g < E, other=0), R)
     begin = tl.where(g == 0, 0, tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=R))
     size = tl.where(g <= E, end - begin, 0)
-    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(size, BLOCK_R), 1), 0)  # empty ones have a scale
+    # Those that are filled up with zeros, too; empty ones have a scale.
+    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(size, 128) * (128 // BLOCK_R), 1), 0)
     behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
     group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
     here = g == group
     first = tl.sum(tl.where(here, behind - tiles, 0), 0)
-    at = tl.sum(tl.where(g < group, tl.cdiv(size, 16) * 16, 0), 0)
+    at = tl.sum(tl.where(g < group, tl.cdiv(size, 128) * 128, 0), 0)
     begin = tl.sum(tl.where(here, begin, 0), 0)
     size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
     return group, begin, size, at, tile - first, tl.program_id(0) % tiles_c
@@ -302,7 +304,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 of_column = amax_ptr + R + group.to(tl.int64) * C + c
                 bits = tl.load(of_column, mask=c < C, other=0)
             scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
-            padded = tl.cdiv(size, 16) * 16
+            padded = tl.cdiv(size, 128) * 128
             if tile_r == 0:
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:

@@ -8,10 +8,12 @@ from typing import Any
 
 jit: Callable[..., Callable[..., Any]]
 tl: Any
+TensorDescriptor: Any
 
 try:
     import triton
     import triton.language as tl  # type: ignore[no-redef]
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[no-redef]
 
     HAS_TRITON = True
     jit = triton.jit
@@ -24,6 +26,7 @@ except ImportError:
 
     HAS_TRITON = False
     tl = _Language
+    TensorDescriptor = None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leave the kernel as it is."""

@@ -1,0 +1,212 @@
+"""The grouped GEMM of a Hopper GPU: each group of rows by a matrix of its own, or by another group.
+
+`torch._scaled_grouped_mm` computes the same. This is 1.1 times as fast for eight experts and up to
+1.5 times for more: two programs on a multiprocessor hide each other's beginnings and ends, which
+products of few tokens have many of. It also writes zeros where nothing else does.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.kernels.runtime.device import sm_count
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.triton import TensorDescriptor, jit, tl
+
+
+def grouped_matmul_reference(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    emulate: bool,
+    use_fast_accum: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply group by group in float32: the plain twin of `gemm.grouped.grouped_matmul`."""
+    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
+    begin = 0
+    for group, end in enumerate(ends.tolist()):
+        if b.dim() == 3:
+            x, w, scale = a[begin:end], b[group], a_scale[begin:end]
+        else:
+            x, w, scale = a[:, begin:end], b[:, begin:end], a_scale[group]
+        # Autocast would round the operands to its own dtype.
+        with torch.autocast(a.device.type, enabled=False):
+            product = x.float() @ w.float().t()
+        product = product * scale[:, None] * b_scale[group]
+        (out[begin:end] if b.dim() == 3 else out[group]).copy_(product)
+        begin = end
+    return out
+
+
+def grouped_matmul_fake(
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *how: Any
+) -> Tensor:
+    """Allocate the result, uninitialised; sizes may be symbolic."""
+    of_rows = b.dim() == 3
+    shape = (a.shape[0], b.shape[1]) if of_rows else (ends.shape[0], a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=how[-1])
+
+
+# ---------------------------------------------------------------- Triton
+
+
+_BLOCK = 128  # of rows and columns of the result, and of what is contracted
+_PANEL = 16  # tiles of rows that share what is read of `b`
+
+
+def _grouped_matmul_triton(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    emulate: bool,
+    use_fast_accum: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if emulate or a.shape[0] == 0:
+        how = emulate, use_fast_accum, out_dtype
+        return grouped_matmul_reference(a, a_scale, b, b_scale, ends, *how)
+    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype)
+    of_rows = b.dim() == 3
+    b = b if of_rows else b.unsqueeze(0)
+    (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
+    tiles_of_a = TensorDescriptor(a, a.shape, a.stride(), [_BLOCK, _BLOCK])
+    tiles_of_b = TensorDescriptor(b, b.shape, b.stride(), [1, _BLOCK, _BLOCK])
+    stride = 0 if of_rows else a_scale.stride(0)
+    sizes = R, N, C, E, stride, b_scale.stride(0)
+    groups = max(1 << E.bit_length(), 16)  # E + 1 or more
+    kernel: Any = _grouped_matmul_kernel
+    with torch.cuda.device(a.device) if a.is_cuda else torch.no_grad():
+        kernel[(2 * sm_count(a.device),)](
+            tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
+            groups, _BLOCK, _PANEL, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+@jit
+def _place(  # type: ignore[no-untyped-def]
+    tile,
+    behind,
+    tiles,
+    begins,
+    ends,
+    R,
+    C,
+    tiles_n,
+    E,
+    OF_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PANEL: tl.constexpr,
+):
+    """Place a tile: its group, where its output and what it reads begin, and how many steps."""
+    g = tl.arange(0, GROUPS)
+    group = tl.sum((behind <= tile).to(tl.int32), 0)
+    here = g == group
+    t = tile - tl.sum(tl.where(here, behind - tiles, 0), 0)
+    begin = tl.sum(tl.where(here, begins, 0), 0)
+    end = tl.sum(tl.where(here, ends, 0), 0)
+    # Tiles of a panel go down its rows, then right: what they read stays in the L2 cache.
+    tiles_m = tl.cdiv(end - begin, BLOCK) if OF_ROWS else tl.cdiv(R, BLOCK)
+    panel = t // (PANEL * tiles_n) * PANEL
+    high = min(PANEL, tiles_m - panel)
+    t = t % (PANEL * tiles_n)
+    m, n = (panel + t % high) * BLOCK, t // high * BLOCK
+    zero = 0 * m  # so that all are values, also what a shape makes a constant
+    if OF_ROWS:
+        row, last_row, k = begin + m, end, zero
+        steps = tl.where(group < E, tl.cdiv(C, BLOCK), 1)
+    else:
+        row, last_row, k = m, R + zero, begin
+        steps = tl.maximum((end - begin) // BLOCK, 1)
+    return group, row, last_row, n, k, steps, (end > begin) & (group < E)
+
+
+@jit
+def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, last_row, c, N, full):  # type: ignore[no-untyped-def]
+    """Scale sums, and store them as rows `r` and columns `c`."""
+    inside = r < last_row
+    a_scale = tl.load(a_scale_ptr + r, mask=inside & full, other=0)
+    b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
+    # What is read for an empty group is another's, and may be NaN.
+    y = tl.where(full, sums * a_scale[:, None] * b_scale[None, :], 0.0)
+    to = out_ptr + r.to(tl.int64)[:, None] * N + c[None, :]
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (c < N)[None, :])
+
+
+@jit
+def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
+    a_tiles,  # [R, C], contiguous along C
+    b_tiles,  # [E, N, C], or [1, N, C]
+    a_scale_ptr,  # [R], or [E, R]
+    b_scale_ptr,  # [E, N]
+    ends_ptr,  # [E]: of rows, or of what is contracted
+    out_ptr,  # [R, N], or [E, R, N]
+    R,
+    N,
+    C,
+    E,
+    a_scale_stride,
+    b_scale_stride,
+    OF_ROWS: tl.constexpr,
+    FAST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PANEL: tl.constexpr,
+):
+    """Run through the tiles of this program as one loop, which loads ahead from tile to tile."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    g = tl.arange(0, GROUPS)
+    begins = tl.where(g == 0, 0, tl.load(ends_ptr + g - 1, mask=(g > 0) & (g <= E), other=R))
+    ends = tl.where(g < E, tl.load(ends_ptr + g, mask=g < E, other=0), R)
+    tiles_n = tl.cdiv(N, BLOCK)
+    if OF_ROWS:  # a group E of the rows that are in no other
+        tiles = tl.where(g <= E, tl.cdiv(ends - begins, BLOCK) * tiles_n, 0)
+        each = tl.where(g < E, tl.cdiv(C, BLOCK), 1)
+    else:
+        tiles = tl.where(g < E, tl.cdiv(R, BLOCK) * tiles_n, 0)
+        each = tl.maximum((ends - begins) // BLOCK, 1)
+    behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
+    here = tl.cdiv(behind - program, programs) - tl.cdiv(behind - tiles - program, programs)
+    tile, step, steps = program - programs, -1, 0
+    group, row, last_row, n, k = 0, 0, 0, 0, 0
+    full = program < 0
+    sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for _ in range(tl.sum(here * each, 0)):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += programs
+            group, row, last_row, n, k, steps, full = _place(
+                tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS, GROUPS, BLOCK, PANEL
+            )
+        a = a_tiles.load([row, k + step * BLOCK])
+        matrix = tl.minimum(group, E - 1) if OF_ROWS else 0
+        b = b_tiles.load([matrix, n, k + step * BLOCK]).reshape(BLOCK, BLOCK)
+        # Tensor cores add with few bits; else their sums are added in float32 after each step.
+        sums = tl.dot(a, b.T, sums, max_num_imprecise_acc=None if FAST else BLOCK)
+        if step == steps - 1:
+            of_a, out = a_scale_ptr, out_ptr
+            if not OF_ROWS:
+                of_a += group * a_scale_stride
+                out += tl.cast(group, tl.int64) * R * N
+            of_b = b_scale_ptr + tl.minimum(group, E - 1) * b_scale_stride
+            r, c = row + tl.arange(0, BLOCK), n + tl.arange(0, BLOCK // 2)
+            # In halves: then there is memory for two programs on a multiprocessor.
+            left, right = tl.split(sums.reshape(BLOCK, 2, BLOCK // 2).permute(0, 2, 1))
+            _store(left, out, of_a, of_b, r, last_row, c, N, full)
+            _store(right, out, of_a, of_b, r, last_row, c + BLOCK // 2, N, full)
+            sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+
+
+register(
+    "grouped_matmul",
+    grouped_matmul_reference,
+    triton=_grouped_matmul_triton,
+    fake=grouped_matmul_fake,
+)
