@@ -28,7 +28,7 @@ from float8.checkpoints.names import (
 )
 from float8.checkpoints.reading import CONFIG, INDEX, NO_SAFETENSORS
 from float8.experts import Float8Experts
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer, is_conv1d
 from float8.linear.weight import in_float8_only
 from float8.quantize.quantize import Cast
@@ -88,8 +88,8 @@ def float8_weights(
 
     Raises:
         TypeError: `model` is no `nn.Module`; `dtype` is none in high precision.
-        ValueError: `format` and `strategy` are none that is known, no layer is converted, or
-            `scale_dtype` cannot hold a scale.
+        ValueError: `format` and `strategy` are none that is known, no layer is converted, one is in
+            the float8 of another library, or `scale_dtype` cannot hold a scale.
     """
     layout = _checked(model, format, strategy, dtype, param_dtype)
     how = _How(layout, dtype, scale_dtype, param_dtype)
@@ -112,8 +112,9 @@ def quantization_config(
     by_tensor = layout.granularity.one_scale
     published = published_names(model)
     in_float8 = _layers_in_float8(model) | _experts_in_float8(model, published)
+    own_names = layout.format == COMPRESSED  # transformers looks for these among its modules
     left_out = [
-        _published_module(plain_name(name), published)
+        plain_name(name) if own_names else _published_module(plain_name(name), published)
         for name, module in unwrapped(model).named_modules()
         if isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module) or _has_experts(module)
         if in_float8.isdisjoint(module.modules())  # a name stands for all beneath it
@@ -270,6 +271,12 @@ def _checked(
             "(not a Conv1D's), expected one; call convert_to_float8_training(model, config=...) "
             "first"
         )
+    for name, module, _, x in saved_tensors(model):
+        if x.dtype in FLOAT8_MAX:
+            raise ValueError(
+                f"{name}: got float8 of a {type(module).__name__} of another library, expected "
+                f"layers of this one or high precision; load the model dequantised"
+            )
     return layout_named(format, strategy)
 
 
@@ -373,8 +380,10 @@ def _each_expert(
             each = zip(*_of_all_ranks([*each], weight, sizes), strict=True)
         for name, (data, scale, noise) in zip(names, each, strict=True):
             made = layout.weight(data, scale, weight.dtype)
+            data, scale = layout.published(made, scale_dtype)
+            scale = scale if scale.dim() else scale.reshape(1, 1)  # transformers joins these
             note = WrittenWeight(name, as_trained, _sqnr(noise)) if measured else None
-            yield name, *layout.published(made, scale_dtype), note
+            yield name, data, scale, note
 
 
 def _of_all_ranks(
