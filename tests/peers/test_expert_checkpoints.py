@@ -94,18 +94,26 @@ def test_transformers_reads_what_is_written(
     assert all(torch.equal(x, mine[key]) for key, x in theirs.items())
 
 
-def test_bytes_are_those_that_training_multiplies() -> None:
-    """Channels, from `rowwise`: those of both projections in one Parameter."""
-    model = converted(built())
-    tensors = dict(float8_weights(model, *CHANNELS[:1]))
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_bytes_are_those_that_training_multiplies(recipe: str, tmp_path: Path) -> None:
+    """Under one scale training has the two projections of a Parameter together: others then."""
+    strategy = "channel" if recipe == "rowwise" else "tensor"
+    model = converted(built(), recipe)
+    notes = save_float8_checkpoint(model, tmp_path, CHANNELS[0], strategy=strategy)
+    tensors = in_files(tmp_path)
     experts: Any = model.get_submodule("model.layers.1.mlp.experts")
-    row = cast_weights(experts.gate_up_proj, experts.float8_plan.casts.weight, row=True).row
-    for expert in range(4):
-        prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
-        data = [tensors[f"{prefix}.{name}.weight"] for name in ("w1", "w3")]
-        scale = [tensors[f"{prefix}.{name}.weight_scale"] for name in ("w1", "w3")]
-        assert torch.equal(bits(torch.cat(data)), bits(row.data[expert]))
-        assert torch.equal(torch.cat(scale)[:, 0], row.scale[expert])
+    for own, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+        cast = experts.float8_plan.casts.weight
+        row = cast_weights(getattr(experts, own), cast, row=True).row
+        for expert in range(4):
+            each = [f"model.layers.1.block_sparse_moe.experts.{expert}.{n}.weight" for n in names]
+            data = torch.cat([tensors[name] for name in each])
+            scales = [tensors[f"{name}_scale"].flatten() for name in each]
+            scale = torch.cat(scales).expand(len(data)) if len(each) == 1 else torch.cat(scales)
+            is_same = torch.equal(bits(data), bits(row.data[expert]))
+            is_same = is_same and torch.equal(scale, row.scale[expert])
+            said = {note.as_trained for note in notes if note.name in each}
+            assert said == {is_same} == {recipe == "rowwise" or own == "down_proj"}
 
 
 def test_plain_experts_beside_blockwise_layers(tmp_path: Path) -> None:
@@ -156,6 +164,16 @@ def test_other_experts_stay_in_16_bits() -> None:
     tensors = dict(float8_weights(model))
     assert tensors["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
     assert "model.layers.0.mlp.experts" in quantization_config(model)["modules_to_not_convert"]
+
+
+def test_layers_that_transformers_skips_are_skipped(tmp_path: Path) -> None:
+    """DeepSeek-V3 is published with one that predicts a second token."""
+    model = converted(built("DeepseekV3"))
+    save_float8_checkpoint(model, tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    more = {"model.layers.61.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+    safetensors.save_file(more, tmp_path / "more.safetensors")
+    load_float8_checkpoint(built("DeepseekV3"), tmp_path)
 
 
 @pytest.mark.parametrize("change", ["missing", "shape"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from float8.arguments import require_module
 from float8.checkpoints.gathering import has_whole_experts
 from float8.checkpoints.layouts import Layout, check_pair, layout_of
-from float8.checkpoints.names import published_names, saved_tensors
+from float8.checkpoints.names import published_names, saved_tensors, unwrapped
 from float8.formats import FLOAT8_MAX
 from float8.linear import Float8Layer
 from float8.linear.weight import in_float8_only
@@ -192,7 +193,14 @@ def load_float8_checkpoint(
     require_module(model, "model")
     reshard(model)
     places = _places(model)
+    # As transformers: of layers that predict more tokens, which it has not.
+    ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     with _Checkpoint(Path(folder)) as checkpoint:
+        checkpoint.names = [
+            name
+            for name in checkpoint.names
+            if name in places or not any(re.search(each, name) for each in ignored)
+        ]
         _require_fitting(model, checkpoint, places)
         for name in checkpoint.names:
             place = places[name]
