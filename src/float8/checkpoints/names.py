@@ -125,11 +125,11 @@ def _parts_of(
 
     Told by what it makes of numbers; None: no weights [n, K], such as transposed or mixed ones.
     """
-    numbers = torch.arange(experts * _ROWS * 2).view(experts, _ROWS, 2)
+    numbers = torch.arange(experts * _ROWS * 2, device="cpu").view(experts, _ROWS, 2)
     converter.add_tensor(first, name, pattern, numbers)
     made: dict[str, Tensor] = converter.convert(first, model=root, config=root.config)
-    rows, left = _ROWS * experts // max(len(made), 1), len(made)
-    parts = [[""] * experts for _ in range(left // experts)]
+    rows = _ROWS * experts // max(len(made), 1)
+    parts = [[""] * experts for _ in range(len(made) // experts)]
     for key, x in made.items():
         expert, row = divmod(int(x.flatten()[0]) // 2, _ROWS)
         if not torch.equal(x, numbers[expert, row : row + rows]) or not key.endswith(".weight"):

@@ -4,7 +4,8 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,7 +206,7 @@ def load_float8_checkpoint(
         for name in checkpoint.names:
             place = places[name]
             if isinstance(place, _Expert):
-                _put_expert(place, checkpoint.read(name), device)
+                _put_expert(place, partial(checkpoint.read, name), device)
             else:
                 _put(place, checkpoint.read(name), device)
     left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
@@ -371,8 +372,8 @@ def _register(places: Modules, new: Tensor, old: Tensor) -> None:
         registry[name] = new
 
 
-def _put_expert(place: _Expert, tensor: Tensor, device: Any) -> None:
-    """Write a weight of one expert into the Parameter of all, where this rank has that expert."""
+def _put_expert(place: _Expert, read: Callable[[], Tensor], device: Any) -> None:
+    """Write a weight of one expert into the Parameter of all; read where a rank has that expert."""
     target = _tensor_of(*place.of[0])
     if target.is_meta:
         _register(place.of, torch.empty_like(target, device=device or "cpu"), target)
@@ -381,6 +382,7 @@ def _put_expert(place: _Expert, tensor: Tensor, device: Any) -> None:
     if is_dtensor(target):
         numbers = _shared(numbers, target).to_local()
     for expert in (numbers == place.expert).nonzero().flatten().tolist():
+        tensor = read()
         if isinstance(tensor, Float8Tensor):
             operand = Operand(tensor._data.to(here.device), tensor._scale.to(here.device))
             tensor = dequantised(operand, tensor._granularity)
