@@ -7,6 +7,7 @@ from torch import Tensor
 
 from float8.checkpoints.layouts import Layout
 from float8.config import Granularity
+from float8.formats import FLOAT8_MAX
 from float8.tensor import Float8Tensor, is_dtensor
 from float8.tensor.ranks import ranks_of_dims, sharding_groups
 
@@ -26,6 +27,11 @@ def parts_have_own_scales(weight: Any, granularity: Granularity) -> bool:
     return True
 
 
+def has_whole_experts(weight: Any) -> bool:
+    """Whether each rank has whole experts of a DTensor [E, N, K]."""
+    return all(each.is_replicate() or each.is_shard(0) for each in weight.placements)
+
+
 def gathered(part: Float8Tensor, weight: Any, layout: Layout) -> Float8Tensor:
     """Return the whole of a weight of which each rank has cast its part; collective.
 
@@ -38,21 +44,23 @@ def gathered(part: Float8Tensor, weight: Any, layout: Layout) -> Float8Tensor:
     """
     shape = tuple(weight.shape)
     data, scale = layout.published(part)
-    bits = _whole_of(data.view(torch.uint8), weight, shape)  # Gloo knows no float8
+    data = whole_of(data, weight, shape)
     if not layout.granularity.one_scale:
-        scale = _whole_of(scale, weight, layout.scale_shape(shape))
-    return layout.weight(bits.view(data.dtype), scale, part.dtype)
+        scale = whole_of(scale, weight, layout.scale_shape(shape))
+    return layout.weight(data, scale, part.dtype)
 
 
-def _whole_of(part: Tensor, weight: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return the matrix of which each rank has a part, as it has one of `weight`."""
+def whole_of(part: Tensor, weight: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor of which each rank has a part, as it has one of `weight`; collective."""
+    if part.dtype in FLOAT8_MAX:  # Gloo knows no float8
+        return whole_of(part.view(torch.uint8), weight, shape).view(part.dtype)
     placed = type(weight).from_local(
         part,
         weight.device_mesh,
         weight.placements,
         run_check=False,
         shape=torch.Size(shape),
-        stride=(shape[1], 1),
+        stride=torch.empty(shape, device="meta").stride(),
     )
     return whole(placed)
 

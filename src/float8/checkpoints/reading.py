@@ -2,22 +2,25 @@
 
 import contextlib
 import json
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from float8.arguments import require_module
+from float8.checkpoints.gathering import has_whole_experts
 from float8.checkpoints.layouts import Layout, check_pair, layout_of
+from float8.checkpoints.names import published_names, saved_tensors, unwrapped
 from float8.formats import FLOAT8_MAX
 from float8.linear import Float8Layer
 from float8.linear.weight import in_float8_only
 from float8.quantize.spec import Operand, dequantised
-from float8.tensor import Float8Tensor, is_dtensor, reshard
+from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 NO_SAFETENSORS = "checkpoints in float8 are safetensors: pip install safetensors"
@@ -169,9 +172,13 @@ def load_float8_checkpoint(
     `rowwise` for channels, `tensorwise` for tensors. Every other Parameter takes the dequantised
     values, rounded to its dtype: masters that train, on all ranks their own part of each.
 
+    Names are those of the model, or those under which transformers publishes it. So the weights of
+    experts, which a file has one by one, go into the Parameters that a model has for all of them.
+
     Args:
         model: in high precision or converted; may be on the meta device, or sharded by FSDP2 or
-            tensor parallel (Parameters in high precision then, no longer on the meta device).
+            tensor parallel (Parameters in high precision then, no longer on the meta device; each
+            rank with whole experts).
         folder: see `read_float8_checkpoint`.
         device: where Parameters are made that are on the meta device; None: the CPU.
 
@@ -187,10 +194,21 @@ def load_float8_checkpoint(
     require_module(model, "model")
     reshard(model)
     places = _places(model)
+    # As transformers: of layers that predict more tokens, which it has not.
+    ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     with _Checkpoint(Path(folder)) as checkpoint:
+        checkpoint.names = [
+            name
+            for name in checkpoint.names
+            if name in places or not any(re.search(each, name) for each in ignored)
+        ]
         _require_fitting(model, checkpoint, places)
         for name in checkpoint.names:
-            _put(places[name], checkpoint.read(name), device)
+            place = places[name]
+            if isinstance(place, _Expert):
+                _put_expert(place, partial(checkpoint.read, name), device)
+            else:
+                _put(place, checkpoint.read(name), device)
     left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     if left:
         warnings.warn(
@@ -201,52 +219,42 @@ def load_float8_checkpoint(
     return model
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a module or tensor without what wrappers within a model add to it."""
-    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):  # of torch.compile, of checkpoints
-        name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
-    return name
+Modules = list[tuple[nn.Module, str]]
+"""Those that have a Parameter or buffer, each with its name there."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that torch.compile or DDP wraps, or itself."""
-    is_ddp = isinstance(model, DistributedDataParallel)
-    inner = model._modules.get("module" if is_ddp else "_orig_mod")
-    return model if inner is None else unwrapped(inner)
+class _Expert(NamedTuple):
+    """The place of a weight [N, K]: part of a Parameter [E, parts * N, K]."""
+
+    of: Modules
+    expert: int
+    part: int
+    parts: int
 
 
-def saved_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield the Parameters and buffers that are saved, tied ones under each of their names.
-
-    Each with its name, and the module that has it, and its name there. The state of delayed scaling
-    is none of them.
-    """
-    for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
-        passing = module._non_persistent_buffers_set
-        for own, x in {**module._parameters, **module._buffers}.items():
-            if x is not None and own not in passing and not own.startswith(_STATE):
-                yield plain_name(f"{prefix}.{own}" if prefix else own), module, own, x
-
-
-_STATE = ("fp8_amax_", "fp8_scale_")
-
-Places = dict[str, list[tuple[nn.Module, str]]]
-
-
-def _places(model: nn.Module) -> Places:
-    """Return, for each name of a Parameter or buffer that is saved, the modules that have it.
+def _places(model: nn.Module) -> dict[str, Modules | _Expert]:
+    """Return the place of each tensor that a checkpoint may have, by its own and published name.
 
     Tied ones are in several modules, and a checkpoint has them under one name or under all.
     """
-    places: Places = {}
-    by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
-    for name, module, own, x in saved_tensors(model):
-        places[name] = by_tensor.setdefault(id(x), [])
-        places[name].append((module, own))
+    own: dict[str, Modules] = {}
+    by_tensor: dict[int, Modules] = {}
+    for name, module, inner, x in saved_tensors(model):
+        own[name] = by_tensor.setdefault(id(x), [])
+        own[name].append((module, inner))
+    published = published_names(model)
+    places: dict[str, Modules | _Expert] = {**own}
+    places |= {new: own[name] for name, new in published.names.items()}
+    for name, parts in published.experts.items():
+        for part, names in enumerate(parts):
+            for expert, new in enumerate(names):
+                places[new] = _Expert(own[name], expert, part, len(parts))
     return places
 
 
-def _require_fitting(model: nn.Module, checkpoint: _Checkpoint, places: Places) -> None:
+def _require_fitting(
+    model: nn.Module, checkpoint: _Checkpoint, places: dict[str, Modules | _Expert]
+) -> None:
     """Raise a `ValueError` unless each tensor has a place that takes it, and each place one."""
     cls = type(model).__name__
     if unknown := [name for name in checkpoint.names if name not in places]:
@@ -254,17 +262,53 @@ def _require_fitting(model: nn.Module, checkpoint: _Checkpoint, places: Places) 
             f"checkpoint: got {len(unknown)} name(s) that {cls} has not, such as {unknown[0]!r}, "
             f"expected those of its Parameters and buffers"
         )
-    there = {id(places[name]) for name in checkpoint.names}
-    if missing := [name for name, place in places.items() if id(place) not in there]:
+    given = [places[name] for name in checkpoint.names]
+    there = {id(place) for place in given}  # of a Parameter the modules, of an expert its place
+    in_parts = {id(place.of) for place in given if isinstance(place, _Expert)}
+
+    def is_missing(place: Modules | _Expert) -> bool:
+        if isinstance(place, _Expert):
+            return id(place.of) in in_parts and id(place) not in there
+        return id(place) not in there | in_parts
+
+    missing = {id(place): name for name, place in places.items() if is_missing(place)}
+    if missing:
         raise ValueError(
             f"checkpoint: got nothing for {len(missing)} Parameter(s) or buffer(s) of {cls}, such "
-            f"as {missing[0]!r}, expected all of them"
+            f"as {min(missing.values())!r}, expected all of them"
         )
-    for name in checkpoint.names:
+    for name, place in zip(checkpoint.names, given, strict=True):
         described: Any = checkpoint.described(name)
         layout = checkpoint.layout if name in checkpoint.in_float8 else None
-        for module, own in places[name]:
+        if isinstance(place, _Expert):
+            _require_expert(name, place, described[1])
+            continue
+        for module, own in place:
             _require_place(name, module, own, described[1], layout)
+
+
+def _require_expert(name: str, place: _Expert, shape: tuple[int, ...]) -> None:
+    """Raise a `ValueError` unless a Parameter can take a weight of one expert."""
+    for target in (_tensor_of(*each) for each in place.of):
+        _, N, K = target.shape
+        if shape != (N // place.parts, K):
+            raise ValueError(
+                f"{name}: got shape {shape}, expected {(N // place.parts, K)} of the model"
+            )
+        _require_memory(name, target)
+        if is_dtensor(target) and not has_whole_experts(target):
+            raise ValueError(
+                f"{name}: got a model with experts that are placed {tuple(target.placements)}, "
+                f"expected Shard(0) or Replicate(): load it before it is sharded"
+            )
+
+
+def _require_memory(name: str, target: Any) -> None:
+    if is_dtensor(target) and target.is_meta:
+        raise ValueError(
+            f"{name}: got a sharded Parameter on the meta device, expected memory to load into; "
+            f"call model.to_empty(device=...) first"
+        )
 
 
 def _require_place(
@@ -281,11 +325,8 @@ def _require_place(
                 f"{name}: got scales of {layout.granularity}, expected those of the layer, which "
                 f"has float8_weights=ONLY and {of}; convert it by the recipe for this checkpoint"
             )
-    elif is_dtensor(target) and target.is_meta:
-        raise ValueError(
-            f"{name}: got a sharded Parameter on the meta device, expected memory to load into; "
-            f"call model.to_empty(device=...) first"
-        )
+    else:
+        _require_memory(name, target)
 
 
 def _keeps_bytes(module: nn.Module, own: str) -> bool:
@@ -297,7 +338,7 @@ def _tensor_of(module: nn.Module, own: str) -> Any:
     return module._buffers[own] if parameter is None else parameter
 
 
-def _put(places: list[tuple[nn.Module, str]], tensor: Tensor, device: Any) -> None:
+def _put(places: Modules, tensor: Tensor, device: Any) -> None:
     """Give modules that share a Parameter or buffer a tensor of a checkpoint, as they take it."""
     module, own = places[0]
     target = _tensor_of(module, own)
@@ -319,11 +360,33 @@ def _put(places: list[tuple[nn.Module, str]], tensor: Tensor, device: Any) -> No
         new = values.to(where, target.dtype)
     if is_dtensor(target):
         new = _shared(new, target).clone()  # without the memory of the whole
-    if isinstance(target, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=target.requires_grad)
+    _register(places, new, target)
+
+
+def _register(places: Modules, new: Tensor, old: Tensor) -> None:
+    """Put a tensor in the place of another in all modules that have it."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
     for each, name in places:
         registry: Any = each._parameters if name in each._parameters else each._buffers
         registry[name] = new
+
+
+def _put_expert(place: _Expert, read: Callable[[], Tensor], device: Any) -> None:
+    """Write a weight of one expert into the Parameter of all; read where a rank has that expert."""
+    target = _tensor_of(*place.of[0])
+    if target.is_meta:
+        _register(place.of, torch.empty_like(target, device=device or "cpu"), target)
+        target = _tensor_of(*place.of[0])
+    here, numbers = local_tensor(high_precision(target)), torch.arange(len(target))
+    if is_dtensor(target):
+        numbers = _shared(numbers, target).to_local()
+    for expert in (numbers == place.expert).nonzero().flatten().tolist():
+        tensor = read()
+        if isinstance(tensor, Float8Tensor):
+            operand = Operand(tensor._data.to(here.device), tensor._scale.to(here.device))
+            tensor = dequantised(operand, tensor._granularity)
+        here[expert].chunk(place.parts)[place.part].copy_(tensor)
 
 
 def _copy(target: Any, values: Tensor) -> None:

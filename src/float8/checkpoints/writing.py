@@ -12,20 +12,23 @@ from torch import Tensor, nn
 from float8.arguments import require_module
 from float8.checkpoints.gathering import (
     gathered,
+    has_whole_experts,
     parts_have_own_scales,
     sum_over_parts,
     whole,
+    whole_of,
 )
 from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, Layout, layout_named
-from float8.checkpoints.reading import (
-    CONFIG,
-    INDEX,
-    NO_SAFETENSORS,
+from float8.checkpoints.names import (
+    PublishedNames,
     plain_name,
+    published_names,
     saved_tensors,
     unwrapped,
 )
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.checkpoints.reading import CONFIG, INDEX, NO_SAFETENSORS
+from float8.experts import Float8Experts
+from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer, is_conv1d
 from float8.linear.weight import in_float8_only
 from float8.quantize.quantize import Cast
@@ -59,16 +62,18 @@ def float8_weights(
     """Yield names and tensors of a converted model as servers of float8 read them.
 
     Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else in `dtype`.
-    Names are those of `model.state_dict()`, without what torch.compile and DDP add. One tensor is
-    made at a time. With the granularity of the recipe the bytes are those that training multiplies;
+    Names are those under which transformers publishes the model; of other models those of
+    `model.state_dict()`, without what torch.compile and DDP add. Experts of transformers that are
+    published one by one come so, in float8, converted or not. One tensor is made at a time. With
+    the granularity of the recipe the bytes are those that training multiplies;
     `save_float8_checkpoint` says which are. What is not cast may share the memory of the model:
     copy it before the next step.
 
     Of weights that ranks share (FSDP2, tensor parallel) each rank casts its own part, and ranks
     gather bytes and scales: the same as of one rank. Where a scale would cover parts of two ranks,
     the weight is gathered in high precision and then cast: blocks unless each part begins at a
-    multiple of 128, channels that are cut. All ranks must iterate alike. What FSDP2 keeps gathered
-    is resharded.
+    multiple of 128, channels and experts that are cut. All ranks must iterate alike. What FSDP2
+    keeps gathered is resharded.
 
     Args:
         model: converted; in training or evaluation, sharded by FSDP2 or whole.
@@ -83,8 +88,8 @@ def float8_weights(
 
     Raises:
         TypeError: `model` is no `nn.Module`; `dtype` is none in high precision.
-        ValueError: `format` and `strategy` are none that is known, no layer is converted, or
-            `scale_dtype` cannot hold a scale.
+        ValueError: `format` and `strategy` are none that is known, no layer is converted, one is in
+            the float8 of another library, or `scale_dtype` cannot hold a scale.
     """
     layout = _checked(model, format, strategy, dtype, param_dtype)
     how = _How(layout, dtype, scale_dtype, param_dtype)
@@ -105,9 +110,11 @@ def quantization_config(
     """
     layout = _checked(model, format, strategy, torch.bfloat16)
     by_tensor = layout.granularity.one_scale
-    in_float8 = _layers_in_float8(model)
+    published = published_names(model)
+    in_float8 = _layers_in_float8(model) | _experts_in_float8(model, published)
+    own_names = layout.format == COMPRESSED  # transformers looks for these among its modules
     left_out = [
-        plain_name(name)
+        plain_name(name) if own_names else _published_module(plain_name(name), published)
         for name, module in unwrapped(model).named_modules()
         if isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module) or _has_experts(module)
         if in_float8.isdisjoint(module.modules())  # a name stands for all beneath it
@@ -256,11 +263,20 @@ def _checked(
             "model: got one with adapters of PEFT, whose names no server knows, expected one "
             "without; call model.unload() for the base, and save adapters by PEFT"
         )
-    if not _layers_in_float8(model):
+    if not _layers_in_float8(model) and not any(
+        isinstance(x, Float8Experts) for x in _experts_in_float8(model, published_names(model))
+    ):
         raise ValueError(
-            "model: got one without a Float8Linear whose weight can be written (not a Conv1D's), "
-            "expected one; call convert_to_float8_training(model, config=...) first"
+            "model: got one without a Float8Linear or Float8Experts whose weights can be written "
+            "(not a Conv1D's), expected one; call convert_to_float8_training(model, config=...) "
+            "first"
         )
+    for name, module, _, x in saved_tensors(model):
+        if x.dtype in FLOAT8_MAX:
+            raise ValueError(
+                f"{name}: got float8 of a {type(module).__name__} of another library, expected "
+                f"layers of this one or high precision; load the model dequantised"
+            )
     return layout_named(format, strategy)
 
 
@@ -285,18 +301,22 @@ Written = tuple[str, Tensor, Tensor | None, WrittenWeight | None]
 def _written(model: nn.Module, how: _How, measured: bool = False) -> Iterator[Written]:
     """Yield name, tensor, scale and note of each Parameter and buffer that is saved, once."""
     reshard(model)
-    in_float8 = _layers_in_float8(model)
+    in_float8, published = _layers_in_float8(model), published_names(model)
+    experts = _experts_in_float8(model, published)
     seen: set[int] = set()
     for name, module, own, x in saved_tensors(model):
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if own == "weight" and module in in_float8:
-            yield _in_float8(name, module, how, measured)
+        if module in experts and name in published.experts:
+            yield from _each_expert(published.experts[name], module, x, how, measured)
+        elif own == "weight" and module in in_float8:
+            yield _in_float8(published.names[name], module, how, measured)
         else:
             values = high_precision(x.detach())
             is_float = values.dtype in HIGH_PRECISION_DTYPES
-            yield name, whole(values.to(how.dtype) if is_float else values), None, None
+            values = whole(values.to(how.dtype) if is_float else values)
+            yield published.names[name], values, None, None
 
 
 def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
@@ -311,6 +331,76 @@ def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
     }
     of_others = {id(x) for m in model.modules() if m not in found for x in m._parameters.values()}
     return {layer for layer in found if id(layer._parameters.get("weight")) not in of_others}
+
+
+def _experts_in_float8(model: nn.Module, published: PublishedNames) -> set[nn.Module]:
+    """Return the modules of experts, converted or not, whose weights are published one by one."""
+    cut: dict[nn.Module, list[bool]] = {}
+    for name, module, _, x in saved_tensors(model):
+        if x.dim() == 3:
+            in_16_bits = local_tensor(high_precision(x)).dtype in HIGH_PRECISION_DTYPES
+            cut.setdefault(module, []).append(name in published.experts and in_16_bits)
+    return {module for module, each in cut.items() if all(each)}
+
+
+def _published_module(name: str, published: PublishedNames) -> str:
+    """Return the name of a module as its weight is published."""
+    return published.names.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+
+
+def _each_expert(
+    parts: list[list[str]], module: Any, weight: Any, how: _How, measured: bool
+) -> Iterator[Written]:
+    """Yield the weights [N, K] of a Parameter [E, parts * N, K] of experts, part by part.
+
+    On several ranks each casts the experts that it has, if it has whole ones.
+    """
+    layout, _, scale_dtype, param_dtype = how
+    spec, as_trained = CastSpec(E4M3, layout.granularity), False
+    if isinstance(module, Float8Experts):
+        of_module = module.float8_plan.casts.weight.spec
+        spec = spec._replace(power_of_2=of_module.power_of_2)
+        # Under one scale training has the parts of a weight together.
+        as_trained = of_module == spec and (len(parts) == 1 or not spec.granularity.one_scale)
+    weight = high_precision(weight.detach())
+    weight = weight if param_dtype is None else weight.to(param_dtype)
+    if is_dtensor(weight) and not has_whole_experts(weight):
+        weight = whole(weight)
+    here, shape = local_tensor(weight), (weight.shape[1] // len(parts), weight.shape[2])
+
+    def cast(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = in_float8_only(values, Cast(spec))
+        noise = _powers(made, values) if measured else values.new_zeros(2, dtype=torch.float64)
+        return *layout.published(made), noise
+
+    for names, values in zip(parts, here.split(shape[0], 1), strict=True):
+        each: Any = map(cast, values)
+        if is_dtensor(weight):
+            sizes = shape, layout.scale_shape(shape), (2,)
+            each = zip(*_of_all_ranks([*each], weight, sizes), strict=True)
+        for name, (data, scale, noise) in zip(names, each, strict=True):
+            made = layout.weight(data, scale, weight.dtype)
+            data, scale = layout.published(made, scale_dtype)
+            scale = scale if scale.dim() else scale.reshape(1, 1)  # transformers joins these
+            note = WrittenWeight(name, as_trained, _sqnr(noise)) if measured else None
+            yield name, data, scale, note
+
+
+def _of_all_ranks(
+    made: list[tuple[Tensor, ...]], weight: Any, sizes: tuple[tuple[int, ...], ...]
+) -> list[Tensor]:
+    """Return what ranks made of each expert of a DTensor, stacked: of `sizes`; collective."""
+    stacked = []
+    for i, (size, dtype) in enumerate(zip(sizes, _OF_EXPERTS, strict=True)):
+        mine = torch.empty(len(made), *size, dtype=dtype, device=weight.device)
+        for row, each in zip(mine, made, strict=True):
+            row.copy_(each[i])
+        stacked.append(whole_of(mine, weight, (len(weight), *size)))
+    return stacked
+
+
+_OF_EXPERTS = (E4M3, torch.float32, torch.float64)
+"""The dtypes of data, scales and noise."""
 
 
 def _in_float8(name: str, layer: Any, how: _How, measured: bool) -> Written:
@@ -334,16 +424,20 @@ def _in_float8(name: str, layer: Any, how: _How, measured: bool) -> Written:
     full = gathered(made, weight, layout) if is_dtensor(weight) else made
     note = None
     if measured:  # which waits for a GPU
-        sqnr = float("inf") if made is part else _sqnr(made, part, weight)
-        as_trained = of_layer == spec
-        note = WrittenWeight(name, as_trained, sqnr)
+        same = made is part
+        sqnr = float("inf") if same else _sqnr(sum_over_parts(_powers(made, part), weight))
+        note = WrittenWeight(name, of_layer == spec, sqnr)
     return name, *layout.published(full, scale_dtype), note
 
 
-def _sqnr(made: Float8Tensor, part: Tensor, weight: Any) -> float:
-    """Return the SQNR of a weight in dB, of which this rank has cast `part`."""
+def _powers(made: Float8Tensor, values: Tensor) -> Tensor:
+    """Return the sums of squares of values, and of the noise of their cast: [2] float64."""
     got = dequantised(Operand(made._data, made._scale), made._granularity)
-    values = part.float()
-    squares = torch.stack([x.double().square().sum() for x in (values, got - values)])
-    signal, noise = sum_over_parts(squares, weight).unbind()
+    values = values.float()
+    return torch.stack([x.double().square().sum() for x in (values, got - values)])
+
+
+def _sqnr(powers: Tensor) -> float:
+    """Return an SQNR in dB, of the sums that `_powers` returns."""
+    signal, noise = powers.unbind()
     return 10 * torch.log10(signal / noise).item() if noise else float("inf")

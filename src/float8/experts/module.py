@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from float8.config import Float8LinearConfig
 from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
 from float8.experts.weight import hold_groups
-from float8.formats import E5M2, GEMM_ALIGNMENT, lacks_float8_gemm
+from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import new_class, not_in_high_precision, replaced_forward
@@ -272,6 +272,8 @@ def weights_of(module: nn.Module) -> list[ExpertsWeight]:
     """Return the weights of a module of a known kind, those of all ranks."""
     weights = []
     for name, parameter in module._parameters.items():
+        if name.endswith("_scale_inv"):  # of experts in transformers' own float8
+            continue
         if parameter is not None and parameter.dim() >= 3:
             experts, *outputs, K = parameter.shape
             N = math.prod(outputs)  # two projections may lie in dims of their own
@@ -309,6 +311,11 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
         return "got no weights [experts, N, K]"
     for name, _, N, K in weights:
         parameter: Any = module._parameters[name]
+        if parameter.dtype in FLOAT8_MAX:
+            return (
+                f"got {name} in float8 as transformers loads it, expected high precision: load "
+                f"the model with dequantize=True, or its files with load_float8_checkpoint"
+            )
         if reason := not_in_high_precision(local_tensor(parameter)):
             return f"got {name}, a {reason}"
         if not config.emulate and (N % GEMM_ALIGNMENT or K % GEMM_ALIGNMENT):

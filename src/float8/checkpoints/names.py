@@ -1,0 +1,138 @@
+"""The names of the tensors of a model: its own, and those under which models are published.
+
+transformers 5 renames tensors as it loads them, and joins the weights of experts: a file has one
+[N, K] for each expert and projection, the model one Parameter [E, parts * N, K]. Which these are it
+knows by itself, and undoes it when it saves. That is asked here; no list of models is kept.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from float8.experts import kind_of
+from float8.experts.module import RegisteredExperts, lies_transposed
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a module or tensor without what wrappers within a model add to it."""
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):  # of torch.compile, of checkpoints
+        name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
+    return name
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that torch.compile or DDP wraps, or itself."""
+    is_ddp = isinstance(model, DistributedDataParallel)
+    inner = model._modules.get("module" if is_ddp else "_orig_mod")
+    return model if inner is None else unwrapped(inner)
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield the Parameters and buffers that are saved, tied ones under each of their names.
+
+    Each with its name, and the module that has it, and its name there. The state of delayed scaling
+    is none of them.
+    """
+    for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
+        passing = module._non_persistent_buffers_set
+        for own, x in {**module._parameters, **module._buffers}.items():
+            if x is not None and own not in passing and not own.startswith(_STATE):
+                yield plain_name(f"{prefix}.{own}" if prefix else own), module, own, x
+
+
+_STATE = ("fp8_amax_", "fp8_scale_")
+
+
+# ---------------------------------------------------------------- as published
+
+
+class PublishedNames(NamedTuple):
+    """The names that the tensors of a model have in files."""
+
+    names: dict[str, str]
+    """By their own names: of those that are one tensor in files, too."""
+
+    experts: dict[str, list[list[str]]]
+    """By the names of Parameters [E, parts * N, K]: for each part of the rows, the names of the
+    weights [N, K] of all experts, in order."""
+
+
+def published_names(model: nn.Module) -> PublishedNames:
+    """Return the names under which the tensors of a model are published.
+
+    Of a model that is not transformers', and where a name would be lost, they are its own.
+    """
+    found = PublishedNames({name: name for name, *_ in saved_tensors(model)}, {})
+    root: Any = unwrapped(model)
+    if not any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__):
+        return found
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightRenaming
+    except ImportError:  # older than 5, it has models as they are published
+        return found
+    # Those that add or remove a prefix are for files of other classes.
+    loading = [
+        each
+        for each in get_model_conversion_mapping(root, add_legacy=False)
+        if not isinstance(each, PrefixChange)
+    ]
+    saving = [each.reverse_transform() for each in reversed(loading)]
+    converters = [each for each in saving if not isinstance(each, WeightRenaming)]
+
+    def renamed(name: str, by: list[Any]) -> str:
+        for each in by:
+            if isinstance(each, WeightRenaming):
+                name, _ = each.rename_source_key(name)
+        return name
+
+    def published(name: str, scales: bool) -> str:
+        """Return another name only if that, and those of scales beside it, are read as this one."""
+        new = renamed(name, saving)
+        ends = ("", "_scale", "_scale_inv") if scales else ("",)
+        return new if all(renamed(new + end, loading) == name + end for end in ends) else name
+
+    for name, module, own, x in saved_tensors(model):
+        matches = ((each, *each.rename_source_key(name)) for each in converters)
+        converter, first, pattern = next((m for m in matches if m[2]), (None, name, None))
+        if converter is None:
+            found.names[name] = published(name, scales=own == "weight" and x.dim() == 2)
+        elif _are_experts(module, x) and len(converter.source_patterns) == 1:
+            parts = _parts_of(copy.deepcopy(converter), name, first, pattern, x.shape[0], root)
+            if parts and x.shape[1] % len(parts) == 0:
+                found.experts[name] = [[renamed(each, saving) for each in names] for names in parts]
+    often = Counter(found.names.values())
+    found.names.update({name: name for name, new in found.names.items() if often[new] > 1})
+    return found
+
+
+def _are_experts(module: nn.Module, x: Tensor) -> bool:
+    return x.dim() == 3 and kind_of(module) is RegisteredExperts and not lies_transposed(module)
+
+
+_ROWS = 12
+
+
+def _parts_of(
+    converter: Any, name: str, first: str, pattern: str, experts: int, root: Any
+) -> list[list[str]] | None:
+    """Return how transformers takes apart weights [E, N, K], as `PublishedNames.experts`.
+
+    Told by what it makes of numbers; None: no weights [n, K], such as transposed or mixed ones.
+    """
+    numbers = torch.arange(experts * _ROWS * 2, device="cpu").view(experts, _ROWS, 2)
+    converter.add_tensor(first, name, pattern, numbers)
+    made: dict[str, Tensor] = converter.convert(first, model=root, config=root.config)
+    rows = _ROWS * experts // max(len(made), 1)
+    parts = [[""] * experts for _ in range(len(made) // experts)]
+    for key, x in made.items():
+        expert, row = divmod(int(x.flatten()[0]) // 2, _ROWS)
+        if not torch.equal(x, numbers[expert, row : row + rows]) or not key.endswith(".weight"):
+            return None
+        parts[row // rows][expert] = key
+    return parts if all(all(names) for names in parts) else None

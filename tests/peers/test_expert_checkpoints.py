@@ -1,0 +1,232 @@
+"""Experts of transformers in float8 checkpoints: names, bytes, other readers, ranks."""
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from float8 import conversion_report, convert_to_float8_training
+from float8.checkpoints import (
+    float8_weights,
+    load_float8_checkpoint,
+    quantization_config,
+    save_float8_checkpoint,
+)
+from float8.experts import Float8Experts
+from float8.experts.weight import cast_weights
+from support.ranks import on
+from support.sharded import Traffic, convert, here, mesh_of, whole
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+hf = importlib.import_module("support.hugging_face")
+fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+
+NARROW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": NARROW | {"head_dim": 64},
+    "DeepseekV3": NARROW
+    | LATENT
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"num_key_value_heads": 4, "v_head_dim": 128},
+}
+BLOCKS, CHANNELS = ("fine-grained-fp8", None), ("compressed-tensors", None)
+LAYOUTS = [BLOCKS, ("fine-grained-fp8", "tensor"), CHANNELS, ("compressed-tensors", "tensor")]
+layouts = pytest.mark.parametrize(("format", "strategy"), LAYOUTS)
+
+
+def built(name: str = "Mixtral", seed: int = 0, **more: Any) -> Any:
+    """In whole blocks: transformers takes blocks that overhang for smaller ones."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    return hf.llama(seed, name, **sizes | MODELS.get(name, {}) | more).bfloat16()
+
+
+def converted(model: nn.Module, recipe: str = "rowwise") -> nn.Module:
+    return convert_to_float8_training(
+        model, config=recipe, module_filter_fn=lambda mod, fqn: fqn != "lm_head"
+    )
+
+
+def in_files(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= safetensors.load_file(path)
+    return tensors
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@layouts
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_what_is_written(
+    name: str, format: str, strategy: str | None, tmp_path: Path
+) -> None:
+    """Names are its own; values, dequantised to bfloat16, are those that this library reads."""
+    if format == CHANNELS[0]:
+        pytest.importorskip("compressed_tensors")
+    model = converted(built(name))
+    notes = save_float8_checkpoint(model, tmp_path / "float8", format, strategy=strategy)
+    model.save_pretrained(tmp_path / "plain")
+    written = in_files(tmp_path / "float8")
+    names = {key for key in written if not key.endswith(("weight_scale", "weight_scale_inv"))}
+    assert names == in_files(tmp_path / "plain").keys()
+    (experts, *_) = (mod for mod in model.modules() if isinstance(mod, Float8Experts))
+    of_experts = [note for note in notes if ".experts." in note.name]
+    assert len(of_experts) % (3 * experts.num_experts) == 0
+    assert all(written[note.name].dtype == torch.float8_e4m3fn for note in of_experts)
+    assert all(note.sqnr > 25 for note in of_experts)
+    assert all(note.as_trained == (strategy is None and format == CHANNELS[0]) for note in notes)
+    cls: Any = "FineGrainedFP8Config" if format == BLOCKS[0] else "CompressedTensorsConfig"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "float8", quantization_config=getattr(transformers, cls)(dequantize=True)
+    ).state_dict()
+    mine = load_float8_checkpoint(built(name, 1), tmp_path / "float8").state_dict()
+    assert theirs.keys() == mine.keys()
+    assert all(torch.equal(x, mine[key]) for key, x in theirs.items())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_bytes_are_those_that_training_multiplies(recipe: str, tmp_path: Path) -> None:
+    """Under one scale training has the two projections of a Parameter together: others then."""
+    strategy = "channel" if recipe == "rowwise" else "tensor"
+    model = converted(built(), recipe)
+    notes = save_float8_checkpoint(model, tmp_path, CHANNELS[0], strategy=strategy)
+    tensors = in_files(tmp_path)
+    experts: Any = model.get_submodule("model.layers.1.mlp.experts")
+    for own, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+        cast = experts.float8_plan.casts.weight
+        row = cast_weights(getattr(experts, own), cast, row=True).row
+        for expert in range(4):
+            each = [f"model.layers.1.block_sparse_moe.experts.{expert}.{n}.weight" for n in names]
+            data = torch.cat([tensors[name] for name in each])
+            scales = [tensors[f"{name}_scale"].flatten() for name in each]
+            scale = torch.cat(scales).expand(len(data)) if len(each) == 1 else torch.cat(scales)
+            is_same = torch.equal(bits(data), bits(row.data[expert]))
+            is_same = is_same and torch.equal(scale, row.scale[expert])
+            said = {note.as_trained for note in notes if note.name in each}
+            assert said == {is_same} == {recipe == "rowwise" or own == "down_proj"}
+
+
+def test_plain_experts_beside_blockwise_layers(tmp_path: Path) -> None:
+    """There is no grouped GEMM with blocks: they stay, and are cast as they are written."""
+    model = converted(built(), "blockwise")
+    notes = save_float8_checkpoint(model, tmp_path)
+    assert all(note.as_trained == (".experts." not in note.name) for note in notes)
+    assert quantization_config(model)["modules_to_not_convert"] == ["lm_head"]
+    wanted = dict(load_float8_checkpoint(built(seed=1), tmp_path).named_parameters())
+    with torch.device("meta"):
+        empty = built(seed=2)
+    with pytest.warns(UserWarning, match="still on the meta device"):
+        load_float8_checkpoint(empty, tmp_path)
+    for other in (empty, load_float8_checkpoint(converted(built(seed=3)).float(), tmp_path)):
+        for name, x in other.named_parameters():
+            assert torch.equal(x.bfloat16(), wanted[name]), name
+            assert x.requires_grad
+
+
+def test_what_transformers_loads_in_float8(tmp_path: Path, monkeypatch: Any) -> None:
+    """As on a GPU: the very bytes and scales. They stay, and the report says what to do."""
+    quantizers = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
+    of_layers = quantizers.FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(of_layers, "validate_environment", lambda *args, **more: None)
+    for strategy in (None, "tensor"):
+        save_float8_checkpoint(converted(built()), tmp_path, strategy=strategy)
+        written = in_files(tmp_path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        experts = model.model.layers[1].mlp.experts
+        assert isinstance(experts, fp8.FP8Experts)
+        for expert in range(4):
+            prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
+            for end, mine in (("", experts.gate_up_proj), ("_scale_inv",) * 2):
+                mine = experts.gate_up_proj_scale_inv if isinstance(mine, str) else mine
+                both = [written[f"{prefix}.{name}.weight{end}"] for name in ("w1", "w3")]
+                assert torch.equal(bits(torch.cat(both)), bits(mine[expert]))
+        convert_to_float8_training(model)
+        report = conversion_report(model)
+        assert len(report.experts) == 4
+        assert all("dequantize=True" in str(each.skip_reason) for each in report.experts)
+        with pytest.raises(ValueError, match="load the model dequantised"):
+            float8_weights(model).__next__()
+
+
+def test_other_experts_stay_in_16_bits() -> None:
+    """Those of which a file has one Parameter for all, as the model does."""
+    model = converted(built("GptOss", num_local_experts=4, head_dim=64))
+    tensors = dict(float8_weights(model))
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
+    assert "model.layers.0.mlp.experts" in quantization_config(model)["modules_to_not_convert"]
+
+
+def test_layers_that_transformers_skips_are_skipped(tmp_path: Path) -> None:
+    """DeepSeek-V3 is published with one that predicts a second token."""
+    model = converted(built("DeepseekV3"))
+    save_float8_checkpoint(model, tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    more = {"model.layers.61.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+    safetensors.save_file(more, tmp_path / "more.safetensors")
+    load_float8_checkpoint(built("DeepseekV3"), tmp_path)
+
+
+@pytest.mark.parametrize("change", ["missing", "shape"])
+def test_bad_files_raise_before_anything_is_changed(change: str, tmp_path: Path) -> None:
+    save_float8_checkpoint(converted(built()), tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    tensors = safetensors.load_file(path)
+    name = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    if change == "missing":
+        del tensors[name], tensors[f"{name}_scale_inv"]
+    else:
+        tensors[name] = tensors[name][:255]
+    safetensors.save_file(tensors, path)
+    model = built(seed=1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"experts\.3\.w3\.weight") as error:
+        load_float8_checkpoint(model, tmp_path)
+    expected = "got nothing for 1 Param" if change == "missing" else r"got shape (255, 128)"
+    assert expected in str(error.value)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
+@on("two")
+def test_ranks_have_whole_experts(tmp_path: Path) -> None:
+    """FSDP2: each casts its own, bytes are gathered; each reads its own. One may have none."""
+
+    def made(seed: int) -> Any:
+        sizes = {"num_hidden_layers": 1, "num_local_experts": number, "num_experts_per_tok": 1}
+        return convert(built(seed=seed, **sizes).to(here()), "rowwise", all_gather=number == 4)
+
+    for number in (4, 3, 1):
+        for format, strategy in LAYOUTS:
+            alone, model = made(0), made(0)
+            fully_shard(model, mesh=mesh_of())
+            wanted = dict(float8_weights(alone, format, strategy=strategy))
+            with Traffic() as seen:
+                got = dict(float8_weights(model, format, strategy=strategy))
+            assert got.keys() == wanted.keys()
+            assert all(torch.equal(bits(x), bits(wanted[name])) for name, x in got.items())
+            assert seen.bytes_of("all_gather")[torch.uint8] >= number // 2 * 3 * 128 * 256
+            folder = tmp_path / f"{number}-{format}-{strategy}"
+            notes = save_float8_checkpoint(model, folder, format, strategy=strategy)
+            torch.distributed.barrier()
+            again = save_float8_checkpoint(alone, tmp_path / "alone", format, strategy=strategy)
+            assert [n.name for n in notes] == [n.name for n in again]
+            for one, other in zip(notes, again, strict=True):
+                assert one.as_trained == other.as_trained
+                assert abs(one.sqnr - other.sqnr) < 0.01
+            torch.distributed.barrier()
+            load_float8_checkpoint(alone, folder)
+            other = made(1)
+            fully_shard(other, mesh=mesh_of())
+            load_float8_checkpoint(other, folder)
+            for mine, theirs in zip(other.parameters(), alone.parameters(), strict=True):
+                assert torch.equal(whole(mine), theirs)
