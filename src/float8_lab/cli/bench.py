@@ -98,6 +98,8 @@ class Bench:
         began = time.monotonic()
         for number, group in enumerate(groups, 1):
             rows += group
+            if group and self._output is not None:  # so that nothing is lost if it is stopped
+                write_results(self._output, {**self._about, "rows": rows})
             self.console.print(f"  {number}/{total}")
             if seconds is not None and time.monotonic() > began + seconds:
                 break
