@@ -12,16 +12,15 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from float8 import kernels
-from float8.experts import weight as experts_weight
 from float8.experts.weight import hold_groups
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
-from float8.linear import held as held_module
 from float8.quantize.quantize import Cast
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
-from float8.tensor.weight_cast import hold
+from float8.tensor import held_weights
+from float8.tensor.held_weights import hold
 from kernels.float8_codes import FORMATS, same_bytes
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -109,7 +108,7 @@ def of_held_matmul(device: str) -> Args:
         part = kept.operand.col if columns else kept.operand.row
         a = torch.randn(16, part.data.shape[1], device=device).to(E4M3)
         # opcheck copies the weight, which has another address then.
-        with mock.patch.object(held_module, "is_current", return_value=current):
+        with mock.patch.object(held_weights, "is_current", return_value=current):
             yield (
                 a, torch.ones_like(part.scale), *part, weight.detach(), 16, part.data.shape[0],
                 columns, False, "tensorwise", "tensorwise", False, False, torch.bfloat16,
@@ -145,7 +144,7 @@ def of_held_grouped_matmul(device: str) -> Args:
     for current, columns in itertools.product((False, True), repeat=2):
         part = kept.operand.col if columns else kept.operand.row
         a = torch.randn(40, part.data.shape[2], device=device).to(E4M3)
-        with mock.patch.object(experts_weight, "is_current", return_value=current):
+        with mock.patch.object(held_weights, "is_current", return_value=current):
             yield (
                 a, torch.ones(40, device=device), *part, weight.detach(), False, offs, columns,
                 True, False, False, True, torch.bfloat16,

@@ -26,7 +26,7 @@ from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.quantize.quantize import Cast
 from float8.quantize.spec import Operand, Quantized
-from float8.tensor.weight_cast import WeightCast
+from float8.tensor.held_weights import WeightCast
 
 
 def grouped_linear(

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
 from float8.gemm import matmul
-from float8.linear.held import product_with_held
+from float8.linear.held_matmul import product_with_held
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize.quantize import Cast, columns, padded, quantize
 from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor
+from float8.tensor.held_weights import WeightCast
 from float8.tensor.ranks import SharedTokens
-from float8.tensor.weight_cast import WeightCast
 
 
 class KeptWeight(NamedTuple):

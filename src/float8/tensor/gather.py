@@ -21,8 +21,8 @@ from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, Operand, Quantized
 from float8.tensor.dtensor import all_have_some, dtensor_like, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor
+from float8.tensor.held_weights import is_current, mark, stamp_of
 from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
-from float8.tensor.weight_cast import is_current, mark, stamp_of
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
