@@ -136,7 +136,7 @@ def _operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Qu
     """Return the operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
     spec = cast.spec
     same = x._data.dtype == spec.dtype and x._granularity is spec.granularity
-    if not same or x._by_columns or other is not None:
+    if not same or x._has_column_scales or other is not None:
         expected = f"{spec.dtype} under {spec.granularity}"
         raise ValueError(
             f"Float8Linear: got {role} in {x._data.dtype} under {x._scaling}, expected one in high "
