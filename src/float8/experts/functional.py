@@ -96,13 +96,7 @@ def apply_grouped(
 ) -> Tensor:
     """Compute for `grouped_linear` and for modules what they have in common.
 
-    Args:
-        input: as for `grouped_linear`.
-        weight: likewise.
-        offs: likewise.
-        plan: which GEMMs run how.
-        any_dims: whether N and K need not be multiples of 16.
-        ready: the weight in float8, where it is held so.
+    `any_dims`: N and K need not be multiples of 16. `ready`: the weight in float8, if it is held.
     """
     autocast = autocast_dtype(input.device)
     if autocast is not None:
