@@ -27,7 +27,7 @@ from float8.experts.weight import hold_groups
 from float8.formats import E5M2, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.source import new_class, not_in_high_precision, replaced_forward
+from float8.linear.source import class_like, not_in_high_precision, replaced_forward
 from float8.tensor import (
     gathered_like,
     high_precision,
@@ -319,7 +319,5 @@ def convert_experts(module: nn.Module, config: Float8LinearConfig) -> None:
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `source` with the same name, by which libraries find modules."""
-    members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members["source_class"] = source
-    return new_class(source.__name__, (kind, source), class_of_experts, (kind, source), **members)
+    """Return a subclass of `source` that is a `kind` of experts, too."""
+    return class_like(source, kind, class_of_experts, (kind, source), source_class=source)

@@ -260,6 +260,12 @@ def new_class(
     return cls
 
 
+def class_like(source: Any, kind: type, make: Any, made_of: tuple[Any, ...], **members: Any) -> Any:
+    """Return a `new_class` with the name of `source`, by which libraries find modules."""
+    members |= {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return new_class(source.__name__, (kind, source), make, made_of, **members)
+
+
 def _instance(make: Any, *made_of: Any) -> Any:
     cls = make(*made_of)
     return cls.__new__(cls)

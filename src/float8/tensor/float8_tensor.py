@@ -77,8 +77,8 @@ class Float8Tensor(Wrapper):
                 f"contiguous matrix under {granularity}"
             )
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
-        part = Operand(data.mT, scale.mT) if self._has_column_scales else Operand(data, scale)
-        check_scale(part, granularity)
+        operand = Operand(data.mT, scale.mT) if self._has_column_scales else Operand(data, scale)
+        check_scale(operand, granularity)
         return self
 
     @classmethod

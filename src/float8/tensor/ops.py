@@ -355,5 +355,5 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
 
 
 def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Operand:
-    part = padded(Operand(data, scale), granularity)
-    return Operand(part.data.contiguous(), part.scale)
+    operand = padded(Operand(data, scale), granularity)
+    return Operand(operand.data.contiguous(), operand.scale)
