@@ -129,22 +129,9 @@ def held_grouped_matmul(
 ) -> Tensor:
     """Multiply groups in float8 by weights, of which float8 data may be held.
 
-    `float8.linear.held_matmul` with groups: it writes nothing, and casts what is not current.
-
-    Args:
-        a: [T, K] float8, or [T, N] for `columns`.
-        a_scale: [T].
-        data: what is held: row data, or column data.
-        scale: of the data.
-        weight: [E, N, K]; cast if the data are not of its values now.
-        turned: whether the weight is given as it lies, [E, K, N].
-        offs: [E] int32, where the groups of `a` end.
-        columns: whether column data are multiplied.
-        one_scale: of the cast: whether a scale covers all of an expert.
-        power_of_2: of the cast.
-        use_fast_accum: as in `Gemm`, as is the next.
-        emulate: see there.
-        out_dtype: of the result, [T, N], or [T, K] for `columns`.
+    `float8.linear.held_matmul` with groups, and with its arguments but for these: `weight`
+    [E, N, K], or as it lies, [E, K, N], if `turned`; `offs` [E] int32, where the groups of `a` end;
+    `one_scale`, whether a scale covers all of an expert. Returns [T, N], or for `columns` [T, K].
     """
     b = Operand(data, scale)
     if not still_holds(data, weight):
