@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from float8.gemm import GEMM_OPS
-from float8.linear.held import HELD_GEMM
+from float8.linear.held_matmul import HELD_GEMM
 
 
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -13,15 +13,15 @@ from float8.arguments import require_module
 from float8.config import CastSite, Float8Weights
 from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
-from float8.linear import Float8Layer
+from float8.linear import Float8Layer, Float8Module
 from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize.history import next_history_and_scale
 from float8.quantize.quantize import scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
+from float8.tensor.held_weights import can_hold, hold
 from float8.tensor.ranks import amax_over
-from float8.tensor.weight_cast import can_hold, hold
 from float8.untraced import untraced
 
 HELD = Float8Weights.HELD
@@ -169,23 +169,20 @@ def update_float8_weights(model: nn.Module) -> None:
             `enable_fsdp_float8_all_gather=True`: there is nothing that could be held.
     """
     require_module(model, "model")
-    layers = {
-        layer: name
-        for name, layer in model.named_modules()
-        if isinstance(layer, Float8Layer) and layer.config.float8_weights is HELD
-    }
-    experts = {
-        part: name
-        for name, part in model.named_modules()
-        if isinstance(part, Float8Experts) and part.float8_config.float8_weights is HELD
-    }
+    layers: dict[Float8Layer, str] = {}
+    experts: dict[Float8Experts, str] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, Float8Layer) and part.config.float8_weights is HELD:
+            layers[part] = name
+        if isinstance(part, Float8Experts) and part.float8_config.float8_weights is HELD:
+            experts[part] = name
     if not layers and not experts:
         return
     alike: dict[Any, dict[Tensor, list[Float8Layer]]] = {}
     others: list[str] = []
     under_fsdp = _under_fsdp(model)
     for layer, name in layers.items():
-        layer.hold_weight(None)  # there is no room for both
+        layer.hold_weights()  # there is no room for both
         weight: Any = layer._parameters.get("weight")
         if layer in under_fsdp and not layer.config.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -206,12 +203,12 @@ def update_float8_weights(model: nn.Module) -> None:
         for (weight, of_weight), scale in zip(readers.items(), scales, strict=True):
             held = hold(weight, cast._replace(scale=scale))
             for layer in of_weight:
-                layer.hold_weight(held)
+                layer.hold_weights(held)
     for part, name in experts.items():
         why = "gathered by FSDP" if part in under_fsdp else None
         others += [
             f"{name}.{each} ({reason})".lstrip(".")
-            for each, reason in part.hold_weights(why).items()
+            for each, reason in part.float8_hold(why).items()
         ]
     if others:
         more = ", ..." if len(others) > 3 else ""
@@ -250,9 +247,7 @@ def _under_fsdp(model: nn.Module) -> set[nn.Module]:
 class Attachment:
     """The hooks that `attach_to_optimizer` registered."""
 
-    def __init__(
-        self, layers: list[Float8Layer | Float8Experts], handles: list[RemovableHandle]
-    ) -> None:
+    def __init__(self, layers: list[Float8Module], handles: list[RemovableHandle]) -> None:
         self._layers, self._handles = layers, handles
         for layer in layers:
             layer.attach()
@@ -265,7 +260,7 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         # Some may be in high precision by now.
-        for layer in (x for x in self._layers if isinstance(x, Float8Layer | Float8Experts)):
+        for layer in (x for x in self._layers if isinstance(x, Float8Module)):
             layer.detach()
         self._handles, self._layers = [], []
 
@@ -307,10 +302,10 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
         precompute_float8_dynamic_scale_for_fsdp(model)
         update_float8_weights(model)
 
-    layers = [x for x in model.modules() if isinstance(x, Float8Layer | Float8Experts)]
+    layers = [x for x in model.modules() if isinstance(x, Float8Module)]
     update_float8_weights(model)  # makes room for them
     for layer in layers:
-        layer.expire_weight()  # a checkpoint may be loaded next
+        layer.expire_weights()  # a checkpoint may be loaded next
     attachment = Attachment(
         layers,
         [

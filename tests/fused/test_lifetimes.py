@@ -60,7 +60,7 @@ def test_of_held_weights_column_data_alone_are_kept(device: str) -> None:
     update_float8_weights(model)
     x = seeded(0, 16, 48, device=device).requires_grad_()
     y = swiglu_feed_forward(x, *model)
-    rows = [weakref.ref(layer.held.operand.row.data) for layer in model]
+    rows = [weakref.ref(layer.held[0].operand.row.data) for layer in model]
     update_float8_weights(model)
     assert [row() for row in rows] == [None] * 3
     y.sum().backward()

@@ -12,16 +12,15 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from float8 import kernels
-from float8.experts import weight as experts_weight
 from float8.experts.weight import hold_groups
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
-from float8.linear import held as held_module
 from float8.quantize.quantize import Cast
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
-from float8.tensor.weight_cast import hold
+from float8.tensor import held_weights
+from float8.tensor.held_weights import hold
 from kernels.float8_codes import FORMATS, same_bytes
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -109,7 +108,7 @@ def of_held_matmul(device: str) -> Args:
         part = kept.operand.col if columns else kept.operand.row
         a = torch.randn(16, part.data.shape[1], device=device).to(E4M3)
         # opcheck copies the weight, which has another address then.
-        with mock.patch.object(held_module, "is_current", return_value=current):
+        with mock.patch.object(held_weights, "is_current", return_value=current):
             yield (
                 a, torch.ones_like(part.scale), *part, weight.detach(), 16, part.data.shape[0],
                 columns, False, "tensorwise", "tensorwise", False, False, torch.bfloat16,
@@ -145,7 +144,7 @@ def of_held_grouped_matmul(device: str) -> Args:
     for current, columns in itertools.product((False, True), repeat=2):
         part = kept.operand.col if columns else kept.operand.row
         a = torch.randn(40, part.data.shape[2], device=device).to(E4M3)
-        with mock.patch.object(experts_weight, "is_current", return_value=current):
+        with mock.patch.object(held_weights, "is_current", return_value=current):
             yield (
                 a, torch.ones(40, device=device), *part, weight.detach(), False, offs, columns,
                 True, False, False, True, torch.bfloat16,
@@ -212,10 +211,13 @@ class TestCast:
                 (None, CastSpec(E4M3, power_of_2=True), of_own),
             ):
                 made = kernels.cast(x * 1, spec, scale=given, row=row, col=col)
-                assert made.scale is scale if given is not None else torch.equal(made.scale, own)
-                assert same_bytes(made.row, want[0] if row else None)
-                assert same_bytes(made.col, want[1] if col else None)
-                assert not any(d.requires_grad for d in made[1:] if d is not None)
+                assert [part is not None for part in made] == [row, col]
+                for part, data in zip(made, want, strict=True):
+                    if part is not None:
+                        used = part.scale
+                        assert used is scale if given is not None else torch.equal(used, own)
+                        assert same_bytes(part.data, data)
+                        assert not part.data.requires_grad
         assert not kernels.amax(x * 2).requires_grad
         assert not kernels.transpose_bytes(twin[0]).requires_grad
 
@@ -251,12 +253,12 @@ class TestCast:
 def scaled_cast(x: Tensor) -> list[Tensor]:
     """From a tensor to its operands; by 512, so that no compiler rounds the quotient."""
     y = x * 2
-    _, row, col = kernels.cast(
+    row, col = kernels.cast(
         y, CastSpec(E4M3), scale=kernels.amax(y) / 512, row=True, col=True, pad_rows=True
     )
     assert row is not None
     assert col is not None
-    return [row, col, kernels.transpose_bytes(row)]
+    return [row.data, col.data, kernels.transpose_bytes(row.data)]
 
 
 @devices
@@ -294,9 +296,9 @@ from float8 import kernels
 from float8.quantize.spec import CastSpec
 assert kernels.amax(torch.tensor([1.0, -2.0])).item() == 2.0
 spec = CastSpec(torch.float8_e5m2)
-_, row, col = kernels.cast(torch.ones(3, 5), spec, row=True, col=True)
-assert row.shape == (3, 16) and col.shape == (16, 16)
-assert kernels.transpose_bytes(row).shape == (16, 16)
+row, col = kernels.cast(torch.ones(3, 5), spec, row=True, col=True)
+assert row.data.shape == (3, 16) and col.data.shape == (16, 16)
+assert kernels.transpose_bytes(row.data).shape == (16, 16)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

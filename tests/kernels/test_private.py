@@ -118,8 +118,10 @@ def generated(x: Tensor) -> str:
 
     def cast(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         spec = CastSpec(torch.float8_e4m3fn)
-        _, *layouts = kernels.cast(x * 2, spec, scale=x[0, 0], row=True, col=True)
-        return tuple(layouts)
+        row, col = kernels.cast(x * 2, spec, scale=x[0, 0], row=True, col=True)
+        assert row is not None
+        assert col is not None
+        return row.data, col.data
 
     with torch._inductor.config.patch(force_disable_caches=True):
         compiled, code = run_and_get_code(torch.compile(cast, fullgraph=True), x)

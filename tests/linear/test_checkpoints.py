@@ -106,12 +106,14 @@ def test_plain_checkpoint_loads_strictly_and_forgets_the_state(
     assert_train_alike(other, model)
 
 
-def test_loading_nothing_of_a_layer_keeps_its_state() -> None:
-    """As with `strict=False` and a checkpoint of adapters alone."""
+def test_only_another_weight_ends_the_state_of_a_layer() -> None:
+    """With `strict=False`, as for a checkpoint of adapters or of biases alone."""
     model = trained()
     before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
-    fresh = fp8_state(converted())
     model.load_state_dict({"2.bias": torch.zeros(17)}, strict=False)
+    assert_equal(fp8_state(model), before)
+    model.load_state_dict({"2.weight": torch.zeros(17, 48)}, strict=False)
+    fresh = fp8_state(converted())
     wanted = {name: (before if name.startswith("0.") else fresh)[name] for name in before}
     assert_equal(fp8_state(model), wanted)
 

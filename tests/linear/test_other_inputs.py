@@ -145,6 +145,11 @@ def test_other_layouts_say_what_to_do(layout: str) -> None:
         made("tensorwise")(x)
 
 
+def test_no_tensors_say_what_they_are() -> None:
+    with pytest.raises(TypeError, match="got list as input, expected a tensor"):
+        made("tensorwise")([1, 2])
+
+
 # ---------------------------------------------------------------- cast before
 
 

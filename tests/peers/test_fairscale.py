@@ -176,7 +176,7 @@ def test_held_weights_are_cast_on_the_fly() -> None:
     swap(parallel, config=tensorwise(float8_weights=Float8Weights.HELD))
     with pytest.warns(UserWarning, match=r"2 layer\(s\) cast their weight on the fly(.)*first"):
         attach_to_optimizer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
-    assert parallel.first.held is parallel.last.held is None
+    assert parallel.first.held == parallel.last.held == ()
     assert "held" not in repr(parallel)
     x = seeded(1, TOKENS, BATCH, DIM)
     assert torch.equal(parallel(x), wanted(x))

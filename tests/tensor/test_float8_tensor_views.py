@@ -150,9 +150,9 @@ def test_scales_of_columns_are_those_of_the_rows_of_the_transpose() -> None:
     # As torchao's, cast with `axiswise_dim=0`: contiguous, one scale for each column.
     y = Float8Tensor(x._data.t().contiguous(), x._scale.t(), torch.float32, x._granularity)
     for turned in (x.t(), x.mT, x.transpose(0, 1), x.permute(1, 0), y, y.clone(), x.t().detach()):
-        assert (turned._by_columns, turned._scale.shape) == (True, (1, 6))
+        assert (turned._has_column_scales, turned._scale.shape) == (True, (1, 6))
         assert torch.equal(turned.to_original_precision(), values.t())
-        assert not turned.t()._by_columns
+        assert not turned.t()._has_column_scales
         assert torch.equal(turned.t().to_original_precision(), values)
     for wrong in (lambda: y[:4], lambda: torch.cat([y, y]), lambda: y.split(2), lambda: y.view(-1)):
         with pytest.raises(ValueError, match="AXISWISE by columns"):

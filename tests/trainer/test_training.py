@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from float8 import Float8Weights
-from float8.tensor.weight_cast import hold
+from float8.tensor.held_weights import hold
 from float8_lab.trainer import build, data
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.config import TrainConfig

@@ -221,10 +221,7 @@ class _Changes(NamedTuple):
             become(part, Float8Linear.made_of(as_linear(part, own, dtype), own))
         disable_float8_all_gather(self.again)
         for layer in self.again:
-            if isinstance(layer, Float8Layer):
-                layer.set_up(config)
-            else:
-                layer.float8_set_up(config)
+            layer.set_up(config)
         for part in self.experts:
             convert_experts(part, config)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8.convert.filters import LEFT_ALONE
 from float8.convert.recognise import Norm, SwiGLU, computed_by, is_silu
 from float8.fused.reasons import has_hooks
-from float8.linear.source import new_class, replaced_forward
+from float8.linear.source import class_like, replaced_forward
 from float8.tensor import is_fsdp_module
 
 Named = Mapping[type[nn.Module], SwiGLU]
@@ -71,12 +71,11 @@ class Fused(nn.Module):
 
 @functools.cache
 def fused_class(known: Known) -> Any:
-    """Make a subclass of `known.source` with the same name, by which libraries find modules."""
+    """Make a subclass of `known.source` whose modules are fused."""
     source, *of, forward = known
-    members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members["_float8_known"] = known
-    members["_float8_argument"] = [*inspect.signature(forward).parameters, None, None][1]
-    return new_class(source.__name__, (Fused, source), _unpickled, (source, *of), **members)
+    argument = [*inspect.signature(forward).parameters, None, None][1]
+    members = {"_float8_known": known, "_float8_argument": argument}
+    return class_like(source, Fused, _unpickled, (source, *of), **members)
 
 
 def _unpickled(source: Any, parts: Any, activation: Any, by_user: bool) -> Any:

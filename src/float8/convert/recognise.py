@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from float8.fused import swiglu_feed_forward, why_not_fused
 from float8.fused.reasons import why_norm_weight_not_read
 from float8.linear.functional import autocast_dtype
-from float8.tensor.weight_cast import PLAIN
+from float8.tensor.held_weights import PLAIN
 
 _FUNCTIONAL = types.SimpleNamespace(silu=F.silu)
 _NN = types.SimpleNamespace(functional=_FUNCTIONAL)

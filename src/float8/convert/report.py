@@ -106,7 +106,7 @@ class ConversionReport:
         """The part of all matmul weights that runs in float8, by their number, from 0 to 1."""
         in_float8 = all_weights = 0
         for x in (*self.layers, *self.experts):
-            size = _number_of(x) * x.in_features * x.out_features
+            size = getattr(x, "experts", 1) * x.in_features * x.out_features
             all_weights += size
             in_float8 += size if x.skip_reason is None else 0
         all_weights += sum(math.prod(x.shape) for x in self.others)
@@ -231,10 +231,6 @@ def _scaling(config: Float8LinearConfig, all_e4m3: bool = False) -> str:
         as_run = replace(cast, target_dtype=E4M3) if all_e4m3 and cast.is_float8 else cast
         parts.append(f"{site.value} {as_run.short_str()}")
     return ", ".join(parts)
-
-
-def _number_of(layer: LayerReport) -> int:
-    return layer.experts if isinstance(layer, ExpertsReport) else 1
 
 
 def _experts(fqn: str, module: nn.Module) -> list[ExpertsReport]:

@@ -26,7 +26,7 @@ from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.quantize.quantize import Cast
 from float8.quantize.spec import Operand, Quantized
-from float8.tensor.weight_cast import WeightCast
+from float8.tensor.held_weights import WeightCast
 
 
 def grouped_linear(
@@ -96,13 +96,7 @@ def apply_grouped(
 ) -> Tensor:
     """Compute for `grouped_linear` and for modules what they have in common.
 
-    Args:
-        input: as for `grouped_linear`.
-        weight: likewise.
-        offs: likewise.
-        plan: which GEMMs run how.
-        any_dims: whether N and K need not be multiples of 16.
-        ready: the weight in float8, where it is held so.
+    `any_dims`: N and K need not be multiples of 16. `ready`: the weight in float8, if it is held.
     """
     autocast = autocast_dtype(input.device)
     if autocast is not None:

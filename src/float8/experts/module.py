@@ -14,7 +14,6 @@ Modules of one's own call `grouped_linear`.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from float8.experts.weight import hold_groups
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
-from float8.linear.source import new_class, not_in_high_precision, replaced_forward
+from float8.linear.source import class_like, not_in_high_precision, replaced_forward
 from float8.tensor import (
     gathered_like,
     high_precision,
@@ -36,7 +35,7 @@ from float8.tensor import (
     is_fsdp_module,
     local_tensor,
 )
-from float8.tensor.weight_cast import WeightCast, can_hold, mark, ready_of
+from float8.tensor.held_weights import Float8Module, can_hold
 
 
 class ExpertsWeight(NamedTuple):
@@ -48,30 +47,28 @@ class ExpertsWeight(NamedTuple):
     in_features: int
 
 
-class Float8Experts(nn.Module):
+class Float8Experts(Float8Module):
     """The base of experts in float8, beside the class that they had.
 
-    Its attributes begin with `float8_`: `config` is the model's in modules of transformers.
+    Its own attributes begin with `float8_`: `config` is the model's in modules of transformers.
     """
 
     float8_config: Float8LinearConfig
     float8_plan: LinearPlan
-    float8_held: Mapping[str, WeightCast]
-    """The weights that are held in float8, by the names of their Parameters."""
     source_class: ClassVar[type[nn.Module]]
     """The class that it had, and has again after `convert_to_high_precision`."""
     why_never_held: ClassVar[str | None] = None
     """The reason why its weights are cast at each use."""
 
-    def float8_set_up(self, config: Float8LinearConfig) -> None:
+    def set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
         self.float8_config, self.float8_plan = config, plan_linear(config)
-        self.float8_held = {}
+        self.hold_weights()
 
     def become_high_precision(self) -> None:
         """Turn this very object back into what it was."""
-        for name in ("float8_config", "float8_plan", "float8_held"):
-            del self.__dict__[name]
+        for name in ("float8_config", "float8_plan", *self._passing):
+            self.__dict__.pop(name, None)
         self.__class__ = self.source_class  # type: ignore[assignment]
 
     def float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
@@ -79,20 +76,16 @@ class Float8Experts(nn.Module):
         weight = _on_this_rank(weight)
         if autocast_dtype(x.device) is None:
             x = x.to(weight.dtype)
-        config, plan, ready = self.float8_config, self.float8_plan, None
-        held = self.float8_held.get(name)
-        parameter: Any = self._parameters.get(name)
-        # Another Parameter is somebody else's, as is a part of it: of FSDP, or of functional_call.
-        if held is not None and held.weight is parameter and self.training:
+        plan, ready = self.float8_plan, None
+        if self.held:
+            parameter: Any = self._parameters.get(name)
             cast = plan.casts.weight
-            ready = ready_of(held, held.weight, lambda: hold_groups(weight, held.weight, cast))
-            if ready is not None and not ready.compares:
-                self.float8_held = {**self.float8_held, name: ready}
-        return apply_grouped(x, weight, offs, plan, config.emulate, ready)
+            ready = self.held_weight(parameter, lambda: hold_groups(weight, parameter, cast))
+        return apply_grouped(x, weight, offs, plan, self.float8_config.emulate, ready)
 
     # ---------------------------------------------------------------- weights that are held
 
-    def hold_weights(self, why_not: str | None = None) -> dict[str, str]:
+    def float8_hold(self, why_not: str | None = None) -> dict[str, str]:
         """Cast the weights, to be read until they are written.
 
         Args:
@@ -101,8 +94,8 @@ class Float8Experts(nn.Module):
         Returns:
             The names of those that are cast on the fly all the same, each with the reason.
         """
-        self.float8_held = {}  # there is no room for both
-        held, others = {}, {}
+        self.hold_weights()  # there is no room for both
+        held, others = [], {}
         for name, *_ in weights_of(self):
             parameter: Any = self._parameters[name]
             reason = why_not or self.why_never_held
@@ -110,21 +103,9 @@ class Float8Experts(nn.Module):
                 others[name] = reason or f"a {type(parameter).__name__}"
             elif not parameter.is_meta:
                 weight, cast = self.float8_weight(name), self.float8_plan.casts.weight
-                held[name] = hold_groups(weight, parameter, cast)
-        self.float8_held = held
+                held.append(hold_groups(weight, parameter, cast))
+        self.hold_weights(*held)
         return others
-
-    def expire_weight(self) -> None:
-        """Have the next use cast held weights again, compiled or not."""
-        for held in self.float8_held.values():
-            mark(None, held.operand.row.data, held.operand.col.data)
-
-    def attach(self) -> None:
-        """Do nothing for one more optimizer: no sync of delayed scaling can be missing."""
-
-    def detach(self) -> None:
-        """End what is held."""
-        self.float8_held = {}
 
     def float8_weight(self, name: str) -> Any:
         """Return a Parameter, or what stands for it now, as weights [E, N, K]."""
@@ -150,20 +131,13 @@ class Float8Experts(nn.Module):
             if new is not old:  # by assign=True
                 self._parameters[name] = gathered_like(new, old)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "float8_held": {}}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float8Experts":
-        self.float8_held = {}
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
-
     def extra_repr(self) -> str:
         """Return what its class says, the recipe, and what runs otherwise than in a layer."""
         plan, parts = self.float8_plan, [super().extra_repr(), self.float8_config.short_str()]
         casts = plan.casts.grad_output, plan.casts.grad_output_for_grad_weight
         if any(cast.spec.dtype == E5M2 for cast in casts):
             parts.append("grad_output in e4m3")
-        if self.float8_held:
+        if self.held:
             parts.append("weights held in float8")
         if self.float8_config.enable_fsdp_float8_all_gather and not names_to_gather(self):
             parts.append("weights gathered in high precision")
@@ -347,12 +321,10 @@ def convert_experts(module: nn.Module, config: Float8LinearConfig) -> None:
     experts: Any = module
     kind: Any = kind_of(module)
     experts.__class__ = class_of_experts(kind, experts.__class__)
-    experts.float8_set_up(config)
+    experts.set_up(config)
 
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
-    """Return a subclass of `source` with the same name, by which libraries find modules."""
-    members = {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members["source_class"] = source
-    return new_class(source.__name__, (kind, source), class_of_experts, (kind, source), **members)
+    """Return a subclass of `source` that is a `kind` of experts, too."""
+    return class_like(source, kind, class_of_experts, (kind, source), source_class=source)

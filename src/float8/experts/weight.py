@@ -14,7 +14,7 @@ from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime.ops import register
 from float8.quantize.quantize import Cast
 from float8.quantize.spec import CastSpec, Operand, Quantized
-from float8.tensor.weight_cast import WeightCast, is_capturing, is_current, mark, stamp_of
+from float8.tensor.held_weights import WeightCast, still_holds, until_written
 
 
 def cast_weights(weight: Tensor, cast: Cast, *, row: bool = False, col: bool = False) -> Quantized:
@@ -88,8 +88,7 @@ def hold_groups(weight: Tensor, parameter: Tensor, cast: Cast) -> WeightCast:
     made = cast_weights(weight, cast, row=True, col=True)
     # `.data`: no views. Compiled code hands those on to backward as others, which have no mark.
     row, col = (Operand(x.data.data, x.scale) for x in (made.row, made.col))
-    mark(stamp_of(parameter), row.data, col.data)
-    return WeightCast(Quantized(row, col), weight=parameter, memory=parameter.untyped_storage())
+    return until_written(Quantized(row, col), parameter)
 
 
 def product_with_held(
@@ -103,15 +102,12 @@ def product_with_held(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply `a` by weights, or their columns: what is held of them, or a cast made here."""
-    b, one_scale = (
-        held.operand.col if columns else held.operand.row,
-        cast.spec.granularity.one_scale,
-    )
+    b = held.operand.col if columns else held.operand.row
     # The Parameter itself tells when it is written; compiled code may turn a view into another one.
     turned = weight.stride() != held.weight.stride()
     return torch.ops.float8.held_grouped_matmul.default(  # type: ignore[no-any-return]
-        *a, *b, held.weight.detach(), turned, offs, columns, one_scale, cast.spec.power_of_2,
-        gemm.use_fast_accum, gemm.emulate, out_dtype,
+        *a, *b, held.weight.detach(), turned, offs, columns, cast.spec.granularity.one_scale,
+        cast.spec.power_of_2, gemm.use_fast_accum, gemm.emulate, out_dtype,
     )  # fmt: skip
 
 
@@ -133,25 +129,12 @@ def held_grouped_matmul(
 ) -> Tensor:
     """Multiply groups in float8 by weights, of which float8 data may be held.
 
-    `float8.linear.held.held_matmul` with groups: it writes nothing, and casts what is not current.
-
-    Args:
-        a: [T, K] float8, or [T, N] for `columns`.
-        a_scale: [T].
-        data: what is held: row data, or column data.
-        scale: of the data.
-        weight: [E, N, K]; cast if the data are not of its values now.
-        turned: whether the weight is given as it lies, [E, K, N].
-        offs: [E] int32, where the groups of `a` end.
-        columns: whether column data are multiplied.
-        one_scale: of the cast: whether a scale covers all of an expert.
-        power_of_2: of the cast.
-        use_fast_accum: as in `Gemm`, as is the next.
-        emulate: see there.
-        out_dtype: of the result, [T, N], or [T, K] for `columns`.
+    `float8.linear.held_matmul` with groups, and with its arguments but for these: `weight`
+    [E, N, K], or as it lies, [E, K, N], if `turned`; `offs` [E] int32, where the groups of `a` end;
+    `one_scale`, whether a scale covers all of an expert. Returns [T, N], or for `columns` [T, K].
     """
     b = Operand(data, scale)
-    if is_capturing(weight) or not is_current(data, stamp_of(weight)):
+    if not still_holds(data, weight):
         of = ScalingGranularity.TENSORWISE if one_scale else ScalingGranularity.AXISWISE
         cast = Cast(CastSpec(E4M3, of, power_of_2=power_of_2))
         weight = weight.transpose(1, 2) if turned else weight

@@ -11,7 +11,7 @@ from float8.kernels.runtime.private import has_global_module_hooks
 from float8.linear import Float8Linear
 from float8.linear.plan import LinearPlan
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor
-from float8.tensor.weight_cast import PLAIN
+from float8.tensor.held_weights import PLAIN
 
 _WEIGHTS = (*PLAIN, Float8Tensor)
 

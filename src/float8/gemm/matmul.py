@@ -109,10 +109,10 @@ def matmul(
     return y
 
 
-def _scale_per_row(part: Operand) -> Tensor:
+def _scale_per_row(operand: Operand) -> Tensor:
     """Return one scale for each row of the data, [R, 1], of one scale or as many."""
-    rows = part.data.shape[0]
-    return part.scale.reshape(-1, 1).expand(rows, 1).contiguous()
+    rows = operand.data.shape[0]
+    return operand.scale.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:

@@ -76,14 +76,14 @@ class Float8ParallelLinear(Float8Linear):
         """
         if self.delayed:
             self.check_synced()
-        by_rows = self.sharded_dim == 0
+        colwise = self.sharded_dim == 0
         weight = self._on_mesh(self.weight, Shard(self.sharded_dim))
         bias: Any = self.bias
         if bias is not None:
-            bias = self._on_mesh(bias, Shard(0) if by_rows else Replicate())
+            bias = self._on_mesh(bias, Shard(0) if colwise else Replicate())
         before, after = self.placements
         x = self._on_mesh(input, before)
-        if not by_rows and before.is_replicate():
+        if not colwise and before.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
         casts = self.casts(amax_over([self.mesh.get_group()]))
         y = linear_of_shards(x, weight, bias, self.shards, self.plan, casts)

@@ -5,7 +5,7 @@ as ``torch.ops.float8.*``. Importing registers the ops and does nothing else.
 """
 
 from float8.kernels.amax import amax
-from float8.kernels.cast import CastResult, cast, cast_delayed, to_float8
+from float8.kernels.cast import cast, cast_delayed, to_float8
 from float8.kernels.cast_finer import cast_finer
 from float8.kernels.rms_norm import WIDEST_NORM, rms_norm_backward, rms_norm_cast, rms_norm_recast
 from float8.kernels.swiglu import swiglu_backward_cast, swiglu_cast
@@ -13,7 +13,6 @@ from float8.kernels.transpose import transpose_bytes
 
 __all__ = [
     "WIDEST_NORM",
-    "CastResult",
     "amax",
     "cast",
     "cast_delayed",

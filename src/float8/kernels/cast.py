@@ -5,7 +5,7 @@ history and records the amax in the same read. Both launch the kernel of `cast_k
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +19,7 @@ from float8.kernels.runtime.launch import Program, Slot, empty, new, planned, ta
 from float8.kernels.runtime.ops import register
 from float8.quantize.history import DelayedScale
 from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec
-
-
-class CastResult(NamedTuple):
-    """A tensor in float8, with the scale of the cast."""
-
-    scale: Tensor
-    """The decode scale that was given; else 0-dim float32, a new tensor."""
-
-    row: Tensor | None
-    col: Tensor | None
+from float8.quantize.spec import CastSpec, Operand
 
 
 def cast(
@@ -41,7 +31,7 @@ def cast(
     col: bool,
     pad_rows: bool = False,
     after: Tensor | None = None,
-) -> CastResult:
+) -> tuple[Operand | None, Operand | None]:
     """Cast ``x`` to float8 under one scale, to row data, to its transpose, or to both.
 
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
@@ -64,10 +54,10 @@ def cast(
             alone a compiler may move into forward, and keep all the while: a gradient stops it.
 
     Returns:
-        Data are contiguous, None where not asked for. With ceil16 rounding up to a multiple of 16,
-        row data is [R, ceil16(C)], or [ceil16(R), ceil16(C)] if ``pad_rows``; column data is
-        [ceil16(C), ceil16(R)], the transposed copy. Padding is zero.
-        No gradient flows through it.
+        ``(row, col)``, None where not asked for, each with the scale that was given, or a new one,
+        0-dim. Data are contiguous. With ceil16 rounding up to a multiple of 16, row data is
+        [R, ceil16(C)], or [ceil16(R), ceil16(C)] if ``pad_rows``; column data is
+        [ceil16(C), ceil16(R)], the transposed copy. Padding is zero. No gradient flows through it.
 
     Raises:
         TypeError: the dtype of ``x``, of ``scale``, or the format is not one of those above.
@@ -79,7 +69,7 @@ def cast(
     direct = x.is_cuda and takes_triton_directly(x, scale)
     out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, scale, *how)
     used = out[0] if scale is None else scale
-    return CastResult(used, out[-1 - col] if row else None, out[-1] if col else None)
+    return Operand(out[-1 - col], used) if row else None, Operand(out[-1], used) if col else None
 
 
 def cast_delayed(
@@ -91,7 +81,7 @@ def cast_delayed(
     col: bool,
     pad_rows: bool = False,
     record: bool = True,
-) -> CastResult:
+) -> tuple[Operand | None, Operand | None]:
     """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
 
     The scale of ``state`` is used, or where it is 0 (unknown) that from the amax of ``x``. Its amax
@@ -103,7 +93,7 @@ def cast_delayed(
     args = (x, scale, amax, spec.dtype, row, col, pad_rows, spec.power_of_2, record)
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
     out = (_cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default)(*args)
-    return CastResult(out[0], out[1] if row else None, out[2] if col else None)
+    return Operand(out[1], out[0]) if row else None, Operand(out[2], out[0]) if col else None
 
 
 def check_cast(

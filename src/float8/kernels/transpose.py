@@ -56,7 +56,7 @@ def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     """Plain-torch twin of the kernel; see :func:`transpose_bytes`."""
     # As uint8, because float8 copies are not implemented on every backend.
     (R, C), codes = data.shape, data.view(torch.uint8)
-    out = codes.new_zeros(((C + 15) // 16 * 16, (R + 15) // 16 * 16))
+    out = codes.new_zeros((C + -C % 16, R + -R % 16))
     out[:C, :R] = codes.t()
     return out.view(data.dtype)
 

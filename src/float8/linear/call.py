@@ -12,13 +12,13 @@ from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
 from float8.gemm import matmul
-from float8.linear.held import product_with_held
+from float8.linear.held_matmul import product_with_held
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize.quantize import Cast, columns, padded, quantize
 from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor
+from float8.tensor.held_weights import WeightCast
 from float8.tensor.ranks import SharedTokens
-from float8.tensor.weight_cast import WeightCast
 
 
 class KeptWeight(NamedTuple):
@@ -136,7 +136,7 @@ def _operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Qu
     """Return the operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
     spec = cast.spec
     same = x._data.dtype == spec.dtype and x._granularity is spec.granularity
-    if not same or x._by_columns or other is not None:
+    if not same or x._has_column_scales or other is not None:
         expected = f"{spec.dtype} under {spec.granularity}"
         raise ValueError(
             f"Float8Linear: got {role} in {x._data.dtype} under {x._scaling}, expected one in high "

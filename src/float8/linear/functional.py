@@ -28,8 +28,8 @@ from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.quantize.quantize import quantize, recast
 from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
+from float8.tensor.held_weights import WeightCast
 from float8.tensor.ranks import SharedTokens, arrived
-from float8.tensor.weight_cast import WeightCast
 
 _NO_TRANSFORM = (
     " (grad, vmap, jvp, ...), expected one by itself: casts to float8 cannot be transformed; use "

@@ -20,12 +20,14 @@ def of_another_kind(layer: nn.Module, input: Any, run: Callable[[Tensor], Tensor
         run: forward, for the values of a nested tensor, [..., K]: all its sequences have one scale.
 
     Raises:
-        TypeError: the input has another layout.
+        TypeError: the input is no tensor, or has another layout.
         ValueError: it is not contiguous.
         RuntimeError: torch.fx cannot note a call of this layer.
     """
     if isinstance(input, Proxy):
         return _noted_call(layer, input)
+    if not hasattr(input, "layout"):
+        raise TypeError(f"Float8Linear: got {type(input).__name__} as input, expected a tensor")
     if input.layout is not torch.jagged:
         got = "nested input of layout" if input.is_nested else "input of layout"
         do = "use layout=torch.jagged" if input.is_nested else "call input.to_dense()"

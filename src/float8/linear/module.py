@@ -16,18 +16,18 @@ from float8.config import (
 )
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.linear.call import weight_in_float8
-from float8.linear.delayed import PASSING, StatefulLayer
 from float8.linear.functional import apply_linear, require_input
 from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
 from float8.linear.source import class_of, is_conv1d, own_names, problem, shallow_copy
+from float8.linear.state import StatefulLayer
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.quantize import Reduction
 from float8.tensor import Float8Tensor, dequantise, local_tensor
+from float8.tensor.held_weights import WeightCast, hold
 from float8.tensor.ranks import amax_over, sharding_groups
-from float8.tensor.weight_cast import WeightCast, hold, ready_of
 
 _NO_TRACE = (
     "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
@@ -86,7 +86,7 @@ class Float8Layer(StatefulLayer):
         """Make a layer of `mod`, as `from_float`, without checks."""
         source = mod.source_class if isinstance(mod, Float8Layer) else type(mod)
         new: Float8Layer = shallow_copy(mod, class_of(_base(mod, cls), source))
-        for name in PASSING & vars(new).keys():
+        for name in new._passing & vars(new).keys():
             del new.__dict__[name]
         new.set_up(config)
         return new
@@ -101,7 +101,7 @@ class Float8Layer(StatefulLayer):
         """Take this configuration, with state made anew."""
         self._drop_state()
         self.config, self.plan, self.delayed = config, plan_linear(config), config.delayed_sites
-        self.held, self.agreed = None, frozenset()
+        self.held, self.agreed = (), frozenset()
         self._register_buffers()
         if self.keeps_no_master:
             weight = in_float8_only(self.weight.detach(), self.plan.casts.weight)
@@ -145,7 +145,7 @@ class Float8Layer(StatefulLayer):
             RuntimeError: a sync of delayed scaling is missing; or the call is to be exported to
                 ONNX, or within torch.func, or delayed scaling within torch.jit.trace.
         """
-        if input.layout is not torch.strided or input.is_nested:
+        if getattr(input, "layout", None) is not torch.strided or input.is_nested:
             run = functools.partial(Float8Layer.forward, self)
             other: Tensor = of_another_kind(self, input, run)
             return other
@@ -159,7 +159,7 @@ class Float8Layer(StatefulLayer):
             whole: Tensor = linear_of_shards(input, weight, self.bias, self.shards, plan, casts)
             return whole
         casts, ready = self.casts() if self.delayed else plan.casts, None
-        if self.held is not None or self.config.float8_weights is Float8Weights.ONLY:
+        if self.held or self.config.float8_weights is Float8Weights.ONLY:
             ready = self.ready_weight(weight)
         return apply_linear(input, weight, self.bias, plan, casts, ready)
 
@@ -180,23 +180,17 @@ class Float8Layer(StatefulLayer):
         return placements is not None and placements[-1].is_shard(1)
 
     def ready_weight(self, weight: Any) -> WeightCast | None:
-        """Return `weight`, this layer's, in float8 if it is that already, or held so.
-
-        Another weight is somebody else's: of FSDP, or of `functional_call`. Evaluation casts the
-        weight as it is: averages are written into `weight.data`, past version counters.
-        """
-        held = self.held
+        """Return `weight`, this layer's, in float8 if it is that already, or held so."""
         if weight.requires_grad and self.config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
-        if held is None or held.weight is not weight or not self.training:
-            return weight_in_float8(weight, self.plan) if isinstance(weight, Float8Tensor) else None
-        ready = ready_of(held, weight, lambda: hold(weight, self.plan.casts.weight))
-        if ready is not None and not ready.compares:
-            self.held = ready
-        return ready
+        if isinstance(weight, Float8Tensor):
+            return weight_in_float8(weight, self.plan)
+        if not self.held:
+            return None
+        return self.held_weight(weight, lambda: hold(weight, self.plan.casts.weight))
 
     def casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
@@ -250,7 +244,7 @@ class Float8Layer(StatefulLayer):
         weight = local_tensor(self._parameters.get("weight"))
         if self.keeps_no_master and not isinstance(weight, Float8Tensor):
             parts.append("weight in high precision")  # which somebody has set
-        elif self.held is not None or self.keeps_no_master:
+        elif self.held or self.keeps_no_master:
             parts.append(f"weight {self.config.float8_weights.value} in float8")
         gathered = None
         if self.shards.tokens_dim is not None:

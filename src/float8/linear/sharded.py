@@ -60,16 +60,16 @@ class Shards(NamedTuple):
                 f"DTensor, expected a DTensor; use a style that prepares it, as "
                 f"Float8ColwiseParallel"
             )
-        dtensors, mesh, by_rows = torch.distributed.tensor, weight.device_mesh, _by_rows(weight)
+        dtensors, mesh, colwise = torch.distributed.tensor, weight.device_mesh, _is_colwise(weight)
         if input.device_mesh != mesh:
             raise ValueError(
                 f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
                 f"expected one mesh; parallelize both over the same"
             )
-        require_parts(weight.shape, 0 if by_rows else 1, mesh.size(), plan)
+        require_parts(weight.shape, 0 if colwise else 1, mesh.size(), plan)
         input_tokens = output_tokens = None
         (placement,) = input.placements
-        if by_rows and self.gathers_input and not placement.is_replicate():
+        if colwise and self.gathers_input and not placement.is_replicate():
             dim = placement.dim if placement.is_shard() else -1
             even = 0 <= dim < input.dim() - 1 and input.shape[dim] % mesh.size() == 0
             if even and not isinstance(input._local_tensor, Float8Tensor):
@@ -78,31 +78,31 @@ class Shards(NamedTuple):
                 require_input(input, weight)
                 input = dtensor_in_float8(input, plan, casts.input)
                 input = input.redistribute(placements=[dtensors.Replicate()])
-        elif not by_rows and self.tokens_dim is not None:
+        elif not colwise and self.tokens_dim is not None:
             dim = self._dim_of_tokens(input.shape, mesh.size())
             if dim < input.dim() - 1:
                 output_tokens = _shared_tokens(input.shape, dim, mesh)
-        expected: Any = dtensors.Replicate() if by_rows else dtensors.Shard(input.dim() - 1)
+        expected: Any = dtensors.Replicate() if colwise else dtensors.Shard(input.dim() - 1)
         if input_tokens is None and tuple(input.placements) != (expected,):
             raise ValueError(
                 f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
                 f"{tuple(weight.placements)}, expected {expected}; redistribute it"
             )
         # What is whole here, or gathered before it is cast, has an amax that all ranks find alike.
-        if by_rows and (input_tokens is None or not plan.input_rows_suffice):
+        if colwise and (input_tokens is None or not plan.input_rows_suffice):
             casts = casts._replace(
                 input=casts.input._replace(reduce=None),
                 input_for_grad_weight=casts.input_for_grad_weight._replace(reduce=None),
             )
-        if not by_rows and (output_tokens is None or not plan.grad_output_rows_suffice):
+        if not colwise and (output_tokens is None or not plan.grad_output_rows_suffice):
             other = casts.grad_output_for_grad_weight._replace(reduce=None)
             casts = casts._replace(
                 grad_output=casts.grad_output._replace(reduce=None),
                 grad_output_for_grad_weight=other,
             )
-        summed = by_rows and input_tokens is None
+        summed = colwise and input_tokens is None
         x = input.to_local(grad_placements=(dtensors.Partial(),) if summed else None)
-        return Entered(x, casts, by_rows, input_tokens, output_tokens)
+        return Entered(x, casts, colwise, input_tokens, output_tokens)
 
     def leave(self, y: Tensor, entered: "Entered", weight: Any, bias: Any) -> Any:
         """Return the output, of which this rank has `y`: features, summands or tokens.
@@ -110,7 +110,7 @@ class Shards(NamedTuple):
         `bias` [N], Replicate, is added where `y` does not have it: that of a weight Shard(1).
         """
         dtensors, mesh, tokens = torch.distributed.tensor, weight.device_mesh, entered.output_tokens
-        if entered.by_rows:
+        if entered.colwise:
             # Maybe shared unevenly: torch is told the shape.
             shape, strides = torch.Size([*y.shape[:-1], weight.shape[0]]), [1]
             for size in reversed(shape[1:]):
@@ -152,8 +152,8 @@ class Entered(NamedTuple):
     input: Tensor
     casts: Casts
     """Without the reduction over ranks for tensors of which this rank has the whole."""
-    by_rows: bool
-    """Whether each rank has rows of the weight, and not columns."""
+    colwise: bool
+    """Whether each rank has rows of the weight, as under ColwiseParallel, and not columns."""
     input_tokens: SharedTokens | None
     output_tokens: SharedTokens | None
 
@@ -166,7 +166,7 @@ def linear_of_shards(
     `bias` [N] is Shard(0) with the weight, else Replicate; or None.
     """
     entered = shards.enter(input, weight, plan, casts)
-    here = bias.to_local() if bias is not None and entered.by_rows else None
+    here = bias.to_local() if bias is not None and entered.colwise else None
     y = apply_linear(
         entered.input,
         weight.to_local(),
@@ -179,17 +179,17 @@ def linear_of_shards(
     return shards.leave(y, entered, weight, bias)
 
 
-def _by_rows(weight: Any) -> bool:
+def _is_colwise(weight: Any) -> bool:
     """Whether ranks share the rows of a weight, not its columns; raises as `Shards.enter`."""
     dtensors = torch.distributed.tensor  # imported: somebody made DTensors
     placements = tuple(weight.placements)
-    by_rows = placements == (dtensors.Shard(0),)
-    if not by_rows and placements != (dtensors.Shard(1),):
+    colwise = placements == (dtensors.Shard(0),)
+    if not colwise and placements != (dtensors.Shard(1),):
         raise ValueError(
             f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
             f"mesh of one dim, as tensor parallel's styles place it"
         )
-    return by_rows
+    return colwise
 
 
 def _shared_tokens(shape: torch.Size, dim: int, mesh: Any) -> SharedTokens:

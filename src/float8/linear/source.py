@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES, lacks_float8_gemm
-from float8.linear.delayed import StatefulLayer
+from float8.linear.state import StatefulLayer
 from float8.tensor import is_dtensor, is_fsdp_module
 
 _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__slots__")
@@ -258,6 +258,12 @@ def new_class(
     cls = types.new_class(name, bases, exec_body=lambda body: body.update(members))
     object.__setattr__(object.__new__(bases[1]), "__class__", cls)
     return cls
+
+
+def class_like(source: Any, kind: type, make: Any, made_of: tuple[Any, ...], **members: Any) -> Any:
+    """Return a `new_class` with the name of `source`, by which libraries find modules."""
+    members |= {name: getattr(source, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return new_class(source.__name__, (kind, source), make, made_of, **members)
 
 
 def _instance(make: Any, *made_of: Any) -> Any:

@@ -190,8 +190,8 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"that nobody has shared; parallelize each layer once, and before fully_shard"
         )
     granularity = module.plan.casts.weight.spec.granularity
-    by_rows = granularity.by_rows and dim == 0
-    if module.keeps_no_master and not (granularity.one_scale or by_rows):
+    parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
+    if module.keeps_no_master and not parts_have_scales:
         raise ValueError(
             f"{type(style).__name__}: got a layer with float8_weights=ONLY whose weight has "
             f"{granularity} scales, expected one scale, or those of rows for a colwise style: "

@@ -90,20 +90,16 @@ def quantize(
         )
     if scale is None and state is not None and reduce is None:
         apart = state.apart() if record and traced else None
-        scale, row_data, col_data = kernels.cast_delayed(
+        made = kernels.cast_delayed(
             x, spec, apart or state, row=row, col=col, pad_rows=pad_rows, record=record
         )
         if apart:
             state.record(apart.amax)
-    else:
-        if scale is None and (reduce is not None or traced):
-            scale = scale_of(x, cast)
-        scale, row_data, col_data = kernels.cast(
-            x, spec, scale=scale, row=row, col=col, pad_rows=pad_rows, after=after
-        )
+        return Quantized(*made)
+    if scale is None and (reduce is not None or traced):
+        scale = scale_of(x, cast)
     return Quantized(
-        None if row_data is None else Operand(row_data, scale),
-        None if col_data is None else Operand(col_data, scale),
+        *kernels.cast(x, spec, scale=scale, row=row, col=col, pad_rows=pad_rows, after=after)
     )
 
 

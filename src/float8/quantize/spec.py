@@ -56,32 +56,30 @@ class Quantized(NamedTuple):
     """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
 
 
-def check_scale(part: Operand, granularity: Granularity) -> None:
+def check_scale(operand: Operand, granularity: Granularity) -> None:
     """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
 
     One element for one scale, else `Granularity.scales`; rows may have more leading dims.
     """
     if granularity.one_scale:
-        right, expected = part.scale.numel() == 1, "one element"
+        right, expected = operand.scale.numel() == 1, "one element"
     elif torch.compiler.is_compiling():  # sizes may be symbols, of which nothing should be asked
         return
     else:
-        wanted = granularity.scales(tuple(part.data.shape))
-        right, expected = tuple(part.scale.shape) == wanted, f"shape {wanted}"
+        wanted = granularity.scales(tuple(operand.data.shape))
+        right, expected = tuple(operand.scale.shape) == wanted, f"shape {wanted}"
     if not right:
-        raise ValueError(
-            f"scale: got shape {tuple(part.scale.shape)} for data of {tuple(part.data.shape)}, "
-            f"expected {expected} under {granularity}"
-        )
+        got = f"shape {tuple(operand.scale.shape)} for data of {tuple(operand.data.shape)}"
+        raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
 
 
 def dequantised(
-    part: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
+    operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return `data * scale` in `dtype`; of any shape under one scale or rows, else [R, C]."""
-    scale = part.scale
+    scale = operand.scale
     if granularity.width is not None:
-        scale = scale.repeat_interleave(granularity.width, dim=1)[:, : part.data.shape[1]]
+        scale = scale.repeat_interleave(granularity.width, dim=1)[:, : operand.data.shape[1]]
     if granularity.height not in (None, 1):
-        scale = scale.repeat_interleave(granularity.height, dim=0)[: part.data.shape[0]]
-    return part.data.to(dtype) * scale.to(dtype)
+        scale = scale.repeat_interleave(granularity.height, dim=0)[: operand.data.shape[0]]
+    return operand.data.to(dtype) * scale.to(dtype)

@@ -46,7 +46,7 @@ class Float8Tensor(Wrapper):
     _scale: Tensor
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _by_columns: bool
+    _has_column_scales: bool
     """Whether each column has a scale, under `AXISWISE`, and not each row."""
     _amax: Tensor | None
 
@@ -77,8 +77,8 @@ class Float8Tensor(Wrapper):
                 f"contiguous matrix under {granularity}"
             )
         self = cls._unchecked(data, scale, orig_dtype, granularity, amax)
-        part = Operand(data.mT, scale.mT) if self._by_columns else Operand(data, scale)
-        check_scale(part, granularity)
+        operand = Operand(data.mT, scale.mT) if self._has_column_scales else Operand(data, scale)
+        check_scale(operand, granularity)
         return self
 
     @classmethod
@@ -93,7 +93,7 @@ class Float8Tensor(Wrapper):
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
-        self._by_columns = granularity.by_rows and _has_scales_of_columns(data, scale)
+        self._has_column_scales = granularity.by_rows and _has_scales_of_columns(data, scale)
         return self
 
     def _like(
@@ -176,14 +176,14 @@ class Float8Tensor(Wrapper):
         return cls(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
 
     @property
-    def _by_rows(self) -> bool:
+    def _has_row_scales(self) -> bool:
         """Whether each row has a scale."""
-        return self._granularity.by_rows and not self._by_columns
+        return self._granularity.by_rows and not self._has_column_scales
 
     @property
     def _scaling(self) -> str:
         """Describe the granularity for messages, and the dim of the scales if that differs."""
-        return f"{self._granularity}{' by columns' if self._by_columns else ''}"
+        return f"{self._granularity}{' by columns' if self._has_column_scales else ''}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

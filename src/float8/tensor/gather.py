@@ -21,8 +21,8 @@ from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, Operand, Quantized
 from float8.tensor.dtensor import all_have_some, dtensor_like, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor
+from float8.tensor.held_weights import is_current, mark, stamp_of
 from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
-from float8.tensor.weight_cast import is_current, mark, stamp_of
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
@@ -203,13 +203,13 @@ class Float8GatherWeight(Wrapper):
         owner.gather_in(param_dtype)
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
         # A shard of another dim than the first is never padded, nor is one of everything.
-        rows, by_rows = self.shape[0], self.shape[1] == outer_size[1]
-        if by_rows and rows != outer_size[0]:
+        rows, whole_rows = self.shape[0], self.shape[1] == outer_size[1]
+        if whole_rows and rows != outer_size[0]:
             rows = -(-outer_size[0] // mesh.size())
         granularity, problem = self.spec.granularity, None
         if granularity.one_scale:
             pass
-        elif not by_rows:
+        elif not whole_rows:
             problem = f"its columns are sharded, which {granularity} would cut"
         elif rows * mesh.size() != outer_size[0]:
             problem = f"shards of {rows} rows are not all of one size, for which scales are sent"

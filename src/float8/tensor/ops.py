@@ -76,7 +76,7 @@ def _scale_of_view(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[s
     """Return the scales of `data`, which `func` made of that of `x`: a list if it made pieces."""
     if x._granularity.by_rows and func in _TURNS and _turns_the_last(func, x.dim(), rest):
         return func(x._scale, *rest, **kwargs)
-    if x._by_rows and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
+    if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return func(x._scale, rest[0], 1.0)
     scales = [_scales_of_part(func, x, part) for part in tree_leaves(data)]
     return scales[0] if isinstance(data, Tensor) else scales
@@ -95,7 +95,7 @@ def _scales_of_part(func: Any, x: Any, part: Tensor) -> Any:
     if (part.shape, part.stride()) == (x.shape, x.stride()):
         return x._scale
     whole_rows = part.dim() > 1 and part.shape[-1] == x.shape[-1] and part.is_contiguous()
-    if not x._by_rows or not whole_rows or not x.is_contiguous():
+    if not x._has_row_scales or not whole_rows or not x.is_contiguous():
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part "
             f"of the data does not have all of the scales; call .to_original_precision() first"
@@ -141,7 +141,7 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool) -> None:
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
     first: Any = pieces[0]
-    rows = isinstance(first, Float8Tensor) and first._by_rows
+    rows = isinstance(first, Float8Tensor) and first._has_row_scales
     for piece in pieces:
         _require_alike("cat", first, piece, scale=not rows)
     rows = rows and (*rest, *kwargs.values(), 0)[0] % first.dim() != first.dim() - 1
@@ -247,7 +247,7 @@ def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     It is waited for at once, where compilers know to look for it.
     """
     x, *rest = args
-    rows = x._by_rows and func.name().endswith("into_tensor")
+    rows = x._has_row_scales and func.name().endswith("into_tensor")
     if not rows and not x._granularity.one_scale:
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE, or an "
@@ -335,8 +335,10 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
             f"no e5m2 x e5m2; call .to_original_precision() on one of them"
         )
     # What the GEMM sums over must have one scale.
-    fits_a = a._granularity.one_scale or a._by_rows
-    fits_b = b._granularity.one_scale or b._by_columns or (b._by_rows and b.numel() == 1)
+    fits_a = a._granularity.one_scale or a._has_row_scales
+    fits_b = (
+        b._granularity.one_scale or b._has_column_scales or (b._has_row_scales and b.numel() == 1)
+    )
     if not fits_a or not fits_b:
         raise ValueError(
             f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
@@ -345,7 +347,7 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
         )
     return matmul(
         _operand(a._data, a._scale, a._granularity),
-        _operand(b._data.t(), b._scale.t() if b._by_columns else b._scale, b._granularity),
+        _operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale, b._granularity),
         (a.shape[0], b.shape[1]),
         gemm=Gemm(granularities=(a._granularity, b._granularity)),
         out_dtype=a._orig_dtype,
@@ -353,5 +355,5 @@ def _float8_mm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
 
 
 def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Operand:
-    part = padded(Operand(data, scale), granularity)
-    return Operand(part.data.contiguous(), part.scale)
+    operand = padded(Operand(data, scale), granularity)
+    return Operand(operand.data.contiguous(), operand.scale)

@@ -74,7 +74,11 @@ def _cases(device: torch.device) -> list[Case]:
     spec, state = CastSpec(E4M3), DelayedScale(scale, amax)
 
     def twin(x: Tensor, row: bool = True, col: bool = True) -> object:
-        return scale, *cast_reference(x, scale, E4M3, row, col)
+        return [(data, scale) for data in cast_reference(x, scale, E4M3, row, col)]
+
+    def dynamic_twin(x: Tensor) -> object:
+        own, *made = cast_reference(x, None, E4M3, True, True)
+        return [(data, own) for data in made]
 
     def cast(row: bool, col: bool) -> tuple[Call, Call]:
         """An op and its twin, with the same arguments behind the tensor."""
@@ -96,9 +100,7 @@ def _cases(device: torch.device) -> list[Case]:
         Case("cast row+col", 4, *cast(True, True)),
         Case("cast row", 3, *cast(True, False)),
         Case("cast col", 3, *cast(False, True)),
-        Case(
-            "cast_dynamic row+col", 6, dynamic, lambda x: cast_reference(x, None, E4M3, True, True)
-        ),
+        Case("cast_dynamic row+col", 6, dynamic, dynamic_twin),
         Case("cast_delayed row+col", 4, delayed, lambda x: (amax_reference(x), twin(x))),
         Case("rowwise row", 3, *finer(ScalingGranularity.AXISWISE, True, False)),
         Case("rowwise col", 5, *finer(ScalingGranularity.AXISWISE, False, True)),

@@ -16,7 +16,7 @@ from float8.experts.weight import cast_weights
 from float8.gemm.grouped import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import plan_linear
-from float8.tensor.weight_cast import WeightCast
+from float8.tensor.held_weights import WeightCast
 from float8_lab.bench.step import Results, Row, Step, check, compare
 from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, peer_version, recipe_config

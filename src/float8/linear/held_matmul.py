@@ -1,9 +1,7 @@
-"""The GEMM of compiled code that reads a held weight.
+"""The GEMM of compiled code that reads a held weight; see `float8.tensor.held_weights`.
 
-`update_float8_weights` casts each weight once, to both layouts in one read; forwards, backwards,
-recomputation and microbatches of training read that: see `float8.tensor.weight_cast`. In compiled
-code the op that multiplies compares the stamp, and casts for itself what does not match: it writes
-nothing, so a compiler may order it as it likes.
+The op compares the stamp, and casts for itself what does not match: it writes nothing, so a
+compiler may order it as it likes.
 """
 
 from typing import Any
@@ -16,7 +14,7 @@ from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.ops import register
 from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, Operand
-from float8.tensor.weight_cast import WeightCast, is_capturing, is_current, stamp_of
+from float8.tensor.held_weights import WeightCast, still_holds
 
 
 def product_with_held(
@@ -77,7 +75,7 @@ def held_matmul(
         out_dtype: of the result, [rows, features].
     """
     of_b, b = ScalingGranularity(granularity), Operand(data, scale)
-    if is_capturing(weight) or not is_current(data, stamp_of(weight)):
+    if not still_holds(data, weight):
         cast = Cast(CastSpec(data.dtype, of_b, power_of_2=power_of_2))
         made = quantize(weight, cast, row=not columns, col=columns, pad_rows=True)
         b = made.col if columns else made.row

@@ -1,6 +1,6 @@
-"""Keep the delayed-scaling state of a layer while it is moved, copied, saved, loaded and synced.
+"""Keep the state of a linear layer while it is moved, copied, saved, loaded and synced.
 
-And its weight in float8, held or without a master: what ends it, and how it is loaded.
+That is the state of delayed scaling, and a weight that is in float8 only.
 
 Each cast site with delayed scaling owns three float32 buffers, each with storage of its own:
 `fp8_amax_<site>` [], the largest amax since the last sync; `fp8_amax_history_<site>` [history_len],
@@ -20,24 +20,17 @@ from float8.linear.plan import LinearPlan
 from float8.linear.weight import in_float8_only, moved
 from float8.quantize.history import UNKNOWN_SCALE
 from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
-from float8.tensor.weight_cast import PLAIN, WeightCast, mark
-
-PASSING = {"held", "agreed", "attached", "_seen"}
-"""The attributes of a layer that its copies do not have: of this training, and this optimizer."""
+from float8.tensor.held_weights import PLAIN, Float8Module
 
 
-class StatefulLayer(nn.Module):
-    """A linear layer with that state, and its weight in float8 where that is held."""
+class StatefulLayer(Float8Module):
+    """A linear layer with that state."""
 
     config: Float8LinearConfig
     plan: LinearPlan
     weight: Tensor
-    held: WeightCast | None = None
-    """The weight in float8, if `update_float8_weights` found that it can be held."""
     delayed: tuple[CastSite, ...] = ()
     """The sites with delayed scaling."""
-    attached = 0
-    """The number of optimizers that sync it; if any does, no sync can be missing."""
     agreed: frozenset[Any] = frozenset()
     """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
     transposed = False
@@ -46,6 +39,7 @@ class StatefulLayer(nn.Module):
     """Whether the weight, though no DTensor, is the part of this rank."""
     settled: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
+    _passing = Float8Module._passing | {"agreed", "_seen"}
     _seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _synced_version = -1
@@ -135,28 +129,14 @@ class StatefulLayer(nn.Module):
         if not torch.compiler.is_compiling():
             self._synced_version = self._amax_version()
 
-    def attach(self) -> None:
-        """Note that one more optimizer syncs the layer."""
-        self.attached += 1
-
     def detach(self) -> None:
         """End one attachment, and what is held; writes to weights count from the next forward."""
-        self.attached = max(self.attached - 1, 0)
-        self.held = self._seen = None
+        super().detach()
+        self._seen = None
 
     def agree(self, on: Any) -> None:
         """Note that a sync has compared this number of layers with all ranks of some groups."""
         self.agreed |= {on}
-
-    def hold_weight(self, held: WeightCast | None) -> None:
-        """Keep the weight in float8 until it changes; None: cast it on the fly."""
-        self.held = held
-
-    def expire_weight(self) -> None:
-        """Have the next use cast a held weight again, compiled or not."""
-        if self.held is not None:
-            row, col, _ = self.held.operand
-            mark(None, row.data, col.data)
 
     def _amax_version(self) -> int:
         amax = self._buffers.get(CastSite.WEIGHT.amax)
@@ -192,9 +172,6 @@ class StatefulLayer(nn.Module):
 
     # ---------------------------------------------------------------- copies and moves
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in PASSING}
-
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]
         self._state_was_written()  # new buffers count versions anew
@@ -208,18 +185,17 @@ class StatefulLayer(nn.Module):
                 f"high precision; call convert_to_high_precision(model), then quantise"
             )
         super().register_parameter(name, param)
-        self.held = self._seen = None
+        self.held, self._seen = (), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
         left_meta = weight is not None and self._leave_meta()
         before: dict[str, Tensor] = self._state()
-        self.held = None
         in_float8 = self.keeps_no_master and isinstance(weight, Float8Tensor)
         if in_float8:  # another dtype would have it dequantised
             weight = nn.Parameter(moved(weight, fn), requires_grad=False)
             self._parameters["weight"] = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if in_float8:
             self._parameters["weight"] = weight
         for name, old in before.items():
@@ -272,9 +248,10 @@ class StatefulLayer(nn.Module):
                 if new is not before[name]:  # it may lie in another's storage
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
         ours = {prefix + name for name in before}
-        if ours.isdisjoint(state_dict):  # a checkpoint of the plain model
+        if ours.isdisjoint(state_dict):  # a checkpoint of the plain model, or a part of one
             missing_keys[:] = [key for key in missing_keys if key not in ours]
-            if any(prefix + name in state_dict for name in self._parameters):
+            of_weight = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
+            if not of_weight.isdisjoint(state_dict):
                 self.reset_state()  # what they knew was of other weights
         self._state_was_written()  # but no amax was recorded
 
