@@ -4,8 +4,12 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy
 
+from float8.experts.weight import HELD_GROUPED_GEMM
 from float8.gemm import GEMM_OPS
+from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.linear.held_matmul import HELD_GEMM
+
+_KEPT = {*GEMM_OPS, GROUPED_GEMM, HELD_GEMM, HELD_GROUPED_GEMM}
 
 
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -20,7 +24,7 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     Kept are the [tokens, out_features] that layers return, in the compute dtype, where backward
     reads them: twice the bytes of their float8 inputs, and most of the time of a recomputation.
     Casts, norms, activation functions and attention run again, and so do GEMMs in high precision
-    and emulated ones, but for those of held weights in compiled code.
+    and emulated ones, but for those of experts, and those of held weights in compiled code.
 
     Args:
         ctx: whether this is the recomputation, as torch tells; not read.
@@ -31,5 +35,4 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     Returns:
         `MUST_SAVE` for float8 GEMMs, else `PREFER_RECOMPUTE`.
     """
-    ours = op in GEMM_OPS or op is HELD_GEMM
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

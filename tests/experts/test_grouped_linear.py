@@ -1,17 +1,19 @@
 """`grouped_linear`: single layers in a loop, bit by bit, float64, odd groups, compiled code."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from float8 import Float8LinearConfig, grouped_linear, linear
+from float8 import Float8LinearConfig, grouped_linear, linear, save_gemm_outputs
 from sqnr import sqnr
 from support.devices import on_devices
 from support.models import seeded
+from support.spies import OpCounter
 
 N, K = 48, 80
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -103,6 +105,20 @@ def test_what_is_not_finite_stays_with_its_expert(device: str, recipe: str) -> N
         assert not of_bad[1].isfinite().all()
         for e in (0, 2):
             assert of_bad[e].equal(of_good[e])
+
+
+@on_devices
+@pytest.mark.parametrize("keeps", [False, True])
+def test_checkpointing_keeps_what_its_policy_says(device: str, keeps: bool) -> None:
+    x, w, offs, g = inputs([17, 15], device=device)
+    contexts = partial(create_selective_checkpoint_contexts, save_gemm_outputs)
+    how = {"context_fn": contexts} if keeps else {}
+    with OpCounter() as counter:
+        y = checkpoint(grouped_linear, x, w, offs, use_reentrant=False, **how)
+        got = torch.autograd.grad(y, (x, w), g)
+    assert counter.ops["float8.grouped_matmul"] == (3 if keeps else 4)
+    for a, b in zip(got, run(x, w, offs, g, None)[1:], strict=True):
+        assert a.equal(b)
 
 
 @on_devices

@@ -105,7 +105,7 @@ def product_with_held(
     b = held.operand.col if columns else held.operand.row
     # The Parameter itself tells when it is written; compiled code may turn a view into another one.
     turned = weight.stride() != held.weight.stride()
-    return torch.ops.float8.held_grouped_matmul.default(  # type: ignore[no-any-return]
+    return HELD_GROUPED_GEMM(  # type: ignore[no-any-return]
         *a, *b, held.weight.detach(), turned, offs, columns, cast.spec.granularity.one_scale,
         cast.spec.power_of_2, gemm.use_fast_accum, gemm.emulate, out_dtype,
     )  # fmt: skip
@@ -154,3 +154,5 @@ register(
     triton=held_grouped_matmul,
     fake=_held_grouped_matmul_fake,
 )
+
+HELD_GROUPED_GEMM = torch.ops.float8.held_grouped_matmul.default

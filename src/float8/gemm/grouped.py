@@ -6,7 +6,7 @@ from torch import Tensor
 
 from float8.formats import lacks_float8_gemm
 from float8.gemm.matmul import Gemm
-from float8.kernels import grouped_matmul as _  # noqa: F401  defines the op
+from float8.kernels.grouped_matmul import GROUPED_GEMM
 from float8.kernels.runtime.ops import register
 from float8.quantize.spec import Operand
 
@@ -49,7 +49,7 @@ def grouped_matmul(
             f"grouped float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in "
             f"high precision on the dequantised values"
         )
-    return torch.ops.float8.grouped_matmul.default(  # type: ignore[no-any-return]
+    return GROUPED_GEMM(  # type: ignore[no-any-return]
         *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype
     )
 

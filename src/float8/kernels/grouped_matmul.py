@@ -210,3 +210,5 @@ register(
     triton=_grouped_matmul_triton,
     fake=grouped_matmul_fake,
 )
+
+GROUPED_GEMM = torch.ops.float8.grouped_matmul.default
