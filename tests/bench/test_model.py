@@ -13,7 +13,7 @@ from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig, conversio
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import model, step
 from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.profile import kind_of, profile_step
+from float8_lab.bench.profile import profile_step
 from float8_lab.bench.step import Row, check, compare
 from float8_lab.bench.variants import Variant, make_variants, recipe_config
 from sqnr import same_bits, sqnr
@@ -131,21 +131,6 @@ def test_profile(device: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     assert rows["GEMM"]["calls"] >= 21
     assert rows.keys() >= {"GEMM", "cast/amax", "other"}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
-        ("aten::_scaled_mm", "GEMM"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
-        ("_amax_flat_kernel", "cast/amax"),
-        ("triton_red_fused__to_copy_abs_amax_mul_3", "cast/amax"),
-        ("triton_poi_fused_mul_silu_1", "other"),
-    ],
-)
-def test_kinds_of_kernels(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
 
 
 # ---------------------------------------------------------------- checks

@@ -18,12 +18,6 @@ def test_the_pages_are_up_to_date(
     assert before == tables.PERFORMANCE.read_text()
 
 
-def test_tables_fit_a_screen_of_100_columns() -> None:
-    for (page, _), write in tables.SECTIONS.items():
-        for line in write(page).splitlines():
-            assert len(line) <= 120 if not line.startswith("|") else len(line) <= 100, line
-
-
 def test_the_markers_must_be_there() -> None:
     with pytest.raises(ValueError, match="page: expected the lines"):
         tables.updated("no markers", "begin", "end", "table")

@@ -34,11 +34,6 @@ def test_rounds_are_interleaved_and_the_first_ones_do_not_count() -> None:
     assert order == ["a", "b"] * 6
 
 
-def test_a_sample_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep = stopped_clock(monkeypatch)
-    assert call_sampler([lambda: sleep(0.01)] * 3, CPU)() == pytest.approx(10)
-
-
 @pytest.mark.gpu
 def test_a_gpu_is_timed_without_the_time_to_issue() -> None:
     device = torch.device("cuda", 0)
