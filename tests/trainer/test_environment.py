@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from float8_lab.trainer import environment
-from float8_lab.trainer.environment import describe_environment, git_commit, public_path
+from float8_lab.trainer.environment import describe_environment, git_commit
 
 
 def test_a_commit_is_dirty_with_any_change_to_the_source(
@@ -45,23 +43,14 @@ def test_a_commit_is_dirty_with_any_change_to_the_source(
     assert git_commit() == "told"
 
 
-def test_environment_says_where_but_nothing_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = str(Path.home())
-    monkeypatch.setattr(
-        sys, "argv", [f"{home}/venv/bin/float8", "compare", f"{home}/secret/text", "--steps", "3"]
-    )
+def test_environment_says_where_but_nothing_private(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["/home/me/bin/float8", "compare", "/home/me/secret/text", f"{tmp_path}/a", "--steps"]
+    monkeypatch.setattr(sys, "argv", words)
     environment = describe_environment(torch.device("cpu"))
     assert environment["torch"] == torch.__version__
     assert environment["device_type"] == "cpu"
     assert environment["device"]
-    assert shlex.split(environment["command"])[:2] == ["float8", "compare"]
-    if not Path.cwd().is_relative_to(Path.home()):
-        assert home + os.sep not in str(environment)
-
-
-def test_paths_are_shown_relative(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert public_path(str(tmp_path / "a" / "b")) == "a/b"
-    assert public_path("already/relative") == "already/relative"
-    assert public_path("/somewhere/else/file.txt") == ".../file.txt"
-    assert public_path("--steps") == "--steps"
+    assert environment["command"] == "float8 compare .../text a --steps"

@@ -132,18 +132,6 @@ def test_what_travels(two: Ranks, settings: Settings) -> None:
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
 
 
-def test_tokens_travel_once_for_all_layers_that_read_them(two: Ranks, settings: Settings) -> None:
-    tokens = 4 * 16 * 32 // 2  # of a rank, times the model's width
-    for recipe, dtype in (("high_precision", torch.float32), ("tensorwise", torch.uint8)):
-        how = {"recipe": recipe, "steps": 1, "eval_batches": 1, "final_checkpoint": False}
-        (seen, _) = two.run(work.tokens_sent, settings(tp=2, sequence_parallel=True, **how))
-        # Of two blocks, two parts each: forward, backward and validation.
-        assert seen["all_gather"] == {dtype: 2 * 2 * 3 * tokens * dtype.itemsize}
-        assert seen["reduce_scatter"] == {torch.float32: 2 * 2 * 3 * 2 * tokens * 4}
-        # Gradients of embedding and head, of five norms; norms of 21 gradients.
-        assert seen["all_reduce"][torch.float32] == 4 * (2 * 256 * 32 + 5 * 32 + 21)
-
-
 def test_gradients_are_shards_between_microbatches(two: Ranks, settings: Settings) -> None:
     run = settings(fsdp=True, accumulate=3, steps=1)
     assert two.run(work.shards_between_microbatches, run) == [[False, True, True]] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 
 import pytest
 import torch
@@ -83,20 +82,6 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
             CheckpointError, match=rf"from the checkpoint .*step_00000002: .*{problem}"
         ):
             trainer.restore(checkpoint_of(result))
-
-
-def test_a_run_stopped_before_its_first_step_goes_on_as_a_new_one(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    stop = Event()
-    stop.set()
-    first = train(make_config(), stop=stop)
-    assert (first.status, first.step) == ("interrupted", 0)
-    resumed = train(saved_config(checkpoint_of(first)), resume=first.last_checkpoint)
-    whole = train(make_config(output=str(tmp_path / "whole")))
-    assert [r.loss for r in read_metrics(resumed.folder.metrics).train] == [
-        r.loss for r in read_metrics(whole.folder.metrics).train
-    ]
 
 
 def test_a_run_goes_on_on_another_device_of_its_kind(make_config: MakeConfig) -> None:
