@@ -84,8 +84,6 @@ def test_casts_of_columns_are_those_of_the_transposed_tensor(recipe: str) -> Non
     assert not torch.equal(measure_cast(x, col), measure_cast(x, row))
 
 
-# ---------------------------------------------------------------- against theory
-
 FACTOR = 2.0**15
 M, K, N = 384, 512, 256
 

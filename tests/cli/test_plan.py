@@ -155,9 +155,6 @@ def test_a_package_that_is_missing_is_named(refused: Callable[..., str]) -> None
     assert refused("plan", "no_such_module:make").endswith(expected)
 
 
-# ---------------------------------------------------------------- layers and judges
-
-
 def model() -> nn.Module:
     with torch.device("meta"):
         return nn.ModuleDict(

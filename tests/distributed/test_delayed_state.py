@@ -27,8 +27,6 @@ from support.ranks import Ranks, on
 from support.sharded import batch, convert, model_of, shard
 from support.stacks import stack
 
-# ---------------------------------------------------------------- the same layers
-
 
 def message_of(model: nn.Module) -> str:
     """What a sync says, on a rank that shares no more than the processes with the others."""
@@ -87,9 +85,6 @@ def test_each_rank_knows_that_one_is_odd() -> None:
         assert found == (of_odd if rank == 3 else of_others)
 
 
-# ---------------------------------------------------------------- compiled
-
-
 @on("two")
 def test_a_compiled_sync_is_that_of_eager_mode() -> None:
     models = [stack(2), stack(2)]
@@ -105,9 +100,6 @@ def test_a_compiled_sync_is_that_of_eager_mode() -> None:
             sync_it(model)
         wanted, got = map(fp8_state, models)
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-# ---------------------------------------------------------------- pipelines
 
 
 def garbage(*args, **kwargs):
@@ -208,9 +200,6 @@ def test_schedules_train_as_a_model_without_stages(name: str, recipe: str) -> No
             state = alone[index].state_dict()
             for key, y in part.state_dict().items():
                 assert torch.equal(y, state[key]), (step, index, key)
-
-
-# ---------------------------------------------------------------- FSDP2
 
 
 @pytest.mark.parametrize("all_gather", [False, True])

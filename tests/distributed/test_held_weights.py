@@ -177,9 +177,6 @@ def test_models_that_are_wrapped_afterwards() -> None:
         )
 
 
-# ---------------------------------------------------------------- tensor parallel
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on("two")
 def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
@@ -205,9 +202,6 @@ def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
             optimizer.zero_grad()
         found.append([y.detach(), *(local_tensor(x) for x in block.state_dict().values())])
     assert all(same_bits(*pair) for pair in zip(*found, strict=True))
-
-
-# ---------------------------------------------------------------- without a master
 
 
 class Adapted(nn.Module):

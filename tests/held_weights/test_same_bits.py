@@ -83,9 +83,6 @@ class Tied(nn.Module):
         return self.two(self.one(x).relu())
 
 
-# ---------------------------------------------------------------- the same bits
-
-
 @on_devices
 @pytest.mark.parametrize("recipe", [*RECIPES, "rowwise", "blockwise"])
 def test_one_layer_of_odd_shape(device: str, recipe: str) -> None:
@@ -175,9 +172,6 @@ def test_compiled_others(what: str, recipe: str) -> None:
         assert_held_equals_on_the_fly(model, (17, 33), compile=AOT_EAGER)
     else:
         assert_held_equals_on_the_fly(BUILD[what](of_recipe(recipe)), SHAPE, compile=AOT_EAGER)
-
-
-# ---------------------------------------------------------------- casts and amaxes
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,6 @@ def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
     return {name for name in before if not torch.equal(state[name].cpu(), before[name].cpu())}
 
 
-# ---------------------------------------------------------------- names and values
-
-
 @on_devices
 def test_state_dict_keys_shapes_and_dtypes(device: str) -> None:
     config = delayed(delayed_scaling_config=DelayedScalingConfig(history_len=5))
@@ -112,9 +109,6 @@ def test_without_amax_init_the_first_scales_are_one(device: str) -> None:
     sync_float8_amax_and_scale_history(layer)
     scale = torch.tensor(x.double().abs().max().item() / 448, dtype=torch.float64).float()
     assert layer.fp8_scale_input.item() == scale.item()
-
-
-# ---------------------------------------------------------------- dtype, device and copies
 
 
 @on_devices
@@ -166,9 +160,6 @@ def test_a_copy_trains_on_as_the_original_does(device: str, how: str) -> None:
         others = step(clone, seed)
         assert all(torch.equal(results[name], others[name]) for name in results)
         assert not changed(clone, fp8_state(model))
-
-
-# ---------------------------------------------------------------- what is recorded
 
 
 @on_devices

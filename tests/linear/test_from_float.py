@@ -222,9 +222,6 @@ def test_empty_weights_are_refused(K: int, N: int) -> None:
         Float8Linear(K, N)
 
 
-# ---------------------------------------------------------------- repr
-
-
 def test_repr_shows_the_scaling_of_each_role_second_uses_and_switches() -> None:
     layer = Float8Linear(32, 16, config=mixed(DYNAMIC, DELAYED, DYNAMIC))
     assert repr(layer) == (

@@ -55,9 +55,6 @@ def nested(x: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=3, max_seqlen=5)
 
 
-# ---------------------------------------------------------------- torch.fx
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_layers_are_leaves_of_a_symbolic_trace(recipe: str) -> None:
     model, x = made(recipe), seeded(0, 16, 32)
@@ -100,9 +97,6 @@ def test_layers_of_which_no_call_can_be_noted_say_so() -> None:
         torch.fx.symbolic_trace(nn.Sequential(layer))
 
 
-# ---------------------------------------------------------------- other layouts
-
-
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [("tensorwise", None), ("delayed", None), ("blockwise", None), ("delayed", "aot_eager")],
@@ -143,9 +137,6 @@ def test_other_layouts_say_what_to_do(layout: str) -> None:
     x = getattr(seeded(0, 8, 32), f"to_{layout}")()
     with pytest.raises(TypeError, match=r"got input of layout .*; call input\.to_dense\(\)"):
         made("tensorwise")(x)
-
-
-# ---------------------------------------------------------------- cast before
 
 
 def layer_of(config: Float8LinearConfig) -> Float8Linear:
@@ -194,9 +185,6 @@ def test_a_layer_that_casts_in_another_way_refuses_it(recipe: str) -> None:
     cast = Float8Tensor.from_high_precision(seeded(1, 4, 24))
     with pytest.raises(ValueError, match=r"got input in(.)*expected(.)*to_original_precision"):
         layer_of(of_recipe(recipe))(cast)
-
-
-# ---------------------------------------------------------------- torch.jit and ONNX
 
 
 def test_delayed_scaling_is_traced_by_torch_jit_only_where_it_records_nothing() -> None:

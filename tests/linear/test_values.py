@@ -1,4 +1,4 @@
-"""The three GEMMs of a layer against float64 products of the same casts, and against no casts."""
+"""Which GEMMs run, and their values: against float64 products of the same casts, and no casts."""
 
 import copy
 import itertools
@@ -18,10 +18,22 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from sqnr import sqnr
-from support.configs import DELAYED, DYNAMIC, FINER, MIXES, RECIPES, mixed, of_recipe, tensorwise
+from support.configs import (
+    DELAYED,
+    DISABLED,
+    DYNAMIC,
+    FINER,
+    MIXES,
+    RECIPES,
+    delayed,
+    mixed,
+    of_recipe,
+    tensorwise,
+)
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import forward_backward, seeded
 from support.reference import reference_values
+from support.spies import OpCounter
 
 TENSOR, ROW, RUN, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
 """The blocks that a scale covers, of an operand that is contracted along its second dim."""
@@ -203,3 +215,79 @@ def test_fast_accumulation_goes_to_the_gemms_that_ask_for_it() -> None:
     with Fast():
         layer(x).sum().backward()
     assert fast == [True, False, False]
+
+
+X = (16, 32)
+SECOND_USES = "input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
+
+@on_devices
+@CONFIGS
+@pytest.mark.parametrize(
+    ("trained", "gemms"),
+    [
+        ({"weight", "bias", "input"}, 3),
+        ({"bias", "input"}, 2),
+        ({"weight"}, 2),
+        ({"bias"}, 1),
+    ],
+    ids=["all", "frozen-weight", "input-without-grad", "bias-alone"],
+)
+def test_only_needed_gemms_run(device: str, config, trained: set[str], gemms: int) -> None:
+    layer = Float8Linear(32, 48, device=device, config=config)
+    x = seeded(0, *X, device=device)
+    tensors = {"weight": layer.weight, "bias": layer.bias, "input": x}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in trained)
+    with OpCounter() as counter:
+        layer(x).sum().backward()
+    assert counter.gemms == gemms
+    assert counter.high_precision_gemms == 0
+    assert {name for name, tensor in tensors.items() if tensor.grad is not None} == trained
+
+
+@on_devices
+@CONFIGS
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_one_gemm_runs_where_nothing_is_differentiated(
+    device: str, config: Float8LinearConfig, mode
+) -> None:
+    layer = Float8Linear(32, 48, device=device, config=config)
+    x = seeded(0, *X, device=device).requires_grad_()
+    with OpCounter() as counter, mode():
+        y = layer(x)
+    assert counter.gemms == 1
+    assert not y.requires_grad
+    assert torch.equal(y, layer(x))
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("off", "float8_gemms"),
+    [
+        (("input", "weight"), 2),
+        (("grad_output", "weight_for_grad_input"), 2),
+        (("grad_output_for_grad_weight", "input_for_grad_weight"), 2),
+        (("input", "weight", "grad_output", "weight_for_grad_input"), 1),
+        (("input", "weight", "grad_output", *SECOND_USES), 0),
+    ],
+)
+def test_disabled_gemms_run_in_high_precision(
+    device: str, off: tuple[str, ...], float8_gemms: int
+) -> None:
+    casts = {f"cast_config_{site}": DYNAMIC for site in SECOND_USES}
+    config = Float8LinearConfig(**casts | {f"cast_config_{site}": DISABLED for site in off})
+    layer = Float8Linear(32, 48, bias=False, device=device, config=config)
+    x, g = seeded(0, *X, device=device), seeded(1, 16, 48, device=device)
+    with OpCounter() as counter:
+        got = forward_backward(layer, x, g)
+    assert counter.gemms == float8_gemms
+    assert counter.high_precision_gemms == 3 - float8_gemms
+    w = layer.weight.detach()
+    exact = {
+        "input": torch.equal(got["output"], x @ w.t()),
+        "weight_for_grad_input": torch.equal(got["input"], g @ w),
+        "input_for_grad_weight": torch.equal(got["weight"], g.t() @ x),
+    }
+    assert exact == {site: site in off for site in exact}

@@ -127,8 +127,6 @@ def test_feed_forwards_are_fused(by: str) -> None:
         assert sqnr(value, got[name]) > tolerances.COMPILED, name
 
 
-# ---------------------------------------------------------------- experts
-
 MOE = {"name": "deepseek_v3", "recipe_name": "rowwise"}
 EXPERTS = "layers.1.moe.routed_experts.inner_experts"
 WEIGHTS = [f"{EXPERTS}.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")]

@@ -120,9 +120,6 @@ def test_arguments_of_a_wrong_type() -> None:
             attach_to_optimizer(model, each)
 
 
-# ---------------------------------------------------------------- closures
-
-
 def microbatch(model: nn.Module, seed: int) -> Tensor:
     loss: Tensor = model(seeded(seed, 4, 16)).square().sum()
     loss.backward()
@@ -202,9 +199,6 @@ def test_a_closure_of_an_optimizer_that_moves_the_weights_first() -> None:
         train(model, step)
         optimizer.step(partial(train, model, step))
         assert steps_seen(model) == step + 1
-
-
-# ---------------------------------------------------------------- wrapped optimizers
 
 
 class Wrapper:

@@ -91,9 +91,6 @@ def test_a_missing_sync_is_noticed_in_copies_too(copied) -> None:
     assert_missing(model)
 
 
-# ---------------------------------------------------------------- no false alarms
-
-
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_a_sync_before_or_after_the_step_is_fine(when: str) -> None:
     """With gradients accumulated."""

@@ -123,9 +123,6 @@ def test_arguments_of_a_wrong_type(model, layers, message: str) -> None:
         sync_float8_amax_and_scale_history(model, layers)
 
 
-# ---------------------------------------------------------------- cost
-
-
 @on_devices
 @SCALE_FNS
 def test_the_number_of_kernels_does_not_grow_with_the_layers(

@@ -1,7 +1,5 @@
 """Runs that fail: what is kept, and that the folder is free for the next one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trainer on several ranks, CPU processes that talk through Gloo."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`float8 train` as torchrun starts it: real processes, which die and are asked to stop."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The trainer where it is meant to be used: compiled, in bfloat16, on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
