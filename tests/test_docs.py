@@ -62,13 +62,6 @@ def test_there_are_pages_and_samples() -> None:
     assert any(page_name(page) == "README.md" for page in PAGES)
 
 
-def test_warnings_in_a_checkout_called_float8_may_be_of_others() -> None:
-    line = "/float8/.venv/lib/python3/site-packages/peft/x.py:3: FutureWarning: old\n"
-    ours = [f"{Path(float8.__file__).parent}/sync.py:3: UserWarning: new"]
-    ours += ["program.py:3: DeprecationWarning: older"]
-    assert warnings_of_ours("/home/me" + line + "\n".join(ours)) == ours
-
-
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_sample_runs(sample: Sample) -> None:

@@ -5,21 +5,18 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import fsdp
 from float8_lab.bench.fsdp import ShardedStep, bench_on_ranks
 from float8_lab.bench.model import Size, Stack
 from float8_lab.bench.step import check, free_memory
-from float8_lab.bench.traffic import CountedTraffic
-from float8_lab.bench.variants import Variant, make_variants
+from float8_lab.bench.variants import make_variants
 from float8_lab.errors import ToldError
 from float8_lab.models.presets import preset
 from float8_lab.ranks import start_ranks
@@ -124,30 +121,6 @@ def test_shards_are_compared_and_a_variant_leaves_no_memory_behind(two: Ranks) -
     two.run(alone)
 
 
-@pytest.mark.parametrize("good_passes", [0, 1])
-def test_of_a_peer_that_fails_only_the_reason_is_left(good_passes: int) -> None:
-    made: list[str] = []
-
-    def make(variant: Variant, *_: object) -> Any:
-        made.append(variant.recipe)
-        if variant.recipe == "peer" and made.count("peer") > good_passes:
-            raise RuntimeError("no such kernel")
-        return SimpleNamespace(
-            check=lambda references: {"sqnr_db": 30.0},
-            sent=dict,
-            times=lambda rounds: ([10.0 * len(made)] * rounds, None),
-            tokens=100,
-        )
-
-    variants = [Variant("bf16", "eager"), Variant("peer", "eager")]
-    *_, (bf16, peer) = bench_on_ranks(make, variants, TINY, CPU, 3)
-    assert peer["left_out"] == "RuntimeError: no such kernel"
-    assert "ms" not in peer
-    assert bf16["ms"] == 20.0  # of passes with 10 and 30
-    assert bf16["tokens_per_s"] == 5000
-    assert bf16["speedup"] == 1
-
-
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.delenv("RANK", raising=False)
@@ -164,31 +137,3 @@ def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     start_ranks("cuda", 9)  # one of them
     assert len(started) == 4
-
-
-@pytest.fixture
-def own_group(tmp_path):
-    """A process group of this process only."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("own_group")
-def test_every_way_to_call_a_collective_is_counted() -> None:
-    x, out = torch.ones(8), torch.zeros(8)
-    with CountedTraffic() as counted:
-        dist.all_gather_into_tensor(out, x)
-        dist.all_gather([out], x)
-        dist.reduce_scatter_tensor(out, x)
-        dist.all_reduce(x.view(torch.int32))
-        funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
-        funcol.wait_tensor(funcol.all_gather_tensor(x, 0, dist.group.WORLD))
-        dist.broadcast(x[:2], 0)
-        dist.barrier()
-        (x + out).sum()
-    kinds = ("gathered", "reduce_scattered", "all_reduced", "other", "all_reduces")
-    assert [counted.traffic[kind] for kind in kinds] == [96, 32, 64, 8, 2]
-    with CountedTraffic() as nothing:
-        x.exp_()
-    assert not nothing.traffic

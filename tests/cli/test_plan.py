@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from float8 import Float8LinearConfig, Float8LinearRecipeName
-from float8.convert.measure import LinearTimes, measure_linear
+from float8.convert.measure import measure_linear
 from float8.convert.smallest import SMALLEST, too_small
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
@@ -204,17 +204,6 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
     assert len(gaining) == 24
     for row in gaining:
         assert too_small(gpu, row["recipe"], row["M"], row["K"], row["N"]) is None
-
-
-@pytest.mark.parametrize(
-    ("float8_ms", "fate"), [(0.5, "convert"), (1.0, "convert"), (1.1, "leave: slower")]
-)
-def test_a_measured_layer_says_whether_it_is_slower(float8_ms: float, fate: str) -> None:
-    report = report_on(model(), Float8LinearConfig(), 100, None)
-    rows = plan_conversion(report, 100, lambda shape: LinearTimes(1.0, float8_ms))
-    assert (rows[0]["fate"], rows[0]["bf16_ms"], rows[0]["float8_ms"]) == (fate, 1.0, float8_ms)
-    assert rows[0]["speedup"] == 1 / float8_ms
-    assert rows[-1]["fate"].startswith("leave")
 
 
 @pytest.mark.gpu

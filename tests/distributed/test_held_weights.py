@@ -23,7 +23,7 @@ from float8 import (
 from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.microbatches import with_weights
-from support.models import LlamaBlock, seeded
+from support.models import Adapted, LlamaBlock, seeded
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
 from support.ranks import Ranks, on
 from support.sharded import (
@@ -202,16 +202,6 @@ def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
             optimizer.zero_grad()
         found.append([y.detach(), *(local_tensor(x) for x in block.state_dict().values())])
     assert all(same_bits(*pair) for pair in zip(*found, strict=True))
-
-
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
-        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.base(x) + self.lora_b(self.lora_a(x)))
 
 
 def leave_the_base(model: nn.Sequential) -> nn.Module:

@@ -31,7 +31,7 @@ from sqnr import same_bits
 from support.configs import delayed, of_recipe, tensorwise
 from support.devices import on_devices
 from support.microbatches import ON_THE_FLY, layers_of, with_weights
-from support.models import FeedForward, forward_backward, seeded
+from support.models import Adapted, FeedForward, forward_backward, seeded
 
 ONLY = Float8Weights.ONLY
 CONFIGS = {
@@ -96,18 +96,6 @@ def test_compiled(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model_of(tensorwise()), backend=backend, fullgraph=True)
     assert_same(model_of(tensorwise(), ON_THE_FLY), compiled)
-
-
-class Adapted(nn.Module):
-    """A frozen layer and a low-rank adapter of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
-        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.base(x) + self.lora_b(self.lora_a(x)))
 
 
 def test_adapters_train_as_on_a_base_cast_on_the_fly() -> None:

@@ -227,14 +227,3 @@ def test_wrapped_optimizers(names: list[str]) -> None:
     train(model)
     optimizer.step()
     assert steps_seen(model) == 3
-
-
-def test_a_step_compiled_with_its_hooks() -> None:
-    model = stack(2)
-    optimizer = optimizer_of(model)
-    attach_to_optimizer(model, optimizer)
-    step = torch.compile(optimizer.step, backend="eager")
-    for seed in range(3):
-        train(model, seed)
-        step()
-    assert steps_seen(model) == 3

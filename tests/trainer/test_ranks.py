@@ -90,7 +90,6 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     "how",
     [
         {"recipe": "high_precision", "accumulate": 2, "activation_checkpointing": True},
-        pytest.param({"recipe": "tensorwise", "accumulate": 2}, marks=pytest.mark.exhaustive),
         {"recipe": "delayed", "model": "nano-tied", "eval_interval": 2, "grad_clip": 0.0},
     ],
 )
@@ -108,7 +107,6 @@ def test_ranks_that_share_layers(two: Ranks, settings: Settings, how: dict[str, 
     [
         ({"recipe": "high_precision", "model": "nano-tied"}, {}),
         ({"recipe": "delayed"}, {"fsdp_float8_all_gather": True}),
-        pytest.param({"recipe": "tensorwise"}, {"compile": True}, marks=pytest.mark.exhaustive),
         pytest.param({"recipe": "delayed"}, {"hsdp": 2}, marks=pytest.mark.exhaustive),
     ],
 )
