@@ -1,19 +1,15 @@
 """Benchmarks of GEMMs, casts, layers and experts on tiny shapes; wrong results end it."""
 
-import functools
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import cast, experts, linear, matmul
 from float8_lab.bench.experts import Experts, bench_experts, expert_variants, select_experts
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.step import Step
 from float8_lab.bench.variants import Variant, make_variants
 from support.devices import on_devices
 
@@ -84,31 +80,6 @@ def test_a_compiled_layer() -> None:
     variants = make_variants(["tensorwise"], ["compiled"])
     rows = flat(linear.bench_linear(SHAPES, variants, torch.device("cuda"), 1))
     assert [row["mode"] for row in rows] == ["compiled"] * 2
-
-
-class CountCasts(TorchDispatchMode):
-    casts = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.casts += func.namespace == "float8"
-        return func(*args, **(kwargs or {}))
-
-
-def casts_of(step: Callable[[], object]) -> int:
-    with CountCasts() as count:
-        step()
-    return count.casts
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_no_call_that_is_timed_finds_its_casts_done(recipe: str) -> None:
-    (variant,) = make_variants([recipe], ["eager"])[1:]
-    weight, x, grad = linear.layer_data(SHAPE, CPU)
-    step = Step(variant, linear.Layer(weight), x, grad)
-    again = functools.partial(step.gradients, x, grad)
-    counts = [casts_of(each) for each in (step, step, again)]
-    assert counts[0] > 0
-    assert counts == counts[:1] * 3
 
 
 def doubled(model: nn.Module) -> nn.Module:

@@ -158,13 +158,8 @@ def test_compare_prints_the_table_and_where_the_files_are(
         row = next(line for line in out.splitlines() if line.startswith(f" {run['recipe']} "))
         assert f"{run['val_loss']:.4f}" in row
         assert f"{run['val_gap_percent']:+.2f}" in row
-    note = "CPUs are for trying float8, not for speed"
-    assert out.index(note) < out.index("speed-up")
-    assert Path("cmp/report.md").read_text().startswith(note)
+    assert Path("cmp/report.md").read_text().startswith("CPUs are for trying float8, not for speed")
     assert "report: cmp/report.json" in out
-    assert "loss curves: cmp/loss.png" in out
-    assert "train loss: mean of the last tenth of the steps" in out
-    assert out.splitlines()[-1].endswith("float8 plan --gpu H100 MODULE:FUNCTION")
     assert not list(Path("cmp").glob("*/checkpoints"))
     assert main([*words, *QUICK]) == 2
     assert "--overwrite" in capsys.readouterr().err
