@@ -58,9 +58,7 @@ def test_resume_takes_its_settings_from_the_checkpoint(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_it_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     plain = Trainer.train_step
 
@@ -179,7 +177,6 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("words", [[], ["train"], ["compare"]])
 def test_help_imports_no_torch(words: list[str]) -> None:
-    """It takes seconds of CPU time."""
     program = (
         f"import sys; from float8_lab.cli.main import main; main([*{words}, '--help']); "
         "print(sorted({'torch', 'numpy', 'matplotlib', 'float8'} & sys.modules.keys()))"
@@ -232,9 +229,7 @@ def test_without_the_extras_it_says_what_to_install(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensorboard", "matplotlib"])
 def test_an_extra_that_a_run_lacks_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     for module in [each for each in sys.modules if "tensorboard" in each or each.endswith("plot")]:
         monkeypatch.delitem(sys.modules, module)

@@ -118,7 +118,6 @@ def test_the_gemms_of_a_checkpointed_forward_are_marked(recipe: str, more: Any) 
 
 @on_devices
 def test_the_policy_keeps_the_outputs_of_gemms(device: str) -> None:
-    """And gradients are those of everything computed again."""
     model, x = block_and_input(device, "tensorwise")
     dim, hidden, tokens = x.shape[-1], model.ffn.w1.out_features, x.shape[1]
     few, g = x[:, :48], seeded(1, *x[:, :48].shape, device=device, dtype=x.dtype)
@@ -142,7 +141,6 @@ def test_the_policy_keeps_the_outputs_of_gemms(device: str) -> None:
     ],
 )
 def test_inputs_are_not_kept_in_float8(config, fuse: bool) -> None:
-    """Layers that read one tensor share what is cast, and what is made again."""
     model = NormedFeedForward(32, 96).bfloat16()
     convert_to_float8_training(model, config=config, fuse=fuse)
     compiled = torch.compile(model, fullgraph=True)

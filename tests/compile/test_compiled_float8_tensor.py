@@ -138,7 +138,7 @@ def test_the_cache_key_says_all_but_the_values_also_in_another_process() -> None
     done = run_program(  # strings hash differently in each process
         "import torch; from float8 import Float8Tensor; "
         "t = Float8Tensor.from_high_precision(torch.ones(16, 32)); "
-        "print(t._stable_hash_for_caching())",
+        "print(t._stable_hash_for_caching())"
     )
     assert done.stdout.strip() == key(t), done.stderr
 

@@ -197,7 +197,6 @@ def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
 
 @on_devices
 def test_what_is_held_is_saved_where_it_lies(device: str) -> None:
-    """No copies; several forwards before their backwards; an update in between."""
     grads, kept = [], []
     for weights in (ON_THE_FLY, HELD):
         torch._dynamo.reset()

@@ -41,9 +41,7 @@ ALL = [f"blocks.{b}.w{w}" for b in (0, 1) for w in (1, 2, 3)] + ["by_name.head"]
 
 @CONFIGS
 def test_all_nested_linears_are_converted_in_place(
-    config: Float8LinearConfig,
-    capfd: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
+    config: Float8LinearConfig, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = Nested()
     model.blocks[0].eval()

@@ -72,7 +72,6 @@ def test_different_layers_raise_on_every_rank_and_are_named(two: Ranks) -> None:
 
 @on("four")
 def test_each_rank_knows_that_one_is_odd() -> None:
-    """Over both dims of a mesh."""
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
     groups, device = [mesh.get_group(dim) for dim in range(2)], torch.device("cpu")
     assert unlike(["alike"], groups, device) is None
@@ -158,7 +157,6 @@ def test_histories_of_a_pipeline_are_of_its_microbatches_alone(two: Ranks) -> No
 )
 @on("two")
 def test_schedules_train_as_a_model_without_stages(name: str, recipe: str) -> None:
-    """Each stage is trained as in a model without a pipeline that accumulates microbatches."""
     rank, schedule_class = dist.get_rank(), getattr(pipelining, name)
     stages = 4 if issubclass(schedule_class, PipelineScheduleMulti) else 2
     torch.manual_seed(0)

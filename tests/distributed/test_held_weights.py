@@ -26,16 +26,7 @@ from support.microbatches import with_weights
 from support.models import Adapted, LlamaBlock, seeded
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
 from support.ranks import Ranks, on
-from support.sharded import (
-    Run,
-    batch,
-    convert,
-    here,
-    mesh_of,
-    model_of,
-    shard,
-    train,
-)
+from support.sharded import Run, batch, convert, here, mesh_of, model_of, shard, train
 from support.spies import OpCounter
 
 HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.ON_THE_FLY
@@ -180,7 +171,6 @@ def test_models_that_are_wrapped_afterwards() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on("two")
 def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
-    """Cast on the fly, which a warning says."""
     found = []
     for weights in (ON_THE_FLY, HELD):
         torch.manual_seed(0)

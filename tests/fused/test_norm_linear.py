@@ -200,7 +200,6 @@ def test_no_input_outlives_its_use(device: str, fused: str) -> None:
 
 @on_devices
 def test_of_held_weights_column_data_alone_are_kept(device: str) -> None:
-    """So row data end with the next update."""
     model = nn.ModuleList(layers(*FEED_FORWARD, device=device))
     convert_to_float8_training(model, config=with_weights(None), module_filter_fn=all_linears)
     update_float8_weights(model)

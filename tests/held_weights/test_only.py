@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 from collections.abc import Callable
 
@@ -29,6 +28,7 @@ from float8 import (
 )
 from sqnr import same_bits
 from support.configs import delayed, of_recipe, tensorwise
+from support.copies import through_file
 from support.devices import on_devices
 from support.microbatches import ON_THE_FLY, layers_of, with_weights
 from support.models import Adapted, FeedForward, forward_backward, seeded
@@ -235,14 +235,6 @@ def test_averages_of_a_model_leave_frozen_weights_as_they_are(average) -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-def saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return loaded
-
-
 STATES: dict[str, Callable[[Float8LinearConfig], dict[str, Tensor]]] = {
     "own": lambda config: model_of(config).state_dict(),
     "high precision": lambda config: high_precision_state_dict(model_of(config)),
@@ -254,7 +246,7 @@ STATES: dict[str, Callable[[Float8LinearConfig], dict[str, Tensor]]] = {
 def test_each_state_dict_loads_into_each_model(config) -> None:
     wanted = model_of(config)
     for what, make in STATES.items():
-        state = saved(make(config))
+        state = through_file(make(config))
         assert (what != "own") == (type(state["w1.weight"]) is Tensor)
         for assign in (False, True):
             model = model_of(config, seed=7)
@@ -264,7 +256,9 @@ def test_each_state_dict_loads_into_each_model(config) -> None:
     plain = FeedForward(32, 48)
     plain.load_state_dict(high_precision_state_dict(wanted))
     own = FeedForward(32, 48)
-    own.load_state_dict(saved(wanted.state_dict()), strict=False)  # more than weights, if delayed
+    own.load_state_dict(
+        through_file(wanted.state_dict()), strict=False
+    )  # more than weights, if delayed
     assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
 
 

@@ -93,7 +93,6 @@ def test_one_layer_of_odd_shape(device: str, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["bfloat16", "autocast"])
 def test_fused_functions(device: str, recipe: str, autocast) -> None:
-    """In bfloat16, and with float32 weights under autocast."""
     model = Block().to(torch.bfloat16 if autocast is None else torch.float32)
     model = convert(model, of_recipe(recipe)).to(device)
     assert_held_equals_on_the_fly(model, (2, 16, 32), autocast=autocast)
@@ -157,8 +156,7 @@ def test_compiled_others(what: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "how"),
-    [("tensorwise", "eager"), ("blockwise", "eager"), ("delayed", "compiled")],
+    ("recipe", "how"), [("tensorwise", "eager"), ("blockwise", "eager"), ("delayed", "compiled")]
 )
 def test_each_weight_is_cast_once_per_step(recipe: str, how: str) -> None:
     """When it begins, in eager mode at the first use, and after each step."""
@@ -188,7 +186,6 @@ def test_a_step_without_a_sync_is_noticed_as_ever() -> None:
 
 
 def test_compiled_code_that_is_handed_copies_casts_for_itself() -> None:
-    """As offloading of activations hands them to what backward computes again."""
     torch._dynamo.reset()
     grads = []
     for weights in (ON_THE_FLY, HELD):

@@ -65,7 +65,6 @@ def test_every_input_dtype_is_cast_to_that_of_autocast(
 
 @on_devices
 def test_autocast_does_not_change_the_gemm_of_float8_data(device: str) -> None:
-    """A backward inside the autocast region gives the same as one outside of it."""
     layer = Float8Linear(32, 16, bias=False, device=device)
     gradients = []
     for inside in (False, True):

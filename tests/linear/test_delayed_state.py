@@ -1,8 +1,6 @@
 """The delayed-scaling buffers of a layer: names, dtype, initial state, moving and copying."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from float8 import (
 )
 from sqnr import sqnr
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from support.copies import COPIES
 from support.devices import E4M3, on_devices
 from support.models import forward_backward, fp8_state, seeded
 from support.reference import reference_cast
@@ -134,23 +133,9 @@ def test_state_moves_with_the_model() -> None:
         assert not changed(model, before)
 
 
-def saved(model: nn.Module) -> nn.Module:
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": saved,
-}
-
-
 @on_devices
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_trains_on_as_the_original_does(device: str, how: str) -> None:
-    """With state of its own."""
     model = trained(device)
     clone = COPIES[how](model)
     assert type(clone[0]) is Float8Linear

@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8 import (
-    Float8Linear,
-    Float8LinearConfig,
-    linear,
-    sync_float8_amax_and_scale_history,
-)
+from float8 import Float8Linear, Float8LinearConfig, linear, sync_float8_amax_and_scale_history
 from sqnr import same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.devices import DTYPES, on_devices
@@ -217,7 +212,6 @@ def test_non_finite_operand_shows_in_all_that_depends_on_it(
 @on_devices
 @MIX
 def test_one_overflowing_step_leaves_the_next_one_clean(device: str, mix) -> None:
-    """And values beyond a delayed scale saturate."""
     x, g = seeded(0, M, K, device=device), seeded(1, M, N, device=device)
     for value in (math.nan, math.inf, 1000):
         layer = Float8Linear(K, N, bias=False, device=device, config=mixed(*mix))

@@ -62,8 +62,7 @@ def test_the_saved_input_is_that_of_its_second_use(device: str) -> None:
     rest, _ = kept(Float8Linear(K, N, device=device, config=config), x)
     assert [s.dtype for s in rest if s.numel() > 1] == [E5M2]
     high_precision = tensorwise(
-        cast_config_input_for_grad_weight=DISABLED,
-        cast_config_grad_output_for_grad_weight=DISABLED,
+        cast_config_input_for_grad_weight=DISABLED, cast_config_grad_output_for_grad_weight=DISABLED
     )
     for config in (high_precision, of_recipe("rowwise_with_gw_hp")):
         rest, _ = kept(Float8Linear(K, N, device=device, config=config), x)

@@ -134,7 +134,6 @@ SIZES = {"cpu": (128, 512), "cuda": (4096, 16384)}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", [*RECIPES, *FINER])
 def test_against_high_precision(device: str, recipe: str, dtype: torch.dtype) -> None:
-    """One step, of delayed scaling with scales from steps before it."""
     K, N = SIZES[device]
     linear = nn.Linear(K, N, device=device, dtype=dtype)
     layer = convert_to_float8_training(copy.deepcopy(linear), config=of_recipe(recipe))
@@ -226,12 +225,7 @@ CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dyn
 @CONFIGS
 @pytest.mark.parametrize(
     ("trained", "gemms"),
-    [
-        ({"weight", "bias", "input"}, 3),
-        ({"bias", "input"}, 2),
-        ({"weight"}, 2),
-        ({"bias"}, 1),
-    ],
+    [({"weight", "bias", "input"}, 3), ({"bias", "input"}, 2), ({"weight"}, 2), ({"bias"}, 1)],
     ids=["all", "frozen-weight", "input-without-grad", "bias-alone"],
 )
 def test_only_needed_gemms_run(device: str, config, trained: set[str], gemms: int) -> None:

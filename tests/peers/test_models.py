@@ -36,6 +36,17 @@ GPT2 |= {f"{each}_pdrop": 0.0 for each in ("attn", "embd", "resid")}
 IMAGE = {**SIZES, **STILL, "image_size": 32, "patch_size": 8, "num_labels": 16}
 
 
+MOE = {**GROUPED, "num_experts": 4, "moe_intermediate_size": 64}
+MOE |= {"shared_expert_intermediate_size": 64}
+T5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+SOUND = {"d_model": 64, "vocab_size": 256, "num_mel_bins": 16, "dropout": 0.0}
+SOUND |= {f"max_{each}_positions": 32 for each in ("source", "target")}
+SOUND |= {f"{each}_token_id": 0 for each in ("pad", "bos", "eos", "decoder_start")}
+for each in ("encoder", "decoder"):
+    SOUND |= {f"{each}_layers": 2, f"{each}_attention_heads": 4, f"{each}_ffn_dim": 128}
+
+
 class Kind(NamedTuple):
     model: str
     config: str
@@ -60,52 +71,16 @@ KINDS = {
     "qwen2_moe": Kind(
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
-        {
-            **GROUPED,
-            "num_experts": 4,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-        },
+        MOE,
         14,
         [*(f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)), *HEAD],
         2,
     ),
-    "t5": Kind(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "d_model": 64,
-            "d_ff": 128,
-            "d_kv": 16,
-            "num_layers": 2,
-            "num_heads": 4,
-            "vocab_size": 256,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
-        32,
-        HEAD,
-    ),
+    "t5": Kind("T5ForConditionalGeneration", "T5Config", T5, 32, HEAD),
     "vit": Kind("ViTForImageClassification", "ViTConfig", IMAGE, 13, [], batch="image"),
     "dinov2": Kind("Dinov2ForImageClassification", "Dinov2Config", IMAGE, 13, [], batch="image"),
-    "whisper": Kind(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {
-            "d_model": 64,
-            **{f"{each}_layers": 2 for each in ("encoder", "decoder")},
-            **{f"{each}_attention_heads": 4 for each in ("encoder", "decoder")},
-            **{f"{each}_ffn_dim": 128 for each in ("encoder", "decoder")},
-            "vocab_size": 256,
-            "num_mel_bins": 16,
-            "max_source_positions": 32,
-            "max_target_positions": 32,
-            "dropout": 0.0,
-            **{f"{each}_token_id": 0 for each in ("pad", "bos", "eos", "decoder_start")},
-        },
-        33,  # its head has another name
-        [],
-        batch="sound",
+    "whisper": Kind(  # its head has another name
+        "WhisperForConditionalGeneration", "WhisperConfig", SOUND, 33, [], batch="sound"
     ),
 }
 
@@ -169,28 +144,16 @@ def timm(name: str) -> nn.Module:
 
 
 def flux() -> nn.Module:
-    return pytest.importorskip("diffusers").FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+    sizes = {"in_channels": 16, "attention_head_dim": 16, "num_attention_heads": 4}
+    sizes |= {"num_layers": 1, "num_single_layers": 1, "axes_dims_rope": (4, 4, 8)}
+    sizes |= {"joint_attention_dim": 32, "pooled_projection_dim": 32}
+    return pytest.importorskip("diffusers").FluxTransformer2DModel(**sizes)
 
 
 def dit() -> nn.Module:
-    return pytest.importorskip("diffusers").DiTTransformer2DModel(
-        num_attention_heads=4,
-        attention_head_dim=16,
-        in_channels=4,
-        num_layers=2,
-        sample_size=8,
-        num_embeds_ada_norm=16,
-        norm_num_groups=4,
-    )
+    sizes = {"in_channels": 4, "attention_head_dim": 16, "num_attention_heads": 4}
+    sizes |= {"num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 16, "norm_num_groups": 4}
+    return pytest.importorskip("diffusers").DiTTransformer2DModel(**sizes)
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:

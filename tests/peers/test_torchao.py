@@ -1,8 +1,5 @@
 """The same layer on the same tensors as torchao's: as accurate. Its low-bit optimizers."""
 
-import io
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +14,7 @@ from float8 import (
 )
 from sqnr import same_bits, sqnr
 from support.configs import RECIPES
+from support.copies import through_file
 from support.devices import on_devices
 from support.models import FeedForward, fp8_state, seeded
 
@@ -113,14 +111,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> l
     return losses
 
 
-def through_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=False)
-    return loaded
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"])
 def test_it_trains_is_synced_and_resumes_bit_by_bit(
@@ -136,9 +126,9 @@ def test_it_trains_is_synced_and_resumes_bit_by_bit(
         histories = [x for name, x in fp8_state(model).items() if "history" in name]
         assert all((x > 0).sum() == 2 for x in histories)
     again = made(recipe)
-    again.load_state_dict(through_file(model.state_dict()))
+    again.load_state_dict(through_file(model.state_dict(), False))
     resumed = getattr(optim, name)(again.parameters(), lr=1e-2)
-    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    resumed.load_state_dict(through_file(optimizer.state_dict(), False))
     rest = train(model, optimizer, range(2, 6))
     assert train(again, resumed, range(2, 6)) == rest
     assert rest[-1] < first[0]

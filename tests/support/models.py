@@ -123,10 +123,7 @@ def fp8_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def seeded(
-    seed: int,
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    seed: int, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Normally distributed values: the same on every device."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,10 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import (
     Float8LinearConfig,

@@ -36,7 +36,6 @@ def assert_same_state(model: nn.Module, other: nn.Module) -> None:
 @on_devices
 @pytest.mark.parametrize("how", ["once", "twice", "two-optimizers", "sync-too"])
 def test_each_step_is_one_sync(device: str, how: str) -> None:
-    """However many there are: the state is that of syncs by hand."""
     model = stack(2, device)
     other = copy.deepcopy(model)
     others, optimizers = optimizer_of(other), [optimizer_of(model)]

@@ -80,7 +80,6 @@ COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, nn.Module.bfloa
 
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_missing_sync_is_noticed_in_copies_too(copied) -> None:
-    """And copying or loading alone is none."""
     model = stack(2)
     train(model)
     sync_float8_amax_and_scale_history(model)
@@ -93,7 +92,6 @@ def test_a_missing_sync_is_noticed_in_copies_too(copied) -> None:
 
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_a_sync_before_or_after_the_step_is_fine(when: str) -> None:
-    """With gradients accumulated."""
     model = stack(2)
     optimizer = optimizer_of(model)
     for _ in range(3):

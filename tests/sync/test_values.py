@@ -87,7 +87,6 @@ def test_layers_of_different_settings_are_synced_each_by_its_own() -> None:
 @on_devices
 @SCALE_FNS
 def test_a_sync_of_nothing_changes_nothing(device: str, scale_fn_name: str) -> None:
-    """Nor one of evaluations, nor one of zeros."""
     config = DelayedScalingConfig(3, scale_fn_name)
     model = stack(2, device, delayed_scaling_config=config)
     for step in range(2):

@@ -1,8 +1,6 @@
 """Copying, casting, comparing, saving a Float8Tensor; what it has no meaning for."""
 
 import copy
-import io
-import pickle
 from contextlib import suppress
 
 import pytest
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 
 from float8 import Float8Tensor
 from sqnr import same_bits
+from support.copies import COPIES, through_file
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
 from support.tensors import assert_same, fields, float8, full
@@ -193,28 +192,13 @@ def test_padding_is_zero() -> None:
         nn.functional.pad(x, (0, 2), value=3.0)
 
 
-def through_pickle(x):
-    return pickle.loads(pickle.dumps(x))
-
-
-def through_save(x, weights_only: bool = True):
-    torch.save(x, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
-
-
 def through_parts(x):
     names, context = x.__tensor_flatten__()
     inner = {name: getattr(x, name) for name in names}
     return x.__tensor_unflatten__(inner, context, x.shape, x.stride())
 
 
-WAYS = {
-    "deepcopy": copy.deepcopy,
-    "pickle": through_pickle,
-    "save": through_save,
-    "save-unsafe": lambda x: through_save(x, weights_only=False),
-}
+WAYS = {**COPIES, "weights only": through_file}
 LAYOUTS = {
     "plain": lambda t: t,
     "transposed": lambda t: t.t(),
@@ -303,6 +287,6 @@ def test_state_dict_round_trip() -> None:
         return m
 
     source, target = module(0), module(10)
-    target.load_state_dict(through_save(source.state_dict()))
+    target.load_state_dict(through_file(source.state_dict()))
     for name, value in source.state_dict().items():
         assert_same(target.state_dict()[name], value)

@@ -42,9 +42,7 @@ def test_lines_come_back_as_written(tmp_path: Path) -> None:
     assert back.status == "finished"
 
 
-def test_steps_taken_again_after_a_resume_count_once(
-    tmp_path: Path,
-) -> None:
+def test_steps_taken_again_after_a_resume_count_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = JsonLines(path)
     log.on_records([record(step, loss=10.0) for step in range(1, 6)])

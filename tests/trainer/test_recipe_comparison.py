@@ -12,10 +12,7 @@ from float8_lab.errors import ConfigError
 from float8_lab.trainer import loop
 from float8_lab.trainer.compare import compare
 from float8_lab.trainer.config import TrainConfig
-from float8_lab.trainer.metrics import (
-    Observer,
-    read_metrics,
-)
+from float8_lab.trainer.metrics import Observer, read_metrics
 
 MakeConfig = Callable[..., TrainConfig]
 

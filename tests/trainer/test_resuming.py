@@ -11,11 +11,7 @@ from torch import nn
 
 from float8_lab.errors import CheckpointError, ConfigError
 from float8_lab.trainer import loop
-from float8_lab.trainer.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from float8_lab.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import train
