@@ -15,7 +15,7 @@ from float8.convert.measure import WrongResultError
 from float8_lab.bench import fsdp
 from float8_lab.bench.fsdp import ShardedStep, bench_on_ranks
 from float8_lab.bench.model import Size, Stack
-from float8_lab.bench.step import check, free_memory
+from float8_lab.bench.step import free_memory
 from float8_lab.bench.variants import make_variants
 from float8_lab.errors import ToldError
 from float8_lab.models.presets import preset
@@ -104,10 +104,6 @@ def test_a_wrong_gradient_ends_all_ranks_alike(two: Ranks) -> None:
 
 
 def alone() -> None:
-    right = {"a": torch.randn(4, 4).bfloat16(), "b": torch.ones(2).bfloat16()}
-    assert check("fsdp x:", right, right, 10) == float("inf")
-    off = {"a": right["a"] * 1.125, "b": right["b"]}
-    assert check("fsdp x:", right, off, 10) == pytest.approx(18.06, abs=0.1)
     for variant in make_variants(RECIPES, ["eager"], sharded=True):
         step = ShardedStep(variant, TINY, CPU)
         step()
@@ -117,7 +113,7 @@ def alone() -> None:
         assert all(weight() is None for weight in weights), variant.name
 
 
-def test_shards_are_compared_and_a_variant_leaves_no_memory_behind(two: Ranks) -> None:
+def test_a_variant_leaves_no_memory_behind(two: Ranks) -> None:
     two.run(alone)
 
 
