@@ -152,6 +152,8 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         (["model", "--keep", "all", *CPU], "keep: got 'all', expected some of nothing, gemms"),
         (["model", "--keep", "gemms", "--transformers", *CPU], "--keep is for plain blocks"),
         (["fsdp", "--model", "huge", *CPU], "unknown model 'huge'"),
+        (["experts", "--recipe", "delayed", *CPU], "recipe: got 'delayed' with delayed scaling"),
+        (["one-start", "--steps", "3", "--start", "3", "--device", "cpu"], "start: got 3"),
         (["tp", "--peers", "te", *CPU], "peers: got 'te', expected torchao"),
         (["fsdp", "--device", "cuda:1"], "device: got 'cuda:1', expected cuda or cpu"),
     ],

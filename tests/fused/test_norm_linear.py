@@ -73,12 +73,16 @@ def pair(
 
 
 EACH = [*itertools.product(DTYPES, RECIPES, (False, True))]
+ONE = (torch.bfloat16, "delayed", True)  # `make test-all` compiles each
+COMPILED = [
+    pytest.param(*each, True, marks=[] if each == ONE else [pytest.mark.exhaustive])
+    for each in EACH
+]
 
 
 @on_devices
 @pytest.mark.parametrize(
-    ("dtype", "recipe", "residual", "compiled"),
-    [*((*each, False) for each in EACH), (torch.bfloat16, "delayed", True, True)],
+    ("dtype", "recipe", "residual", "compiled"), [*((*each, False) for each in EACH), *COMPILED]
 )
 def test_as_accurate_as_layer_by_layer(
     device: str, dtype: torch.dtype, recipe: str, residual: bool, compiled: bool
