@@ -53,19 +53,9 @@ def test_defaults() -> None:
     assert config.delayed_scaling_config == DelayedScalingConfig()
     assert config.enable_amax_init is True
     assert config.enable_pre_and_post_forward is True
-
-
-def test_defaults_of_the_parts() -> None:
-    assert dataclasses.asdict(CastConfig()) == {
-        "scaling_type": ScalingType.DYNAMIC,
-        "scaling_granularity": ScalingGranularity.TENSORWISE,
-        "target_dtype": None,
-    }
-    assert dataclasses.asdict(DelayedScalingConfig()) == {
-        "history_len": 16,
-        "scale_fn_name": "max",
-    }
-    assert dataclasses.asdict(Float8GemmConfig()) == {"use_fast_accum": False}
+    assert CastConfig() == CastConfig(ScalingType.DYNAMIC, ScalingGranularity.TENSORWISE, None)
+    assert DelayedScalingConfig() == DelayedScalingConfig(16, "max")
+    assert Float8GemmConfig() == Float8GemmConfig(use_fast_accum=False)
 
 
 # ---------------------------------------------------------------- frozen, shared, replaced
@@ -158,8 +148,6 @@ def test_what_asks_for_nothing_without_delayed_scaling_is_accepted(name: str) ->
     assert list(layer.state_dict()) == ["weight", "bias"]
     defaults = {name: True, "delayed_scaling_config": DelayedScalingConfig()}
     assert Float8LinearConfig(**defaults) == Float8LinearConfig()
-    with pytest.raises(TypeError, match=f"{name}: got 0, expected a bool"):
-        Float8LinearConfig(**{name: 0})
 
 
 @pytest.mark.parametrize("value", [False, True])
@@ -167,10 +155,6 @@ def test_recomputing_weights_is_accepted_since_it_is_always_done(value: bool) ->
     config = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=value, emulate=True)
     assert config == Float8LinearConfig(emulate=True)
     assert dataclasses.replace(config, emulate=False) == Float8LinearConfig()
-    with pytest.raises(
-        TypeError, match="force_recompute_fp8_weight_in_bwd: got 1, expected a bool"
-    ):
-        Float8LinearConfig(force_recompute_fp8_weight_in_bwd=1)
 
 
 def test_a_disabled_cast_has_no_dtype() -> None:
@@ -218,17 +202,13 @@ DTYPE, SCALE_FN = r"got .*expected torch.float8_e4m3fn or", r"got .*expected 'ma
 LENGTH = "expected an int >= 1"
 WRONG: list[tuple[Any, str, Any, type[Exception], str]] = [
     (CastConfig, "scaling_type", "dynamic", TypeError, "got 'dynamic', expected a Scaling"),
-    (CastConfig, "scaling_type", None, TypeError, "got None, expected a Scaling"),
     (CastConfig, "scaling_granularity", "tensorwise", TypeError, "got .*expected a Scaling"),
     (CastConfig, "target_dtype", torch.bfloat16, ValueError, DTYPE),
     (CastConfig, "target_dtype", torch.float8_e4m3fnuz, ValueError, DTYPE),
-    (CastConfig, "target_dtype", "e4m3", ValueError, DTYPE),
     (DelayedScalingConfig, "history_len", 0, ValueError, f"got 0, {LENGTH}"),
-    (DelayedScalingConfig, "history_len", -1, ValueError, f"got -1, {LENGTH}"),
     (DelayedScalingConfig, "history_len", 1.0, TypeError, f"got .*{LENGTH}"),
     (DelayedScalingConfig, "history_len", True, TypeError, f"got .*{LENGTH}"),
     (DelayedScalingConfig, "scale_fn_name", "mean", ValueError, SCALE_FN),
-    (DelayedScalingConfig, "scale_fn_name", None, ValueError, SCALE_FN),
     (Float8GemmConfig, "use_fast_accum", "no", TypeError, "got 'no', expected a bool"),
 ]
 
@@ -243,8 +223,9 @@ def test_wrong_values_are_refused(
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Float8LinearConfig)])
 def test_every_field_refuses_another_type(field: str) -> None:
-    with pytest.raises(TypeError, match=f"{field}: got 'x', expected a"):
-        Float8LinearConfig(**{field: "x"})
+    for wrong, named in (("x", "'x'"), (1, "1")):
+        with pytest.raises(TypeError, match=f"{field}: got {named}, expected a"):
+            Float8LinearConfig(**{field: wrong})
 
 
 # ---------------------------------------------------------------- recipes

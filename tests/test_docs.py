@@ -1,4 +1,4 @@
-"""Code samples of README.md and docs/, and examples, run word for word; links lead somewhere."""
+"""Code samples of README.md and docs/, examples and notebooks run; links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -62,13 +62,6 @@ def test_there_are_pages_and_samples() -> None:
     assert any(page_name(page) == "README.md" for page in PAGES)
 
 
-def test_warnings_in_a_checkout_called_float8_may_be_of_others() -> None:
-    line = "/float8/.venv/lib/python3/site-packages/peft/x.py:3: FutureWarning: old\n"
-    ours = [f"{Path(float8.__file__).parent}/sync.py:3: UserWarning: new"]
-    ours += ["program.py:3: DeprecationWarning: older"]
-    assert warnings_of_ours("/home/me" + line + "\n".join(ours)) == ours
-
-
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_sample_runs(sample: Sample) -> None:
@@ -106,3 +99,19 @@ def test_pages_read_well_and_lead_somewhere(page: Path) -> None:
         assert target.is_relative_to(ROOT), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = (pytest.importorskip(name) for name in ("nbformat", "nbclient"))
+    assert notebook.stat().st_size < 60_000, "its outputs are large: leave only those that matter"
+    cells = nbformat.read(notebook, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    nbclient.NotebookClient(cells, timeout=300, resources=resources).execute()
+    shown = [each for cell in cells.cells for each in cell.get("outputs", [])]
+    assert not [each for each in shown if each.get("name") == "stderr"]
+    assert any("image/png" in each.get("data", {}) for each in shown)

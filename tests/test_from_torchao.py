@@ -100,9 +100,6 @@ def test_the_automatic_filters_leave_names_small_layers_and_what_is_none(
         float8._auto_filter_for_recipe("mx", [])
 
 
-# ---------------------------------------------------------------- objects of torchao
-
-
 def test_objects_of_torchao_are_told_by_the_import_to_change() -> None:
     theirs = pytest.importorskip("torchao.float8")
     for call in (

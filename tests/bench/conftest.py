@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-collect_ignore = [] if dist.is_available() else ["test_ranks.py", "test_traffic.py"]
+collect_ignore = [] if dist.is_available() else ["test_ranks.py"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,21 +1,30 @@
-"""Models in several variants side by side: what is compared, checked, timed and profiled."""
+"""Models in several variants side by side, peers among them: compared, checked, timed, profiled."""
 
+import copy
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig, conversion_report
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import model, step
 from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.profile import kind_of, profile_step
+from float8_lab.bench.one_start import AGAIN, bench_one_start, continued
+from float8_lab.bench.profile import profile_step
 from float8_lab.bench.step import Row, check, compare
-from float8_lab.bench.variants import Variant, make_variants, recipe_config
+from float8_lab.bench.variants import Variant, make_variants, peer_version, recipe_config
+from float8_lab.trainer import data
+from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
+from float8_lab.trainer.loop import Trainer
 from sqnr import same_bits, sqnr
 from support.saved import saved_bytes
 
@@ -119,9 +128,6 @@ def test_recipes_with_switches() -> None:
         recipe_config("tensorwise+pad_inner_dim")  # on already
 
 
-# ---------------------------------------------------------------- profiles
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_profile(device: str, tmp_path: Path) -> None:
     place = torch.device(device)
@@ -132,23 +138,6 @@ def test_profile(device: str, tmp_path: Path) -> None:
     assert rows["GEMM"]["calls"] >= 21
     assert rows.keys() >= {"GEMM", "cast/amax", "other"}
 
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
-        ("aten::_scaled_mm", "GEMM"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
-        ("_amax_flat_kernel", "cast/amax"),
-        ("triton_red_fused__to_copy_abs_amax_mul_3", "cast/amax"),
-        ("triton_poi_fused_mul_silu_1", "other"),
-    ],
-)
-def test_kinds_of_kernels(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
-
-
-# ---------------------------------------------------------------- checks
 
 X = torch.randn(64, 64)
 AS_IT_IS = {"one": X, "two": X}
@@ -173,3 +162,100 @@ def test_what_cannot_be_compared_is_wrong() -> None:
         check("it", {"x": X / 0}, {"x": X / 0}, 0.0)
     with pytest.raises(WrongResultError, match=r"it x: shape \(1, 64\), expected \(64, 64\)"):
         check("it", {"x": X}, {"x": X[:1]}, 0.0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """torchao is installed; which layers its conversion takes."""
+    taken: list[tuple[str, bool]] = []
+
+    class Config:
+        def __init__(self, enable_fsdp_float8_all_gather: bool) -> None: ...
+
+        @staticmethod
+        def from_recipe_name(name: str) -> object:
+            if name != "tensorwise":
+                raise ValueError(name)
+            return object()
+
+    def convert(model: nn.Module, config: object, module_filter_fn) -> nn.Module:
+        taken.extend((name, module_filter_fn(model, name)) for name in ("w1", "lm_head"))
+        return model
+
+    torchao = ModuleType("torchao.float8")
+    torchao.Float8LinearConfig = Config
+    torchao.convert_to_float8_training = convert
+    torchao.precompute_float8_dynamic_scale_for_fsdp = lambda model: taken.append((model, True))
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.0 of {name}")
+    return taken
+
+
+def test_an_installed_peer_becomes_variants(asked: list[tuple[str, bool]]) -> None:
+    assert peer_version("torchao") == "1.0 of torchao"
+    recipes = ["tensorwise", "tensorwise+held", "delayed"]
+    variants = make_variants(recipes, ["eager", "compiled"], ["torchao"], keep=["nothing"])
+    assert [variant.name for variant in variants] == [
+        f"{recipe}, {mode}, nothing kept"
+        for mode in ("eager", "compiled")
+        for recipe in ("bf16", *recipes, "torchao tensorwise")  # it has no delayed scaling
+    ]
+    variants[-1].convert(nn.Linear(2, 2))
+    assert asked == [("w1", True), ("lm_head", True)]
+    make_variants(recipes, ["eager"], ["torchao"], all_layers=False)[-1].convert(nn.Linear(2, 2))
+    assert asked[2:] == [("w1", True), ("lm_head", False)]  # as ours
+
+
+def test_each_gather_is_a_variant_and_torchao_has_its_own(asked: list[tuple[str, bool]]) -> None:
+    variants = make_variants(["tensorwise", "delayed"], ["compiled"], ["torchao"], sharded=True)
+    assert [variant.name for variant in variants] == [
+        "bf16, compiled, bf16 gather",
+        "tensorwise, compiled, bf16 gather",
+        "tensorwise, compiled, float8 gather",
+        "delayed, compiled, bf16 gather",
+        "delayed, compiled, float8 gather",
+        "torchao tensorwise, compiled, float8 gather",
+    ]
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    variants[-1].attach(model, optimizer)
+    optimizer.step()
+    assert asked == [(model, True)]
+
+
+def test_missing_and_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    variants = make_variants(["tensorwise"], ["eager"], ["torchao"])
+    assert [variant.recipe for variant in variants] == ["bf16", "tensorwise"]
+    with pytest.raises(ValueError, match="peers: got 'apex', expected torchao"):
+        peer_version("apex")
+
+
+DATA = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_runs_go_on_from_one_start_and_leave_it_alone() -> None:
+    config = TrainConfig.create(
+        model="tiny", steps=4, batch_size=2, seq_len=32, eval_batches=1, eval_interval=0,
+        data=str(DATA), checkpoint_interval=0, final_checkpoint=False, tensorboard=False,
+        device="cpu", recipe=HIGH_PRECISION,
+    )  # fmt: skip
+    corpus = data.load_corpus(config.data)
+    *ready, rows = bench_one_start(config, corpus, ["delayed"], 2)
+    assert ready == [[]] * 3
+    assert [row["recipe"] for row in rows] == [HIGH_PRECISION, AGAIN, "delayed"]
+    first, again, delayed = (row["val_loss"] for row in rows)
+    assert first == again != delayed
+    gaps = [row["gap_percent"] for row in rows]
+    assert gaps == [0, 0, 100 * (delayed / first - 1)]
+    whole = Trainer(config, corpus)
+    for _ in range(2):
+        whole.train_step()
+    before = copy.deepcopy(whole.model.state_dict())
+    continued(config, corpus, whole).train_step()
+    assert all(torch.equal(before[n], x) for n, x in whole.model.state_dict().items())
+    for _ in range(2):
+        whole.train_step()
+    assert whole.validate() == first  # as if it had not stopped

@@ -7,16 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8 import Float8LinearConfig
 from float8.formats import E4M3
-from float8.linear.plan import Casts, plan_linear
-from float8.quantize.history import DelayedScale
-from float8_lab.bench import numerics
+from float8.linear.plan import Casts
 from float8_lab.bench.numerics import FAMILIES, Sample, bench_numerics, random_samples
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.variants import EAGER, make_variants
 from float8_lab.numerics import LayerCast, MeasuredCast, casts_of, measure_cast
-from support.configs import delayed, of_recipe, tensorwise
+from support.configs import of_recipe, tensorwise
 
 # SQNR in dB of normal numbers that are cast to a format without leaving its normal range.
 OF_E4M3, OF_E5M2 = 31.5, 25.5
@@ -58,20 +55,6 @@ def test_a_cast_by_hand() -> None:
     assert numbers.even_db == pytest.approx(10 * math.log10(4 / columns))
 
 
-def test_a_scale_of_the_past_saturates() -> None:
-    cast = casts_of(delayed())[0]
-    casts = plan_linear(delayed()).casts
-
-    def with_scale(scale: float) -> Casts:
-        state = DelayedScale(torch.tensor(scale), torch.tensor(0.0))
-        return casts._replace(input=casts.input._replace(state=state))
-
-    numbers = numbers_of(cast, BY_HAND, with_scale(0.5))
-    assert (numbers.underflow, numbers.saturation) == (0.0 + 1 / 4, 1 / 4)  # 2^-10 is a tie
-    assert numbers.sqnr_db == pytest.approx(10 * math.log10(SIGNAL / 224**2), abs=1e-4)
-    assert numbers_of(cast, BY_HAND, with_scale(0.0)).saturation == 0.0
-
-
 def test_what_cannot_be_measured() -> None:
     cast = casts_of(tensorwise())[0]
     zeros = numbers_of(cast, torch.zeros(2, 16))
@@ -92,35 +75,6 @@ def test_gradients_too_small_for_float32_to_square() -> None:
     assert tiny.sqnr_db == pytest.approx(OF_E4M3, abs=0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dynamic_scales_never_saturate(dtype: torch.dtype) -> None:
-    for _ in range(4):
-        x = torch.randn(40, 72).to(dtype)
-        for recipe in ("tensorwise", "rowwise", "blockwise"):
-            for cast in casts_of(of_recipe(recipe)):
-                assert numbers_of(cast, x).saturation == 0.0
-
-
-def test_each_recipe_has_its_casts() -> None:
-    def of(config: Float8LinearConfig) -> set[tuple[str, tuple[str, ...]]]:
-        return {(cast.role, cast.gemms) for cast in casts_of(config)}
-
-    each = {
-        ("input", ("output",)), ("input", ("grad_weight",)),
-        ("weight", ("output",)), ("weight", ("grad_input",)),
-        ("grad_output", ("grad_input",)), ("grad_output", ("grad_weight",)),
-    }  # fmt: skip
-    assert of(of_recipe("rowwise")) == each
-    in_two = {("weight", ("output", "grad_input"))}
-    assert of(of_recipe("blockwise")) == {c for c in each if c[0] != "weight"} | in_two
-    shared = in_two | {
-        ("input", ("output", "grad_weight")), ("grad_output", ("grad_input", "grad_weight")),
-    }  # fmt: skip
-    assert of(tensorwise()) == of(delayed()) == shared
-    no_grad_weight = {cast for cast in each if cast[1] != ("grad_weight",)}
-    assert of(of_recipe("rowwise_with_gw_hp")) == no_grad_weight
-
-
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_casts_of_columns_are_those_of_the_transposed_tensor(recipe: str) -> None:
     x = torch.randn(200, 136) * torch.logspace(0, -6, 136)
@@ -129,8 +83,6 @@ def test_casts_of_columns_are_those_of_the_transposed_tensor(recipe: str) -> Non
     torch.testing.assert_close(there, back, rtol=1e-12, atol=0)
     assert not torch.equal(measure_cast(x, col), measure_cast(x, row))
 
-
-# ---------------------------------------------------------------- against theory
 
 FACTOR = 2.0**15
 M, K, N = 384, 512, 256
@@ -145,21 +97,11 @@ def flat(amax: Tensor) -> float:
     return -10 * math.log10(step**2 / 12)
 
 
-def sample(hot: str) -> tuple[Sample, Tensor]:
-    """With three hot tokens or channels, whose weights are 0; and the input."""
-    x, weight, grad = torch.randn(M, K), torch.randn(N, K), torch.randn(M, N)
-    if hot == "tokens":
-        x[:3] *= FACTOR
-    else:
-        x[:, :3] *= FACTOR
-        weight[:, :3] = 0
-    x = x.bfloat16()
-    return Sample(weight.bfloat16(), [(x, grad.bfloat16())]), x
-
-
 def test_theory_on_hot_tokens() -> None:
-    tensors, x = sample("tokens")
-    of = rows(tensors, "tensorwise", "rowwise", "blockwise")
+    x, weight, grad = (torch.randn(size) for size in ((M, K), (N, K), (M, N)))
+    x[:3] *= FACTOR
+    x, weight, grad = (tensor.bfloat16() for tensor in (x, weight, grad))
+    of = rows(Sample(weight, [(x, grad)]), "tensorwise", "rowwise", "blockwise")
     below, above = db(flat(x.abs().max()), OF_E4M3), db(OF_E4M3, OF_E4M3)
     assert above - below > 10  # dB, what scales per token gain
     assert of["tensorwise"]["even_output"] == pytest.approx(below, abs=0.6)
@@ -167,26 +109,6 @@ def test_theory_on_hot_tokens() -> None:
         assert of[recipe]["even_output"] == pytest.approx(above, abs=0.6)
         # Of the whole output the hot tokens are nearly all, and these are exact enough.
         assert of[recipe]["sqnr_output"] - of["tensorwise"]["sqnr_output"] < 1
-
-
-def test_theory_on_hot_channels() -> None:
-    tensors, x = sample("channels")
-    of = rows(tensors, "tensorwise", "rowwise", "blockwise")
-    coarse = flat(x.abs().max())
-    assert of["tensorwise"]["sqnr_output"] == pytest.approx(db(coarse, OF_E4M3), abs=0.6)
-    # Rows have a scale each, but each row holds hot channels, and scales that are rounded up to
-    # powers of two are larger by a factor whose square is 1.5 / ln(2) in the mean.
-    own = flat(x[:, :3].abs().amax(1).double().square().mean().sqrt())
-    rounded = own - 10 * math.log10(1.5 / math.log(2))
-    assert of["rowwise"]["sqnr_output"] == pytest.approx(db(rounded, OF_E4M3), abs=0.6)
-    # A quarter of the blocks along K holds hot channels.
-    blocks = db(own + 10 * math.log10(4), OF_E4M3 - 10 * math.log10(3 / 4), OF_E4M3)
-    assert of["blockwise"]["sqnr_output"] == pytest.approx(blocks, abs=0.6)
-    # In grad_weight a channel has a scale of its own.
-    below, above = db(coarse, OF_E5M2), db(OF_E4M3, OF_E4M3)
-    assert of["tensorwise"]["even_grad_weight"] == pytest.approx(below, abs=0.6)
-    for recipe in ("rowwise", "blockwise"):
-        assert of[recipe]["even_grad_weight"] == pytest.approx(above, abs=0.6)
 
 
 def test_without_outliers_only_the_formats_count() -> None:
@@ -219,29 +141,6 @@ def test_delayed_scaling_has_seen_the_steps_before() -> None:
     assert again["delayed"]["sqnr_output"] > again["tensorwise"]["sqnr_output"] - 1
 
 
-def test_families_are_what_their_names_say() -> None:
-    shape = Shape(128, 64, 32)
-    drawn = dict(random_samples([shape], torch.device("cpu")))
-    assert tuple(drawn) == FAMILIES
-    for family in drawn.values():
-        assert family.weight.shape == (32, 64)
-        assert len(family.steps) == numerics.STEPS
-        assert not torch.equal(family.steps[0][0], family.steps[-1][0])
-        assert [t.shape for t in family.steps[-1]] == [(128, 64), (128, 32)]
-    inputs = {case: family.steps[-1][0].double() for case, family in drawn.items()}
-    for case, dim in (("hot channels", 0), ("hot tokens", 1)):
-        sizes = inputs[case].square().mean(dim).sqrt().sort().values
-        assert sizes[-4] / sizes[-5] > 2**12
-    steps = drawn["hot channels"].steps
-    hot = [step[0].abs().mean(0).topk(4).indices.sort().values for step in steps]
-    assert torch.equal(hot[0], hot[-1])  # the same channels at each step
-    kurtosis = inputs["heavy tails"].pow(4).mean() / inputs["heavy tails"].square().mean() ** 2
-    assert kurtosis > 6  # 3 for normal numbers
-    assert drawn["tiny gradients"].steps[-1][1].abs().median() < 1e-8
-    named = dict(random_samples([shape, Shape(16, 16, 16)], torch.device("cpu")))
-    assert "hot tokens 16,16,16" in named
-
-
 @pytest.mark.parametrize("family", ["hot channels", "tiny gradients"])
 def test_at_least_as_exact_as_torchao(family: str) -> None:
     pytest.importorskip("torchao.float8")
@@ -253,3 +152,18 @@ def test_at_least_as_exact_as_torchao(family: str) -> None:
             for kind in ("sqnr", "even"):
                 column = f"{kind}_{gemm}"
                 assert of[recipe][column] - of[f"torchao {recipe}"][column] >= -0.1, column
+
+
+def test_families_are_what_their_names_say() -> None:
+    drawn = dict(random_samples([Shape(128, 64, 32)], torch.device("cpu")))
+    assert tuple(drawn) == FAMILIES
+    inputs = {case: family.steps[-1][0].double() for case, family in drawn.items()}
+    for case, dim in (("hot channels", 0), ("hot tokens", 1)):
+        sizes = inputs[case].square().mean(dim).sqrt().sort().values
+        assert sizes[-4] / sizes[-5] > 2**12
+    steps = drawn["hot channels"].steps
+    hot = [step[0].abs().mean(0).topk(4).indices.sort().values for step in steps]
+    assert torch.equal(hot[0], hot[-1])  # the same channels at each step
+    kurtosis = inputs["heavy tails"].pow(4).mean() / inputs["heavy tails"].square().mean() ** 2
+    assert kurtosis > 6  # 3 for normal numbers
+    assert drawn["tiny gradients"].steps[-1][1].abs().median() < 1e-8

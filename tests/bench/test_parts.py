@@ -1,25 +1,21 @@
-"""Benchmarks of GEMMs, casts and layers on tiny shapes: rows are complete, wrong results end it."""
+"""Benchmarks of GEMMs, casts, layers and experts on tiny shapes; wrong results end it."""
 
-import functools
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8.convert.measure import WrongResultError
-from float8_lab.bench import cast, linear, matmul
+from float8_lab.bench import cast, experts, linear, matmul
+from float8_lab.bench.experts import Experts, bench_experts, expert_variants, select_experts
 from float8_lab.bench.shapes import Shape
-from float8_lab.bench.step import Step
 from float8_lab.bench.variants import Variant, make_variants
+from support.devices import on_devices
 
 CPU = torch.device("cpu")
 SHAPE = Shape(32, 64, 48)
 SHAPES = {"given": (SHAPE,)}
-# Where these run: on the CPU always, and on a GPU where there is one.
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def flat(groups) -> list[dict]:
@@ -86,31 +82,6 @@ def test_a_compiled_layer() -> None:
     assert [row["mode"] for row in rows] == ["compiled"] * 2
 
 
-class CountCasts(TorchDispatchMode):
-    casts = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.casts += func.namespace == "float8"
-        return func(*args, **(kwargs or {}))
-
-
-def casts_of(step: Callable[[], object]) -> int:
-    with CountCasts() as count:
-        step()
-    return count.casts
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_no_call_that_is_timed_finds_its_casts_done(recipe: str) -> None:
-    (variant,) = make_variants([recipe], ["eager"])[1:]
-    weight, x, grad = linear.layer_data(SHAPE, CPU)
-    step = Step(variant, linear.Layer(weight), x, grad)
-    again = functools.partial(step.gradients, x, grad)
-    counts = [casts_of(each) for each in (step, step, again)]
-    assert counts[0] > 0
-    assert counts == counts[:1] * 3
-
-
 def doubled(model: nn.Module) -> nn.Module:
     model.register_forward_hook(lambda module, arguments, output: 2 * output)
     return model
@@ -127,3 +98,44 @@ def test_a_wrong_layer_is_not_timed() -> None:
     assert "WrongResultError: linear 32,64,48 peer, eager: output" in left_out["left_out"]
     assert "ms" in bf16
     assert "ms" not in left_out
+
+
+GIVEN = {"given": Experts(4, 500, 32, 48)}
+
+
+@on_devices
+def test_layers_gemms_and_casts(device: str) -> None:
+    variants = expert_variants(experts.RECIPES, ["torchao"])
+    given = {"given": Experts(4, 2000, 32, 48)}
+    groups = bench_experts(given, variants, torch.device(device), 1, microbatches=2, uneven=True)
+    layers, gemms, casts = groups
+    recipes = ["bf16", *experts.RECIPES]
+    assert [row["recipe"] for row in layers][: len(recipes)] == recipes
+    assert all("multiples of 16 rows" in row["left_out"] for row in layers[len(recipes) :])
+    bf16, *ours = layers[: len(recipes)]
+    for row in ours:
+        assert row["sqnr_db"] > 20
+        assert row["speedup"] == pytest.approx(bf16["ms"] / row["ms"])
+        # Of input and product float8 data: between them all is as before.
+        assert (row["kept_of_bf16"] < 0.9) == ("gw_hp" not in row["recipe"])
+    names = itertools.product(("w13", "w2"), ("output", "grad_input", "grad_weight"))
+    assert [row["case"] for row in gemms] == [" ".join(name) for name in names]
+    assert all(row["sqnr_db"] > 27 and row["float8_tflops"] > 0 for row in gemms)
+    assert [row["case"] for row in casts] == ["x", "gate and up", "w13", "w2"] * 2
+    assert all(row["of_copy"] > 0 for row in casts)
+
+
+def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = experts.apply_grouped
+    monkeypatch.setattr(experts, "apply_grouped", lambda *rest: 1.3 * right(*rest))
+    groups = bench_experts(GIVEN, expert_variants(["rowwise"], []), torch.device("cpu"), 1)
+    with pytest.raises(WrongResultError, match=r"experts rowwise, .*; nothing was timed"):
+        next(groups)
+
+
+def test_experts_by_name_and_by_size() -> None:
+    assert select_experts([], []) == experts.EXPERTS
+    assert select_experts([], ["4, 500,32,48"]) == {"4, 500,32,48": GIVEN["given"]}
+    for names, given in ((["mixtral"], []), ([], ["4,100,32"]), ([], ["4,100,32,40"])):
+        with pytest.raises(ValueError, match=r"got '.*', expected "):
+            select_experts(names, given)

@@ -1,8 +1,12 @@
-"""The tables of README.md and docs/performance.md, and estimates, are what results files give."""
+"""What is written from results files: tables, the picture of README.md, limits of size."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from float8_lab.bench import tables
+from float8.convert.smallest import SMALLEST
+from float8_lab.bench import limits, picture, tables
 from float8_lab.cli.main import main
 
 
@@ -18,12 +22,26 @@ def test_the_pages_are_up_to_date(
     assert before == tables.PERFORMANCE.read_text()
 
 
-def test_tables_fit_a_screen_of_100_columns() -> None:
-    for (page, _), write in tables.SECTIONS.items():
-        for line in write(page).splitlines():
-            assert len(line) <= 120 if not line.startswith("|") else len(line) <= 100, line
-
-
 def test_the_markers_must_be_there() -> None:
     with pytest.raises(ValueError, match="page: expected the lines"):
         tables.updated("no markers", "begin", "end", "table")
+
+
+def test_the_picture_is_up_to_date() -> None:
+    image = pytest.importorskip("PIL.Image").open(picture.PICTURE)
+    what = picture.shown(picture.RESULTS)
+    assert min(len(what["points"]), len(what["curves"])) > 2
+    remedy = "run python -m float8_lab.bench.picture"
+    assert json.loads(image.text[picture.SHOWN]) == what, remedy
+    assert all(
+        f"[{name}]" in picture.ROOT.joinpath("README.md").read_text() for name in picture.FILES
+    )
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def test_those_of_an_h200_are_what_its_file_gives() -> None:
+    results = json.loads((RESULTS / "h200-smallest-layers.json").read_text())
+    gpu, found = limits.fit_results(results)
+    assert {recipe: each.limits for recipe, each in found.items()} == SMALLEST[gpu]

@@ -1,16 +1,19 @@
-"""Times are fair: interleaved, medians, per call."""
+"""Times are fair: interleaved, medians, per call; which shapes are timed, and where."""
 
 import time
 
 import pytest
 import torch
 
+from float8_lab.bench.shapes import SHAPE_SETS, parse_shape, select_shapes
 from float8_lab.bench.timing import (
     call_sampler,
+    input_sets,
     kernel_sampler,
     steady_sampler,
     take_turns,
 )
+from float8_lab.device import float8_device
 from support.clock import stopped_clock
 
 CPU = torch.device("cpu")
@@ -32,11 +35,6 @@ def test_rounds_are_interleaved_and_the_first_ones_do_not_count() -> None:
     )
     assert medians == {"a": 2, "b": 4}
     assert order == ["a", "b"] * 6
-
-
-def test_a_sample_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep = stopped_clock(monkeypatch)
-    assert call_sampler([lambda: sleep(0.01)] * 3, CPU)() == pytest.approx(10)
 
 
 @pytest.mark.gpu
@@ -68,3 +66,24 @@ def test_short_calls_are_repeated_and_long_ones_are_not(monkeypatch: pytest.Monk
     calls = 0
     sample()
     assert calls == 1
+
+
+def test_sets_and_given_shapes_add_up() -> None:
+    selected = select_shapes(["llama3-8b"], ["64, 32,16"])
+    assert selected["given"] == ((64, 32, 16),)
+    assert selected["llama3-8b"][2] == (8192, 4096, 28672)
+    every = [str(shape) for members in SHAPE_SETS.values() for shape in members]
+    assert list(map(str, map(parse_shape, every))) == every
+    for text in ("", "64,64,64,64", "a,64,64", "0,64,64", "8,8,8"):
+        with pytest.raises(ValueError, match="expected M,K,N"):
+            parse_shape(text)
+
+
+@pytest.mark.gpu
+def test_input_sets_outgrow_the_cache() -> None:
+    device = float8_device("cuda")
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    assert input_sets(1 << 24, device) * (1 << 24) >= 4 * cache
+    assert input_sets(1 << 40, device) == 2
+    with pytest.raises(ValueError, match="'cuda:99' is not there: PyTorch sees"):
+        float8_device("cuda:99")

@@ -116,9 +116,6 @@ def test_a_new_scale_or_shape_is_no_new_program() -> None:
     assert counter.frame_count == 2
 
 
-# ---------------------------------------------------------------- the cache of compiled graphs
-
-
 @pytest.mark.xdist_group("programs")
 def test_the_cache_key_says_all_but_the_values_also_in_another_process() -> None:
     def key(t: Float8Tensor) -> str:
@@ -141,7 +138,7 @@ def test_the_cache_key_says_all_but_the_values_also_in_another_process() -> None
     done = run_program(  # strings hash differently in each process
         "import torch; from float8 import Float8Tensor; "
         "t = Float8Tensor.from_high_precision(torch.ones(16, 32)); "
-        "print(t._stable_hash_for_caching())",
+        "print(t._stable_hash_for_caching())"
     )
     assert done.stdout.strip() == key(t), done.stderr
 

@@ -1,19 +1,23 @@
-"""Code that Inductor generates calls each op itself, and computes its bits."""
+"""Code that Inductor generates calls each op itself, and computes its bits; `torch.export`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from float8 import kernels
+from float8 import all_linears, convert_to_float8_training, kernels
 from float8.kernels.runtime import private
 from float8.quantize.history import DelayedScale
+from float8.quantize.quantize import Cast, scale_of
+from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec
 from sqnr import same_bits
-from support.devices import E4M3, E5M2, on_devices
+from support.devices import DTYPES, E4M3, E5M2, on_devices
+from support.models import seeded
 
 SPEC = CastSpec(E4M3)
 
@@ -87,3 +91,56 @@ def flat(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     return [] if x is None else [tensor for item in x for tensor in flat(item)]
+
+
+KINDS = [(format, to_power_of_2) for format in (E4M3, E5M2) for to_power_of_2 in (False, True)]
+
+
+@on_devices
+def test_dynamic_scales_under_inductor(device: str) -> None:
+    def scales(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        casts = [Cast(CastSpec(format, power_of_2=rounded)) for format, rounded in KINDS]
+        return [scale_of(x, cast) for x in inputs for cast in casts]
+
+    compiled = torch.compile(scales, fullgraph=True)
+    for seed, factor in enumerate((1.0, 1e-3, 300.0)):
+        inputs = [seeded(seed, 65, 33, device=device).mul(factor).to(dtype) for dtype in DTYPES]
+        for wanted, got in zip(scales(inputs), compiled(inputs), strict=True):
+            assert same_bits(got, wanted)
+
+
+@on_devices
+def test_special_amaxes_under_inductor(device: str) -> None:
+    def scales(amax: torch.Tensor) -> list[torch.Tensor]:
+        return [amax_to_scale(amax, *kind) for kind in KINDS]
+
+    special = [0.0, 1e-45, 2.0**-101, 2.0**-100, 1 / 3, 448.0, 57344.0, 3.4e38]
+    amax = torch.tensor([*special, torch.inf, torch.nan], device=device)
+    random = torch.exp(20 * seeded(0, 10_000, device=device)).clamp(max=3e38)
+    amax = torch.cat([amax, random])
+    for wanted, got in zip(scales(amax), torch.compile(scales, fullgraph=True)(amax), strict=True):
+        assert same_bits(got.nan_to_num(-1.0), wanted.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_an_exported_model_computes_the_same_bits(recipe: str, tmp_path: Path) -> None:
+    """As torch.export gives it, and as AOTInductor compiles it.
+
+    One layer: between several Inductor rounds less, which the casts magnify by as much as the data
+    happen to lie near the middle between two float8 numbers.
+    """
+    model = convert_to_float8_training(
+        nn.Sequential(nn.Linear(64, 128)).to(torch.bfloat16),
+        config=recipe,
+        module_filter_fn=all_linears,
+    ).eval()
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        assert torch.equal(exported.module()(x), model(x))
+        assert any(node.target is torch.ops.float8.cast.default for node in exported.graph.nodes)
+        # Before, AOTInductor hands the dtype of a custom op on wrongly.
+        if recipe == "tensorwise" and torch.__version__ >= "2.13":
+            path = str(tmp_path / "model.pt2")
+            torch._inductor.aoti_compile_and_package(exported, package_path=path)
+            assert torch.equal(torch._inductor.aoti_load_package(path)(x), model(x))

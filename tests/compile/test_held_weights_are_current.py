@@ -1,4 +1,4 @@
-"""Compiled held weights are never read as they were, in whatever order a compiler runs ops."""
+"""Compiled held weights: one graph, and never read as they were, in whatever order ops run."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -8,6 +8,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import tolerances
 from float8 import (
@@ -20,14 +21,12 @@ from float8 import (
 )
 from float8.linear import held_matmul as held_module
 from sqnr import same_bits, sqnr
-from support.configs import delayed, of_recipe
+from support.configs import delayed, of_recipe, tensorwise
 from support.devices import on_devices
 from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
 from support.models import Block, FeedForward, NormedFeedForward, forward_backward, seeded
 from support.spies import saved_tensors
 from support.training import Wrapped
-
-# ---------------------------------------------------------------- models
 
 
 class Parallel(nn.Module):
@@ -57,9 +56,6 @@ CONFIGS = {
     # Whose GEMMs compilers see into.
     "emulated": of_recipe("tensorwise", emulate=True),
 }
-
-
-# ---------------------------------------------------------------- writes
 
 
 def load(model: nn.Module) -> None:
@@ -201,7 +197,6 @@ def test_a_write_in_the_compiled_code_itself(backend: str) -> None:
 
 @on_devices
 def test_what_is_held_is_saved_where_it_lies(device: str) -> None:
-    """No copies; several forwards before their backwards; an update in between."""
     grads, kept = [], []
     for weights in (ON_THE_FLY, HELD):
         torch._dynamo.reset()
@@ -234,3 +229,38 @@ def test_inductor_hands_on_what_is_held_itself() -> None:
     model.compile(fullgraph=True)
     with mock.patch.object(held_module, "quantize", side_effect=AssertionError("cast again")):
         model(seeded(0, 32, 64).requires_grad_()).sum().backward()
+
+
+NO_GIVING_UP = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+
+
+def blocks(n: int, config, how: str = "plain") -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(*(Wrapped(Block(16, 32), how) for _ in range(n)))
+    convert_to_float8_training(model, config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    attach_to_optimizer(model, optimizer)
+    return model, optimizer
+
+
+@NO_GIVING_UP
+@pytest.mark.parametrize(
+    ("config", "how"), [(tensorwise(), "checkpoint"), (of_recipe("delayed"), "plain")]
+)
+def test_one_graph_for_all_layers_and_steps(config, how: str) -> None:
+    model, optimizer = blocks(3, with_weights(config), how)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=counter, fullgraph=True)
+    kept = []
+    for seed in range(4):
+        # What stays allocated makes sure that the next operands lie elsewhere.
+        kept.append(torch.empty(16 * 32 * 2 * 12, dtype=torch.uint8))
+        for microbatch in range(2):
+            model(seeded(2 * seed + microbatch, 8, 16).requires_grad_()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert counter.frame_count == 1
+    if how == "plain":
+        for tokens in (16, 24, 7):
+            model(seeded(0, tokens, 16).requires_grad_()).sum().backward()
+        assert counter.frame_count == 2

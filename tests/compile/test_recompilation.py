@@ -1,4 +1,4 @@
-"""What must not make Dynamo compile again, or give up."""
+"""What must not make Dynamo compile again, or give up; what it must not look into."""
 
 import copy
 
@@ -14,6 +14,7 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from float8.untraced import untraced
 from sqnr import same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.models import Block, fp8_state, seeded
@@ -123,3 +124,26 @@ def test_an_optimizer_syncs_the_compiled_model_it_is_attached_to() -> None:
     compiled(seeded(0, 16, 32)).sum().backward()
     optimizer.step()
     assert all(b[0] > 0 for name, b in fp8_state(model).items() if "history" in name)
+
+
+seen: list[bool] = []
+
+
+@untraced
+def looked_at(x: torch.Tensor) -> torch.Tensor:
+    """Its own."""
+    seen.append(torch.compiler.is_compiling())
+    return x * 3
+
+
+def test_compiled_code_calls_it_in_eager_mode() -> None:
+    seen.clear()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda x: looked_at(x + 1) - 1, backend=counter)
+    x = torch.ones(3)
+    for _ in range(3):
+        assert torch.equal(run(x), torch.full((3,), 5.0))
+    assert seen == [False] * 3
+    assert counter.frame_count == 2  # before and after it
+    assert looked_at.__doc__ == "Its own."

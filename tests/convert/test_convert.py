@@ -1,4 +1,4 @@
-"""Which layers of a model become `Float8Linear`, and what stays the same."""
+"""Which layers of a model become `Float8Linear`, what stays the same; on the meta device."""
 
 import pytest
 import torch
@@ -10,9 +10,11 @@ from float8 import (
     conversion_report,
     convert_to_float8_training,
     swap_linear_with_float8_linear,
+    sync_float8_amax_and_scale_history,
 )
 from support.configs import delayed, tensorwise
-from support.models import FeedForward, seeded
+from support.devices import on_devices
+from support.models import FeedForward, forward_backward, fp8_state, seeded
 
 CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
 
@@ -39,9 +41,7 @@ ALL = [f"blocks.{b}.w{w}" for b in (0, 1) for w in (1, 2, 3)] + ["by_name.head"]
 
 @CONFIGS
 def test_all_nested_linears_are_converted_in_place(
-    config: Float8LinearConfig,
-    capfd: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
+    config: Float8LinearConfig, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = Nested()
     model.blocks[0].eval()
@@ -63,9 +63,6 @@ def test_all_nested_linears_are_converted_in_place(
     assert not recwarn.list
 
 
-# ---------------------------------------------------------------- filter
-
-
 def test_filter_is_called_with_each_linear_and_its_name() -> None:
     model = Nested()
     linears = {name: model.get_submodule(name) for name in ALL}
@@ -80,9 +77,6 @@ def test_filter_is_called_with_each_linear_and_its_name() -> None:
     assert converted(model) == []
 
 
-# ---------------------------------------------------------------- the root
-
-
 @CONFIGS
 def test_a_linear_as_root_is_converted_in_place(config: Float8LinearConfig) -> None:
     linear = nn.Linear(16, 32)
@@ -94,9 +88,6 @@ def test_a_linear_as_root_is_converted_in_place(config: Float8LinearConfig) -> N
     assert linear.weight is weight
 
 
-# ---------------------------------------------------------------- sharing
-
-
 def test_a_layer_reached_by_two_names_is_seen_once_and_stays_one_layer() -> None:
     linear, names = nn.Linear(16, 16), []
     model = nn.Sequential(linear, nn.ReLU(), nn.Sequential(linear))
@@ -104,9 +95,6 @@ def test_a_layer_reached_by_two_names_is_seen_once_and_stays_one_layer() -> None
     assert names == ["0"]
     assert type(linear) is Float8Linear
     assert model[0] is model[2][0] is linear
-
-
-# ---------------------------------------------------------------- what is left alone
 
 
 def test_what_may_not_compute_a_linear_layer_is_left_alone_and_reported() -> None:
@@ -127,9 +115,6 @@ def test_layers_that_cannot_be_padded_are_left_alone() -> None:
     convert_to_float8_training(model, config=tensorwise(pad_inner_dim=False))
     assert converted(model) == ["0"]
     assert "pad_inner_dim=True" in conversion_report(model).skipped[0].skip_reason
-
-
-# ---------------------------------------------------------------- again, and in parts
 
 
 def test_converting_again_takes_the_new_configuration_alone() -> None:
@@ -166,3 +151,76 @@ def test_arguments_of_a_wrong_type() -> None:
         convert_to_float8_training(Nested(), config=["tensorwise"])
     with pytest.raises(TypeError, match="module_filter_fn: got list, expected a function"):
         convert_to_float8_training(Nested(), module_filter_fn=["head"])
+
+
+ON_META = pytest.mark.parametrize(
+    "config",
+    [tensorwise(), delayed(), delayed(enable_amax_init=False)],
+    ids=["dynamic", "delayed", "delayed-from-one"],
+)
+
+
+def on_meta(config: Float8LinearConfig) -> nn.Sequential:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 17))
+    return convert_to_float8_training(model, config=config)
+
+
+@on_devices
+@ON_META
+@pytest.mark.parametrize("reset", [False, True], ids=["to_empty", "to_empty-and-reset"])
+def test_to_empty_gives_valid_state(device: str, config: Float8LinearConfig, reset: bool) -> None:
+    model = on_meta(config).to_empty(device=device)
+    for layer in model:
+        if reset:
+            layer.reset_parameters()
+        else:
+            nn.init.normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    fresh = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 17))
+    expected = fp8_state(convert_to_float8_training(fresh, config=config))
+    assert fp8_state(model).keys() == expected.keys()
+    for name, buffer in fp8_state(model).items():
+        assert torch.equal(buffer.cpu(), expected[name]), name
+    for _ in range(2):
+        results = forward_backward(
+            model, seeded(0, 8, 32, device=device), seeded(1, 8, 17, device=device)
+        )
+        sync_float8_amax_and_scale_history(model)
+    assert all(bool(result.isfinite().all()) for result in results.values())
+
+
+@ON_META
+def test_a_plain_checkpoint_is_assigned_to_a_meta_model(config: Float8LinearConfig) -> None:
+    plain = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 17))
+    model = on_meta(config)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    wanted = convert_to_float8_training(plain, config=config)
+    x, g = seeded(0, 8, 32), seeded(1, 8, 17)
+    results = forward_backward(model, x, g), forward_backward(wanted, x, g)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
+
+
+@ON_META
+@pytest.mark.parametrize("autocast", [False, True])
+def test_forward_on_meta_gives_shape_and_dtype(config: Float8LinearConfig, autocast: bool) -> None:
+    model = on_meta(config)
+    assert all(type(layer) is Float8Linear for layer in model)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(torch.empty(2, 3, 32, device="meta"))
+    assert y.shape == (2, 3, 17)
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert model[0].weight.grad.shape == (48, 32)
+
+
+def test_emptied_buffers_of_a_weight_that_came_first_are_as_new() -> None:
+    model = on_meta(delayed())
+    for layer in model:
+        layer.weight, layer.bias = (
+            nn.Parameter(torch.randn(p.shape)) for p in (layer.weight, layer.bias)
+        )
+    new = fp8_state(convert_to_float8_training(nn.Linear(16, 16), config=delayed()))
+    for name, x in fp8_state(model.to_empty(device="cpu")).items():
+        assert torch.equal(x, new[name.rpartition(".")[2]]), name

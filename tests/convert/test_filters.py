@@ -1,4 +1,4 @@
-"""Which layers are converted without a filter: those that float8 makes no slower."""
+"""Which layers are converted without a filter: those that float8 makes no slower, measured too."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import (
     CastConfig,
@@ -19,8 +20,8 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from float8.convert import filters, smallest
-from float8.convert.measure import LinearTimes
+from float8.convert import filters, measure, smallest
+from float8.convert.measure import LinearTimes, WrongResultError, measure_linear
 from float8.convert.smallest import Smallest, judged_as
 
 # Not what tests/conftest.py replaces.
@@ -302,3 +303,50 @@ def test_nothing_converted_is_told() -> None:
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="of ReLU was converted: it has no linear layers"):
         convert_to_float8_training(nn.ReLU())
+
+
+CPU = torch.device("cpu")
+CONFIG = Float8LinearConfig()
+
+
+def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(torch.nn.Linear):
+        @classmethod
+        def from_float(cls, mod: torch.nn.Linear, config: object) -> "Wrong":
+            wrong = cls(mod.in_features, mod.out_features, bias=False, dtype=mod.weight.dtype)
+            wrong.weight = mod.weight
+            return wrong
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    monkeypatch.setattr(measure, "Float8Linear", Wrong)
+    with pytest.raises(WrongResultError, match="linear 32,64,16: output"):
+        measure_linear(32, 64, 16, CPU, CONFIG)
+
+
+def test_a_layer_is_measured_and_random_numbers_left_alone() -> None:
+    state = torch.get_rng_state()
+    assert all(ms > 0 for ms in measure_linear(32, 64, 16, CPU, CONFIG))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_no_call_that_is_timed_finds_its_casts_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    class CountCasts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[-1] += func.namespace == "float8"
+            return func(*args, **(kwargs or {}))
+
+    def milliseconds(call, device) -> float:
+        counts.append(0)
+        with CountCasts():
+            call()
+        return 1.0
+
+    monkeypatch.setattr(measure, "milliseconds", milliseconds)
+    measure_linear(32, 64, 16, CPU, CONFIG)
+    assert set(counts[::2]) == {0}  # bf16
+    assert len(set(counts[1::2])) == 1
+    assert counts[1] > 0

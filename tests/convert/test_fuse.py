@@ -191,7 +191,6 @@ def casts_of_swiglu(model: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_known_by_what_they_compute(kind: type[Layers]) -> None:
-    """And equal to the fused function, bit by bit, whose own tests say how accurate it is."""
     plain, x, g = kind(), seeded(0, 16, 32), seeded(1, 16, 32)
     fused = converted(plain)
     assert fate(fused) is None

@@ -1,8 +1,6 @@
 """Subclasses of `nn.Linear`: which convert, and what they stay."""
 
 import copy
-import io
-import pickle
 import re
 from typing import Generic, TypeVar
 
@@ -20,6 +18,7 @@ from float8 import (
 from float8.linear.source import own_names
 from sqnr import same_bits
 from support.configs import delayed, tensorwise
+from support.copies import COPIES
 from support.models import forward_backward, seeded
 
 CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
@@ -85,20 +84,12 @@ def test_a_subclass_without_a_forward_converts_and_stays_one(config: Float8Linea
 
 
 @CONFIGS
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("how", COPIES)
 def test_it_is_copied_and_pickled(how: str, config: Float8LinearConfig) -> None:
     model = convert_to_float8_training(nn.Sequential(Scaled(32, 16)), config=config)
     x, grad = seeded(0, 4, 32), seeded(1, 4, 16)
     forward_backward(model, x, grad)
-    if how == "deepcopy":
-        again = copy.deepcopy(model)
-    elif how == "pickle":
-        again = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        again = torch.load(file, weights_only=False)
+    again = COPIES[how](model)
     assert type(again[0]) is type(model[0])
     assert again[0].weight is not model[0].weight
     state = model.state_dict()

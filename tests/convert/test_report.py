@@ -27,9 +27,7 @@ def test_converted_and_skipped_layers() -> None:
     reasons = [layer.skip_reason for layer in conversion_report(plain).layers]
     assert reasons == ["not seen by convert_to_float8_training"] * 2
     converted = convert_to_float8_training(
-        plain,
-        config=mixed(DELAYED, DYNAMIC, DYNAMIC),
-        module_filter_fn=lambda mod, fqn: fqn == "0",
+        plain, config=mixed(DELAYED, DYNAMIC, DYNAMIC), module_filter_fn=lambda mod, fqn: fqn == "0"
     )
     report = conversion_report(converted)
     (layer,) = report.converted

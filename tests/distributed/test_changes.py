@@ -1,4 +1,4 @@
-"""Changing a model under FSDP2 and DDP: the way back, another recipe; GPT2's transposed weights."""
+"""Changing a model under FSDP2 and DDP, GPT2's weights, and what is refused by name."""
 
 import copy
 from pathlib import Path
@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import float8
 from float8 import (
+    Float8Weights,
     all_linears,
     attach_to_optimizer,
     conversion_report,
@@ -25,7 +28,7 @@ from float8 import (
 from support.configs import delayed, tensorwise
 from support.models import gradients, seeded
 from support.ranks import Ranks, on
-from support.sharded import DIM, convert, model_of, shard, train, whole
+from support.sharded import DIM, convert, mesh_of, model_of, shard, train, whole
 
 
 def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -117,3 +120,36 @@ def test_conv1d_is_sharded_and_its_checkpoints_stay_those_of_gpt2(
 ) -> None:
     pytest.importorskip("transformers")
     two.run(gpt2_on_ranks, str(tmp_path), recipe, all_gather)
+
+
+@on("two")
+def test_dtensors_given_to_a_function_or_to_a_layer_of_plain_tensors() -> None:
+    mesh = mesh_of()
+    x, w = seeded(0, 8, 32), seeded(1, 64, 32)
+    placed = distribute_tensor(x, mesh, [Replicate()])
+    for weight in (distribute_tensor(w, mesh, [Shard(0)]), w):
+        name = "weight" if weight is not w else "input and none as weight"
+        with pytest.raises(TypeError, match=rf"got a DTensor as {name}, .*Float8ColwiseParallel"):
+            float8.linear(placed, weight)
+    layer = convert_to_float8_training(nn.Linear(32, 64))
+    with pytest.raises(TypeError, match=r"got a DTensor as input and none as weight"):
+        layer(placed)
+    assert float8.linear(placed.to_local(), w).shape == (8, 64)
+
+
+@on("two")
+def test_weights_that_are_sharded_already_are_not_in_float8_only() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).requires_grad_(False)
+    fully_shard(model, mesh=mesh_of())
+    with pytest.warns(UserWarning, match=r"got a weight that ranks share with float8_weights=ONLY"):
+        convert_to_float8_training(model, config=tensorwise(float8_weights=Float8Weights.ONLY))
+    assert type(model[0]) is nn.Linear
+    assert isinstance(model(torch.ones(4, 32)), Tensor)
+
+
+@on("two")
+def test_weights_in_float8_only() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).requires_grad_(False)
+    convert_to_float8_training(model, config=tensorwise(float8_weights=Float8Weights.ONLY))
+    with pytest.raises(NotImplementedError, match=r"as fully_shard calls it, .*ignored_params"):
+        fully_shard(model, mesh=mesh_of())

@@ -111,7 +111,6 @@ def require_synced(model: nn.Module, mesh: DeviceMesh, **group: dist.ProcessGrou
 
 @on("four")
 def test_a_sync_is_among_the_ranks_of_the_mesh() -> None:
-    """Two stages of a pipeline with different layers, each sharded over two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     model = stage_of(mesh, True)
     require_synced(model, mesh)
@@ -138,7 +137,6 @@ def test_a_sync_is_among_the_ranks_of_the_mesh() -> None:
 
 @on("two")
 def test_a_mesh_of_something_else_does_not_tell_the_ranks_of_a_sync() -> None:
-    """A head on a mesh of one rank does not tell which ranks the gathered layers are on."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
     model = nn.Module()
     model.body = fully_shard(convert(model_of(), "delayed"), mesh=mesh["shard"])

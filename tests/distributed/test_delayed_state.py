@@ -27,8 +27,6 @@ from support.ranks import Ranks, on
 from support.sharded import batch, convert, model_of, shard
 from support.stacks import stack
 
-# ---------------------------------------------------------------- the same layers
-
 
 def message_of(model: nn.Module) -> str:
     """What a sync says, on a rank that shares no more than the processes with the others."""
@@ -74,7 +72,6 @@ def test_different_layers_raise_on_every_rank_and_are_named(two: Ranks) -> None:
 
 @on("four")
 def test_each_rank_knows_that_one_is_odd() -> None:
-    """Over both dims of a mesh."""
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
     groups, device = [mesh.get_group(dim) for dim in range(2)], torch.device("cpu")
     assert unlike(["alike"], groups, device) is None
@@ -85,9 +82,6 @@ def test_each_rank_knows_that_one_is_odd() -> None:
     ):
         found = unlike(odd if rank == 3 else ["alike", "b"], groups, device)
         assert found == (of_odd if rank == 3 else of_others)
-
-
-# ---------------------------------------------------------------- compiled
 
 
 @on("two")
@@ -105,9 +99,6 @@ def test_a_compiled_sync_is_that_of_eager_mode() -> None:
             sync_it(model)
         wanted, got = map(fp8_state, models)
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-# ---------------------------------------------------------------- pipelines
 
 
 def garbage(*args, **kwargs):
@@ -166,7 +157,6 @@ def test_histories_of_a_pipeline_are_of_its_microbatches_alone(two: Ranks) -> No
 )
 @on("two")
 def test_schedules_train_as_a_model_without_stages(name: str, recipe: str) -> None:
-    """Each stage is trained as in a model without a pipeline that accumulates microbatches."""
     rank, schedule_class = dist.get_rank(), getattr(pipelining, name)
     stages = 4 if issubclass(schedule_class, PipelineScheduleMulti) else 2
     torch.manual_seed(0)
@@ -208,9 +198,6 @@ def test_schedules_train_as_a_model_without_stages(name: str, recipe: str) -> No
             state = alone[index].state_dict()
             for key, y in part.state_dict().items():
                 assert torch.equal(y, state[key]), (step, index, key)
-
-
-# ---------------------------------------------------------------- FSDP2
 
 
 @pytest.mark.parametrize("all_gather", [False, True])

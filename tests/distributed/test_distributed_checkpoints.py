@@ -66,10 +66,7 @@ def load(path: str, recipe: str, expected: dict[str, Tensor], sharded: bool = Tr
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     model_state, optimizer_state = get_state_dict(model, optimizer)
     assert_same(flat({"model": model_state, "optimizer": optimizer_state}), expected)

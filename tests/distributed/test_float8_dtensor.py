@@ -226,7 +226,6 @@ def test_what_scales_forbid_raises() -> None:
 @pytest.mark.parametrize("kind", STYLES)
 @on("either")
 def test_weights_in_float8_only_are_shared(kind: str) -> None:
-    """Weights that are in float8 only go to the ranks as bytes."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)).requires_grad_(False).to(here())
     more = {"float8_weights": Float8Weights.ONLY}

@@ -255,7 +255,6 @@ def test_a_first_forward_in_inference_mode_does_what_torch_alone_does(recipe: st
 
 @on("two")
 def test_a_shard_of_a_rank_that_does_not_run_the_layer_counts() -> None:
-    """Another rank uses its shard of the weight, too, and must learn of its amax."""
     runs = []
     for all_gather in (False, True):
         model = shard(convert(model_of(), "delayed", all_gather))

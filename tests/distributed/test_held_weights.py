@@ -23,19 +23,10 @@ from float8 import (
 from float8.tensor import local_tensor
 from sqnr import same_bits
 from support.microbatches import with_weights
-from support.models import LlamaBlock, seeded
+from support.models import Adapted, LlamaBlock, seeded
 from support.parallel import DIM, HIDDEN, TOKENS, part, plan_of
 from support.ranks import Ranks, on
-from support.sharded import (
-    Run,
-    batch,
-    convert,
-    here,
-    mesh_of,
-    model_of,
-    shard,
-    train,
-)
+from support.sharded import Run, batch, convert, here, mesh_of, model_of, shard, train
 from support.spies import OpCounter
 
 HELD, ONLY, ON_THE_FLY = Float8Weights.HELD, Float8Weights.ONLY, Float8Weights.ON_THE_FLY
@@ -177,13 +168,9 @@ def test_models_that_are_wrapped_afterwards() -> None:
         )
 
 
-# ---------------------------------------------------------------- tensor parallel
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on("two")
 def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
-    """Cast on the fly, which a warning says."""
     found = []
     for weights in (ON_THE_FLY, HELD):
         torch.manual_seed(0)
@@ -205,19 +192,6 @@ def test_weights_under_tensor_parallel_are_cast_on_the_fly(recipe: str) -> None:
             optimizer.zero_grad()
         found.append([y.detach(), *(local_tensor(x) for x in block.state_dict().values())])
     assert all(same_bits(*pair) for pair in zip(*found, strict=True))
-
-
-# ---------------------------------------------------------------- without a master
-
-
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
-        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.base(x) + self.lora_b(self.lora_a(x)))
 
 
 def leave_the_base(model: nn.Sequential) -> nn.Module:

@@ -1,13 +1,18 @@
-"""The launcher: a rank that fails or hangs fails the test, and the next one starts afresh."""
+"""The launcher: a rank that fails or hangs fails the test, and the next one starts afresh.
+
+And the samples for several ranks in README.md and docs/ run, word for word, on CPUs.
+"""
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from support.ranks import RankError, Ranks
+from support.samples import Sample, run_on_ranks, samples
 from support.sharded import here
 
 
@@ -56,3 +61,22 @@ def test_how_each_rank_ends() -> None:
     mine, other = ranks.endings(die_on_rank_1)
     assert "Connection closed by peer" in mine or "Connection reset by peer" in mine
     assert other == "died"
+
+
+SAMPLES = samples("py")
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_the_sample_runs_on_two_ranks(two: Ranks, sample: Sample, tmp_path: Path) -> None:
+    for library in sample.needs - {"float8", "torch"}:
+        pytest.importorskip(library)
+    two.run(run_in, tmp_path, sample.code)
+
+
+def run_in(folder: Path, code: str) -> None:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        run_on_ranks(code)
+    finally:
+        os.chdir(before)

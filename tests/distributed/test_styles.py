@@ -136,7 +136,6 @@ def test_five_steps_equal_those_of_a_single_device(two: Ranks, kind: str) -> Non
 @pytest.mark.parametrize("kind", STYLES)
 @on("either")
 def test_half_the_bytes_of_16_bits_are_gathered(kind: str) -> None:
-    """In forward and backward of attention and feed-forward: each gathers its tokens once."""
     block = block_of("tensorwise").to(torch.bfloat16)
     parallelize_module(block, mesh_of(), plan_of(kind, sequence=True))
     for name, gathered in (("attention.wo", "grad_output"), ("attention.wq", "input")):
@@ -157,7 +156,6 @@ def test_half_the_bytes_of_16_bits_are_gathered(kind: str) -> None:
 
 @on("two")
 def test_a_module_whose_inputs_are_prepared_compiles() -> None:
-    """What is compiled is one module of a block."""
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
@@ -205,7 +203,6 @@ class OutFirst(Attention):
 
 @on("two")
 def test_prepared_inputs_are_cast_as_their_readers_say() -> None:
-    """Scales come from those layers of this very module that read the input."""
     torch.manual_seed(0)
     model = convert(nn.ModuleDict({"attention": OutFirst()}), "delayed", all_gather=False)
     assert next(iter(model["attention"].children())) is model["attention"].wo
@@ -230,7 +227,6 @@ def test_prepared_inputs_are_cast_as_their_readers_say() -> None:
 def test_delayed_scaling_asks_no_other_rank_once_scales_are_known(
     recipe: str, of_weights: int
 ) -> None:
-    """With delayed scaling ranks ask each other until a sync has found all scales."""
     block = block_of(recipe)
     parallelize_module(block, mesh_of(), plan_of("float8", sequence=True))
     x = seeded(1, 2, TOKENS // 2, DIM, device=here())
@@ -327,7 +323,6 @@ def refused_inputs() -> None:
 
 @on("two")
 def test_errors_come_before_collectives() -> None:
-    """Each raises before ranks talk to each other; so do both, and none waits."""
     with Traffic() as seen:
         refused_styles()
         refused_inputs()
@@ -520,7 +515,6 @@ class Model(nn.Module):
 @pytest.mark.parametrize(("local", "autocast"), [(False, False), (True, True)])
 @on("two")
 def test_arguments_of_styles(local: bool, autocast: bool) -> None:
-    """Outputs that stay DTensors, wildcards, loss parallel, autocast, evaluation."""
     models = []
     for parallel in (False, True):
         torch.manual_seed(0)

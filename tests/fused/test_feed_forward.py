@@ -1,7 +1,6 @@
 """The fused SwiGLU feed-forward: values, gradients, what it saves, when it is fused."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
-    all_linears,
     convert_to_float8_training,
     swiglu_feed_forward,
     sync_float8_amax_and_scale_history,
@@ -20,7 +18,7 @@ from float8 import (
 from sqnr import sqnr
 from support.configs import DELAYED, DISABLED, RECIPES, delayed, of_recipe, tensorwise
 from support.devices import DTYPES, on_devices
-from support.models import forward_backward, fp8_state, seeded
+from support.models import forward_backward, fp8_state, seeded, three_ways
 from support.spies import OpCounter, saved_tensors
 
 SHAPES = [((32,), 64, 96), ((3, 11), 40, 50), ((5,), 64, 16)]
@@ -51,15 +49,12 @@ class FeedForward(nn.Module):
 def three(
     dim: int, hidden: int, config: Float8LinearConfig, device: str, dtype: torch.dtype, norm: bool
 ) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """The model in high precision, in float8 layer by layer, and fused; equal weights."""
+    """The model in float64, in float8 layer by layer, and fused; equal weights."""
     torch.manual_seed(0)
     plain = FeedForward(dim, hidden, fused=False, norm=norm).to(device, dtype)
-    apart = copy.deepcopy(plain)
-    convert_to_float8_training(apart, config=config, module_filter_fn=all_linears)
-    fused = copy.deepcopy(apart)
-    fused.fused = True
-    assert why_not_fused(*fused.layers) is None
-    return plain, apart, fused
+    made = three_ways(plain, config)
+    assert why_not_fused(*made[2].layers) is None
+    return made
 
 
 @on_devices
@@ -70,8 +65,7 @@ def three(
 def test_as_accurate_as_layer_by_layer(
     device: str, leading: tuple[int, ...], dim: int, hidden: int, dtype, recipe: str, norm: bool
 ) -> None:
-    plain, apart, fused = three(dim, hidden, of_recipe(recipe), device, dtype, norm)
-    reference = copy.deepcopy(plain).double()
+    reference, apart, fused = three(dim, hidden, of_recipe(recipe), device, dtype, norm)
     for step in range(3):
         x = seeded(step, *leading, dim, device=device).to(dtype)
         g = seeded(step + 9, *leading, dim, device=device).to(dtype)
@@ -148,33 +142,6 @@ def test_autocast_normalises_before_it_casts(device: str, dtype: torch.dtype, cl
     got.sum().backward()
     assert x.grad.dtype == torch.float32
     assert fused.gate.weight.grad.dtype == torch.float32
-
-
-COMPILED = [  # `test_norm_linear` compiles it with a norm, too
-    pytest.param(norm, recipe, marks=[] if one else [pytest.mark.exhaustive])
-    for norm, recipe in itertools.product((False, True), RECIPES)
-    for one in ((norm, recipe) == (False, "tensorwise"),)
-]
-
-
-@on_devices
-@pytest.mark.parametrize(("norm", "recipe"), COMPILED)
-def test_compiled_in_one_graph(device: str, recipe: str, norm: bool) -> None:
-    torch._dynamo.reset()
-    plain, _, fused = three(64, 96, of_recipe(recipe), device, torch.bfloat16, norm)
-    eager = copy.deepcopy(fused)
-    compiled = torch.compile(fused, fullgraph=True)
-    for step in range(3):
-        x, g = (seeded(step + i, 32, 64, dtype=torch.bfloat16, device=device) for i in (0, 9))
-        exact = forward_backward(plain, x, g)
-        wanted, got = forward_backward(eager, x, g), forward_backward(compiled, x, g)
-        for name, value in got.items():
-            name = name.removeprefix("_orig_mod.")
-            assert sqnr(exact[name], value) > sqnr(exact[name], wanted[name]) - 2.5, name
-        sync_float8_amax_and_scale_history(eager)
-        sync_float8_amax_and_scale_history(fused)
-        for name, buffer in fp8_state(fused).items():
-            assert torch.allclose(buffer, dict(fp8_state(eager))[name], rtol=0.05), name
 
 
 @on_devices

@@ -44,37 +44,6 @@ def test_product(device, format_a, format_b, out_dtype, gemm) -> None:
     assert sqnr(wanted, got) > tolerances.GEMM
 
 
-@on_devices
-@pytest.mark.parametrize("emulate", [False, True], ids=["float8", "emulated"])
-def test_autocast_leaves_the_product_alone(device: str, emulate: bool) -> None:
-    a, b = operands(E4M3, E4M3, device)
-
-    def run() -> torch.Tensor:
-        return matmul(a, b, gemm=Gemm(emulate=emulate), out_dtype=torch.float32)
-
-    wanted = run()
-    with torch.autocast(device, torch.bfloat16):
-        assert torch.equal(run(), wanted)
-
-
-@on_devices
-def test_emulation_takes_any_dims(device: str) -> None:
-    a, b = seeded(0, 3, 5, device=device).to(E4M3), seeded(1, 7, 5, device=device).to(E4M3)
-    one = torch.ones((), device=device)
-    got = matmul(Operand(a, one), Operand(b, one), gemm=Gemm(emulate=True), out_dtype=torch.float32)
-    assert sqnr(a.double() @ b.double().t(), got) > tolerances.GEMM
-
-
-@on_devices
-@pytest.mark.parametrize("shape", [(7, 48), (5, 48), (7, 43), (5, 43)])
-def test_a_product_without_what_padding_added(device: str, shape: tuple[int, int]) -> None:
-    a, b = operands(E4M3, E4M3, device)
-    whole = matmul(a, b, gemm=Gemm(), out_dtype=torch.bfloat16)
-    got = matmul(a, b, shape, gemm=Gemm(), out_dtype=torch.bfloat16)
-    assert got.is_contiguous()
-    assert torch.equal(got, whole[: shape[0], : shape[1]])
-
-
 def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("float8.gemm.matmul")
     monkeypatch.setattr(module, "lacks_float8_gemm", lambda *_: "an old GPU")

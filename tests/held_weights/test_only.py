@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 from collections.abc import Callable
 
@@ -29,9 +28,10 @@ from float8 import (
 )
 from sqnr import same_bits
 from support.configs import delayed, of_recipe, tensorwise
+from support.copies import through_file
 from support.devices import on_devices
 from support.microbatches import ON_THE_FLY, layers_of, with_weights
-from support.models import FeedForward, forward_backward, seeded
+from support.models import Adapted, FeedForward, forward_backward, seeded
 
 ONLY = Float8Weights.ONLY
 CONFIGS = {
@@ -96,18 +96,6 @@ def test_compiled(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model_of(tensorwise()), backend=backend, fullgraph=True)
     assert_same(model_of(tensorwise(), ON_THE_FLY), compiled)
-
-
-class Adapted(nn.Module):
-    """A frozen layer and a low-rank adapter of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
-        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.base(x) + self.lora_b(self.lora_a(x)))
 
 
 def test_adapters_train_as_on_a_base_cast_on_the_fly() -> None:
@@ -247,14 +235,6 @@ def test_averages_of_a_model_leave_frozen_weights_as_they_are(average) -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-def saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return loaded
-
-
 STATES: dict[str, Callable[[Float8LinearConfig], dict[str, Tensor]]] = {
     "own": lambda config: model_of(config).state_dict(),
     "high precision": lambda config: high_precision_state_dict(model_of(config)),
@@ -266,7 +246,7 @@ STATES: dict[str, Callable[[Float8LinearConfig], dict[str, Tensor]]] = {
 def test_each_state_dict_loads_into_each_model(config) -> None:
     wanted = model_of(config)
     for what, make in STATES.items():
-        state = saved(make(config))
+        state = through_file(make(config))
         assert (what != "own") == (type(state["w1.weight"]) is Tensor)
         for assign in (False, True):
             model = model_of(config, seed=7)
@@ -276,7 +256,9 @@ def test_each_state_dict_loads_into_each_model(config) -> None:
     plain = FeedForward(32, 48)
     plain.load_state_dict(high_precision_state_dict(wanted))
     own = FeedForward(32, 48)
-    own.load_state_dict(saved(wanted.state_dict()), strict=False)  # more than weights, if delayed
+    own.load_state_dict(
+        through_file(wanted.state_dict()), strict=False
+    )  # more than weights, if delayed
     assert same_bits(plain.w1.weight.detach(), own.w1.weight.detach())
 
 

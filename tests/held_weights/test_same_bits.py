@@ -83,9 +83,6 @@ class Tied(nn.Module):
         return self.two(self.one(x).relu())
 
 
-# ---------------------------------------------------------------- the same bits
-
-
 @on_devices
 @pytest.mark.parametrize("recipe", [*RECIPES, "rowwise", "blockwise"])
 def test_one_layer_of_odd_shape(device: str, recipe: str) -> None:
@@ -96,7 +93,6 @@ def test_one_layer_of_odd_shape(device: str, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["bfloat16", "autocast"])
 def test_fused_functions(device: str, recipe: str, autocast) -> None:
-    """In bfloat16, and with float32 weights under autocast."""
     model = Block().to(torch.bfloat16 if autocast is None else torch.float32)
     model = convert(model, of_recipe(recipe)).to(device)
     assert_held_equals_on_the_fly(model, (2, 16, 32), autocast=autocast)
@@ -149,25 +145,7 @@ def test_compiled(recipe: str) -> None:
     )
 
 
-@LONGER  # `tests/compile` has Inductor compile held weights, too
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_inductor(recipe: str) -> None:
-    torch._dynamo.reset()
-    compiled = partial(torch.compile, backend="inductor", fullgraph=True)
-    model = convert(Tied(), of_recipe(recipe))
-    assert_held_equals_on_the_fly(model, SHAPE, compile=compiled, compile_both=True, steps=2)
-
-
-@pytest.mark.parametrize(
-    ("what", "recipe"),
-    [
-        ("checkpoint", "delayed"),
-        ("odd", "blockwise"),
-        pytest.param("checkpoint", "tensorwise", marks=LONGER),
-        pytest.param("odd", "rowwise", marks=LONGER),
-        pytest.param("odd", "tensorwise", marks=LONGER),
-    ],
-)
+@pytest.mark.parametrize(("what", "recipe"), [("checkpoint", "delayed"), ("odd", "blockwise")])
 def test_compiled_others(what: str, recipe: str) -> None:
     torch._dynamo.reset()
     if what == "odd":
@@ -177,12 +155,8 @@ def test_compiled_others(what: str, recipe: str) -> None:
         assert_held_equals_on_the_fly(BUILD[what](of_recipe(recipe)), SHAPE, compile=AOT_EAGER)
 
 
-# ---------------------------------------------------------------- casts and amaxes
-
-
 @pytest.mark.parametrize(
-    ("recipe", "how"),
-    [("tensorwise", "eager"), ("blockwise", "eager"), ("delayed", "compiled")],
+    ("recipe", "how"), [("tensorwise", "eager"), ("blockwise", "eager"), ("delayed", "compiled")]
 )
 def test_each_weight_is_cast_once_per_step(recipe: str, how: str) -> None:
     """When it begins, in eager mode at the first use, and after each step."""
@@ -212,7 +186,6 @@ def test_a_step_without_a_sync_is_noticed_as_ever() -> None:
 
 
 def test_compiled_code_that_is_handed_copies_casts_for_itself() -> None:
-    """As offloading of activations hands them to what backward computes again."""
     torch._dynamo.reset()
     grads = []
     for weights in (ON_THE_FLY, HELD):

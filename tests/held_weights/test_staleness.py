@@ -12,11 +12,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
-from float8 import (
-    Float8Linear,
-    attach_to_optimizer,
-    update_float8_weights,
-)
+from float8 import Float8Linear, attach_to_optimizer, update_float8_weights
 from sqnr import same_bits
 from support.configs import of_recipe
 from support.devices import on_devices
@@ -169,11 +165,7 @@ def in_inference_mode(model: nn.Module) -> None:
 
 
 IN_PLACE: list[Act] = [by_hand, load, new_data, new_strides, in_inference_mode]
-OTHERS: list[Act] = [
-    lambda model: load(model, assign=True),
-    replace,
-    reset,
-]
+OTHERS: list[Act] = [lambda model: load(model, assign=True), replace, reset]
 
 
 def test_changes_between_microbatches() -> None:
@@ -183,7 +175,6 @@ def test_changes_between_microbatches() -> None:
 
 
 def test_changes_under_compiled_code() -> None:
-    """One graph sees them all."""
     steps = [Step(True, fused=True), Step(False, foreach=True)]
     assert_used_as_it_is([*IN_PLACE, *steps], "compiled")
 
@@ -285,7 +276,6 @@ BACKENDS = [None, "aot_eager", pytest.param("inductor", marks=LONGER)]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_changed_is_cast_again_and_an_older_graph_is_told(backend: str | None) -> None:
-    """As on the fly, and as in torch."""
     torch._dynamo.reset()
     model, plain = held_model(), model_of()
     call = torch.compile(model, backend=backend, fullgraph=True) if backend else model

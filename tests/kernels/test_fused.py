@@ -74,7 +74,6 @@ def test_kernels_compute_what_twins_do(shape, scale: float | None, dtype, triton
 
 
 def test_rms_norm_of_one_column_that_lies_as_a_row(triton_device: torch.device) -> None:
-    """It counts as contiguous, whatever the stride of its one column."""
     x = torch.randn(1, 33, device=triton_device).t()
     weight = torch.tensor([0.7], device=triton_device)
     rstd, scale, _ = check("rms_norm_cast", x, weight, 1e-5, E4M3, states=(None, None))
@@ -155,7 +154,6 @@ def test_strided_inputs(triton_device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_one_launch_serves_aligned_and_unaligned_tensors() -> None:
-    """A view at an odd offset after an aligned tensor of the same shape, and the reverse."""
     flat = torch.rand(2 * 48 * 96 + 3, device="cuda").bfloat16()
     for offset in (0, 1, 0, 3):
         gate, up = (flat[o : o + 48 * 96].view(48, 96) for o in (0, offset))

@@ -139,16 +139,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return empty
 
 
-def test_generated_code_calls_ops_itself(
-    registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(private, "PLAIN_LAUNCH", False)
-    code = generated(torch.rand(20, 40))
-    assert " = float8_cpu.cast(" in code
-    assert "torch.ops.float8.cast.default(" not in code
-    assert list(registry) == ["torch.ops.float8.cast.default"]
-
-
 def test_another_inductor_calls_ops_through_the_dispatcher(
     registry: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,12 +251,8 @@ def test_any_number_of_parts_is_joined(
 @high_precision
 @pytest.mark.parametrize("n", [8 * 4096, 40 * 8192 + 5])
 def test_every_place_counts_for_an_amax(
-    n: int,
-    source: torch.dtype,
-    triton_device: torch.device,
-    multiprocessors: Callable[[int], None],
+    n: int, source: torch.dtype, triton_device: torch.device, multiprocessors: Callable[[int], None]
 ) -> None:
-    """Also where a program reads several blocks in several rounds."""
     multiprocessors(1)
     tiny, info = torch.finfo(source).smallest_normal / 4, torch.finfo(source)
     x = torch.full((n,), -0.0, dtype=source, device=triton_device)

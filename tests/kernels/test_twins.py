@@ -1,4 +1,6 @@
-"""The plain-torch twins of casts against an independent cast in float64, bit for bit."""
+"""The plain-torch twins of casts and amax against independent ones in float64, bit for bit."""
+
+import math
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import ScalingGranularity
 from float8.formats import ceil16
+from float8.kernels import amax
 from float8.kernels.runtime import ops
 from float8.kernels.transpose import BYTE_DTYPES
 from float8.quantize.spec import CastSpec, Operand, dequantised
@@ -191,3 +194,26 @@ def test_a_hot_row_costs_what_shares_its_scale() -> None:
             assert far >= CAST_E4M3 if spared else abs(far - theory) < 1
             spared = of is not SQUARES and not transposed
             assert near >= CAST_E4M3 if spared else abs(near - theory) < 1
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize("source", HIGH_PRECISION, ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize(
+    "shape", [(), (1, 1), (17, 33), (1, 4096), (3, 5, 7), (0,), (0, 5)], ids=str
+)
+def test_amax(shape: tuple[int, ...], source: torch.dtype) -> None:
+    x = torch.randn(shape).to(source)
+    for peaks in ((), (NAN,), (INF,), (-INF,), (INF, NAN, -INF), (-9.0, 8.0)):
+        for i, peak in enumerate(peaks if x.numel() > 100 else ()):
+            x.view(-1)[x.numel() * 3 // 4 + i] = peak
+        got, magnitudes = amax(x), x.double().abs().flatten()
+        expected = torch.cat([magnitudes, torch.zeros(1, dtype=torch.float64)]).max().item()
+        assert (got.shape, got.dtype, got.device) == ((), torch.float32, x.device)
+        assert got.item() == expected or (math.isnan(got.item()) and math.isnan(expected))
+
+
+def test_wrong_input_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"torch\.int64 tensor of shape \(2,\).* a float32"):
+        amax(torch.ones(2, dtype=torch.int64))

@@ -1,15 +1,20 @@
-"""float32 parameters under autocast: compute in autocast's dtype, gradients in float32."""
+"""float32 parameters under autocast, and float16 with a GradScaler."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tolerances
-from float8 import Float8Linear, convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8 import (
+    Float8Linear,
+    attach_to_optimizer,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
 from sqnr import same_bits, sqnr
-from support.configs import FINER, RECIPES, of_recipe, tensorwise
+from support.configs import FINER, RECIPES, delayed, of_recipe, tensorwise
 from support.devices import on_devices
-from support.models import FeedForward, seeded
+from support.models import FeedForward, fp8_state, seeded
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -60,7 +65,6 @@ def test_every_input_dtype_is_cast_to_that_of_autocast(
 
 @on_devices
 def test_autocast_does_not_change_the_gemm_of_float8_data(device: str) -> None:
-    """A backward inside the autocast region gives the same as one outside of it."""
     layer = Float8Linear(32, 16, bias=False, device=device)
     gradients = []
     for inside in (False, True):
@@ -91,3 +95,65 @@ def test_autocast_of_another_device_does_not_count() -> None:
     layer = Float8Linear(32, 16, device="cuda")
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(seeded(0, 4, 32, device="cuda")).dtype == torch.float32
+
+
+class Run:
+    """A layer, its optimizer and a scaler."""
+
+    def __init__(self, device: str, init_scale: float, attach: bool) -> None:
+        self.x = seeded(0, 64, 32, device=device)
+        layer = nn.Linear(32, 16).to(device)
+        self.layer = convert_to_float8_training(layer, config=delayed())
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        self.attached = attach
+        if attach:
+            attach_to_optimizer(self.layer, self.optimizer)
+        self.scaler = torch.amp.GradScaler(device, init_scale=init_scale)
+
+    def output(self) -> Tensor:
+        with torch.autocast(self.x.device.type, torch.float16):
+            return self.layer(self.x)
+
+    def step(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        if not self.attached:  # also at the steps that the scaler skips
+            sync_float8_amax_and_scale_history(self.layer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+@on_devices
+@pytest.mark.parametrize("attach", [True, False], ids=["attached", "by-hand"])
+def test_training_goes_on_after_overflowing_steps(device: str, attach: bool) -> None:
+    run, losses, scales = Run(device, 2.0**26, attach), [], []
+    for _ in range(24):
+        loss = (run.output().float() - 1).square().mean()
+        run.step(loss)
+        losses.append(loss.item())
+        scales.append(run.scaler.get_scale())
+    assert scales[0] < 2.0**26  # the first step overflowed
+    assert scales[-1] == scales[-2]  # the last did not
+    assert losses[-1] < 0.8 * losses[0]
+    state = fp8_state(run.layer)
+    assert all(bool(buffer.isfinite().all()) for buffer in state.values())
+    assert all(bool(state[name] > 0) for name in state if "scale" in name)
+
+
+@on_devices
+def test_a_skipped_step_keeps_the_histories(device: str) -> None:
+    """The scaler does not call `optimizer.step`, so the amaxes wait for the next step."""
+    run = Run(device, 4.0, attach=True)
+    for _ in range(2):
+        run.step(run.output().float().sum())
+    state = fp8_state(run.layer)
+    before = {n: b.clone() for n, b in state.items() if b.dim() or "scale" in n}
+    run.step(run.output().float().sum() * 1e6)  # overflows float16: skipped
+    assert run.scaler.get_scale() == 2.0
+    assert all(torch.equal(state[name], old) for name, old in before.items())
+    run.step(run.output().float().sum())
+    for role in ("input", "weight"):
+        assert int((state[f"fp8_amax_history_{role}"] > 0).sum()) == 3
+    # The overflow spoils it not.
+    name = "fp8_scale_grad_output"
+    assert torch.equal(state[name], before[name])

@@ -1,7 +1,6 @@
 """Saving and loading: plain and converted checkpoints, strict, weights only."""
 
 import dataclasses
-import io
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, of_recipe, tensorwise
+from support.copies import through_file
 from support.models import forward_backward, fp8_state, seeded
 
 ASSIGN = pytest.mark.parametrize("assign", [False, True])
@@ -49,12 +49,6 @@ def trained(config: Float8LinearConfig | None = None, steps: int = 2) -> nn.Sequ
     return model
 
 
-def through_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    torch.save(state, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -68,7 +62,6 @@ def assert_train_alike(model: nn.Module, other: nn.Module) -> None:
 
 @ASSIGN
 def test_converted_to_converted_goes_on_bit_for_bit(assign: bool) -> None:
-    """From the meta device, too, where all is assigned."""
     model = trained()
     step(model, 2, sync=False)  # an amax not synced yet
     with torch.device("meta" if assign else "cpu"):
@@ -171,7 +164,6 @@ def test_high_precision_state_dict_of_a_wrapped_model_loads_into_the_wrapped_pla
 
 
 def test_high_precision_state_dict_keeps_a_buffer_of_that_name_elsewhere() -> None:
-    """Only the state of Float8Linear goes; another module may use the name."""
     model = nn.Sequential(nn.Linear(32, 16), nn.Identity())
     model[1].register_buffer("fp8_scale_input", torch.ones(()))
     convert_to_float8_training(model, config=delayed())

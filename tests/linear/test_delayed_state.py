@@ -1,8 +1,6 @@
 """The delayed-scaling buffers of a layer: names, dtype, initial state, moving and copying."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from float8 import (
 )
 from sqnr import sqnr
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from support.copies import COPIES
 from support.devices import E4M3, on_devices
 from support.models import forward_backward, fp8_state, seeded
 from support.reference import reference_cast
@@ -59,9 +58,6 @@ def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
     assert state.keys() == before.keys()
     assert {buffer.dtype for buffer in state.values()} == {torch.float32}
     return {name for name in before if not torch.equal(state[name].cpu(), before[name].cpu())}
-
-
-# ---------------------------------------------------------------- names and values
 
 
 @on_devices
@@ -114,9 +110,6 @@ def test_without_amax_init_the_first_scales_are_one(device: str) -> None:
     assert layer.fp8_scale_input.item() == scale.item()
 
 
-# ---------------------------------------------------------------- dtype, device and copies
-
-
 @on_devices
 @pytest.mark.parametrize("convert", ["bfloat16", "half", "double", "float"])
 def test_state_stays_float32_and_exact(device: str, convert: str) -> None:
@@ -140,23 +133,9 @@ def test_state_moves_with_the_model() -> None:
         assert not changed(model, before)
 
 
-def saved(model: nn.Module) -> nn.Module:
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": saved,
-}
-
-
 @on_devices
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_trains_on_as_the_original_does(device: str, how: str) -> None:
-    """With state of its own."""
     model = trained(device)
     clone = COPIES[how](model)
     assert type(clone[0]) is Float8Linear
@@ -166,9 +145,6 @@ def test_a_copy_trains_on_as_the_original_does(device: str, how: str) -> None:
         others = step(clone, seed)
         assert all(torch.equal(results[name], others[name]) for name in results)
         assert not changed(clone, fp8_state(model))
-
-
-# ---------------------------------------------------------------- what is recorded
 
 
 @on_devices

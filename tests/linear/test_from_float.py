@@ -196,12 +196,6 @@ def test_the_type_of_the_error_says_what_is_wrong(mod, config, error, message: s
         Float8Linear.from_float(mod, config)
 
 
-def test_converting_a_float8_layer_again_takes_the_new_config_alone() -> None:
-    layer = Float8Linear.from_float(Float8Linear(32, 16, config=delayed()), tensorwise())
-    assert layer.config == tensorwise()
-    assert list(layer.state_dict()) == ["weight", "bias"]
-
-
 @on_devices
 def test_a_layer_can_be_built_directly(device: str) -> None:
     layer = Float8Linear(32, 16, False, device, torch.bfloat16, config=delayed())
@@ -220,9 +214,6 @@ def test_empty_weights_are_refused(K: int, N: int) -> None:
         pytest.raises(ValueError, match="expected no empty dim"),
     ):
         Float8Linear(K, N)
-
-
-# ---------------------------------------------------------------- repr
 
 
 def test_repr_shows_the_scaling_of_each_role_second_uses_and_switches() -> None:

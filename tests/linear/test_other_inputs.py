@@ -1,4 +1,4 @@
-"""Inputs that are no plain tensors: what torch traces with, other layouts, and `Float8Tensor`."""
+"""Inputs that are no plain tensors, and what torch can do with functions that float8 cannot."""
 
 import copy
 import io
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import float8
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
@@ -16,10 +17,13 @@ from float8 import (
     all_linears,
     conversion_report,
     convert_to_float8_training,
+    convert_to_high_precision,
     swiglu_feed_forward,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
+from float8.kernels.runtime.private import functorch_levels
 from support.configs import FINER, delayed, of_recipe, tensorwise
+from support.devices import on_devices
 from support.models import FeedForward, seeded
 
 
@@ -53,9 +57,6 @@ def nested(x: Tensor) -> Tensor:
     """A batch of sequences of 3 and 5."""
     offsets = torch.tensor([0, 3, 8])
     return torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=3, max_seqlen=5)
-
-
-# ---------------------------------------------------------------- torch.fx
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
@@ -98,9 +99,6 @@ def test_layers_of_which_no_call_can_be_noted_say_so() -> None:
     layer.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(RuntimeError, match=r"with forward hooks, which ran .*is_leaf_module"):
         torch.fx.symbolic_trace(nn.Sequential(layer))
-
-
-# ---------------------------------------------------------------- other layouts
 
 
 @pytest.mark.parametrize(
@@ -148,9 +146,6 @@ def test_other_layouts_say_what_to_do(layout: str) -> None:
 def test_no_tensors_say_what_they_are() -> None:
     with pytest.raises(TypeError, match="got list as input, expected a tensor"):
         made("tensorwise")([1, 2])
-
-
-# ---------------------------------------------------------------- cast before
 
 
 def layer_of(config: Float8LinearConfig) -> Float8Linear:
@@ -201,9 +196,6 @@ def test_a_layer_that_casts_in_another_way_refuses_it(recipe: str) -> None:
         layer_of(of_recipe(recipe))(cast)
 
 
-# ---------------------------------------------------------------- torch.jit and ONNX
-
-
 def test_delayed_scaling_is_traced_by_torch_jit_only_where_it_records_nothing() -> None:
     model, x = made("delayed"), seeded(0, 8, 32)
     with pytest.raises(RuntimeError, match=r"got torch.jit.trace with delayed .*torch\.no_grad"):
@@ -225,3 +217,76 @@ def test_onnx_is_refused(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for strict in (False, True):
         with pytest.raises(RuntimeError, match=refused):
             torch.export.export(model, (x,), strict=strict)
+
+
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+NEEDS_LEVELS = pytest.mark.skipif(functorch_levels is None, reason="torch alone says so then")
+
+
+def all_of(config, device: str = "cpu") -> nn.Module:
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1)).to(device)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+
+@on_devices
+@CONFIGS
+def test_differentiating_twice_raises(device: str, config) -> None:
+    """It would silently leave the float8 layers out."""
+    model, x = all_of(config, device), seeded(0, 8, 32, device=device)
+    parameters = [*model.parameters()]
+    (plain, twice) = (
+        torch.autograd.grad(model(x).square().sum(), parameters, create_graph=create_graph)
+        for create_graph in (False, True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, twice, strict=True))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    expected = r"Float8Linear: got a derivative of a gradient .*convert_to_high_precision"
+    with pytest.raises(RuntimeError, match=expected):
+        torch.autograd.grad(grad.square().sum(), x, retain_graph=True)
+    with pytest.raises(RuntimeError, match=expected):
+        grad.square().sum().backward()
+    convert_to_high_precision(model)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "vmap": lambda model, x: torch.vmap(model)(x[None]),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "functional": lambda model, x: torch.vmap(lambda x: float8.linear(x, x))(x[None]),
+}
+
+
+@NEEDS_LEVELS
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_transforms_of_torch_func_raise(how: str) -> None:
+    for config in (tensorwise(), delayed()):
+        with pytest.raises(RuntimeError, match=r"Linear: got a call within torch\.func .*backw"):
+            TRANSFORMS[how](all_of(config), seeded(0, 8, 32))
+
+
+@NEEDS_LEVELS
+@CONFIGS
+def test_batches_of_gradients_raise(config) -> None:
+    model, x = all_of(config), seeded(0, 8, 32).requires_grad_()
+    y, jacobian = model(x), torch.autograd.functional.jacobian
+    message = r"Float8Linear: got a backward within torch\.func .*one gradient at a time"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match=message):
+        torch.vmap(lambda grad: torch.autograd.grad(y, x, grad))(torch.ones(3, *y.shape))
+    with pytest.raises(RuntimeError, match=message):
+        jacobian(model, x, vectorize=True)
+    assert jacobian(model, x).shape == (8, 1, 8, 32)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_torch_script_raises(inside: bool) -> None:
+    model = all_of(delayed())
+    with pytest.raises(RuntimeError, match=r"Float8Linear: got torch.jit.script, .*torch\.compile"):
+        torch.jit.script(model if inside else model[0])
+    sync(model)
+    torch.jit.script(convert_to_high_precision(model))

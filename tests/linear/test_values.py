@@ -1,4 +1,7 @@
-"""The three GEMMs of a layer against float64 products of the same casts, and against no casts."""
+"""Which GEMMs run, and their values: against float64 products of the same casts, and no casts.
+
+`float8.linear` computes what a layer does.
+"""
 
 import copy
 import itertools
@@ -13,15 +16,29 @@ from float8 import (
     CastConfig,
     Float8Linear,
     Float8LinearConfig,
+    Float8Tensor,
     ScalingGranularity,
     convert_to_float8_training,
+    linear,
     sync_float8_amax_and_scale_history,
 )
-from sqnr import sqnr
-from support.configs import DELAYED, DYNAMIC, FINER, MIXES, RECIPES, mixed, of_recipe, tensorwise
+from sqnr import same_bits, sqnr
+from support.configs import (
+    DELAYED,
+    DISABLED,
+    DYNAMIC,
+    FINER,
+    MIXES,
+    RECIPES,
+    delayed,
+    mixed,
+    of_recipe,
+    tensorwise,
+)
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import forward_backward, seeded
 from support.reference import reference_values
+from support.spies import OpCounter
 
 TENSOR, ROW, RUN, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
 """The blocks that a scale covers, of an operand that is contracted along its second dim."""
@@ -122,7 +139,6 @@ SIZES = {"cpu": (128, 512), "cuda": (4096, 16384)}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", [*RECIPES, *FINER])
 def test_against_high_precision(device: str, recipe: str, dtype: torch.dtype) -> None:
-    """One step, of delayed scaling with scales from steps before it."""
     K, N = SIZES[device]
     linear = nn.Linear(K, N, device=device, dtype=dtype)
     layer = convert_to_float8_training(copy.deepcopy(linear), config=of_recipe(recipe))
@@ -203,3 +219,141 @@ def test_fast_accumulation_goes_to_the_gemms_that_ask_for_it() -> None:
     with Fast():
         layer(x).sum().backward()
     assert fast == [True, False, False]
+
+
+X = (16, 32)
+SECOND_USES = "input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"
+CONFIGS = pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+
+
+@on_devices
+@CONFIGS
+@pytest.mark.parametrize(
+    ("trained", "gemms"),
+    [({"weight", "bias", "input"}, 3), ({"bias", "input"}, 2), ({"weight"}, 2), ({"bias"}, 1)],
+    ids=["all", "frozen-weight", "input-without-grad", "bias-alone"],
+)
+def test_only_needed_gemms_run(device: str, config, trained: set[str], gemms: int) -> None:
+    layer = Float8Linear(32, 48, device=device, config=config)
+    x = seeded(0, *X, device=device)
+    tensors = {"weight": layer.weight, "bias": layer.bias, "input": x}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in trained)
+    with OpCounter() as counter:
+        layer(x).sum().backward()
+    assert counter.gemms == gemms
+    assert counter.high_precision_gemms == 0
+    assert {name for name, tensor in tensors.items() if tensor.grad is not None} == trained
+
+
+@on_devices
+@CONFIGS
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_one_gemm_runs_where_nothing_is_differentiated(
+    device: str, config: Float8LinearConfig, mode
+) -> None:
+    layer = Float8Linear(32, 48, device=device, config=config)
+    x = seeded(0, *X, device=device).requires_grad_()
+    with OpCounter() as counter, mode():
+        y = layer(x)
+    assert counter.gemms == 1
+    assert not y.requires_grad
+    assert torch.equal(y, layer(x))
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("off", "float8_gemms"),
+    [
+        (("input", "weight"), 2),
+        (("grad_output", "weight_for_grad_input"), 2),
+        (("grad_output_for_grad_weight", "input_for_grad_weight"), 2),
+        (("input", "weight", "grad_output", "weight_for_grad_input"), 1),
+        (("input", "weight", "grad_output", *SECOND_USES), 0),
+    ],
+)
+def test_disabled_gemms_run_in_high_precision(
+    device: str, off: tuple[str, ...], float8_gemms: int
+) -> None:
+    casts = {f"cast_config_{site}": DYNAMIC for site in SECOND_USES}
+    config = Float8LinearConfig(**casts | {f"cast_config_{site}": DISABLED for site in off})
+    layer = Float8Linear(32, 48, bias=False, device=device, config=config)
+    x, g = seeded(0, *X, device=device), seeded(1, 16, 48, device=device)
+    with OpCounter() as counter:
+        got = forward_backward(layer, x, g)
+    assert counter.gemms == float8_gemms
+    assert counter.high_precision_gemms == 3 - float8_gemms
+    w = layer.weight.detach()
+    exact = {
+        "input": torch.equal(got["output"], x @ w.t()),
+        "weight_for_grad_input": torch.equal(got["input"], g @ w),
+        "input_for_grad_weight": torch.equal(got["weight"], g.t() @ x),
+    }
+    assert exact == {site: site in off for site in exact}
+
+
+K, N = 33, 40
+HIGH_PRECISION_GRAD_WEIGHT = tensorwise(
+    cast_config_input_for_grad_weight=DISABLED, cast_config_grad_output_for_grad_weight=DISABLED
+)
+KINDS = {
+    "default": None,
+    "powers of two": tensorwise(round_scales_to_power_of_2=True),
+    "emulated": tensorwise(emulate=True),
+    "grad_weight in high precision": HIGH_PRECISION_GRAD_WEIGHT,
+}
+
+
+def assert_same(layer: Float8Linear, x: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
+    """Output and gradients of the layer and of the function, which may take another `weight`."""
+    weight = layer.weight if weight is None else weight
+    results = []
+    for run in (layer, lambda x: linear(x, weight, layer.bias, config=layer.config)):
+        layer.zero_grad(set_to_none=True)
+        leaf = x.detach().requires_grad_()
+        y = run(leaf)
+        with torch.autocast(x.device.type, enabled=False):
+            y.backward(seeded(1, *y.shape, device=x.device, dtype=y.dtype))
+        gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
+        results.append({"output": y.detach(), "input": leaf.grad, **gradients})
+    mine, theirs = results
+    for name in mine:
+        assert mine[name].stride() == theirs[name].stride(), name
+        assert same_bits(mine[name], theirs[name]), name
+    return theirs
+
+
+@on_devices
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_layer(device: str, bias: bool, config: Float8LinearConfig | None) -> None:
+    layer = Float8Linear(K, N, bias, device=device, config=config)
+    for leading in ((24,), (), (2, 3), (2, 0)):
+        got = assert_same(layer, seeded(0, *leading, K, device=device))
+        assert got["output"].shape == (*leading, N)
+    with torch.autocast(device, torch.bfloat16):
+        got = assert_same(layer, seeded(0, 24, K, device=device))
+    assert got["output"].dtype == torch.bfloat16
+    assert got["weight"].dtype == torch.float32
+    assert_same(layer.half(), seeded(0, 24, K, device=device, dtype=torch.float16))
+    no_features = linear(seeded(0, 2, 3, 0, device=device), seeded(0, N, 0, device=device))
+    assert same_bits(no_features, torch.zeros(2, 3, N, device=device))
+
+
+@on_devices
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_a_float8_weight_gives_what_the_layer_that_casts_it_gives(
+    device: str, power_of_2: bool
+) -> None:
+    layer = Float8Linear(K, N, config=tensorwise(round_scales_to_power_of_2=power_of_2))
+    layer.to(device).weight.requires_grad_(False)
+    cast = Float8Tensor.from_high_precision(layer.weight, round_scales_to_power_of_2=power_of_2)
+    assert_same(layer, seeded(0, 3, 8, K, device=device), cast)
+
+
+@pytest.mark.parametrize(
+    "config", [delayed(), mixed(DYNAMIC, DYNAMIC, DELAYED)], ids=["all", "grad_output"]
+)
+def test_delayed_scaling_needs_a_layer(config: Float8LinearConfig) -> None:
+    with pytest.raises(ValueError, match=r"delayed scaling.*use Float8Linear"):
+        linear(seeded(0, 16, K), seeded(1, N, K), config=config)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -79,15 +77,6 @@ def test_logits_and_gradients_match_a_naive_float64_model(n_kv_heads: int, tied:
         assert error < 1e-5, name
 
 
-def test_shapes_and_dtypes_with_and_without_autocast() -> None:
-    model = build_llama(SMALL, 16, seed=0)
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    assert model(tokens).shape == (2, 16, 256)
-    assert model(tokens).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model(tokens).dtype == torch.bfloat16
-
-
 def test_tied_head_is_the_same_parameter() -> None:
     tied = build_llama(dataclasses.replace(SMALL, tied_head=True), 16, seed=0)
     untied = build_llama(SMALL, 16, seed=0)
@@ -96,17 +85,6 @@ def test_tied_head_is_the_same_parameter() -> None:
     assert not torch.equal(untied.output.weight, untied.embedding.weight)
     count = sum(p.numel() for p in tied.parameters())
     assert count == sum(p.numel() for p in untied.parameters()) - 256 * SMALL.dim
-
-
-def test_activation_checkpointing_changes_no_bit() -> None:
-    tokens = torch.randint(0, 256, (2, 16))
-    gradients = []
-    for again in (False, True):
-        model = build_llama(SMALL, 16, seed=0, activation_checkpointing=again)
-        model(tokens).square().sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, checkpointed in zip(*gradients, strict=True):
-        assert torch.equal(plain, checkpointed)
 
 
 def test_initial_weights_come_from_the_seed_alone() -> None:
@@ -137,7 +115,6 @@ def test_initial_weights_have_the_documented_spread() -> None:
     ("name", "count"),
     [
         ("tiny", 656_256),
-        ("150m", 151_544_832),
         ("1b", 973_670_400),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),

@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from float8 import (
-    all_linears,
-    convert_to_float8_training,
-    convert_to_high_precision,
-)
+from float8 import all_linears, convert_to_float8_training, convert_to_high_precision
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
 from support.fresh import ONE_WORKER, in_fresh_process

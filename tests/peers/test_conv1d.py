@@ -85,7 +85,6 @@ def test_it_computes_what_a_linear_of_the_transposed_weight_does(recipe: str) ->
 
 
 def test_a_graph_and_an_optimizer_from_before_go_on() -> None:
-    """Nothing about the weights has changed."""
     plain, model = gpt2(), gpt2()
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-3) for each in (plain, model)]
     losses = []

@@ -140,10 +140,7 @@ def test_there_and_back() -> None:
 
 REFUSED = [
     (tensorwise(enable_fsdp_float8_all_gather=True), "gather=True, expected False: FSDP does not"),
-    (
-        tensorwise(float8_weights=Float8Weights.ONLY),
-        "a weight that ranks share with float8_w",
-    ),
+    (tensorwise(float8_weights=Float8Weights.ONLY), "a weight that ranks share with float8_w"),
 ]
 
 

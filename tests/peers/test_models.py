@@ -1,6 +1,12 @@
-"""Models of transformers of many kinds: converted, trained, saved, loaded, and back."""
+"""Models of transformers, timm and diffusers: converted, trained, saved, loaded, and back.
+
+No extra installs timm and diffusers; timm needs torchvision, of which there is no build for CPUs
+alone.
+"""
 
 import copy
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +26,6 @@ from sqnr import sqnr
 from support.configs import RECIPES
 from support.models import seeded
 
-transformers = pytest.importorskip("transformers")
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4}
 TEXT = {**SIZES, "vocab_size": 256}
@@ -30,6 +34,17 @@ STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 256, "n_positions": 32}
 GPT2 |= {f"{each}_pdrop": 0.0 for each in ("attn", "embd", "resid")}
 IMAGE = {**SIZES, **STILL, "image_size": 32, "patch_size": 8, "num_labels": 16}
+
+
+MOE = {**GROUPED, "num_experts": 4, "moe_intermediate_size": 64}
+MOE |= {"shared_expert_intermediate_size": 64}
+T5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+SOUND = {"d_model": 64, "vocab_size": 256, "num_mel_bins": 16, "dropout": 0.0}
+SOUND |= {f"max_{each}_positions": 32 for each in ("source", "target")}
+SOUND |= {f"{each}_token_id": 0 for each in ("pad", "bos", "eos", "decoder_start")}
+for each in ("encoder", "decoder"):
+    SOUND |= {f"{each}_layers": 2, f"{each}_attention_heads": 4, f"{each}_ffn_dim": 128}
 
 
 class Kind(NamedTuple):
@@ -56,57 +71,22 @@ KINDS = {
     "qwen2_moe": Kind(
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
-        {
-            **GROUPED,
-            "num_experts": 4,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-        },
+        MOE,
         14,
         [*(f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)), *HEAD],
         2,
     ),
-    "t5": Kind(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "d_model": 64,
-            "d_ff": 128,
-            "d_kv": 16,
-            "num_layers": 2,
-            "num_heads": 4,
-            "vocab_size": 256,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
-        32,
-        HEAD,
-    ),
+    "t5": Kind("T5ForConditionalGeneration", "T5Config", T5, 32, HEAD),
     "vit": Kind("ViTForImageClassification", "ViTConfig", IMAGE, 13, [], batch="image"),
     "dinov2": Kind("Dinov2ForImageClassification", "Dinov2Config", IMAGE, 13, [], batch="image"),
-    "whisper": Kind(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {
-            "d_model": 64,
-            **{f"{each}_layers": 2 for each in ("encoder", "decoder")},
-            **{f"{each}_attention_heads": 4 for each in ("encoder", "decoder")},
-            **{f"{each}_ffn_dim": 128 for each in ("encoder", "decoder")},
-            "vocab_size": 256,
-            "num_mel_bins": 16,
-            "max_source_positions": 32,
-            "max_target_positions": 32,
-            "dropout": 0.0,
-            **{f"{each}_token_id": 0 for each in ("pad", "bos", "eos", "decoder_start")},
-        },
-        33,  # its head has another name
-        [],
-        batch="sound",
+    "whisper": Kind(  # its head has another name
+        "WhisperForConditionalGeneration", "WhisperConfig", SOUND, 33, [], batch="sound"
     ),
 }
 
 
 def built(kind: Kind) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = getattr(transformers, kind.config)(**kind.sizes)
     model: nn.Module = getattr(transformers, kind.model)(config)
@@ -122,6 +102,20 @@ def batch(kind: Kind, seed: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def assert_trains_as(
+    plain: nn.Module, model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]
+) -> None:
+    for seed in range(2):
+        gradients = []
+        for each in (plain, model):
+            each.train().zero_grad()
+            loss_of(each, seed).backward()
+            sync(each)
+            found = [p.grad.flatten() for p in each.parameters() if p.grad is not None]
+            gradients.append(torch.cat(found))
+        assert sqnr(*gradients) > tolerances.MODEL  # one by one those of some biases are noise
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", KINDS)
 def test_models_of_transformers(name: str, recipe: str, tmp_path: Path) -> None:
@@ -132,15 +126,7 @@ def test_models_of_transformers(name: str, recipe: str, tmp_path: Path) -> None:
     assert len(report.converted) == kind.converted
     assert [layer.fqn for layer in report.skipped] == kind.skipped
     assert len(report.others) == kind.others
-    for seed in range(2):
-        gradients = []
-        for each in (plain, model):
-            each.train().zero_grad()
-            each(**batch(kind, seed)).loss.backward()
-            sync(each)
-            found = [p.grad.flatten() for p in each.parameters() if p.grad is not None]
-            gradients.append(torch.cat(found))
-        assert sqnr(*gradients) > tolerances.MODEL  # one by one those of some biases are noise
+    assert_trains_as(plain, model, lambda each, seed: each(**batch(kind, seed)).loss)
     model.save_pretrained(tmp_path, state_dict=high_precision_state_dict(model))
     loaded, told = type(plain).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(told.values()), told
@@ -149,3 +135,75 @@ def test_models_of_transformers(name: str, recipe: str, tmp_path: Path) -> None:
     for each in (model, loaded):
         assert [type(x) for x in each.modules()] == [type(x) for x in plain.modules()]
         assert torch.equal(each.eval()(**batch(kind, 2)).loss, wanted)
+
+
+def timm(name: str) -> nn.Module:
+    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+    library = pytest.importorskip("timm")
+    return library.create_model(name, img_size=32, patch_size=8, depth=2, num_classes=16)
+
+
+def flux() -> nn.Module:
+    sizes = {"in_channels": 16, "attention_head_dim": 16, "num_attention_heads": 4}
+    sizes |= {"num_layers": 1, "num_single_layers": 1, "axes_dims_rope": (4, 4, 8)}
+    sizes |= {"joint_attention_dim": 32, "pooled_projection_dim": 32}
+    return pytest.importorskip("diffusers").FluxTransformer2DModel(**sizes)
+
+
+def dit() -> nn.Module:
+    sizes = {"in_channels": 4, "attention_head_dim": 16, "num_attention_heads": 4}
+    sizes |= {"num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 16, "norm_num_groups": 4}
+    return pytest.importorskip("diffusers").DiTTransformer2DModel(**sizes)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    torch.manual_seed(seed)  # DiT drops labels
+    kind = type(model).__name__
+    if kind == "DiTTransformer2DModel":
+        given = {"timestep": torch.tensor([1, 5]), "class_labels": torch.tensor([1, 2])}
+        (out,) = model(seeded(seed, 2, 4, 8, 8), **given, return_dict=False)
+    elif kind == "FluxTransformer2DModel":
+        given = {"encoder_hidden_states": seeded(1, 2, 16, 32), "txt_ids": torch.zeros(16, 3)}
+        given |= {"img_ids": torch.zeros(16, 3), "timestep": torch.tensor([0.1, 0.5])}
+        given["pooled_projections"] = seeded(2, 2, 32)
+        (out,) = model(seeded(seed, 2, 16, 16), **given, return_dict=False)
+    else:
+        return nn.functional.cross_entropy(model(seeded(seed, 4, 3, 32, 32)), torch.arange(4))
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    ("make", "name", "converted"),
+    [
+        (timm, "vit_tiny_patch16_224", 9),
+        (timm, "eva02_tiny_patch14_224", 9),
+        (dit, "", 20),
+        (flux, "", 28),
+    ],
+)
+def test_models_of_others(make, name: str, converted: int, recipe: str) -> None:
+    plain = make(name) if name else make()
+    model = convert_to_float8_training(copy.deepcopy(plain), config=recipe)
+    assert len(conversion_report(model).converted) == converted
+    assert_trains_as(plain, model, loss_of)
+    again = copy.deepcopy(plain)
+    again.load_state_dict(high_precision_state_dict(model))
+    assert torch.equal(loss_of(again.eval(), 2), loss_of(plain.eval(), 2))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", ["bert_large", "llama32_1b", "mixtral_8x7b"])
+def test_rows_are_up_to_date(name: str) -> None:
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("common", ROOT / "benchmarks/common_models.py")
+    assert spec is not None
+    common = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(common)
+    cells = [line.strip("| ") for line in common.PAGE.read_text().splitlines()]
+    found = [" ".join(cell.replace("|", " ").split()) for cell in cells]
+    assert " ".join(common.row(getattr(common, name))) in found, (
+        "python -m benchmarks.common_models"
+    )

@@ -1,4 +1,4 @@
-"""The same layer on the same tensors as torchao's, where that is installed: as accurate."""
+"""The same layer on the same tensors as torchao's: as accurate. Its low-bit optimizers."""
 
 import pytest
 import torch
@@ -6,12 +6,17 @@ from torch import Tensor, nn
 
 from float8 import (
     Float8LinearConfig,
+    all_linears,
+    attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from sqnr import sqnr
+from sqnr import same_bits, sqnr
+from support.configs import RECIPES
+from support.copies import through_file
 from support.devices import on_devices
+from support.models import FeedForward, fp8_state, seeded
 
 peer = pytest.importorskip("torchao.float8")
 
@@ -80,3 +85,51 @@ def test_a_model_on_its_way_back_is_quantised() -> None:
     assert type(model[0].weight) is type(plain[0].weight)
     x = torch.randn(4, 64)
     assert torch.equal(model[0](x), plain[0](x))
+
+
+optim = pytest.importorskip("torchao.optim")
+
+
+def made(recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    model = nn.Sequential(FeedForward(64, 128), FeedForward(64, 128))
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
+    attachment = attach_to_optimizer(model, optimizer)
+    losses = []
+    for seed in seeds:
+        optimizer.zero_grad()
+        x = seeded(seed, 32, 64)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    attachment.remove()
+    return losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"])
+def test_it_trains_is_synced_and_resumes_bit_by_bit(
+    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: function
+    )  # of each parameter's step
+    model = made(recipe)
+    optimizer = getattr(optim, name)(model.parameters(), lr=1e-2)
+    first = train(model, optimizer, range(2))
+    if recipe == "delayed":
+        histories = [x for name, x in fp8_state(model).items() if "history" in name]
+        assert all((x > 0).sum() == 2 for x in histories)
+    again = made(recipe)
+    again.load_state_dict(through_file(model.state_dict(), False))
+    resumed = getattr(optim, name)(again.parameters(), lr=1e-2)
+    resumed.load_state_dict(through_file(optimizer.state_dict(), False))
+    rest = train(model, optimizer, range(2, 6))
+    assert train(again, resumed, range(2, 6)) == rest
+    assert rest[-1] < first[0]
+    assert all(same_bits(x, again.state_dict()[name]) for name, x in model.state_dict().items())

@@ -12,11 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 
-from float8 import (
-    convert_to_float8_training,
-    float8_state_dict,
-    high_precision_state_dict,
-)
+from float8 import convert_to_float8_training, float8_state_dict, high_precision_state_dict
 from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
 from support.fresh import ONE_WORKER, in_fresh_process
@@ -87,7 +83,6 @@ def test_what_is_saved_after_a_training_is_of_the_plain_model(tmp_path: Path) ->
 
 
 def test_lora_is_resumed_bit_by_bit(tmp_path: Path) -> None:
-    """Its checkpoints have adapters alone."""
     peft = pytest.importorskip("peft")
 
     def lora() -> torch.nn.Module:

@@ -1,16 +1,110 @@
-"""A Llama of Hugging Face as users have it: converted, compiled, checkpointed, and generating."""
+"""Llamas of transformers: converted, fused, compiled, checkpointed, and generating."""
 
+import copy
 import importlib
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from sqnr import same_bits
+import tolerances
+from float8 import conversion_report, convert_to_float8_training
+from float8 import convert_to_high_precision as restore
+from sqnr import same_bits, sqnr
 from support.configs import RECIPES
+from support.devices import on_devices
 from support.models import fp8_state
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 hf = importlib.import_module("support.hugging_face")
+KNOWN = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+
+
+def converted(plain: nn.Module, recipe: str = "tensorwise", *, fuse: bool = True) -> nn.Module:
+    return convert_to_float8_training(copy.deepcopy(plain), config=recipe, fuse=fuse)
+
+
+def step(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = hf.step(model, seed, length=31)
+    return found
+
+
+def fused_names(model: nn.Module) -> list[str]:
+    return [each.fqn for each in conversion_report(model).fused if each.reason is None]
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", KNOWN)
+def test_gradients_are_as_accurate(name: str, dtype, recipe: str, device: str) -> None:
+    plain = hf.llama(name=name).to(device, dtype)
+    apart, fused = converted(plain, recipe, fuse=False), converted(plain, recipe)
+    assert sum(each.endswith("mlp") for each in fused_names(fused)) == 2
+    assert sum(each.endswith("norm") for each in fused_names(fused)) == (
+        9 if name == "Qwen3" else 5
+    )
+    exact = hf.llama(name=name).to(device)
+    exact.load_state_dict(plain.state_dict())
+    for seed in range(2):
+        reference, wanted, got = step(exact, seed), step(apart, seed), step(fused, seed)
+        assert got.keys() == wanted.keys()
+        assert got.pop("loss").item() == pytest.approx(reference["loss"].item(), abs=0.02)
+        lost = []
+        for key in got:
+            assert got[key].dtype == wanted[key].dtype
+            assert sqnr(reference[key], got[key]) > tolerances.MODEL, key
+            lost.append(sqnr(reference[key], wanted[key]) - sqnr(reference[key], got[key]))
+        # Of a single gradient it is up to luck.
+        assert sum(lost) / len(lost) < 0.3
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in KNOWN[1:])]
+)
+def test_compiled_in_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    eager = converted(hf.llama(name=name), "delayed")
+    compiled = copy.deepcopy(eager)
+    compiled.forward = torch.compile(compiled.forward, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        wanted, got = step(eager, seed), step(compiled, seed)
+        for key in wanted:
+            assert sqnr(wanted[key], got[key]) > tolerances.COMPILED, key
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_saved_and_undone(name: str, tmp_path) -> None:
+    plain = hf.llama(name=name)
+    fused = converted(plain)
+    assert [*fused.state_dict()] == [*plain.state_dict()]
+    report = conversion_report(fused).fused
+    assert [x.fqn for x in report if x.reason is None] == [*fused_names(fused)]
+    fused.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path)
+    wanted = step(plain)
+    for other in (loaded, restore(fused)):
+        assert [type(x) for x in other.modules()] == [type(x) for x in plain.modules()]
+        got = step(other)
+        assert all(same_bits(got[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("name", ["Gemma", "Olmo2", "Phi3"])
+def test_each_feed_forward_and_norm_is_listed(name: str) -> None:
+    """Other reasons are in `tests/convert/test_fuse.py`."""
+    model = converted(hf.llama(name=name))
+    modules = {fqn for fqn, _ in model.named_modules() if fqn.endswith(("mlp", "norm"))}
+    reasons = {each.fqn: each.reason for each in conversion_report(model).fused}
+    assert reasons.keys() == modules
+    if name == "Phi3":
+        assert "not known to be down(silu(gate(x)) * up(x))" in reasons["model.layers.0.mlp"]
+    else:
+        assert reasons["model.norm"].endswith("Norm.forward is not known to be an RMSNorm")
+    if name == "Gemma":
+        assert reasons["model.layers.0.mlp"] == "its activation is a GELUTanh, not SiLU"
+
+
+pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize(

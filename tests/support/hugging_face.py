@@ -26,15 +26,8 @@ def llama(seed: int = 0, name: str = "Llama", **more: Any) -> nn.Module:
 def gpt2(seed: int = 0) -> nn.Module:
     """Without dropout."""
     torch.manual_seed(seed)
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_head=4,
-        n_embd=64,
-        vocab_size=256,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 256, "n_positions": 32}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config).eval()
 
 
@@ -72,15 +65,9 @@ def converted(recipe: str, seed: int = 0) -> nn.Module:
 
 
 def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer:
-    arguments = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+    arguments = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2}
+    arguments |= {"per_device_train_batch_size": 4, "report_to": []}
+    arguments |= {"disable_tqdm": True, "use_cpu": True}
     settings = transformers.TrainingArguments(str(folder), **arguments | more)
     return transformers.Trainer(
         model, settings, train_dataset=Tokens(), callbacks=[Float8Callback()]

@@ -1,7 +1,5 @@
 """An observer of training runs that writes down what it hears."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -99,21 +99,16 @@ def assert_held_equals_on_the_fly(
     shape: tuple[int, ...],
     *,
     compile: Callable[[nn.Module], nn.Module] = lambda model: model,
-    compile_both: bool = False,
     autocast: torch.dtype | None = None,
     steps: int = 3,
 ) -> None:
-    """Train two copies of `model` with AdamW: equal in all results and all state of each step.
-
-    The copy that casts on the fly is compiled, too, if `compile` alone changes bits: with
-    `compile_both`.
-    """
+    """Train two copies of `model` with AdamW: equal in all results and all state of each step."""
     everything = []
     for weights in (ON_THE_FLY, HELD):
         module = copy.deepcopy(model)
         config = with_weights(layers_of(module)[0].config, weights)
         convert_to_float8_training(module, config=config)
-        call = compile(module) if weights is HELD or compile_both else module
+        call = compile(module) if weights is HELD else module
         found: dict[str, Tensor] = {}
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.05)

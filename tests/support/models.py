@@ -79,6 +79,18 @@ class LlamaBlock(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank adapter of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.base(x) + self.lora_b(self.lora_a(x)))
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients of all parameters that have one."""
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -111,10 +123,7 @@ def fp8_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def seeded(
-    seed: int,
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    seed: int, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Normally distributed values: the same on every device."""
     generator = torch.Generator().manual_seed(seed)

@@ -13,11 +13,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from float8 import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-)
+from float8 import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from support.models import LlamaBlock
 from support.sharded import convert, here
 

@@ -8,12 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from float8 import (
-    all_linears,
-    attach_to_optimizer,
-    convert_to_float8_training,
-    float8_state_dict,
-)
+from float8 import all_linears, attach_to_optimizer, convert_to_float8_training, float8_state_dict
 from support.models import FeedForward, seeded
 
 

@@ -88,13 +88,6 @@ def gathered(settings: dict[str, Any]) -> set[torch.dtype]:
     return seen.gather_dtypes
 
 
-def tokens_sent(settings: dict[str, Any]) -> dict[str, dict[torch.dtype, int]]:
-    """Bytes given into collectives of ranks that share layers."""
-    with Traffic() as seen:
-        curves(settings)
-    return {name: seen.bytes_of(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
-
-
 def shards_between_microbatches(settings: dict[str, Any]) -> list[bool]:
     """Before each training forward: whether all gradients of this step until now are shards."""
     seen: list[bool] = []

@@ -7,26 +7,15 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import (
     Float8LinearConfig,
     convert_to_float8_training,
+    save_gemm_outputs,
     sync_float8_amax_and_scale_history,
 )
 from support.models import seeded
-
-
-def keep_gemms(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    """A selective checkpointing policy: keep the results of float8 GEMMs."""
-    if op is torch.ops.aten._scaled_mm.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
 
 WRAPPINGS: dict[str, Callable] = {
     "plain": lambda inner, x: inner(x),
@@ -34,7 +23,7 @@ WRAPPINGS: dict[str, Callable] = {
     "selective-checkpoint": partial(
         checkpoint,
         use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, keep_gemms),
+        context_fn=partial(create_selective_checkpoint_contexts, save_gemm_outputs),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""State is plain tensors: others save, average and edit it; evaluation does not depend on it."""
+"""State is plain tensors: others save, average and edit it; a sync updates those of now."""
 
 import copy
 
@@ -9,12 +9,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from float8 import (
+    Float8Linear,
     Float8Weights,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
-from support.configs import DELAYED, DYNAMIC, mixed, tensorwise
+from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
+from support.devices import on_devices
 from support.models import fp8_state, seeded
 from support.stacks import optimizer_of, stack, train
 
@@ -55,9 +57,6 @@ def own_storages(tensors: dict[str, torch.Tensor]) -> bool:
     return len(places) == len(tensors) and all(
         tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors.values()
     )
-
-
-# ---------------------------------------------------------------- storage
 
 
 def loaded(model: nn.Module, assign: bool) -> nn.Module:
@@ -109,9 +108,6 @@ def test_a_sync_in_inference_mode_leaves_state_that_trains() -> None:
         train(each, 5)
     assert not any(buffer.is_inference() for buffer in model.buffers())
     assert_state(model, fp8_state(other))
-
-
-# ---------------------------------------------------------------- evaluation
 
 
 def untouched(model: nn.Module) -> nn.Module:
@@ -178,3 +174,85 @@ def test_the_mode_decides_whether_the_history_is_taken(compiled: bool) -> None:
                 assert torch.equal(call(X), wanted) is not training  # saturated in training
             if not grad:
                 assert_state(model, before)
+
+
+def synced_right(model: nn.Module, layers: list[Float8Linear] | None = None) -> None:
+    """Train and sync; every layer's own buffers must have taken the step's amaxes."""
+    train(model)
+    every = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+    buffers, synced = fp8_state(model), every if layers is None else layers
+    amaxes = {layer: layer.fp8_amax_input.item() for layer in every}
+    assert all(amax > 0 for amax in amaxes.values())
+    sync_float8_amax_and_scale_history(model, layers)
+    for layer in every:
+        if layer in synced:
+            assert layer.fp8_amax_history_input[0].item() == amaxes[layer]
+        assert layer.fp8_amax_input.item() == (0 if layer in synced else amaxes[layer])
+    assert all(buffer is buffers[name] for name, buffer in fp8_state(model).items())
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "change", ["to-dtype", "load", "load-assign", "reset", "new-layer", "to_empty"]
+)
+def test_sync_updates_the_layers_own_buffers_after(device: str, change: str) -> None:
+    model = stack(3, device)
+    synced_right(model)
+    if change == "to-dtype":
+        model.to(torch.bfloat16)
+    elif change.startswith("load"):
+        state = copy.deepcopy(model.state_dict())
+        model.load_state_dict(state, assign=change == "load-assign")
+    elif change == "reset":
+        model[1].reset_parameters()
+    elif change == "new-layer":
+        model.append(Float8Linear(16, 16, device=device, config=delayed()))
+    elif change == "to_empty":
+        model.to_empty(device=device)
+        for layer in model:
+            layer.reset_parameters()
+    synced_right(model)
+
+
+@pytest.mark.gpu
+def test_sync_updates_the_layers_own_buffers_after_moving() -> None:
+    model = stack(3, "cpu")
+    synced_right(model)
+    for device in ("cuda", "cpu", "cuda"):
+        synced_right(model.to(device))
+
+
+def test_syncing_a_part_between_syncs_of_the_whole() -> None:
+    model = stack(3)
+    synced_right(model)
+    synced_right(model, [model[0], model[2]])
+    sync_float8_amax_and_scale_history(model)
+    synced_right(model[:2])
+    synced_right(model)
+
+
+def test_a_copy_and_its_original_are_synced_apart() -> None:
+    model = stack(2)
+    synced_right(model)
+    clone = copy.deepcopy(model)
+    before = {name: buffer.clone() for name, buffer in fp8_state(clone).items()}
+    synced_right(model)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in fp8_state(clone).items())
+    synced_right(clone)
+
+
+@on_devices
+def test_sync_takes_a_compiled_model(device: str) -> None:
+    model = stack(2, device)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        synced_right(compiled)
+
+
+def test_shared_layers_are_synced_once() -> None:
+    linear = nn.Linear(16, 16)
+    model = convert_to_float8_training(nn.Sequential(linear, nn.ReLU(), linear), config=delayed())
+    train(model)
+    peak = model[0].fp8_amax_input.item()
+    sync_float8_amax_and_scale_history(model)
+    assert model[0].fp8_amax_history_input.tolist() == [peak] + [0.0] * 15

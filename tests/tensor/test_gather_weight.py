@@ -244,9 +244,6 @@ def test_what_cannot_be_data_is_told() -> None:
     assert torch.equal(x.high_precision, seeded(0, 6, 4))
 
 
-# ---------------------------------------------------------------- in a model that is not sharded
-
-
 def pair(recipe: str, device: str, model: nn.Module) -> list[nn.Module]:
     return [convert(copy.deepcopy(model).to(device), recipe, gather) for gather in (False, True)]
 

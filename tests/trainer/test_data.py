@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -57,49 +55,6 @@ def test_what_is_no_text_is_left_out(text_folder: Path, corpus: Corpus) -> None:
     assert again.fingerprint == corpus.fingerprint
 
 
-def test_a_single_file_is_cut(tmp_path: Path) -> None:
-    file = tmp_path / "book.txt"
-    file.write_text("0123456789" * 100)
-    corpus = load_corpus(file)
-    assert (len(corpus.train), len(corpus.validation)) == (900, 100)
-    assert load_corpus(tmp_path).fingerprint == corpus.fingerprint
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_few_files_still_give_both_splits(tmp_path: Path, count: int) -> None:
-    for i in range(count):
-        (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    corpus = load_corpus(tmp_path)
-    assert corpus.train_files == count - 1
-
-
-def test_default_is_the_standard_library() -> None:
-    corpus = load_corpus()
-    assert corpus.name == "Python standard library"
-    assert len(corpus.train) > 5_000_000
-    assert 0.02 < len(corpus.validation) / len(corpus.train) < 0.3
-    both = bytes(corpus.train.numpy()) + bytes(corpus.validation.numpy())
-    assert b"class JSONDecoder" in both
-
-
-def test_bad_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no data at .*missing"):
-        load_corpus(tmp_path / "missing")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no readable UTF-8 text .*0 file"):
-        load_corpus(tmp_path / "folder")
-    binary = tmp_path / "folder" / "data.bin"
-    binary.write_bytes(b"\0\1\2")
-    with pytest.raises(DataError, match=r"no readable UTF-8 text .*1 file"):
-        load_corpus(tmp_path / "folder")
-    with pytest.raises(DataError, match="no readable UTF-8"):
-        load_corpus(binary)
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    with pytest.raises(DataError, match="no readable UTF-8 text"):
-        load_corpus(empty)
-
-
 def test_too_little_text_says_how_much_is_needed(corpus: Corpus) -> None:
     check_length(corpus, 100)
     with pytest.raises(DataError, match=r"validation split .* needs 1000001: lower --seq-len"):
@@ -139,3 +94,30 @@ def test_validation_is_spread_from_start_to_end_and_always_the_same() -> None:
     assert batches[-1][-1, -1] == 199
     short = list(validation_batches(text[:12], batches=3, batch_size=2, seq_len=9))
     assert len(short) == 3
+
+
+def test_a_single_file_is_cut_and_few_files_give_both_splits(tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("0123456789" * 100)
+    corpus = load_corpus(file)
+    assert (len(corpus.train), len(corpus.validation)) == (900, 100)
+    assert load_corpus(tmp_path).fingerprint == corpus.fingerprint
+    (tmp_path / "other.txt").write_text("text")
+    assert load_corpus(tmp_path).train_files == 1
+
+
+def test_default_is_the_standard_library() -> None:
+    corpus = load_corpus()
+    assert corpus.name == "Python standard library"
+    assert len(corpus.train) > 5_000_000
+    assert 0.02 < len(corpus.validation) / len(corpus.train) < 0.3
+
+
+def test_bad_paths_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no data at .*missing"):
+        load_corpus(tmp_path / "missing")
+    for content in (b"\0\1\2", b""):
+        (tmp_path / "file").write_bytes(content)
+        for path in (tmp_path, tmp_path / "file"):
+            with pytest.raises(DataError, match=r"no readable UTF-8 text"):
+                load_corpus(path)

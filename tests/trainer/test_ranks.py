@@ -1,7 +1,5 @@
 """The trainer on several ranks, CPU processes that talk through Gloo."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +90,6 @@ def test_float8_curves_are_those_of_one_rank_that_takes_the_parts_in_turn(
     "how",
     [
         {"recipe": "high_precision", "accumulate": 2, "activation_checkpointing": True},
-        pytest.param({"recipe": "tensorwise", "accumulate": 2}, marks=pytest.mark.exhaustive),
         {"recipe": "delayed", "model": "nano-tied", "eval_interval": 2, "grad_clip": 0.0},
     ],
 )
@@ -110,7 +107,6 @@ def test_ranks_that_share_layers(two: Ranks, settings: Settings, how: dict[str, 
     [
         ({"recipe": "high_precision", "model": "nano-tied"}, {}),
         ({"recipe": "delayed"}, {"fsdp_float8_all_gather": True}),
-        pytest.param({"recipe": "tensorwise"}, {"compile": True}, marks=pytest.mark.exhaustive),
         pytest.param({"recipe": "delayed"}, {"hsdp": 2}, marks=pytest.mark.exhaustive),
     ],
 )
@@ -130,18 +126,6 @@ def test_what_travels(two: Ranks, settings: Settings) -> None:
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32}
     how["fsdp_float8_all_gather"] = True  # bytes of blocks; what is around them is not converted
     assert two.run(work.gathered, settings(**how))[0] == {torch.float32, torch.uint8}
-
-
-def test_tokens_travel_once_for_all_layers_that_read_them(two: Ranks, settings: Settings) -> None:
-    tokens = 4 * 16 * 32 // 2  # of a rank, times the model's width
-    for recipe, dtype in (("high_precision", torch.float32), ("tensorwise", torch.uint8)):
-        how = {"recipe": recipe, "steps": 1, "eval_batches": 1, "final_checkpoint": False}
-        (seen, _) = two.run(work.tokens_sent, settings(tp=2, sequence_parallel=True, **how))
-        # Of two blocks, two parts each: forward, backward and validation.
-        assert seen["all_gather"] == {dtype: 2 * 2 * 3 * tokens * dtype.itemsize}
-        assert seen["reduce_scatter"] == {torch.float32: 2 * 2 * 3 * 2 * tokens * 4}
-        # Gradients of embedding and head, of five norms; norms of 21 gradients.
-        assert seen["all_reduce"][torch.float32] == 4 * (2 * 256 * 32 + 5 * 32 + 21)
 
 
 def test_gradients_are_shards_between_microbatches(two: Ranks, settings: Settings) -> None:

@@ -1,24 +1,26 @@
-"""Stopping a run and going on with it."""
+"""Runs that stop, fail and go on; their checkpoints, and that a folder is free for the next one."""
 
-from __future__ import annotations
-
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
-from float8_lab.errors import CheckpointError, ConfigError
-from float8_lab.trainer import loop
-from float8_lab.trainer.checkpoint import list_checkpoints
+from float8.convert import ConversionReport
+from float8.convert.report import LayerReport
+from float8_lab.errors import CheckpointError, ConfigError, OutOfMemoryError, TrainingDivergedError
+from float8_lab.trainer import build, loop
+from float8_lab.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import train
 from float8_lab.trainer.metrics import read_metrics
-from float8_lab.trainer.run_folder import saved_config
+from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 from support.checkpoints import read_tensors
+from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -85,22 +87,180 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
             trainer.restore(checkpoint_of(result))
 
 
-def test_a_run_stopped_before_its_first_step_goes_on_as_a_new_one(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    stop = Event()
-    stop.set()
-    first = train(make_config(), stop=stop)
-    assert (first.status, first.step) == ("interrupted", 0)
-    resumed = train(saved_config(checkpoint_of(first)), resume=first.last_checkpoint)
-    whole = train(make_config(output=str(tmp_path / "whole")))
-    assert [r.loss for r in read_metrics(resumed.folder.metrics).train] == [
-        r.loss for r in read_metrics(whole.folder.metrics).train
-    ]
-
-
 def test_a_run_goes_on_on_another_device_of_its_kind(make_config: MakeConfig) -> None:
     # As one of cuda:1 must, where each of several ranks takes a GPU of its own.
     first = train(make_config(device="cpu:0", steps=2, stop_after=1))
     on_another = saved_config(checkpoint_of(first)).replace(device="cpu")
     assert train(on_another, resume=first.last_checkpoint).status == "finished"
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "model/a": torch.randn(5, 7),
+        "model/scalar": torch.tensor(3.5),
+        "model/half": torch.randn(4).bfloat16(),
+        "rng/cpu": torch.get_rng_state(),
+    }
+
+
+def save(folder: Path, step: int, keep: int = 5) -> Path:
+    return save_checkpoint(folder, step, tensors(), keep=keep)
+
+
+def test_a_disk_that_fills_up_leaves_the_others(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # a write ends in the middle
+    try:
+        with pytest.raises(CheckpointError, match=r"could not write .*step_00000002: .*too large"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == [first]
+
+
+def test_an_unfinished_one_is_not_seen_and_cleared(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    leftover = tmp_path / ".unfinished-step_00000002"
+    leftover.mkdir()
+    (leftover / "half").write_text("x")
+    assert list_checkpoints(tmp_path) == [first]
+    second = save(tmp_path, 2)
+    assert not leftover.exists()
+    assert list_checkpoints(tmp_path) == [first, second]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("rest", [None, 100])
+def test_damage_is_named(tmp_path: Path, name: str, rest: int | None) -> None:
+    path = save(tmp_path, 1)
+    if rest is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes((path / name).read_bytes()[:rest])
+    with pytest.raises(CheckpointError, match=r"go on from the checkpoint .*step_00000001: \S"):
+        load_checkpoint(path, tensors())
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="nothing to resume at"):
+        find_checkpoint(tmp_path / "missing")
+
+
+def test_a_recipe_that_converts_nothing_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LayerReport("layers.0.attention.key", 32, 16, None, "needs a newer GPU")
+    monkeypatch.setattr(build, "conversion_report", lambda model: ConversionReport((layer,)))
+    with pytest.raises(ConfigError, match="'delayed' converted no layer: needs a newer GPU"):
+        train(make_config(recipe="delayed"))
+    train(make_config())  # The folder is not taken by a run that never started.
+
+
+def test_a_used_folder_is_not_overwritten(make_config: MakeConfig) -> None:
+    result = train(make_config())
+    before = result.folder.metrics.read_text()
+    with pytest.raises(ConfigError, match=r"already holds a run: continue it with --resume"):
+        train(make_config())
+    assert result.folder.metrics.read_text() == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = loop.F.cross_entropy
+    calls = 0
+
+    def poisoned(*args: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return plain(*args) * (float("nan") if calls == 4 else 1.0)
+
+    monkeypatch.setattr(loop.F, "cross_entropy", poisoned)
+    config = make_config(checkpoint_interval=2, log_interval=5)
+    with pytest.raises(TrainingDivergedError, match=r"diverged at step 4: loss nan") as caught:
+        train(config)
+    folder = Path(config.output)
+    assert str(folder / "metrics.jsonl") in str(caught.value)
+    assert [r.step for r in read_metrics(folder / "metrics.jsonl").train] == [1, 2, 3, 4]
+    assert find_checkpoint(folder).name == "step_00000002"
+
+
+def failing_at(step: int) -> Listener:
+    def fail(now: int) -> None:
+        if now == step:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return Listener(fail)
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_frees_the_folder(
+    make_config: MakeConfig,
+) -> None:
+    config, listener = make_config(recipe="delayed", log_interval=100), failing_at(3)
+    with pytest.raises(OutOfMemoryError, match="lower --batch-size"):
+        train(config, observers=[listener])
+    assert listener.events[-1] == "failed 3"
+    path = Path(config.output) / "metrics.jsonl"
+    metrics = read_metrics(path)
+    assert ([r.step for r in metrics.train], metrics.status) == ([1, 2, 3], "failed")
+    before = path.read_text()
+    assert train(config.replace(recipe="high_precision")).step == config.steps
+    assert path.read_text().startswith(before)  # nothing is lost
+    assert [r.step for r in read_metrics(path).train] == [1, 2, 3, 4, 5, 6]
+    assert not (Path(config.output) / "conversion.txt").exists()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(config)
+
+
+def test_a_run_that_was_killed_or_still_runs_keeps_the_folder(make_config: MakeConfig) -> None:
+    config = make_config()
+    folder = Path(config.output)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"kind": "start", "step": 0, "time": 1.0}\n')
+    with pytest.raises(ConfigError, match=r"holds a run: it has no checkpoint.*delete it"):
+        train(config)
+
+
+def test_a_failure_is_on_record_even_if_the_device_answers_no_more(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead(self: loop.Trainer) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(loop.Trainer, "_report", dead)
+    config = make_config()
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        train(config)
+    assert read_metrics(Path(config.output) / "metrics.jsonl").status == "failed"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory"),
+        RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904, 17]"),
+        MemoryError(),
+    ],
+)
+def test_too_much_for_the_memory_of_the_cpu_says_what_to_do(
+    make_config: MakeConfig, error: Exception
+) -> None:
+    def fail(step: int) -> None:
+        raise error
+
+    with pytest.raises(OutOfMemoryError, match="lower --batch-size"):
+        train(make_config(), observers=[Listener(fail)])
+
+
+def test_a_device_without_float8_gemms_is_refused_before_anything_runs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "lacks_float8_gemm", lambda device: f"{device} is too old")
+    with pytest.raises(ConfigError, match="recipe 'tensorwise': cpu is too old"):
+        train(make_config(recipe="tensorwise"))
+    train(make_config(recipe="high_precision", output=make_config().output + "-plain"))

@@ -1,7 +1,5 @@
 """`float8 train` as torchrun starts it: real processes, which die and are asked to stop."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -15,7 +13,6 @@ import pytest
 from float8_lab.cli import main as main_module
 from float8_lab.cli.main import main
 from float8_lab.errors import ConfigError, OutOfMemoryError, RankFailedError, ToldError
-from float8_lab.trainer.metrics import read_metrics
 from float8_lab.trainer.run_folder import find_checkpoint
 from support import trainer_ranks as work
 from support.limits import HANGS
@@ -60,7 +57,7 @@ TRAIN = ["train", "--data", "text", *SHORT]
 def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, here: Path) -> None:
     words = [*TRAIN, "--recipe", "delayed", "--fsdp-float8-all-gather", "--steps", "2"]
     words += ["--checkpoint-interval", "1"]
-    code, out, err = end_of(torchrun(here, FAILING, "dies", *words, "--output", "run"))
+    code, out, err = end_of(torchrun(here, FAILING, *words, "--output", "run"))
     assert code != 0
     assert "another rank is gone" in err
     assert "exitcode  : 9" in err
@@ -76,16 +73,6 @@ def test_a_rank_that_dies_while_saving_leaves_the_former_checkpoint(two: Ranks, 
     assert two.run(work.command, here, way_on) == [0, 0]
     assert not list(checkpoints.glob(".unfinished*"))
     assert find_checkpoint(here / "run").name == "step_00000002"
-
-
-def test_an_error_on_one_rank_ends_all_and_is_shown(here: Path) -> None:
-    words = [*TRAIN, "--steps", "100000", "--output", "run"]
-    code, _, err = end_of(torchrun(here, FAILING, "raises", *words))
-    assert code != 0
-    assert "rank 1: Traceback" in err
-    root_cause = err.partition("Root Cause")[2]
-    assert "ZeroDivisionError: the cause of it all" in root_cause
-    assert read_metrics(here / "run" / "metrics.jsonl").status == "failed"
 
 
 def test_ctrl_c_lets_all_ranks_save_together(here: Path) -> None:

@@ -1,8 +1,7 @@
-"""Settings: what cannot work is named, and they survive being saved."""
+"""Settings: what cannot work is named, and they survive being saved; where a result was made."""
 
-from __future__ import annotations
-
-import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import torch
 
 from float8 import Float8LinearRecipeName
 from float8_lab.errors import ConfigError
+from float8_lab.trainer import environment
 from float8_lab.trainer.config import RECIPES, TrainConfig
+from float8_lab.trainer.environment import describe_environment, git_commit
 from float8_lab.trainer.loop import train
-from float8_lab.trainer.run_folder import find_checkpoint, saved_config
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -54,20 +54,52 @@ def test_the_recipes_are_those_of_the_library_and_the_first_is_meant() -> None:
 
 def test_threads_of_a_cpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert make_config(model="tiny").threads == 1
-    assert make_config(model="tiny", threads=3).threads == 3
-    assert make_config(model="150m").threads == 0
+    assert [make_config(model=model).threads for model in ("tiny", "150m")] == [1, 0]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert make_config(model="tiny").threads == 0
     assert make_config(model="tiny", threads=3).threads == 3
-    run = train(make_config(steps=1, threads=2))
+    train(make_config(steps=1, threads=2))
     assert torch.get_num_threads() == 2
-    # A run may go on with others, and one of before there was this setting with PyTorch's.
-    path = Path(run.folder.config)
-    saved = json.loads(path.read_text())
-    del saved["config"]["threads"]
-    path.write_text(json.dumps(saved))
-    checkpoint = find_checkpoint(run.folder.path)
-    config = saved_config(checkpoint)
-    assert config.threads == 0
-    assert train(config.replace(threads=1), resume=checkpoint).step == 1
+
+
+def test_a_commit_is_dirty_with_any_change_to_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    module = tmp_path / "src" / "float8_lab" / "trainer" / "environment.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("")
+    monkeypatch.setattr(environment, "__file__", str(module))
+    git("init")
+    assert git_commit() is None  # not a part of the repository, as an installed package
+    git("add", ".")
+    git("commit", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "notes.txt").write_text("not the source")
+    assert git_commit() == commit
+    new = tmp_path / "src" / "float8" / "new.py"
+    new.parent.mkdir()
+    new.write_text("")
+    assert git_commit() == f"{commit}-dirty"
+    new.unlink()
+    module.write_text("changed")
+    assert git_commit() == f"{commit}-dirty"
+    monkeypatch.setenv("FLOAT8_COMMIT", "told")
+    assert git_commit() == "told"
+
+
+def test_environment_says_where_but_nothing_private(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["/home/me/bin/float8", "compare", "/home/me/secret/text", f"{tmp_path}/a", "--steps"]
+    monkeypatch.setattr(sys, "argv", words)
+    environment = describe_environment(torch.device("cpu"))
+    assert environment["torch"] == torch.__version__
+    assert environment["device_type"] == "cpu"
+    assert environment["device"]
+    assert environment["command"] == "float8 compare .../text a --steps"

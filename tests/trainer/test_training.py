@@ -1,29 +1,24 @@
-"""The training loop end to end, with a model whose steps take milliseconds."""
-
-from __future__ import annotations
+"""The training loop end to end, with a model whose steps take milliseconds; and on a GPU."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from float8 import Float8Weights
-from float8.tensor.held_weights import hold
+from float8 import Float8Linear, Float8Weights
+from float8_lab.device import BF16_PEAK
+from float8_lab.models.presets import preset
 from float8_lab.trainer import build, data
+from float8_lab.trainer.build import learning_rate
 from float8_lab.trainer.checkpoint import list_checkpoints
+from float8_lab.trainer.compare import SLOW, compare
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import Trainer, train
 from float8_lab.trainer.metrics import read_metrics, summarize
-from sqnr import same_bits
 from support.checkpoints import read_tensors
 from support.listener import Listener
 
@@ -45,46 +40,17 @@ def test_accumulated_steps_equal_one_big_batch(make_config: MakeConfig, tmp_path
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=2e-4)
 
 
-@contextmanager
-def counting_casts() -> Iterator[Counter[int]]:
-    """Casts of weights that are to be held, by the address of their data."""
-    counts: Counter[int] = Counter()
-
-    def counted(weight, cast):
-        counts[weight.data_ptr()] += 1
-        return hold(weight, cast)
-
-    with (
-        mock.patch("float8.linear.module.hold", counted),
-        mock.patch("float8.sync.hold", counted),
-    ):
-        yield counts
-
-
-@pytest.mark.parametrize(("recipe", "dtype"), [("tensorwise", "bfloat16"), ("delayed", "float32")])
-def test_accumulation_casts_weights_once_and_changes_no_bit(
-    make_config: MakeConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    recipe: str,
-    dtype: str,
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_weights_are_held_in_float8_while_microbatches_accumulate(
+    make_config: MakeConfig, recipe: str
 ) -> None:
-    def casts(folder: str, **more: Any) -> tuple[dict[str, Tensor], Counter[int]]:
-        with counting_casts() as counts:
-            run = train(make_config(output=str(tmp_path / folder), recipe=recipe, **more))
-        return tensors_of(run), counts
-
-    several: dict[str, Any] = {"dtype": dtype, "batch_size": 2, "accumulate": 2}
-    with_held, counts = casts("with", **several)
-    # When it begins, at the first use, and once per step.
-    assert set(counts.values()) == {2 + 6}
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "Float8Weights", SimpleNamespace(HELD=Float8Weights.ON_THE_FLY))
-        without, counts = casts("without", **several)
-    assert not counts
-    for name, wanted in without.items():
-        assert same_bits(with_held[name], wanted), name
-    assert not casts("one", steps=2)[1]  # without accumulation little is gained
+    """Which changes no bit: `tests/held_weights`."""
+    for accumulate, wanted in ((2, Float8Weights.HELD), (1, Float8Weights.ON_THE_FLY)):
+        config = make_config(recipe=recipe, accumulate=accumulate)
+        model, _ = build.build_model(config, torch.device("cpu"))
+        layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+        assert len(layers) == 14
+        assert {layer.config.float8_weights for layer in layers} == {wanted}
 
 
 def test_the_loss_falls_and_is_in_nats_per_byte(make_config: MakeConfig) -> None:
@@ -171,3 +137,52 @@ def test_tensorboard_events_are_written(make_config: MakeConfig) -> None:
     content = events.read_bytes()
     assert b"loss/train" in content
     assert b"loss/validation" in content
+
+
+def test_schedule_warms_up_then_follows_half_a_cosine(
+    make_config: Callable[..., TrainConfig],
+) -> None:
+    config = make_config(learning_rate=1.0, min_lr_ratio=0.2, warmup_steps=10, steps=110)
+    assert learning_rate(1, config) == pytest.approx(0.1)
+    assert learning_rate(5, config) == pytest.approx(0.5)
+    assert learning_rate(10, config) == pytest.approx(1.0)
+    assert learning_rate(60, config) == pytest.approx(0.6)  # Half-way between 1.0 and 0.2.
+    assert learning_rate(35, config) == pytest.approx(0.2 + 0.8 * (1 + 0.5**0.5) / 2)
+    assert learning_rate(110, config) == pytest.approx(0.2)
+    falling = [learning_rate(step, config) for step in range(10, 111)]
+    assert falling == sorted(falling, reverse=True)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 5), (5, 5), (9, 5)])
+def test_schedule_at_its_edges(
+    make_config: Callable[..., TrainConfig], warmup: int, steps: int
+) -> None:
+    config = make_config(learning_rate=1.0, min_lr_ratio=0.0, warmup_steps=warmup, steps=steps)
+    rates = [learning_rate(step, config) for step in range(1, steps + 1)]
+    assert all(0 <= rate <= 1 for rate in rates)
+    assert rates[-1] == pytest.approx(steps / warmup if warmup else 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recipes_agree_with_high_precision(
+    make_config: Callable[..., TrainConfig], compiled: bool
+) -> None:
+    config = make_config(
+        device="cuda", compile=compiled, steps=60, accumulate=2, eval_interval=30, log_interval=20
+    )
+    assert config.dtype == "bfloat16"
+    rows = compare(config, ["tensorwise", "delayed"])
+    assert [row["status"] for row in rows] == ["finished"] * 3, rows
+    for row in rows:
+        losses = [r.loss for r in read_metrics(Path(config.output) / row["metrics"]).train]
+        assert losses[-1] < losses[0] - 1.5
+        assert abs(row["val_gap_percent"]) < 5
+        assert row["peak_memory_bytes"]
+        assert row["tokens_per_s"]
+        last = read_metrics(Path(config.output) / row["metrics"]).train[-1]
+        flops = 1e12 * (last.tflops_per_gpu or 0) * last.seconds
+        expected = preset(config.model).model.flops_per_token(config.seq_len)
+        assert flops == pytest.approx(last.tokens * expected)
+        assert (last.mfu is None) == (torch.cuda.get_device_name() not in BF16_PEAK)
+    assert SLOW not in (Path(config.output) / "report.md").read_text()
