@@ -22,11 +22,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from float8.config import Float8LinearConfig
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
+from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm, plan_grouped
 from float8.experts.weight import hold_groups
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
-from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.plan import LinearPlan
 from float8.linear.source import class_like, not_in_high_precision, replaced_forward
 from float8.tensor import (
     gathered_like,
@@ -62,7 +62,7 @@ class Float8Experts(Float8Module):
 
     def set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
-        self.float8_config, self.float8_plan = config, plan_linear(config)
+        self.float8_config, self.float8_plan = config, plan_grouped(config)
         self.hold_weights()
 
     def become_high_precision(self) -> None:
@@ -137,6 +137,8 @@ class Float8Experts(Float8Module):
         casts = plan.casts.grad_output, plan.casts.grad_output_for_grad_weight
         if any(cast.spec.dtype == E5M2 for cast in casts):
             parts.append("grad_output in e4m3")
+        if plan.output is not None:
+            parts.append(f"use_fast_accum={plan.output.use_fast_accum}")
         if self.held:
             parts.append("weights held in float8")
         if self.float8_config.enable_fsdp_float8_all_gather and not names_to_gather(self):

@@ -1,8 +1,8 @@
 """The grouped GEMM of a Hopper GPU: each group of rows by a matrix of its own, or by another group.
 
-`torch._scaled_grouped_mm` computes the same. This is 1.1 times as fast for eight experts and up to
-1.5 times for more: two programs on a multiprocessor hide each other's beginnings and ends, which
-products of few tokens have many of. It also writes zeros where nothing else does.
+`torch._scaled_grouped_mm` computes the same. This is 0.93 to 1.35 times as fast, in the mean of 24
+products of four models 1.07 times (docs/experts.md): two programs on a multiprocessor hide each
+other's beginnings and ends. It also returns float32, and writes zeros where nothing else does.
 """
 
 from typing import Any

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from float8.config import Float8Weights
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
+from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm, plan_grouped
 from float8.experts.weight import cast_weights
 from float8.gemm.grouped import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
@@ -90,7 +90,7 @@ def _swiglu(h: Tensor) -> Tensor:
 
 def _product(variant: Variant) -> Callable[..., Tensor]:
     if config := variant.config:
-        plan = plan_linear(config)
+        plan = plan_grouped(config)
         return lambda x, w, offs, held: apply_grouped(x, w, offs, plan, config.emulate, held)
     multiply: Any = F.grouped_mm
     if not variant.is_reference:
@@ -201,7 +201,7 @@ def _layers(
 
 def _gemms(weights: Any, offs: Tensor, rows: int, rounds: int) -> Iterator[Row]:
     """Products of both weights; float8 with scales of rows, as all recipes read them."""
-    plan = plan_linear(recipe_config("rowwise"))
+    plan = plan_grouped(recipe_config("rowwise"))
     for name, w in zip(("w13", "w2"), weights, strict=True):
         _, N, K = w.shape
         x, g = (torch.randn(rows, n, dtype=w.dtype, device=w.device) for n in (K, N))
