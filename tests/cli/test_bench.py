@@ -77,7 +77,7 @@ EACH = [
         r"hot tokens +rowwise +(\d\d\.\d +){3}",
     ),
     (
-        "experts --shape 2,64,32,32 --recipe tensorwise+held --rounds 1",
+        "experts --shape 2,1024,32,32 --recipe tensorwise+held --rounds 1",
         16,
         r"tensorwise\+held +[\d.,]+ +[\d.]+ +0\.\d\d +\d\d\.\d",
     ),
