@@ -71,7 +71,9 @@ class Block(nn.Module):
         sizes = chosen.flatten().bincount(minlength=len(self.router))
         tokens = order // chosen.shape[1]
         y = self.experts(F.pad(x, (0, K - DIM))[tokens], sizes)[:, :DIM]
-        return x.index_add(0, tokens, y * scores.flatten()[order, None])
+        # Not by index_add, which adds in any order on GPUs.
+        each = y[order.argsort()].view(*chosen.shape, DIM)
+        return x + (each * scores[..., None]).sum(1)
 
 
 def blocks(experts: int) -> nn.Module:
