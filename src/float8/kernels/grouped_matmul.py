@@ -68,7 +68,7 @@ def _grouped_matmul_triton(
     use_fast_accum: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if emulate or a.shape[0] == 0:
+    if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
         how = emulate, use_fast_accum, out_dtype
         return grouped_matmul_reference(a, a_scale, b, b_scale, ends, *how)
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype)
