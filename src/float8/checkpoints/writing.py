@@ -329,7 +329,8 @@ def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
     root: Any = unwrapped(model)
     # As it matches: a module, what is in it, and names that end so.
     kept = [
-        rf"(^|\.)({each})\.|({each})$" for each in getattr(root, "_keep_in_fp32_modules", None) or ()
+        rf"(^|\.)({each})\.|({each})$"
+        for each in getattr(root, "_keep_in_fp32_modules", None) or ()
     ]
     found: set[nn.Module] = {
         layer
