@@ -7,15 +7,19 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.formats import ceil16
+from float8.kernels import cast_groups
+from float8.kernels import grouped_matmul as grouped_gemm
 from float8.kernels.runtime import ops
 from float8.kernels.runtime.launch import Launch, Program, Slot
 from float8.kernels.runtime.triton import TensorDescriptor
@@ -173,3 +177,25 @@ def test_it_compiles_and_spills_nothing(
         used = resources(binary, tmp_path)
         assert used["REG"] > 0
         assert used["STACK"] == used["LOCAL"] == 0
+
+
+def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU, which layers of a model on several are not all on."""
+    current, launched = [0], []
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        current.append(of.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for module, asked in ((cast_groups, "has_float8_conversion"), (grouped_gemm, "sm_count")):
+        monkeypatch.setattr(module, asked, lambda _: 132)
+    run = lambda *args, **more: launched.append(current[-1])  # noqa: E731
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    with FakeTensorMode(), torch.device("cuda:1"):
+        x, ends = torch.empty(64, 32, dtype=BF16), torch.empty(2, dtype=torch.int32)
+        *col, ends = ops.cuda.cast_groups(x, ends, E4M3, True, True, 256, 0, 0)[2:]
+        ops.cuda.grouped_matmul(*col, *col, ends, False, True, BF16)
+    assert launched == [1, 1, 1]

@@ -92,3 +92,12 @@ def test_the_grouped_gemm_is_its_twin(triton_device: torch.device, sizes: list[i
             assert torch.equal(got == 0, want == 0)  # all of rows and groups that are empty
             # Tensor cores add with few bits, the interpreter rounds to bfloat16 towards zero.
             assert not want.any() or sqnr(want, got) > 45
+
+
+def test_no_tokens_at_all(triton_device: torch.device) -> None:
+    """One expert without tokens has column data without columns, which no descriptor takes."""
+    x = torch.empty(0, 32, device=triton_device, dtype=torch.bfloat16)
+    offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
+    for of in GRANULARITIES:
+        col, ends = cast_groups(x, offs, CastSpec(E4M3, of), row=False, col=True)[1:]
+        assert not ops.cuda.grouped_matmul(*col, *col, ends, False, True, torch.bfloat16).any()

@@ -176,6 +176,42 @@ def test_layers_that_transformers_skips_are_skipped(tmp_path: Path) -> None:
     load_float8_checkpoint(built("DeepseekV3"), tmp_path)
 
 
+def test_routers_have_their_published_names(tmp_path: Path) -> None:
+    """Beside them are no scales, whose names transformers would not find again."""
+    model = converted(built("Phimoe", num_local_experts=4))
+    model.save_pretrained(tmp_path)
+    weights = {name for name, _ in float8_weights(model) if not name.endswith("_scale_inv")}
+    assert weights == in_files(tmp_path).keys()
+    save_float8_checkpoint(model, tmp_path)
+    load_float8_checkpoint(converted(built("Phimoe", 1, num_local_experts=4)), tmp_path)
+
+
+def test_experts_that_layers_share_are_in_files_once(tmp_path: Path) -> None:
+    one, other = (converted(built(seed=seed)) for seed in (0, 1))
+    for model in (one, other):
+        layers: Any = model.get_submodule("model.layers")
+        layers[1].mlp.experts = layers[0].mlp.experts
+    save_float8_checkpoint(one, tmp_path)
+    load_float8_checkpoint(other, tmp_path)
+    names = dict(float8_weights(one)).keys()
+    assert sum("experts" in name for name in names) == 2 * 3 * 4  # each with its scale
+
+
+def test_transformers_finds_the_scales_of_all_weights(tmp_path: Path, monkeypatch: Any) -> None:
+    """T5 has `wo` in float32: its float8 loader reads that without scales."""
+    quantizers = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
+    of_layers = quantizers.FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(of_layers, "validate_environment", lambda *args, **more: None)
+    config = transformers.T5Config(d_model=128, d_ff=256, d_kv=32, num_heads=4, num_layers=1)
+    model = converted(transformers.T5ForConditionalGeneration(config).bfloat16())
+    save_float8_checkpoint(model, tmp_path)
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    for name, x in theirs.named_parameters():
+        if x.dtype == torch.bfloat16:
+            assert torch.equal(x, model.get_parameter(name)), name
+    assert "encoder.block.0.layer.1.DenseReluDense.wo.weight_scale_inv" not in in_files(tmp_path)
+
+
 @pytest.mark.parametrize("change", ["missing", "shape"])
 def test_bad_files_raise_before_anything_is_changed(change: str, tmp_path: Path) -> None:
     save_float8_checkpoint(converted(built()), tmp_path)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from float8.experts import kind_of
 from float8.experts.module import RegisteredExperts, lies_transposed
+from float8.linear import Float8Layer
 
 
 def plain_name(name: str) -> str:
@@ -101,7 +102,8 @@ def published_names(model: nn.Module) -> PublishedNames:
         matches = ((each, *each.rename_source_key(name)) for each in converters)
         converter, first, pattern = next((m for m in matches if m[2]), (None, name, None))
         if converter is None:
-            found.names[name] = published(name, scales=own == "weight" and x.dim() == 2)
+            in_float8 = own == "weight" and isinstance(module, Float8Layer)
+            found.names[name] = published(name, scales=in_float8)
         elif _are_experts(module, x) and len(converter.source_patterns) == 1:
             parts = _parts_of(copy.deepcopy(converter), name, first, pattern, x.shape[0], root)
             if parts and x.shape[1] % len(parts) == 0:

@@ -263,15 +263,20 @@ def _require_fitting(
             f"expected those of its Parameters and buffers"
         )
     given = [places[name] for name in checkpoint.names]
-    there = {id(place) for place in given}  # of a Parameter the modules, of an expert its place
+
+    def key(place: Modules | _Expert) -> Any:
+        """Return the same for all names of tied Parameters, and of one expert of these."""
+        return (id(place.of), *place[1:]) if isinstance(place, _Expert) else id(place)
+
+    there = {key(place) for place in given}
     in_parts = {id(place.of) for place in given if isinstance(place, _Expert)}
 
     def is_missing(place: Modules | _Expert) -> bool:
         if isinstance(place, _Expert):
-            return id(place.of) in in_parts and id(place) not in there
+            return id(place.of) in in_parts and key(place) not in there
         return id(place) not in there | in_parts
 
-    missing = {id(place): name for name, place in places.items() if is_missing(place)}
+    missing = {key(place): name for name, place in places.items() if is_missing(place)}
     if missing:
         raise ValueError(
             f"checkpoint: got nothing for {len(missing)} Parameter(s) or buffer(s) of {cls}, such "

@@ -1,6 +1,7 @@
 """Write the weights of a model in float8, one tensor after the other."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,12 +323,20 @@ def _written(model: nn.Module, how: _How, measured: bool = False) -> Iterator[Wr
 def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
     """Return the layers that multiply outputs in float8, and have a weight [N, K] for themselves.
 
-    One that is tied to an embedding is none of these.
+    One that is tied to an embedding is none of these, nor one that transformers keeps in float32,
+    such as `wo` of T5: it would read the bytes, and no scales.
     """
+    root: Any = unwrapped(model)
+    # As it matches: a module, what is in it, and names that end so.
+    kept = [
+        rf"(^|\.)({each})\.|({each})$"
+        for each in getattr(root, "_keep_in_fp32_modules", None) or ()
+    ]
     found: set[nn.Module] = {
         layer
-        for layer in model.modules()
+        for name, layer in root.named_modules()
         if isinstance(layer, Float8Layer) and not layer.transposed and layer.plan.output is not None
+        if not any(re.search(each, plain_name(name)) for each in kept)
     }
     of_others = {id(x) for m in model.modules() if m not in found for x in m._parameters.values()}
     return {layer for layer in found if id(layer._parameters.get("weight")) not in of_others}

@@ -21,8 +21,8 @@ class Rates(NamedTuple):
     """Bytes/s of casts."""
 
 
-# GEMMs: an H200, wide experts (docs/experts.md), taken for both. Casts: 0.7 of copy bandwidth. Those
-# of groups reach 0.9 with one scale, 0.53 with scales of rows and columns at once.
+# GEMMs: an H200, wide experts (docs/experts.md), taken for both. Casts: 0.7 of copy bandwidth, of
+# which those of groups reach 0.9 with one scale, 0.53 with scales of rows and columns at once.
 RATES = {"H100": Rates(665e12, 1150e12, 2.1e12), "H200": Rates(665e12, 1150e12, 2.9e12)}
 
 _BYTES = 10.0, 6.0

@@ -18,7 +18,7 @@ from float8.kernels.cast import check_cast, to_float8
 from float8.kernels.cast_finer import cast_finer
 from float8.kernels.cast_kernel import mantissa
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words
-from float8.kernels.runtime.device import has_float8_conversion
+from float8.kernels.runtime.device import has_float8_conversion, launching_on
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.quantize.scale import amax_to_scale
@@ -166,14 +166,15 @@ def _cast_groups_triton(
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     blocks = groups, _BLOCK_R, _BLOCK_C
     measure: Any = _measure_groups_kernel
-    measure[(programs,)](x, offs, amaxes, R, C, E, one_scale, row, col, *blocks, num_warps=8)
     data, scale = out[:2] if row else (x, amaxes)
     data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
     cast: Any = _cast_groups_kernel
-    cast[(programs,)](
-        x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row, col,
-        mantissa(dtype), power_of_2, has_float8_conversion(x.device), *blocks, num_warps=8,
-    )  # fmt: skip
+    with launching_on(x.device):
+        measure[(programs,)](x, offs, amaxes, R, C, E, one_scale, row, col, *blocks, num_warps=8)
+        cast[(programs,)](
+            x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
+            col, mantissa(dtype), power_of_2, has_float8_conversion(x.device), *blocks, num_warps=8,
+        )  # fmt: skip
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.kernels.runtime.device import sm_count
+from float8.kernels.runtime.device import launching_on, sm_count
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, tl
 
@@ -68,7 +68,7 @@ def _grouped_matmul_triton(
     use_fast_accum: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if emulate or a.shape[0] == 0:
+    if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
         how = emulate, use_fast_accum, out_dtype
         return grouped_matmul_reference(a, a_scale, b, b_scale, ends, *how)
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype)
@@ -81,7 +81,7 @@ def _grouped_matmul_triton(
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     kernel: Any = _grouped_matmul_kernel
-    with torch.cuda.device(a.device) if a.is_cuda else torch.no_grad():
+    with launching_on(a.device):
         kernel[(2 * sm_count(a.device),)](
             tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
             groups, _BLOCK, _PANEL, num_warps=4, num_stages=3,

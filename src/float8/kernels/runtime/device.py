@@ -1,10 +1,16 @@
 """Properties of a device that launch configurations depend on, asked for once per device."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from float8.kernels.runtime.triton import interpreting
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one, on which Triton launches; do nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from float8.kernels.runtime import private
+from float8.kernels.runtime.device import launching_on
 from float8.kernels.runtime.triton import HAS_TRITON
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -190,7 +190,7 @@ class Program:
     def _plainly(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run by Triton, and know its kernels from then on."""
         device = self.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with launching_on(device):
             made = [
                 torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 for shape, strides, dtype in self._made
