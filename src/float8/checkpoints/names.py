@@ -75,8 +75,13 @@ def published_names(model: nn.Module) -> PublishedNames:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
-    except ImportError:  # older than 5, it has models as they are published
-        return found
+    except ImportError as error:
+        if any(_are_experts(module, x) for _, module, _, x in saved_tensors(model)):
+            raise ImportError(
+                f"transformers: got a version that does not tell how experts are published "
+                f"({error}), expected one like 5.17 or 5.23; install that"
+            ) from error
+        return found  # older than 5, it has models as they are published
     # Those that add or remove a prefix are for files of other classes.
     loading = [
         each

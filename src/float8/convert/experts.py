@@ -12,38 +12,44 @@ from float8.tensor import local_tensor
 
 
 class Rates(NamedTuple):
-    """The rates that grouped GEMMs and casts reach on a GPU."""
+    """FLOP/s of grouped GEMMs."""
 
     bf16: float
-    """FLOP/s."""
     float8: float
-    bytes: float
-    """Bytes/s of casts."""
 
 
-# GEMMs: an H200, wide experts (docs/experts.md), taken for both. Casts: 0.7 of copy bandwidth, of
-# which those of groups reach 0.9 with one scale, 0.53 with scales of rows and columns at once.
-RATES = {"H100": Rates(665e12, 1150e12, 2.1e12), "H200": Rates(665e12, 1150e12, 2.9e12)}
+# Of an H200 (docs/experts.md); an H100 multiplies alike.
+_MANY_ROWS, _FEW_ROWS = Rates(665e12, 1150e12), Rates(570e12, 850e12)
+_FEW = 1024
+"""Fewer rows than this, of each expert, multiply at the lower rates."""
 
-_BYTES = 10.0, 6.0
-"""Read and written for each element in forward and backward: of a weight, cast twice; of a tensor
-of tokens, cast to both layouts at once."""
+COPIES = {"H100": 3.02e12, "H200": 4.25e12}
+"""Bytes/s that a copy reads and writes."""
+
+# What casts take, as bytes of a copy for each element: of a weight, cast once for the forward and
+# once for the backward; and of what is cast to both layouts at once.
+_UNDER_ONE_SCALE, _BY_ROWS = (11.1, 6.7), (12.6, 11.3)
 
 _MICROBATCHES = 4
 """In which a held weight is cast once."""
 
+_AT_LEAST = 1.07
+"""On paper, for what that leaves out: launches, and groups that are filled up."""
 
-def speedup_on_paper(gpu: str, rows: float, weight: ExpertsWeight, held: bool) -> float:
+
+def speedup_on_paper(
+    gpu: str, rows: float, weight: ExpertsWeight, held: bool, by_rows: bool
+) -> float:
     """Return bf16's time of the three GEMMs of one expert over float8's with its casts.
 
-    Of `rows` tokens each. What is not in it: launches, and GEMMs of narrow experts, which gain less
-    than wide ones.
+    Of `rows` tokens each; scales are those of rows and columns if `by_rows`.
     """
-    rates, (_, _, N, K) = RATES[gpu], weight
-    of_weight, of_tokens = _BYTES
-    flop = 6 * rows * N * K
-    moved = of_weight * N * K / (_MICROBATCHES if held else 1) + of_tokens * rows * (N + K)
-    return (flop / rates.bf16) / (flop / rates.float8 + moved / rates.bytes)
+    _, _, N, K = weight
+    rates = _FEW_ROWS if rows < _FEW else _MANY_ROWS
+    cast_twice, at_once = _BY_ROWS if by_rows else _UNDER_ONE_SCALE
+    of_weight = at_once / _MICROBATCHES if held else cast_twice
+    flop, moved = 6 * rows * N * K, of_weight * N * K + at_once * rows * (N + K)
+    return (flop / rates.bf16) / (flop / rates.float8 + moved / COPIES[gpu])
 
 
 def left_by(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
@@ -79,15 +85,16 @@ def why_not_experts(
     where = gpu or gpu_for(local.device)
     if where is None or (config.emulate and gpu is None):
         return None
-    near = where if where in RATES else "H100"  # another Hopper GPU: others have no such GEMM
+    near = where if where in COPIES else "H100"  # another Hopper GPU: others have no such GEMM
     top_k = _top_k(module, model.get_submodule(fqn.rpartition(".")[0]))
     rows = tokens_per_step * top_k / local.shape[0]
     held = config.float8_weights is Float8Weights.HELD
+    how = held, config.cast_config_weight.scaling_granularity.by_rows
     # The time of all is what counts: the sum of both, each by its share of the work.
     work = [x.in_features * x.out_features for x in weights]
-    times = [n / speedup_on_paper(near, rows, x, held) for n, x in zip(work, weights, strict=True)]
+    times = [n / speedup_on_paper(near, rows, x, *how) for n, x in zip(work, weights, strict=True)]
     speedup = sum(work) / sum(times)
-    if speedup >= 1:
+    if speedup >= _AT_LEAST:
         return None
     return (
         f"{speedup:.2f}x of bf16 on paper for {near}, with {rows:.0f} tokens for each expert "
