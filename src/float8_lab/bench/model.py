@@ -67,63 +67,49 @@ class NextTokens(nn.Module):
 
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The mean [1], float32, for logits [batch, seq, vocab] of all tokens but the last."""
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        return loss[None]
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())[None]
 
 
-class Whole(Llama):
-    """A Llama with embedding, head and loss."""
+class Whole(nn.Module):
+    """A Llama with embedding, head and loss: this project's, or that of transformers."""
 
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype) -> None:
-        with torch.device(device):
-            super().__init__(size.config, size.seq_len)
-        self.init_weights(0)
-        for parameter in self.parameters():  # the rotary table stays float32
-            parameter.data = parameter.data.to(dtype)
-        self.loss = NextTokens()
-
-    @property
-    def ends(self) -> list[list[nn.Module]]:
-        """What is before and behind the blocks, which share weights if the head is tied."""
-        return [] if self.config.tied_head else [[self.embedding], [self.norm, self.output]]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The loss [1] of the next tokens, for tokens [batch, seq + 1] int64."""
-        return self.loss(super().forward(tokens[:, :-1]), tokens)  # type: ignore[no-any-return]
-
-
-class HuggingFace(nn.Module):
-    """The same of transformers."""
-
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: Size, device: torch.device, dtype: torch.dtype, transformers: bool
+    ) -> None:
         super().__init__()
-        library, config = importlib.import_module("transformers"), size.config
-        like = library.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.ffn_dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            max_position_embeddings=size.seq_len,
-            tie_word_embeddings=config.tied_head,
-            use_cache=False,
-        )
+        shape = size.config
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = library.LlamaForCausalLM._from_config(like, dtype=dtype)
-        self.layers, self.loss = self.model.model.layers, NextTokens()
-
-    @property
-    def ends(self) -> list[list[nn.Module]]:
-        """As of `Whole`."""
-        tied, inner = self.model.config.tie_word_embeddings, self.model.model
-        return [] if tied else [[inner.embed_tokens], [inner.norm, self.model.lm_head]]
+            if transformers:
+                library = importlib.import_module("transformers")
+                like = library.LlamaConfig(
+                    vocab_size=shape.vocab_size,
+                    hidden_size=shape.dim,
+                    intermediate_size=shape.ffn_dim,
+                    num_hidden_layers=shape.n_layers,
+                    num_attention_heads=shape.n_heads,
+                    num_key_value_heads=shape.n_kv_heads,
+                    max_position_embeddings=size.seq_len,
+                    tie_word_embeddings=shape.tied_head,
+                    use_cache=False,
+                )
+                self.model = library.LlamaForCausalLM._from_config(like)
+                inner, head = self.model.model, self.model.lm_head
+                first = inner.embed_tokens
+            else:
+                inner = self.model = Llama(shape, size.seq_len)
+                inner.init_weights(0)
+                first, head = inner.embedding, inner.output
+        for parameter in self.parameters():  # tables of positions stay float32
+            parameter.data = parameter.data.to(dtype)
+        self.layers, self.loss = inner.layers, NextTokens()
+        # What is sharded apart: before and behind the blocks. A tied weight belongs to both.
+        self.ends = [] if shape.tied_head else [[first], [inner.norm, head]]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss [1] of the next tokens, for tokens [batch, seq + 1] int64."""
-        logits = self.model(input_ids=tokens[:, :-1]).logits
-        return self.loss(logits, tokens)  # type: ignore[no-any-return]
+        logits = self.model(tokens[:, :-1])
+        return self.loss(getattr(logits, "logits", logits), tokens)  # type: ignore[no-any-return]
 
 
 def bf16_stack(size: Size, device: torch.device) -> Stack:
