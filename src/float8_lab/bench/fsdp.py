@@ -33,6 +33,7 @@ _WARMUP = 2
 _LEARNING = 9  # steps after the first one, which let a loss fall at this learning rate
 _RATE = 1e-4
 Built = tuple[nn.Module, Tensor, Tensor]  # a model, its input and the gradient of its output
+Build = Callable[[], Built]
 
 
 class RanksStep(Step):
@@ -44,18 +45,12 @@ class RanksStep(Step):
     at_least = AT_LEAST  # dB of every result's SQNR
 
     def __init__(
-        self,
-        variant: Variant,
-        size: Size,
-        device: torch.device,
-        build: Callable[[], Built],
-        *,
-        sync: bool = False,
-        one_graph: bool = False,  # FSDP2's hooks break graphs from torch 2.15 on
+        self, variant: Variant, size: Size, device: torch.device, build: Build, **how: Any
     ) -> None:
         self.size, self.device = size, device
         self._before = steps.allocated(device)
-        super().__init__(variant, *build(), sync=sync, one_graph=one_graph)
+        # FSDP2's hooks break graphs from torch 2.15 on.
+        super().__init__(variant, *build(), **{"one_graph": False, **how})
         # Of all ranks.
         self.tokens = {"tokens_per_s": dist.get_world_size() * self._x[..., 0].numel()}
 
@@ -187,13 +182,7 @@ class TrainStep(RanksStep):
     at_least = 3.0  # of gradients through many blocks; of zeros, or of twice as much, it is 0 dB
 
     def __init__(
-        self,
-        variant: Variant,
-        size: Size,
-        device: torch.device,
-        *,
-        lora: bool = False,
-        transformers: bool = False,
+        self, variant: Variant, size: Size, device: torch.device, *, lora: bool, transformers: bool
     ) -> None:
         def build() -> Built:
             model = Whole(size, device, torch.bfloat16 if lora else torch.float32, transformers)

@@ -210,7 +210,7 @@ def linear_command(
     """
     check_output(plot, ".png", "plot")
     if results is not None:
-        _redraw("heat_map", results, plot)
+        _draw("heat_map", results, plot)
         return
     shapes, chosen = layers.selected(), compared.chosen()
     variants = make_variants(**chosen)
@@ -224,15 +224,13 @@ def linear_command(
         _draw("heat_map", found, plot)
 
 
-def _draw(how: str, results: dict[str, Any], path: Path) -> None:
-    import_module(f"float8_lab.bench.{how}").plot_results(results, path)  # has matplotlib
-    typer.echo(f"plot: {path}")
-
-
-def _redraw(how: str, results: Path, path: Path | None) -> None:
+def _draw(how: str, results: dict[str, Any] | Path, path: Path | None) -> None:
     if path is None:
         raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
-    _draw(how, json.loads(results.read_text()), path)
+    if isinstance(results, Path):
+        results = json.loads(results.read_text())
+    import_module(f"float8_lab.bench.{how}").plot_results(results, path)  # has matplotlib
+    typer.echo(f"plot: {path}")
 
 
 @app.command("experts")
@@ -423,7 +421,7 @@ def train_command(
     """
     check_output(plot, ".png", "plot")
     if results is not None:
-        _redraw("picture", results, plot)
+        _draw("picture", results, plot)
         return
     kept = {"off": None, "selective": ["gemms+attention"], "full": ["nothing"]}
     if checkpointing not in kept:

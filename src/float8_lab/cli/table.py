@@ -18,8 +18,8 @@ _SQNR = "sqnr_output sqnr_grad_input sqnr_grad_weight even_output even_grad_inpu
 _NUMBERS = (
     "calls us share ms bf16_ms float8_ms tokens_per_s tokens_per_s_per_gpu tflops bf16_tflops "
     "float8_tflops gb_per_s of_copy speedup estimate floor_ms gathered_mb reduce_scattered_mb "
-    "all_reduced_kb peak_gib kept_of_bf16 first_step_s drift_percent sqnr_db loss val_loss gap_percent fate "
-    + _SQNR
+    "all_reduced_kb peak_gib kept_of_bf16 first_step_s drift_percent sqnr_db loss val_loss "
+    "gap_percent fate " + _SQNR
 )
 _WORDS = {"R": "rows", "C": "columns", "tflops": "TFLOP/s", "sqnr": "SQNR", "db": "dB", "kb": "kB"}
 _WORDS |= {"mb": "MB", "gib": "GiB", "keep": "kept", "fate": ""}
