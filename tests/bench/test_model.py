@@ -87,8 +87,9 @@ def test_checkpointed_blocks_compute_the_same_and_keep_less(recipe: str, keep: s
     )
     assert cut.variant.name == f"{recipe}, eager, {keep} kept"
     assert cut.variant.columns["keep"] == keep
+    found = {name.replace("_checkpoint_wrapped_module.", ""): x for name, x in cut().items()}
     for name, expected in whole().items():
-        assert same_bits(expected, cut()[name]), name
+        assert same_bits(expected, found[name]), name
     if keep == "nothing":
         saved = [saved_bytes(each.forward, each.model.parameters()) for each in (whole, cut)]
         assert saved[1] < saved[0] / 2
@@ -103,16 +104,6 @@ def test_a_step_may_end_with_the_optimizers() -> None:
     trained()
     for kind, was in zip(kinds, before, strict=True):
         assert not all(map(torch.equal, was, kind()))
-
-
-def test_a_whole_model_of_transformers() -> None:
-    pytest.importorskip("transformers")
-    rows = compared([VARIANTS["bf16"], VARIANTS["tensorwise"]], transformers=True)
-    assert [row["recipe"] for row in rows] == ["bf16", "tensorwise"]
-    (chosen,) = make_variants(["tensorwise"], ["eager"], all_layers=False)[1:]
-    llama = model_step(chosen, TINY, CPU, transformers=True).model
-    assert not isinstance(llama.get_submodule("model.lm_head"), Float8Linear)
-    assert sum(isinstance(module, Float8Linear) for module in llama.modules()) == 7
 
 
 def test_recipes_with_switches() -> None:
@@ -209,7 +200,9 @@ def test_an_installed_peer_becomes_variants(asked: list[tuple[str, bool]]) -> No
 
 
 def test_each_gather_is_a_variant_and_torchao_has_its_own(asked: list[tuple[str, bool]]) -> None:
-    variants = make_variants(["tensorwise", "delayed"], ["compiled"], ["torchao"], sharded=True)
+    variants = make_variants(
+        ["tensorwise", "delayed"], ["compiled"], ["torchao"], gathers=("bf16", "float8")
+    )
     assert [variant.name for variant in variants] == [
         "bf16, compiled, bf16 gather",
         "tensorwise, compiled, bf16 gather",

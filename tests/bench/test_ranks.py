@@ -2,21 +2,25 @@
 
 import json
 import os
+import re
 import sys
 import weakref
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from float8.convert.measure import WrongResultError
-from float8_lab.bench import fsdp
-from float8_lab.bench.fsdp import ShardedStep, bench_on_ranks
+from float8_lab.bench import picture
+from float8_lab.bench.fsdp import RanksStep, ShardedStep, TrainStep, bench_on_ranks
 from float8_lab.bench.model import Size, Stack
 from float8_lab.bench.step import free_memory
-from float8_lab.bench.variants import make_variants
+from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.errors import ToldError
 from float8_lab.models.presets import preset
 from float8_lab.ranks import start_ranks
@@ -84,27 +88,111 @@ def test_tensor_parallel(two: Ranks, tmp_path: Path) -> None:
 
 
 def all_wrong() -> str:
-    fsdp.AT_LEAST, before = 1e9, fsdp.AT_LEAST
+    before, RanksStep.at_least = RanksStep.at_least, 1e9
     try:
-        variants = make_variants(["tensorwise"], ["eager"], sharded=True)
-        list(bench_on_ranks(ShardedStep, variants, TINY, CPU, 1))
+        return ending(ShardedStep, make_variants(["tensorwise"], ["eager"], gathers=("bf16",)))
+    finally:
+        RanksStep.at_least = before
+
+
+def ending(step: Any, variants: list[Variant]) -> str:
+    try:
+        list(bench_on_ranks(step, variants, TINY, CPU, 1))
     except (WrongResultError, ToldError) as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        fsdp.AT_LEAST = before
     raise AssertionError("nothing was raised")
 
 
 def test_a_wrong_gradient_ends_all_ranks_alike(two: Ranks) -> None:
     first, second = two.run(all_wrong)
     why = first.removeprefix("WrongResultError: ")
-    assert why.startswith("fsdp tensorwise, eager, bf16 gather: gradient of ")
+    assert why.startswith("tensorwise, eager, bf16 gather: output: SQNR ")
     assert "nothing was timed" in why
     assert second == f"ToldError: as rank 0 says: {why}"  # so that one rank tells it
 
 
+WHOLE = ["--seq-len", "32", "--recipe"]
+
+
+def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
+    words = [*WHOLE, "tensorwise,delayed", "--checkpointing", "full"]
+    rows = rows_of(two, tmp_path, "train", *words)
+    assert [(row["recipe"], row["gather"], row["keep"]) for row in rows] == [
+        ("bf16", "bf16", "nothing"),
+        ("tensorwise", "float8", "nothing"),
+        ("delayed", "float8", "nothing"),
+    ]
+    for row in rows:
+        assert row["tokens_per_s_per_gpu"] == pytest.approx(32 / row["ms"] * 1e3, rel=1e-3)
+        assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"], rel=1e-3)
+        assert row["first_step_s"] > 0
+        assert 1 < row["loss"] < 5.5
+        assert row["sqnr_db"] is None or row["sqnr_db"] > 10
+
+
+@pytest.mark.parametrize("more", [[], ["--lora"], ["--lora", "--transformers"]], ids=str)
+def test_training_on_one_rank(tmp_path: Path, more: list[str]) -> None:
+    for library in ("peft", "transformers")[: len(more)]:
+        pytest.importorskip(library)
+    recipes = ["tensorwise+only", "tensorwise"] if more else ["tensorwise", "delayed+held+fuse"]
+    one = Ranks(1)
+    try:
+        assert one.run(
+            bench, tmp_path, ["train", *WHOLE, ",".join(recipes), *more, *SMALL, "-o", "x.json"]
+        ) == [0]
+    finally:
+        one.stop()
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["recipe"] for row in rows] == ["bf16", *recipes]
+    assert [row["gather"] for row in rows] == [None] * 3
+    if more:  # a base that is cast once computes as one that is cast at each use
+        assert rows[1]["loss"] == rows[2]["loss"] != rows[0]["loss"]
+
+
+def wrong_training(what: str) -> str:
+    bf16, good = make_variants(["tensorwise"], ["eager"], gathers=("float8",))
+
+    def convert(model: nn.Module) -> nn.Module:
+        good.convert(model)
+        last = model.get_submodule("layers.0.feed_forward.down")
+        if what == "gradients":
+            last.register_full_backward_hook(lambda _, given, __: (-given[0],))
+        return model
+
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if what == "updates":
+            optimizer.param_groups[0]["lr"] *= -1
+
+    wrong = replace(good, convert=convert, attach=attach)
+    return ending(partial(TrainStep, lora=False, transformers=False), [bf16, wrong])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("gradients", r"gradient of \S+: SQNR .* expected at least 3 dB; nothing was timed"),
+        ("updates", r"loss \S+ after 10 steps, expected \S+ as of bf16, which began at "),
+    ],
+)
+def test_a_wrong_training_is_refused(two: Ranks, what: str, message: str) -> None:
+    first, second = two.run(wrong_training, what)
+    assert re.match(rf"WrongResultError: tensorwise, eager, float8 gather: {message}", first)
+    assert second.startswith("ToldError: as rank 0 says: tensorwise")
+
+
+def test_the_plot_of_a_training(tmp_path: Path) -> None:
+    about = {"ranks": 2, "model": "tiny", "batch": 1, "seq_len": 32}
+    results: Any = {"settings": about, "environment": {"device": "GPU"}, "rows": [{"recipe": "x"}]}
+    with pytest.raises(ValueError, match="plot: got results without memory, expected those of a"):
+        picture.plot_results(results, tmp_path / "x.png")
+    numbers = {"tokens_per_s_per_gpu": 9e3, "peak_gib": 70.0}
+    results["rows"] += [{"recipe": r, **numbers} for r in ("bf16", "torchao tensorwise", "rowwise")]
+    picture.plot_results(results, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
 def alone() -> None:
-    for variant in make_variants(RECIPES, ["eager"], sharded=True):
+    for variant in make_variants(RECIPES, ["eager"], gathers=("bf16", "float8")):
         step = ShardedStep(variant, TINY, CPU)
         step()
         weights = [weakref.ref(p) for p in step.model.parameters()]

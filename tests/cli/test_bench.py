@@ -41,7 +41,7 @@ def test_linear_draws_what_it_measured_or_what_a_file_has(
     words = ["--mkn", "64,64,64", "--mode", "eager", "--recipe", "tensorwise"]
     assert main(["bench", "linear", *words, *CPU, "-o", "x.json", "--plot", "x.png"]) == 0
     assert main(["bench", "linear", "--results", "x.json", "--plot", "y.png"]) == 0
-    assert capsys.readouterr().out.endswith("heat map: y.png\n")
+    assert capsys.readouterr().out.endswith("plot: y.png\n")
     assert Path("x.png").read_bytes() == Path("y.png").read_bytes()
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -65,9 +65,9 @@ EACH = [
     ("cast --mkn 32,32,32 --rounds 1", 0, r"cast row\+col +[\d.]+"),
     (
         f"model {BLOCK} --recipe tensorwise,delayed+held --keep nothing --rounds 1"
-        " --microbatches 2 --optimizer",
+        " --microbatches 2",
         3,
-        r"1 tiny block\(s\), 1 x 32 tokens, forward \+ backward of 2 microbatches \+ optimizer"
+        r"1 tiny block\(s\), 1 x 32 tokens, forward \+ backward of 2 microbatches"
         r"[\s\S]+delayed\+held +eager +nothing +[\d.]+",
     ),
     (f"profile {BLOCK} --recipe bf16 --trace trace.json", 0, r"GEMM +\d+"),
@@ -150,7 +150,12 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         (["numerics", "--recipe", "fp7", "--device", "cpu"], "recipe: got 'fp7', expected one of"),
         (["cast", "--mkn", "32,32,32", "-o", "x.txt", *CPU], "output: got 'x.txt'"),
         (["model", "--keep", "all", *CPU], "keep: got 'all', expected some of nothing, gemms"),
-        (["model", "--keep", "gemms", "--transformers", *CPU], "--keep is for plain blocks"),
+        (
+            ["train", "--checkpointing", "all", *CPU],
+            "checkpointing: got 'all', expected",
+        ),
+        (["train", "--lora", "--ranks", "2", *CPU], "--lora got --ranks 2, expected 1"),
+        (["train", "--plot", "x.png", *CPU], "plot: got the device cpu, whose memory is not"),
         (["fsdp", "--model", "huge", *CPU], "unknown model 'huge'"),
         (["experts", "--recipe", "delayed", *CPU], "recipe: got 'delayed' with delayed scaling"),
         (["one-start", "--steps", "3", "--start", "3", "--device", "cpu"], "start: got 3"),

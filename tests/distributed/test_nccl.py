@@ -126,9 +126,7 @@ def peaks(recipes: tuple[str, ...], mode: str) -> dict[str, float]:
     gc.collect()  # nothing of earlier tests shall be freed while it counts
     size, found = Size("1b", blocks=4, seq_len=2048, batch=4), {}
     with many_compilations():
-        for variant in make_variants(recipes, (mode,), sharded=True):
-            if not variant.is_reference and variant.gather != FLOAT8:
-                continue
+        for variant in make_variants(recipes, (mode,), gathers=(FLOAT8,)):
             _, found[variant.recipe] = ShardedStep(variant, size, here()).times(2)
             free_memory(here())
     return found

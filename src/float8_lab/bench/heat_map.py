@@ -15,7 +15,7 @@ from float8_lab.bench.variants import HIGH_PRECISION
 _COLUMNS = 3  # panels side by side
 
 
-def plot_speedups(results: Mapping[str, Any], path: Path) -> None:
+def plot_results(results: Mapping[str, Any], path: Path) -> None:
     """Draw a panel per recipe: rows are widths, sqrt(K * N), columns are tokens.
 
     A cell is the geometric mean of the layers in it, which are nearest to its width. Of several

@@ -1,7 +1,8 @@
-"""`python -m float8_lab.bench.picture`: the picture at the top of README.md, from results files.
+"""Speed and memory of models: `float8 bench train --plot`, and the picture at the top of README.md.
 
-Left: tokens per second and peak memory of one plain model. Right: losses of runs that differ in
-nothing but the recipe. The PNG carries what it shows as text, so that a test can compare it.
+`python -m float8_lab.bench.picture` draws the latter from results files. Left: tokens per second
+and peak memory of one plain model. Right: losses of runs that differ in nothing but the recipe. The
+PNG carries what it shows as text, so that a test can compare it.
 """
 
 import json
@@ -62,7 +63,8 @@ def draw(folder: Path, path: Path) -> None:
     what = shown(folder)
     figure = Figure(figsize=(11, 4.3), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _points(left, what["points"])
+    _points(left, what["points"], "Faster, in less memory: four blocks of Llama 8B on an H100")
+    left.set_xlim(5, 6.75)
     _curves(right, what["curves"])
     for axes in (left, right):
         axes.grid(alpha=0.25)
@@ -70,10 +72,34 @@ def draw(folder: Path, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={SHOWN: json.dumps(what)})
 
 
-def _points(axes: Axes, points: list[Any]) -> None:
+def plot_results(results: dict[str, Any], path: Path) -> None:
+    """Draw the rows of `float8 bench train`: tokens/s of a GPU, and its memory.
+
+    Raises:
+        ValueError: they have no memory, as those of a CPU.
+    """
+    points = [
+        [_name(row), row["tokens_per_s_per_gpu"], row["peak_gib"]]
+        for row in results["rows"]
+        if row.get("peak_gib")
+    ]
+    if not points:
+        raise ValueError("plot: got results without memory, expected those of a GPU")
+    figure = Figure(figsize=(7, 4.3), layout="constrained")
+    axes = figure.subplots()
+    about = results["settings"]
+    where = f"{about['ranks']} x {results['environment']['device']}"
+    size = f"{about['batch']} x {about['seq_len']} tokens"
+    _points(axes, points, f"{about['model']}, {size} per GPU, {where}")
+    axes.margins(x=0.4)
+    figure.savefig(path, dpi=120)
+
+
+def _points(axes: Axes, points: list[Any], title: str) -> None:
     slowest = min(tokens for _, tokens, _ in points)
     for name, tokens, gib in points:
-        axes.plot(gib, tokens / 1e3, "o", markersize=11, color=_COLORS[name])
+        color = _COLORS.get(name, "#009e73" if "torchao" in name else "#0072b2")
+        axes.plot(gib, tokens / 1e3, "o", markersize=11, color=color)
         axes.annotate(
             f"{name}  {tokens / slowest:.2f}x",
             (gib, tokens / 1e3),
@@ -81,10 +107,9 @@ def _points(axes: Axes, points: list[Any]) -> None:
             textcoords="offset points",
         )
     axes.set(
-        title="Faster, in less memory: four blocks of Llama 8B on an H100",
+        title=title,
         xlabel="peak memory, GiB (left is better)",
         ylabel="thousand tokens/s (up is better)",
-        xlim=(5, 6.75),
     )
     axes.margins(y=0.12)
 

@@ -1,5 +1,6 @@
 """Training steps of a model in several variants: checked, then timed in turn."""
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from float8 import save_gemm_outputs
 from float8.convert.measure import WrongResultError
 from float8.sync import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
@@ -21,6 +25,33 @@ WARMUP = 3  # steps that compile, and fill the histories of delayed scaling
 _CHUNK = 1 << 26  # elements taken to float64 at a time: a large result may fill half the memory
 # Too small to change what bf16 weights are like within a benchmark; the work is that of training.
 _LEARNING_RATE = 1e-5
+_AT = torch.ops.aten
+_ATTENTION = (
+    _AT._scaled_dot_product_flash_attention.default,
+    _AT._scaled_dot_product_cudnn_attention.default,
+    _AT._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def _keep_gemms(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """`save_gemm_outputs`, and what it is for a model in bf16."""
+    if op is _AT.mm.default:
+        return CheckpointPolicy.MUST_SAVE
+    return save_gemm_outputs(ctx, op, *args, **kwargs)
+
+
+def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if kept else _keep_gemms(ctx, op, *args, **kwargs)
+
+
+_contexts = functools.partial(functools.partial, create_selective_checkpoint_contexts)
+KEPT: dict[str, dict[str, Any]] = {  # Dynamo takes no closures
+    "nothing": {},
+    "gemms": {"context_fn": _contexts(_keep_gemms)},
+    "gemms+attention": {"context_fn": _contexts(_keep_attention)},
+}
+"""What checkpointed blocks keep of their activations, and how."""
 
 
 def check(
@@ -62,11 +93,12 @@ def _powers(reference: Tensor, x: Tensor) -> Tensor:
 
 
 class Step:
-    """Forward and backward of a bf16 model, which the variant converts, on fixed random data.
+    """Forward and backward of a model, which the variant converts, on fixed random data.
 
-    Each of the model's children in `layers` is compiled by itself, as trainers do, or the model as
-    a whole if it has none. Gradients of `microbatches` accumulate. With `sync` delayed scaling, and
-    casts of weights that are held, are a part of a step; after `add_optimizer` its step is.
+    Each of the model's children in `layers` is compiled by itself, as trainers do, and its `loss`,
+    or the model as a whole if it has no layers. Gradients of `microbatches` accumulate. With `sync`
+    delayed scaling, and casts of weights that are held, are a part of a step; after
+    `add_optimizer` its step is.
     """
 
     def __init__(
@@ -81,9 +113,14 @@ class Step:
         one_graph: bool = True,
     ) -> None:
         self.model = variant.convert(model)
-        self.parts: list[nn.Module] = list(getattr(self.model, "layers", [self.model]))
+        parts: Any = getattr(self.model, "layers", [self.model])
+        for i, part in enumerate(parts if variant.keep else []):
+            parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **KEPT[variant.keep])
+        self.parts: list[Any] = list(parts)
         if variant.mode == COMPILED:
-            for part in self.parts:  # by their own method, which keeps their types and names
+            loss = getattr(self.model, "loss", None)
+            # By their own method, which keeps their types and names.
+            for part in self.parts if loss is None else [*self.parts, loss]:
                 # Without graph breaks where the code is ours: they would go unnoticed in a time.
                 whole = one_graph and (variant.ours or variant.is_reference)
                 part.compile(fullgraph=whole, dynamic=False)
@@ -94,9 +131,10 @@ class Step:
         self._sync = sync and variant.has_state
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def add_optimizer(self) -> None:
+    def add_optimizer(self, rate: float = _LEARNING_RATE) -> None:
         """Have a fused AdamW's step end each step; its state has the dtype of the parameters."""
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=rate, fused=True)
         self._attached = self.variant.attach(self.model, self._optimizer)
 
     def gradients(self, x: Tensor, grad: Tensor) -> object:
@@ -187,7 +225,7 @@ def compare(
     for name, row in rows.items():
         if name in times:
             row |= {"ms": times[name], **{column: times[column] for column in beside or {}}}
-    yield with_speedups(list(rows.values()), tokens)
+    yield with_speedups(list(rows.values()), **({"tokens_per_s": tokens} if tokens else {}))
 
 
 def leave_out(row: Row, variant: Variant, error: Exception) -> None:
@@ -197,13 +235,13 @@ def leave_out(row: Row, variant: Variant, error: Exception) -> None:
     row["left_out"] = f"{type(error).__name__}: {error}"[:500]
 
 
-def with_speedups(rows: Sequence[Row], tokens: int | None = None) -> list[Row]:
-    """Add speedups over the first row of their mode, which is bf16, and tokens per second."""
+def with_speedups(rows: Sequence[Row], **tokens: int) -> list[Row]:
+    """Add speedups over the first row of their mode, which is bf16; and columns of tokens/s."""
     bf16: dict[str, float] = {}
     for row in rows:
         if "ms" in row:
             row["speedup"] = bf16.setdefault(row["mode"], row["ms"]) / row["ms"]
-            row |= {} if tokens is None else {"tokens_per_s": tokens / row["ms"] * 1e3}
+            row |= {column: number / row["ms"] * 1e3 for column, number in tokens.items()}
     return list(rows)
 
 

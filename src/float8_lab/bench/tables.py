@@ -2,8 +2,8 @@
 
 And the estimates of `float8 plan`, which the wheel has.
 
-The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. Those of plain models,
-and of Hugging Face's, are older: scripts wrote them, which are `float8 bench model` today.
+The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. Those of plain models
+are older: scripts wrote them, which are `float8 bench model` today.
 """
 
 import json
@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-PLAIN, HUGGING_FACE = RESULTS / "plain-rebuild.json", RESULTS / "hugging-face.json"
+PLAIN = RESULTS / "plain-rebuild.json"
 WIDTH = 96  # of a command, which goes on in the next line
 REMOVED = ("speculative",)  # recipes that results files of former versions have
 
@@ -32,7 +32,6 @@ Columns = Mapping[str, tuple[str, int]]  # key and digits of each heading
 
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _SMALL = {**_STEP, "ms": ("ms", 2)}
-_TOKENS = {"tokens/s": ("tokens_per_s", 0), "speedup": ("speedup", 2), "GiB": ("peak_gib", 2)}
 _LINEAR = {"ms": ("ms", 2), "speedup": ("speedup", 2), "GEMMs alone, ms": ("floor_ms", 2)}
 _RANKS = {"ms": ("ms", 1), "tokens/s": ("tokens_per_s", 0), "speedup": ("speedup", 2)}
 _RANKS |= {"sent GB": ("sent_gb", 2), "exposed ms": ("exposed_ms", 1), "GiB": ("peak_gib", 2)}
@@ -90,18 +89,6 @@ def plain(
     one = len(what) == 1
     lines = pivot(rows, run, _STEP if one else _SMALL, ("layers", "recipe")[one:])
     return "\n".join([*lines, "", *source(run, PLAIN, page, f"float8 bench model {how}")])
-
-
-def hugging_face(page: Path) -> str:
-    """Steps of the `Trainer` of transformers, and the command for the like today."""
-    how = "float8 bench model --transformers --optimizer --recipe tensorwise,tensorwise+fuse"
-    command = f"{how} --mode compiled; {how} --mode eager"
-    results: Results = json.loads(HUGGING_FACE.read_text())
-    rows = [{**row, "recipe": row["recipe"].replace("@", ", ")} for row in results["rows"]]
-    shown = source(results, HUGGING_FACE, page, command)
-    version = results["environment"]["transformers"]
-    shown[0] = shown[0].replace(", commit", f", transformers {version}, commit")
-    return "\n".join([*pivot(rows, results, _TOKENS), "", *shown])
 
 
 def tables(page: Path) -> str:
@@ -277,6 +264,5 @@ SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
         f"float8 bench linear --mkn 8192,4096,4096 {_BESIDE}",
         what=("linear 8192,4096,4096", "150m, every layer"),
     ),
-    (PERFORMANCE, "Hugging Face"): hugging_face,
     (PERFORMANCE, "performance"): tables,
 }

@@ -35,7 +35,7 @@ class Variant:
     convert: Convert = lambda model: model  # swaps the linear layers; returns the model
     config: Float8LinearConfig | None = None  # how the layers run, if it is this library
     gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
-    keep: str = ""  # what checkpointed blocks keep, of `model.KEPT`; "": they are not checkpointed
+    keep: str = ""  # what checkpointed blocks keep, of `step.KEPT`; "": they are not checkpointed
     attach: Attach = attach_to_optimizer  # has scaling done at every step of an optimizer
 
     @property
@@ -72,7 +72,7 @@ def make_variants(
     modes: Sequence[str],
     peers: Sequence[str] = (),
     *,
-    sharded: bool = False,
+    gathers: Sequence[str] = ("",),
     all_layers: bool = True,
     keep: Sequence[str] = (),
 ) -> list[Variant]:
@@ -82,18 +82,19 @@ def make_variants(
         recipes: Of this library, as for `recipe_config`; peers take those nearest to them.
         modes: `eager`, `compiled` or both.
         peers: Of `PEERS`.
-        sharded: Each recipe runs once more, with a float8 all-gather; of peers only tensorwise.
+        gathers: In what weights of a sharded model are gathered: each recipe once for each; peers
+            by the last, only tensorwise.
         all_layers: Else `convert_to_float8_training` chooses, and peers leave the head alone.
         keep: What checkpointed blocks keep: all variants once for each.
     """
-    nearest = ["tensorwise"] if sharded else list(dict.fromkeys(r.split("+")[0] for r in recipes))
-    gathers = (BF16, FLOAT8) if sharded else ("",)
+    last = gathers[-1]
+    nearest = ["tensorwise"] if last else list(dict.fromkeys(r.split("+")[0] for r in recipes))
     installed = [peer for peer in peers if peer_version(peer) is not None]
     variants: list[Variant] = []
     for mode in modes:
-        found: list[Variant | None] = [Variant(HIGH_PRECISION, mode, gather=gathers[0])]
+        found: list[Variant | None] = [Variant(HIGH_PRECISION, mode, gather=last and BF16)]
         found += [_ours(r, mode, gather, all_layers) for r in recipes for gather in gathers]
-        found += [_torchao(r, mode, gathers[-1], all_layers) for _ in installed for r in nearest]
+        found += [_torchao(r, mode, last, all_layers) for _ in installed for r in nearest]
         for kept in keep or ("",):
             variants += [replace(each, keep=kept) for each in found if each is not None]
     return variants
@@ -107,8 +108,8 @@ def many_compilations() -> Any:
 def recipe_config(recipe: str) -> Float8LinearConfig:
     """Return the configuration of a recipe with switches behind a `+`, as in `delayed+held`.
 
-    Switches are bool fields of `Float8LinearConfig`, `fast_accum` for all three GEMMs, `held` for
-    weights that are held in float8, and `fuse`, which only the conversion reads.
+    Switches are bool fields of `Float8LinearConfig`, `fast_accum` for all three GEMMs, `held` and
+    `only` for `float8_weights`, and `fuse`, which only the conversion reads.
     """
     name, *switches = recipe.split("+")
     config = Float8LinearConfig.from_recipe_name(name)
@@ -120,7 +121,8 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     }
     del known["enable_fsdp_float8_all_gather"]  # `bench fsdp` has a variant of its own for it
     known["fast_accum"] = {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
-    known |= {"held": {"float8_weights": Float8Weights.HELD}, "fuse": {}}
+    kinds = Float8Weights.HELD, Float8Weights.ONLY
+    known |= {"fuse": {}, **{each.value: {"float8_weights": each} for each in kinds}}
     for switch in switches:
         if switch not in known:
             got = f"recipe: got {recipe!r} with the switch {switch!r}"

@@ -13,15 +13,17 @@ import torch
 import typer
 
 from float8_lab.bench import cast, experts, fsdp, limits, linear, matmul, numerics, tables, tp
-from float8_lab.bench.model import AT_LEAST, KEPT, Size, model_step
+from float8_lab.bench.model import AT_LEAST, Size, model_step
 from float8_lab.bench.one_start import bench_one_start
 from float8_lab.bench.profile import profile_step
 from float8_lab.bench.results import check_output, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.step import Row, compare
+from float8_lab.bench.step import KEPT, Row, compare
 from float8_lab.bench.variants import (
+    BF16,
     COMPILED,
     EAGER,
+    FLOAT8,
     HIGH_PRECISION,
     MODES,
     PEERS,
@@ -147,8 +149,8 @@ class Compared:
         Words,
         typer.Option(
             help="Several: with commas. Behind a +: switches of Float8LinearConfig, as in "
-            "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held for weights "
-            "held in float8; fuse for fuse=True.",
+            "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held and only for "
+            "float8_weights; fuse for fuse=True.",
             show_default="tensorwise,delayed",
             callback=split,
         ),
@@ -208,9 +210,7 @@ def linear_command(
     """
     check_output(plot, ".png", "plot")
     if results is not None:
-        if plot is None:
-            raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
-        _heat_map(json.loads(results.read_text()), plot)
+        _draw("heat_map", results, plot)
         return
     shapes, chosen = layers.selected(), compared.chosen()
     variants = make_variants(**chosen)
@@ -221,12 +221,16 @@ def linear_command(
     rows = bench.collect(measure(shapes, variants, bench.device, where.rounds), total, seconds)
     found = bench.finish("linear layer, forward + backward", rows)
     if plot is not None:
-        _heat_map(found, plot)
+        _draw("heat_map", found, plot)
 
 
-def _heat_map(results: dict[str, Any], path: Path) -> None:
-    import_module("float8_lab.bench.heat_map").plot_speedups(results, path)  # has matplotlib
-    typer.echo(f"heat map: {path}")
+def _draw(how: str, results: dict[str, Any] | Path, path: Path | None) -> None:
+    if path is None:
+        raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
+    if isinstance(results, Path):
+        results = json.loads(results.read_text())
+    import_module(f"float8_lab.bench.{how}").plot_results(results, path)  # has matplotlib
+    typer.echo(f"plot: {path}")
 
 
 @app.command("experts")
@@ -293,8 +297,6 @@ def model_command(
     keep: Keep = None,
     microbatches: Annotated[int, "Forwards and backwards per step, gradients accumulated."] = 1,
     all_layers: Annotated[bool, "Convert layers that float8 makes slower, too."] = False,
-    optimizer: Annotated[bool, "End each step with a fused AdamW's; its state is bf16."] = False,
-    transformers: Annotated[bool, "The whole Llama of transformers, with head and loss."] = False,
 ) -> None:
     """A plain Llama that was converted as users do, forward and backward, beside bf16.
 
@@ -303,18 +305,14 @@ def model_command(
     model holds and the peak of a step over it.
     """
     chosen = {**compared.chosen(keep), "all_layers": all_layers}
-    if transformers and keep:
-        raise ConfigError("--keep is for plain blocks: leave it or --transformers out")
-    how: Any = {"microbatches": microbatches, "optimizer": optimizer, "transformers": transformers}
     preset(size.model)
     variants = make_variants(**chosen)
-    bench = Bench("model", where, **vars(size), **chosen, **how)
-    make = partial(model_step, size=size, device=bench.device, **how)
+    bench = Bench("model", where, **vars(size), **chosen, microbatches=microbatches)
+    make = partial(model_step, size=size, device=bench.device, microbatches=microbatches)
     more: Any = {"at_least": AT_LEAST, "tokens": size.tokens * microbatches}
     groups = compare("model", make, variants, bench.device, where.rounds, **more)
     title = f"{size}, forward + backward"
     title += f" of {microbatches} microbatches" if microbatches > 1 else ""
-    title += " + optimizer" if optimizer else ""
     bench.finish(title, bench.collect(groups, len(variants) + 1))
 
 
@@ -353,23 +351,32 @@ def _bench_on_ranks(
     size: Size,
     chosen: dict[str, Any],
     where: RanksRun,
+    plot: Path | None = None,
     **how: Any,
 ) -> None:
-    """Start the ranks, and on each of them time that step of all variants; the first one tells."""
+    """Start the ranks, and on each of them time that step of all variants; the first one tells.
+
+    `how` are arguments of the step.
+    """
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
     preset(size.model)
-    variants = make_variants(**chosen, sharded=name == "fsdp")
+    make_variants(**chosen)  # so that what is wrong is said once
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks(True) as group:
         where = replace(where, device=str(group.device(where.device)))
         about = {**vars(size), **chosen, **how, "ranks": group.size, "passes": fsdp.PASSES}
+        gathers = {"fsdp": (BF16, FLOAT8), "train": (FLOAT8 if group.size > 1 else "",)}
+        variants = make_variants(**chosen, gathers=gathers.get(name, ("",)))
         bench = Bench(name, where, **about)
-        groups = fsdp.bench_on_ranks(step, variants, size, bench.device, where.rounds)
+        make = partial(step, **how)
+        groups = fsdp.bench_on_ranks(make, variants, size, bench.device, where.rounds)
         rows = bench.collect(groups, fsdp.PASSES * len(variants) + 1)
         if group.rank == 0:
-            bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
+            found = bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
+            if plot is not None:
+                _draw("picture", found, plot)
 
 
 @app.command("fsdp")
@@ -388,9 +395,47 @@ def fsdp_command(
     included. Every gradient of every variant is checked against bf16's first. Each variant has its
     rounds in two passes over the list.
     """
-    step = partial(fsdp.ShardedStep, masters=masters)
     title, chosen = "forward + backward + AdamW under FSDP2", compared.chosen(keep)
-    _bench_on_ranks("fsdp", title, step, size, chosen, where, masters=masters)
+    _bench_on_ranks("fsdp", title, fsdp.ShardedStep, size, chosen, where, masters=masters)
+
+
+@app.command("train")
+@takes({"blocks": None, "mode": COMPILED}, size=Size, compared=Compared, where=RanksRun)
+def train_command(
+    size: Size,
+    compared: Compared,
+    where: RanksRun,
+    checkpointing: Annotated[str, "off; selective: keep GEMMs and attention; full."] = "off",
+    lora: Annotated[bool, "Train adapters of PEFT on a frozen bf16 model, on one rank."] = False,
+    transformers: Annotated[bool, "The Llama of transformers."] = False,
+    plot: Annotated[Path | None, "Draw tokens/s and memory: a .png file; for a GPU."] = None,
+    results: Annotated[Path | None, "Draw those of a results file, and measure nothing."] = None,
+) -> None:
+    """Training of a whole Llama, set up as torchtitan does, on one GPU or several.
+
+    A step is embedding, blocks, head in 16 bits, loss, backward and fused AdamW, with float32
+    masters: under autocast on one rank, under FSDP2 with float8 gathers on several. Blocks are
+    compiled one by one. Gradients of the first step, and the last loss, are checked against bf16's.
+    As `fsdp`, each variant has its rounds in two passes over the list; `drift` is how much slower
+    the second was. The first step has the compilation, as far as caches on disk lack it.
+    """
+    check_output(plot, ".png", "plot")
+    if results is not None:
+        _draw("picture", results, plot)
+        return
+    kept = {"off": None, "selective": ["gemms+attention"], "full": ["nothing"]}
+    if checkpointing not in kept:
+        expected = ", ".join(kept)
+        raise ConfigError(f"checkpointing: got {checkpointing!r}, expected one of {expected}")
+    if lora and (where.ranks or 1) > 1:
+        raise ConfigError(f"--lora got --ranks {where.ranks}, expected 1")
+    if plot is not None and where.device == "cpu":
+        raise ConfigError("plot: got the device cpu, whose memory is not measured; expected cuda")
+    where = replace(where, ranks=1) if lora else where
+    chosen = {**compared.chosen(kept[checkpointing]), "all_layers": False}
+    title = "training" + ", LoRA" * lora + ", of transformers" * transformers
+    how: Any = {"lora": lora, "transformers": transformers}
+    _bench_on_ranks("train", title, fsdp.TrainStep, size, chosen, where, plot, **how)
 
 
 @app.command("tp")
