@@ -27,7 +27,7 @@ assert state() == before
 """
 
 LIGHT = """
-before, start = set(sys.modules), time.process_time()
+before, start = set(sys.modules), time.process_time()  # of Python and torch
 import float8
 seconds = time.process_time() - start
 new = set(sys.modules) - before
@@ -43,7 +43,7 @@ float8.convert_to_float8_training(model, config="delayed")
 model(torch.randn(16, 32)).sum().backward()
 float8.sync_float8_amax_and_scale_history(model)
 are_light(x for x in set(sys.modules) - before if x.startswith(("torch._dynamo", "torch._ind")))
-print(seconds)
+print(seconds / start)
 """
 
 
@@ -62,9 +62,9 @@ def test_importing_has_no_effect() -> None:
 def test_importing_is_cheap_and_takes_no_compiler_along() -> None:
     """Dynamo takes seconds: who does not compile never needs it, in eager training neither.
 
-    Seconds of the CPU, over `import torch`: the least of three, as others may be at work.
+    Time of the CPU over that of `import torch`, which others at work make longer, too.
     """
-    assert any(float(run(LIGHT)) <= 0.5 for _ in range(3))
+    assert any(float(run(LIGHT)) <= 0.45 for _ in range(3))
 
 
 def test_public_names_exist() -> None:
