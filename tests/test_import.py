@@ -27,7 +27,12 @@ assert state() == before
 """
 
 LIGHT = """
-before, start = set(sys.modules), time.process_time()  # of Python and torch
+import argparse, inspect
+text, start = inspect.getsource(argparse), time.process_time()
+for _ in range(10):
+    compile(text, "", "exec")
+unit = time.process_time() - start  # of work that a busy host makes longer, too
+before, start = set(sys.modules), time.process_time()
 import float8
 seconds = time.process_time() - start
 new = set(sys.modules) - before
@@ -43,7 +48,7 @@ float8.convert_to_float8_training(model, config="delayed")
 model(torch.randn(16, 32)).sum().backward()
 float8.sync_float8_amax_and_scale_history(model)
 are_light(x for x in set(sys.modules) - before if x.startswith(("torch._dynamo", "torch._ind")))
-print(seconds / start)
+print(seconds / unit)
 """
 
 
@@ -62,9 +67,10 @@ def test_importing_has_no_effect() -> None:
 def test_importing_is_cheap_and_takes_no_compiler_along() -> None:
     """Dynamo takes seconds: who does not compile never needs it, in eager training neither.
 
-    Time of the CPU over that of `import torch`, which others at work make longer, too.
+    Over `import torch`, in units of ten compilations of argparse, about 0.11 seconds of the CPU:
+    the least of three, as others may be at work.
     """
-    assert any(float(run(LIGHT)) <= 0.45 for _ in range(3))
+    assert any(float(run(LIGHT)) <= 4.5 for _ in range(3))
 
 
 def test_public_names_exist() -> None:
