@@ -24,6 +24,7 @@ from float8 import Float8LinearConfig, Float8Weights, all_linears, convert_to_fl
 from float8.checkpoints import load_float8_checkpoint as load
 from float8.checkpoints import read_float8_checkpoint, save_float8_checkpoint
 from float8.tensor import Float8Tensor
+from float8_lab.bench.fsdp import adapted
 from float8_lab.bench.model import AT_LEAST, Size, bf16_stack, stack_data
 from float8_lab.bench.results import write_results
 from float8_lab.bench.step import Step, compare
@@ -31,14 +32,6 @@ from float8_lab.bench.variants import HIGH_PRECISION, MODES, Variant
 from float8_lab.trainer.environment import describe_environment
 
 STRATEGIES = {"blockwise": "block", "rowwise": "channel", "tensorwise": "tensor"}
-LAYERS = ["query", "key", "value", "out", "gate", "up", "down"]
-
-
-def adapted(model: nn.Module) -> nn.Module:
-    """Add the same adapters to every base, none of which is zero."""
-    torch.manual_seed(2)
-    lora = peft.LoraConfig(r=16, target_modules=LAYERS, init_lora_weights=False)
-    return peft.inject_adapter_in_model(lora, model.requires_grad_(False))
 
 
 def ours(files: Path, config: Float8LinearConfig | None, model: nn.Module) -> nn.Module:
@@ -46,7 +39,7 @@ def ours(files: Path, config: Float8LinearConfig | None, model: nn.Module) -> nn
     if config is not None:
         model.requires_grad_(False)
         convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
-    return adapted(load(model, files))
+    return adapted(load(model, files).requires_grad_(False))
 
 
 def theirs(files: Path, model: nn.Module) -> nn.Module:
@@ -61,7 +54,7 @@ def theirs(files: Path, model: nn.Module) -> nn.Module:
             scale = x._scale[:, : -(-x.shape[1] // 128)].contiguous()
             layer.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
             model.set_submodule(name.removesuffix(".weight"), layer)
-    return adapted(model)
+    return adapted(model.requires_grad_(False))
 
 
 def variants(folder: Path, mode: str) -> list[Variant]:

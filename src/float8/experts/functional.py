@@ -79,14 +79,11 @@ def plan_grouped(config: Float8LinearConfig) -> LinearPlan:
 
     In float32 after each step they take 1.1 to 1.6 times as long, for at most 0.07 dB of SQNR.
     """
-    plan = plan_linear(config)
-    fast = plan.output is not None and plan.output.use_fast_accum
-
-    def like_output(gemm: Gemm | None) -> Gemm | None:
-        return None if gemm is None else gemm._replace(use_fast_accum=fast)
-
-    grads = like_output(plan.grad_input), like_output(plan.grad_weight)
-    return plan._replace(grad_input=grads[0], grad_weight=grads[1])
+    plan, fast = plan_linear(config), config.gemm_config_output.use_fast_accum
+    grad_input, grad_weight = (
+        gemm and gemm._replace(use_fast_accum=fast) for gemm in (plan.grad_input, plan.grad_weight)
+    )
+    return plan._replace(grad_input=grad_input, grad_weight=grad_weight)
 
 
 def no_grouped_gemm(config: Float8LinearConfig) -> str | None:

@@ -137,8 +137,7 @@ class Float8Experts(Float8Module):
         casts = plan.casts.grad_output, plan.casts.grad_output_for_grad_weight
         if any(cast.spec.dtype == E5M2 for cast in casts):
             parts.append("grad_output in e4m3")
-        if plan.output is not None:
-            parts.append(f"use_fast_accum={plan.output.use_fast_accum}")
+        parts.append(f"use_fast_accum={self.float8_config.gemm_config_output.use_fast_accum}")
         if self.held:
             parts.append("weights held in float8")
         if self.float8_config.enable_fsdp_float8_all_gather and not names_to_gather(self):

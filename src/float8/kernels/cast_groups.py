@@ -145,20 +145,12 @@ def cast_groups_fake(
 _BLOCK_R, _BLOCK_C = 64, 128
 
 
-def _cast_groups_triton(
-    x: Tensor,
-    offs: Tensor,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    width: int,
-    one_scale: bool,
-    power_of_2: bool,
-) -> list[Tensor]:
-    (R, C), E = x.shape, offs.shape[0]
-    out = cast_groups_fake(x, offs, dtype, row, col, width)
+def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
     if x.numel() == 0:
-        return cast_groups_reference(x, offs, dtype, row, col, width, one_scale, power_of_2)
+        return cast_groups_reference(x, offs, *how)
+    out = cast_groups_fake(x, offs, *how)
+    (R, C), E = x.shape, offs.shape[0]
+    dtype, row, col, width, one_scale, power_of_2 = how
     # The bits of amaxes: of rows, then of columns of each group, or of groups.
     amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
     # Each tile lies within one group, the last one being that of all other rows.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8.formats import GROUP_ALIGNMENT
 from float8.kernels.runtime.device import launching_on, sm_count
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, tl
@@ -59,24 +60,15 @@ def grouped_matmul_fake(
 # ---------------------------------------------------------------- Triton
 
 
-_BLOCK = 128  # of rows and columns of the result, and of what is contracted
+_BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows and columns of the result
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
-def _grouped_matmul_triton(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    emulate: bool,
-    use_fast_accum: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _grouped_matmul_triton(*given: Any) -> Tensor:
+    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, _ = given
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
-        how = emulate, use_fast_accum, out_dtype
-        return grouped_matmul_reference(a, a_scale, b, b_scale, ends, *how)
-    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype)
+        return grouped_matmul_reference(*given)
+    out = grouped_matmul_fake(*given)
     of_rows = b.dim() == 3
     b = b if of_rows else b.unsqueeze(0)
     (R, C), N, E = a.shape, b.shape[1], ends.shape[0]
