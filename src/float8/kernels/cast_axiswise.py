@@ -13,7 +13,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import ceil16
-from float8.kernels import quads
+from float8.kernels import quads, strips
 from float8.kernels.amax import float32_bits, magnitude_bits
 from float8.kernels.cast import cast_blocks
 from float8.kernels.cast_kernel import (
@@ -86,7 +86,8 @@ def _program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
     asked = makes != ABSENT, makes_across != ABSENT
     measure = _measuring(x, amaxes, integers, *asked)
     # Half the tile of a cast under one scale: two scales for each element take more registers.
-    tiles = ((64, 128, 8), (64, 64, 4), (32, 64, 4)) if asked[1] else ALONG_ALONE
+    # Few threads, as each works out the scales of its rows.
+    tiles = ((64, 128, 4), (64, 64, 4), (32, 64, 4)) if asked[1] else ALONG_ALONE
     slots, constants = (x, amaxes, *along, *across), (makes, makes_across, *how)
     cast = tiled(_cast_axiswise_kernel, tiles, x.device, slots, integers, constants)
     return Program([x], parts, [measure, cast])
@@ -108,14 +109,15 @@ def _casting_rows(
 def _measuring(
     x: Slot, amaxes: Slot, integers: tuple[int, ...], of_rows: bool, of_columns: bool
 ) -> Launch:
-    """Plan the kernel that measures; its programs walk down strips of tiles."""
-    (R, C, *_), block_r, block_c = integers, 64, 256 // x.dtype.itemsize
-    strips = -(-C // block_c)
-    rounds = min(max(-(-R // block_r) * strips // (8 * sm_count(x.device)), 1), 8)  # of a program
-    programs = -(-R // (block_r * rounds)) * strips
-    even = R % block_r == 0 and C % block_c == 0
-    constants = (of_rows, of_columns, even, block_r, block_c)
-    return Launch(_measure_kernel, programs, (x, amaxes), (*integers, rounds), constants, 4)
+    """Plan the kernel that measures; its programs go down strips."""
+    (R, C, *_), block_c = integers, strips.CHUNK_BYTES // x.dtype.itemsize
+    across = -(-C // (4 * block_c))
+    # As many rows for each program as keep 8 of them busy on each multiprocessor.
+    rounds = min(max(R * across // (8 * sm_count(x.device) * strips.BLOCK_R), 1), 16)
+    programs = -(-R // (strips.BLOCK_R * rounds)) * across
+    constants = (of_rows, of_columns, C % (4 * block_c) == 0, strips.BLOCK_R, block_c)
+    slots, integers = (x, amaxes), (*integers, strips.BLOCK_R * rounds)
+    return Launch(_measure_kernel, programs, slots, integers, constants, strips.NUM_WARPS)
 
 
 @jit
@@ -160,34 +162,21 @@ def _measure_kernel(  # type: ignore[no-untyped-def]
     C,
     stride_r,
     stride_c,
-    rounds,
+    rows,  # of a program
     OF_ROWS: tl.constexpr,
     OF_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    strips = tl.cdiv(C, BLOCK_C)
+    across = tl.cdiv(C, 4 * BLOCK_C)
     walk = tile_of_program()
-    tile = walk // strips * rounds
-    end = tl.minimum(tile + rounds, tl.cdiv(R, BLOCK_R))
-    # 64-bit, so that offsets are.
-    c = (walk % strips * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    x_ptr += c[None, :] * stride_c
-    largest = magnitude_bits(tl.zeros((BLOCK_R, BLOCK_C), x_ptr.dtype.element_ty))
-    while tile < end:  # Triton's interpreter (3.6) takes no range of tensors
-        r = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-        inside = (r[:, None] < R) & (c[None, :] < C)
-        bits = magnitude_bits(load(x_ptr + r[:, None] * stride_r, inside, EVEN))
-        if OF_ROWS:
-            of_rows = float32_bits(tl.max(bits, axis=1), x_ptr.dtype.element_ty)
-            tl.atomic_max(amax_ptr + r, of_rows, mask=r < R, sem="relaxed")
-        if OF_COLUMNS:
-            largest = tl.maximum(largest, bits)
-        tile += 1
-    if OF_COLUMNS:
-        of_columns = float32_bits(tl.max(largest, axis=0), x_ptr.dtype.element_ty)
-        tl.atomic_max(amax_ptr + R + c, of_columns, mask=c < C, sem="relaxed")
+    begin = walk // across * rows
+    end = tl.minimum(begin + rows, R)
+    strips.measure_strip(
+        x_ptr, amax_ptr, amax_ptr + R, begin, end, walk % across, C, stride_r, stride_c,
+        OF_ROWS, OF_COLUMNS, False, EVEN, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
 @jit
@@ -231,22 +220,12 @@ def _cast_axiswise_kernel(  # type: ignore[no-untyped-def]
     if ALONG != 0:
         rows = R if ALONG == 1 else Rp
         r0, r1, r2, r3 = quads.rows_of(quad)
-        s0 = scale_of_amax(load(amax_ptr + r0, r0 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
-        s1 = scale_of_amax(load(amax_ptr + r1, r1 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
-        s2 = scale_of_amax(load(amax_ptr + r2, r2 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
-        s3 = scale_of_amax(load(amax_ptr + r3, r3 < R, EVEN), MANTISSA, POWER_OF_2, HARDWARE)
+        m0, m1 = load(amax_ptr + r0, r0 < R, EVEN), load(amax_ptr + r1, r1 < R, EVEN)
+        m2, m3 = load(amax_ptr + r2, r2 < R, EVEN), load(amax_ptr + r3, r3 < R, EVEN)
+        scales = quads.scales_of((m0, m1, m2, m3), MANTISSA, POWER_OF_2, HARDWARE)
         if tile_c == 0:
-            store(along_scale_ptr + r0, s0, r0 < rows, EVEN)
-            store(along_scale_ptr + r1, s1, r1 < rows, EVEN)
-            store(along_scale_ptr + r2, s2, r2 < rows, EVEN)
-            store(along_scale_ptr + r3, s3, r3 < rows, EVEN)
-        i0, i1, i2, i3 = (
-            reciprocal(s0, HARDWARE),
-            reciprocal(s1, HARDWARE),
-            reciprocal(s2, HARDWARE),
-            reciprocal(s3, HARDWARE),
-        )
-        w = quads.times_inverses(v, inside, (i0, i1, i2, i3), EVEN)
+            quads.store_scales(along_scale_ptr, quad, scales, rows)
+        w = quads.times_inverses(v, inside, quads.reciprocals(scales, HARDWARE), EVEN)
         quads.store_along(along_ptr, w, quad, c, rows, Cp, MANTISSA, HARDWARE, EVEN)
 
 

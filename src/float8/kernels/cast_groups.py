@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import GROUP_ALIGNMENT, ceil16, ceil128
-from float8.kernels import quads
-from float8.kernels.amax import float32_bits, magnitude_bits
+from float8.kernels import quads, strips
 from float8.kernels.cast import check_cast, to_float8
 from float8.kernels.cast_finer import cast_finer
 from float8.kernels.cast_kernel import mantissa
@@ -21,6 +20,7 @@ from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words
 from float8.kernels.runtime.device import has_float8_conversion, launching_on
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.tiles import load
 from float8.quantize.scale import amax_to_scale
 from float8.quantize.spec import CastSpec, Operand
 
@@ -143,6 +143,7 @@ def cast_groups_fake(
 
 
 _BLOCK_R, _BLOCK_C = 64, 128
+"""Rows of a tile, which lies within one group, and its columns where it is cast."""
 
 
 def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
@@ -153,43 +154,47 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
     dtype, row, col, width, one_scale, power_of_2 = how
     # The bits of amaxes: of rows, then of columns of each group, or of groups.
     amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
-    # Each tile lies within one group, the last one being that of all other rows.
-    programs = (-(-R // _BLOCK_R) + 2 * E + 1) * -(-C // _BLOCK_C)
+    tiles = -(-R // _BLOCK_R) + 2 * E + 1  # the last group is that of all other rows
+    places = torch.empty((tiles, 5), dtype=torch.int32, device=x.device)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    blocks = groups, _BLOCK_R, _BLOCK_C
+    chunk = strips.CHUNK_BYTES // x.element_size()
     measure: Any = _measure_groups_kernel
     data, scale = out[:2] if row else (x, amaxes)
     data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
     cast: Any = _cast_groups_kernel
     with launching_on(x.device):
-        measure[(programs,)](x, offs, amaxes, R, C, E, one_scale, row, col, *blocks, num_warps=8)
-        cast[(programs,)](
-            x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
-            col, mantissa(dtype), power_of_2, has_float8_conversion(x.device), *blocks, num_warps=8,
+        measure[(tiles * -(-C // (4 * chunk)),)](
+            x, offs, amaxes, places, R, C, E, one_scale, row, col, C % (4 * chunk) == 0, groups, _BLOCK_R,
+            strips.BLOCK_R, chunk, num_warps=strips.NUM_WARPS,
+        )  # fmt: skip
+        cast[(tiles * -(-C // _BLOCK_C),)](
+            x, amaxes, places, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
+            col, mantissa(dtype), power_of_2, has_float8_conversion(x.device), C % _BLOCK_C == 0,
+            _BLOCK_R, _BLOCK_C, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @jit
-def _place(offs_ptr, R, C, E, GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Place this program: its group, where that begins and ends, in column data, and its tile."""
-    tiles_c = tl.cdiv(C, BLOCK_C)
-    tile = tl.program_id(0) // tiles_c
+def _place_of(tile, offs_ptr, R, E, GROUPS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Place a tile: its group, where that begins, its size, its part of column data / 128, its row.
+
+    Group E is that of the rows that are in no other; rows count from its first one.
+    """
     g = tl.arange(0, GROUPS)
-    # A group E of the rows that are in no other.
     end = tl.where(g < E, tl.load(offs_ptr + g, mask=g < E, other=0), R)
     begin = tl.where(g == 0, 0, tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=R))
     size = tl.where(g <= E, end - begin, 0)
     # Those that are filled up with zeros, too; empty ones have a scale.
-    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(size, 128) * (128 // BLOCK_R), 1), 0)
+    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(size, 128) * (128 // TILE), 1), 0)
     behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
     group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
     here = g == group
     first = tl.sum(tl.where(here, behind - tiles, 0), 0)
-    at = tl.sum(tl.where(g < group, tl.cdiv(size, 128) * 128, 0), 0)
+    part = tl.sum(tl.where(g < group, tl.cdiv(size, 128), 0), 0)
     begin = tl.sum(tl.where(here, begin, 0), 0)
     size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
-    return group, begin, size, at, tile - first, tl.program_id(0) % tiles_c
+    return group, begin, size, part, (tile - first) * TILE
 
 
 @jit
@@ -197,41 +202,46 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
     amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of columns
+    place_ptr,  # [tiles, 5]: what `_place_of` returns, for the next kernel
     R,
     C,
     E,
     ONE_SCALE: tl.constexpr,
     OF_ROWS: tl.constexpr,
     OF_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
+    TILE: tl.constexpr,  # rows
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    group, begin, size, _, tile_r, tile_c = _place(offs_ptr, R, C, E, GROUPS, BLOCK_R, BLOCK_C)
+    across = tl.cdiv(C, 4 * BLOCK_C)
+    tile, strip = tl.program_id(0) // across, tl.program_id(0) % across
+    group, begin, size, part, row = _place_of(tile, offs_ptr, R, E, GROUPS, TILE)
+    if strip == 0:
+        place_ptr += tile * 5
+        tl.store(place_ptr, group)
+        tl.store(place_ptr + 1, begin)
+        tl.store(place_ptr + 2, size)
+        tl.store(place_ptr + 3, part)
+        tl.store(place_ptr + 4, row)
+    end = tl.minimum(row + TILE, size)
     if group < E:
-        r = (tile_r * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-        c = (tile_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-        inside = (r[:, None] < size) & (c[None, :] < C)
-        x = tl.load(x_ptr + (begin + r[:, None]) * C + c[None, :], mask=inside, other=0)
-        bits = magnitude_bits(x)
-        if ONE_SCALE:
-            largest = float32_bits(tl.max(tl.max(bits, axis=1), axis=0), x.dtype)
-            tl.atomic_max(amax_ptr + group, largest, sem="relaxed")
-        else:
-            if OF_ROWS:
-                of_rows = float32_bits(tl.max(bits, axis=1), x.dtype)
-                tl.atomic_max(amax_ptr + begin + r, of_rows, mask=r < size, sem="relaxed")
-            if OF_COLUMNS:
-                of_columns = float32_bits(tl.max(bits, axis=0), x.dtype)
-                to = amax_ptr + R + group.to(tl.int64) * C + c
-                tl.atomic_max(to, of_columns, mask=c < C, sem="relaxed")
+        if row < end:
+            x_ptr += begin.to(tl.int64) * C
+            of_columns = amax_ptr + R + group.to(tl.int64) * C
+            strips.measure_strip(
+                x_ptr, amax_ptr + (group if ONE_SCALE else begin), of_columns, row, end, strip,
+                C, C, 1, OF_ROWS and not ONE_SCALE, OF_COLUMNS and not ONE_SCALE, ONE_SCALE, EVEN,
+                BLOCK_R, BLOCK_C,
+            )  # fmt: skip
 
 
 @jit
 def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    offs_ptr,  # [E]
     amax_ptr,  # as above
+    place_ptr,  # as above
     row_ptr,  # [R, Cp]
     row_scale_ptr,  # [R]
     col_ptr,  # [Cp, width]
@@ -247,68 +257,75 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     HARDWARE: tl.constexpr,
-    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,  # tiles fill the columns exactly
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    Cp = tl.cdiv(C, 16) * 16
-    group, begin, size, at, tile_r, tile_c = _place(offs_ptr, R, C, E, GROUPS, BLOCK_R, BLOCK_C)
-    quad, c = quads.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
+    tile_c = tl.program_id(0) % across
+    place_ptr += tl.program_id(0) // across * 5
+    group, begin, size = tl.load(place_ptr), tl.load(place_ptr + 1), tl.load(place_ptr + 2)
+    part, first_row = tl.load(place_ptr + 3), tl.load(place_ptr + 4)
+    quad, c = quads.quads_of(first_row // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
+    r0, r1, r2, r3 = quads.rows_of(quad)
     x_ptr += begin.to(tl.int64) * C + c
-    inside = quads.inside_of(quad, c, tl.where(group < E, size, 0), C)
-    v = quads.to_float32s(quads.load_rows(x_ptr, quad, C, inside, False), HARDWARE)
-    if ROW:
-        r0, r1, r2, r3 = quads.rows_of(quad)
-        if ONE_SCALE:
-            of_group = tl.load(amax_ptr + group, mask=group < E, other=0)
-            m0 = tl.where(r0 < size, of_group, 0)
-            m1, m2, m3 = m0, m0, m0
-        else:
-            amax_of_row = amax_ptr + begin
-            m0 = tl.load(amax_of_row + r0, mask=r0 < size, other=0)
-            m1 = tl.load(amax_of_row + r1, mask=r1 < size, other=0)
-            m2 = tl.load(amax_of_row + r2, mask=r2 < size, other=0)
-            m3 = tl.load(amax_of_row + r3, mask=r3 < size, other=0)
-        s0 = scale_of_amax(m0, MANTISSA, POWER_OF_2, HARDWARE)
-        s1 = scale_of_amax(m1, MANTISSA, POWER_OF_2, HARDWARE)
-        s2 = scale_of_amax(m2, MANTISSA, POWER_OF_2, HARDWARE)
-        s3 = scale_of_amax(m3, MANTISSA, POWER_OF_2, HARDWARE)
-        if tile_c == 0:
-            to = row_scale_ptr + begin
-            tl.store(to + r0, s0, mask=r0 < size)
-            tl.store(to + r1, s1, mask=r1 < size)
-            tl.store(to + r2, s2, mask=r2 < size)
-            tl.store(to + r3, s3, mask=r3 < size)
-        i0, i1, i2, i3 = (
-            reciprocal(s0, HARDWARE),
-            reciprocal(s1, HARDWARE),
-            reciprocal(s2, HARDWARE),
-            reciprocal(s3, HARDWARE),
-        )
-        w = quads.times_inverses(v, inside, (i0, i1, i2, i3), False)
-        to = row_ptr + begin.to(tl.int64) * Cp
-        quads.store_along(to, w, quad, c, size, Cp, MANTISSA, HARDWARE, False)
-    if COL:
-        if group < E:
+    row_ptr += begin.to(tl.int64) * Cp
+    if group < E:
+        # Rows behind the group are read as if they were in it, which takes no masks, and not
+        # stored; where there are none, the last one.
+        in_c = c < C
+        last = R - 1 - begin
+        l0, l1 = tl.minimum(r0, last), tl.minimum(r1, last)
+        l2, l3 = tl.minimum(r2, last), tl.minimum(r3, last)
+        x0, x1 = load(x_ptr + l0 * C, in_c, EVEN), load(x_ptr + l1 * C, in_c, EVEN)
+        x2, x3 = load(x_ptr + l2 * C, in_c, EVEN), load(x_ptr + l3 * C, in_c, EVEN)
+        v = quads.to_float32s((x0, x1, x2, x3), HARDWARE)
+        inside = in_c, in_c, in_c, in_c
+        if COL:
             if ONE_SCALE:
                 bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
                 bits = tl.where(c < C, bits, 0)
             else:
-                of_column = amax_ptr + R + group.to(tl.int64) * C + c
-                bits = tl.load(of_column, mask=c < C, other=0)
+                bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
             scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
             padded = tl.cdiv(size, 128) * 128
-            if tile_r == 0:
+            if first_row == 0:
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
-                    tl.store(ends_ptr + group, at + padded)
+                    tl.store(ends_ptr + group, part * 128 + padded)
             # Names of their own: none may change its type in a branch that a value decides.
-            q = quads.times_inverse(v, inside, reciprocal(scale, HARDWARE), False)
+            q = quads.times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
             words = to_float8_words(q[0], q[1], q[2], q[3], MANTISSA, HARDWARE)
+            # A byte of each word is a row: those behind the group are zero.
+            bytes_ = tl.where(r0 < size, 0xFF, 0) | tl.where(r1 < size, 0xFF00, 0)
+            bytes_ |= tl.where(r2 < size, 0xFF0000, 0) | tl.where(r3 < size, -0x1000000, 0)
+            words = words & bytes_.to(tl.uint32, bitcast=True)
             c_t, quad_t = tl.trans(c), tl.trans(quad)
-            to_t = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
-            inside_t = (c_t < Cp) & (quad_t < padded // 4)
-            tl.store(to_t + c_t * (width // 4), tl.trans(words), mask=inside_t)
+            to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (part * 32 + quad_t)
+            inside_t = quad_t < padded // 4
+            if not EVEN:
+                inside_t = inside_t & (c_t < Cp)
+            tl.store(to + c_t * (width // 4), tl.trans(words), mask=inside_t)
+        if ROW:
+            if ONE_SCALE:
+                m0 = tl.load(amax_ptr + group) + tl.zeros(r0.shape, tl.int32)
+                m1, m2, m3 = m0, m0, m0
+            else:
+                of_row = amax_ptr + begin
+                m0, m1 = tl.load(of_row + l0), tl.load(of_row + l1)
+                m2, m3 = tl.load(of_row + l2), tl.load(of_row + l3)
+            scales = quads.scales_of((m0, m1, m2, m3), MANTISSA, POWER_OF_2, HARDWARE)
+            if tile_c == 0:
+                quads.store_scales(row_scale_ptr + begin, quad, scales, size)
+            p = quads.times_inverses(v, inside, quads.reciprocals(scales, HARDWARE), EVEN)
+            quads.store_along(row_ptr, p, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
+    elif ROW:  # rows in no group are zero
+        zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(r0.shape, tl.int32)
+        zeros = zero, zero, zero, zero
+        quads.store_along(row_ptr, zeros, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
+        if tile_c == 0:
+            of_zeros = quads.scales_of((none, none, none, none), MANTISSA, POWER_OF_2, HARDWARE)
+            quads.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
 
 
 register(

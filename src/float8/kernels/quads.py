@@ -10,7 +10,13 @@ the second, the third and the fourth, [BLOCK_R / 4, BLOCK_C].
 """
 
 from float8.kernels.amax import float32_bits, magnitude_bits
-from float8.kernels.numeric import to_float8_bits, to_float8_words, to_float32
+from float8.kernels.numeric import (
+    reciprocal,
+    scale_of_amax,
+    to_float8_bits,
+    to_float8_words,
+    to_float32,
+)
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load, or_zero, store
 
@@ -115,17 +121,53 @@ def times_inverses(v, inside, inverse, EVEN: tl.constexpr):  # type: ignore[no-u
 
 
 @jit
+def scales_of(m, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Apply `scale_of_amax` to four amaxes."""
+    return (
+        scale_of_amax(m[0], MANTISSA, POWER_OF_2, HARDWARE),
+        scale_of_amax(m[1], MANTISSA, POWER_OF_2, HARDWARE),
+        scale_of_amax(m[2], MANTISSA, POWER_OF_2, HARDWARE),
+        scale_of_amax(m[3], MANTISSA, POWER_OF_2, HARDWARE),
+    )
+
+
+@jit
+def reciprocals(s, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Apply `reciprocal` to four scales."""
+    return (
+        reciprocal(s[0], HARDWARE),
+        reciprocal(s[1], HARDWARE),
+        reciprocal(s[2], HARDWARE),
+        reciprocal(s[3], HARDWARE),
+    )
+
+
+@jit
+def store_scales(ptr, quad, s, rows):  # type: ignore[no-untyped-def]
+    """Store the scales [BLOCK_R / 4, 1] of four rows each, to a vector of so many ``rows``."""
+    r0, r1, r2, r3 = rows_of(quad)
+    tl.store(ptr + r0, s[0], mask=r0 < rows)
+    tl.store(ptr + r1, s[1], mask=r1 < rows)
+    tl.store(ptr + r2, s[2], mask=r2 < rows)
+    tl.store(ptr + r3, s[3], mask=r3 < rows)
+
+
+@jit
 def store_along(  # type: ignore[no-untyped-def]
-    ptr, v, quad, c, rows, Cp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr
-):
-    """Store four float32 as float8 [rows, Cp]."""
-    in_cp = c < Cp
+    ptr, v, quad, c, rows, Cp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_C: tl.constexpr = False,
+):  # fmt: skip
+    """Store four float32 as float8 [rows, Cp]; ``EVEN_C``: tiles fill the columns, not the rows."""
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c
     r0, r1, r2, r3 = rows_of(quad)
-    store(ptr + r0 * Cp, to_float8_bits(v[0], MANTISSA, HARDWARE), (r0 < rows) & in_cp, EVEN)
-    store(ptr + r1 * Cp, to_float8_bits(v[1], MANTISSA, HARDWARE), (r1 < rows) & in_cp, EVEN)
-    store(ptr + r2 * Cp, to_float8_bits(v[2], MANTISSA, HARDWARE), (r2 < rows) & in_cp, EVEN)
-    store(ptr + r3 * Cp, to_float8_bits(v[3], MANTISSA, HARDWARE), (r3 < rows) & in_cp, EVEN)
+    i0, i1, i2, i3 = r0 < rows, r1 < rows, r2 < rows, r3 < rows
+    if not EVEN_C:
+        in_cp = c < Cp
+        i0, i1, i2, i3 = i0 & in_cp, i1 & in_cp, i2 & in_cp, i3 & in_cp
+    store(ptr + r0 * Cp, to_float8_bits(v[0], MANTISSA, HARDWARE), i0, EVEN)
+    store(ptr + r1 * Cp, to_float8_bits(v[1], MANTISSA, HARDWARE), i1, EVEN)
+    store(ptr + r2 * Cp, to_float8_bits(v[2], MANTISSA, HARDWARE), i2, EVEN)
+    store(ptr + r3 * Cp, to_float8_bits(v[3], MANTISSA, HARDWARE), i3, EVEN)
 
 
 @jit
