@@ -164,8 +164,8 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
     cast: Any = _cast_groups_kernel
     with launching_on(x.device):
         measure[(tiles * -(-C // (4 * chunk)),)](
-            x, offs, amaxes, places, R, C, E, one_scale, row, col, C % (4 * chunk) == 0, groups, _BLOCK_R,
-            strips.BLOCK_R, chunk, num_warps=strips.NUM_WARPS,
+            x, offs, amaxes, places, R, C, E, one_scale, row, col, C % (4 * chunk) == 0, groups,
+            _BLOCK_R, strips.BLOCK_R, chunk, num_warps=strips.NUM_WARPS,
         )  # fmt: skip
         cast[(tiles * -(-C // _BLOCK_C),)](
             x, amaxes, places, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
