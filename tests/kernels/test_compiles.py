@@ -190,8 +190,9 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    for module, asked in ((cast_groups, "has_float8_conversion"), (grouped_gemm, "sm_count")):
-        monkeypatch.setattr(module, asked, lambda _: 132)
+    monkeypatch.setattr(cast_groups, "has_float8_conversion", lambda _: True)
+    for module in (cast_groups, grouped_gemm):
+        monkeypatch.setattr(module, "sm_count", lambda _: 132)
     run = lambda *args, **more: launched.append(current[-1])  # noqa: E731
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
     with FakeTensorMode(), torch.device("cuda:1"):

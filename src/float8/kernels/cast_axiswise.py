@@ -110,13 +110,10 @@ def _measuring(
     x: Slot, amaxes: Slot, integers: tuple[int, ...], of_rows: bool, of_columns: bool
 ) -> Launch:
     """Plan the kernel that measures; its programs go down strips."""
-    (R, C, *_), block_c = integers, strips.CHUNK_BYTES // x.dtype.itemsize
-    across = -(-C // (4 * block_c))
-    # As many rows for each program as keep 8 of them busy on each multiprocessor.
-    rounds = min(max(R * across // (8 * sm_count(x.device) * strips.BLOCK_R), 1), 16)
-    programs = -(-R // (strips.BLOCK_R * rounds)) * across
-    constants = (of_rows, of_columns, C % (4 * block_c) == 0, strips.BLOCK_R, block_c)
-    slots, integers = (x, amaxes), (*integers, strips.BLOCK_R * rounds)
+    R, C, *_ = integers
+    rows, chunk, across = strips.strips_of(R, C, x.dtype.itemsize, sm_count(x.device))
+    constants = (of_rows, of_columns, C % (2 * chunk) == 0, strips.BLOCK_R, chunk)
+    slots, integers, programs = (x, amaxes), (*integers, rows), -(-R // rows) * across
     return Launch(_measure_kernel, programs, slots, integers, constants, strips.NUM_WARPS)
 
 
@@ -169,7 +166,7 @@ def _measure_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    across = tl.cdiv(C, 4 * BLOCK_C)
+    across = tl.cdiv(C, 2 * BLOCK_C)
     walk = tile_of_program()
     begin = walk // across * rows
     end = tl.minimum(begin + rows, R)

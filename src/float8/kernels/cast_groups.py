@@ -17,7 +17,7 @@ from float8.kernels.cast import check_cast, to_float8
 from float8.kernels.cast_finer import cast_finer
 from float8.kernels.cast_kernel import mantissa
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words
-from float8.kernels.runtime.device import has_float8_conversion, launching_on
+from float8.kernels.runtime.device import has_float8_conversion, launching_on, sm_count
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load
@@ -143,7 +143,6 @@ def cast_groups_fake(
 
 
 _BLOCK_R, _BLOCK_C = 64, 128
-"""Rows of a tile, which lies within one group, and its columns where it is cast."""
 
 
 def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
@@ -154,47 +153,49 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
     dtype, row, col, width, one_scale, power_of_2 = how
     # The bits of amaxes: of rows, then of columns of each group, or of groups.
     amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
-    tiles = -(-R // _BLOCK_R) + 2 * E + 1  # the last group is that of all other rows
-    places = torch.empty((tiles, 5), dtype=torch.int32, device=x.device)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    chunk = strips.CHUNK_BYTES // x.element_size()
-    measure: Any = _measure_groups_kernel
+    rows, chunk, across = strips.strips_of(R, C, x.element_size(), sm_count(x.device))
+    # Each tile lies within one group, the last one being that of all other rows.
+    tall, tiles = (R + 127 * (E + 1)) // rows + E + 1, -(-R // _BLOCK_R) + 2 * E + 1
     data, scale = out[:2] if row else (x, amaxes)
     data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
+    measure: Any = _measure_groups_kernel
     cast: Any = _cast_groups_kernel
     with launching_on(x.device):
-        measure[(tiles * -(-C // (4 * chunk)),)](
-            x, offs, amaxes, places, R, C, E, one_scale, row, col, C % (4 * chunk) == 0, groups,
-            _BLOCK_R, strips.BLOCK_R, chunk, num_warps=strips.NUM_WARPS,
+        measure[(tall * across,)](
+            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % (2 * chunk) == 0, groups,
+            strips.BLOCK_R, chunk, num_warps=strips.NUM_WARPS,
         )  # fmt: skip
         cast[(tiles * -(-C // _BLOCK_C),)](
-            x, amaxes, places, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
+            x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
             col, mantissa(dtype), power_of_2, has_float8_conversion(x.device), C % _BLOCK_C == 0,
-            _BLOCK_R, _BLOCK_C, num_warps=4,
+            groups, _BLOCK_R, _BLOCK_C, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @jit
-def _place_of(tile, offs_ptr, R, E, GROUPS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Place a tile: its group, where that begins, its size, its part of column data / 128, its row.
+def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Place a tile of so many ``rows``.
 
-    Group E is that of the rows that are in no other; rows count from its first one.
+    Returns its group, E being that of the rows that are in no other; where that begins, and how
+    many rows it has; its first row within the group; and where that begins in column data.
     """
     g = tl.arange(0, GROUPS)
     end = tl.where(g < E, tl.load(offs_ptr + g, mask=g < E, other=0), R)
     begin = tl.where(g == 0, 0, tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=R))
     size = tl.where(g <= E, end - begin, 0)
-    # Those that are filled up with zeros, too; empty ones have a scale.
-    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(size, 128) * (128 // TILE), 1), 0)
+    # Tiles that are filled up with zeros count, too; an empty group has one, for its scale.
+    padded = tl.cdiv(size, 128) * 128
+    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)
     behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
     group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
     here = g == group
     first = tl.sum(tl.where(here, behind - tiles, 0), 0)
-    part = tl.sum(tl.where(g < group, tl.cdiv(size, 128), 0), 0)
+    at = tl.sum(tl.where(g < group, padded // 128, 0), 0) * 128  # a factor that compilers see
     begin = tl.sum(tl.where(here, begin, 0), 0)
     size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
-    return group, begin, size, part, (tile - first) * TILE
+    return group, begin, size, (tile - first) * rows, at
 
 
 @jit
@@ -202,30 +203,22 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
     amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of columns
-    place_ptr,  # [tiles, 5]: what `_place_of` returns, for the next kernel
     R,
     C,
     E,
+    rows,  # of a program
     ONE_SCALE: tl.constexpr,
     OF_ROWS: tl.constexpr,
     OF_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
-    TILE: tl.constexpr,  # rows
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    across = tl.cdiv(C, 4 * BLOCK_C)
+    across = tl.cdiv(C, 2 * BLOCK_C)
     tile, strip = tl.program_id(0) // across, tl.program_id(0) % across
-    group, begin, size, part, row = _place_of(tile, offs_ptr, R, E, GROUPS, TILE)
-    if strip == 0:
-        place_ptr += tile * 5
-        tl.store(place_ptr, group)
-        tl.store(place_ptr + 1, begin)
-        tl.store(place_ptr + 2, size)
-        tl.store(place_ptr + 3, part)
-        tl.store(place_ptr + 4, row)
-    end = tl.minimum(row + TILE, size)
+    group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
+    end = tl.minimum(row + rows, size)
     if group < E:
         if row < end:
             x_ptr += begin.to(tl.int64) * C
@@ -240,8 +233,8 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
+    offs_ptr,  # [E]
     amax_ptr,  # as above
-    place_ptr,  # as above
     row_ptr,  # [R, Cp]
     row_scale_ptr,  # [R]
     col_ptr,  # [Cp, width]
@@ -258,15 +251,14 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     POWER_OF_2: tl.constexpr,
     HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
+    GROUPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
-    tile_c = tl.program_id(0) % across
-    place_ptr += tl.program_id(0) // across * 5
-    group, begin, size = tl.load(place_ptr), tl.load(place_ptr + 1), tl.load(place_ptr + 2)
-    part, first_row = tl.load(place_ptr + 3), tl.load(place_ptr + 4)
-    quad, c = quads.quads_of(first_row // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
+    tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
+    group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
+    quad, c = quads.quads_of(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
     r0, r1, r2, r3 = quads.rows_of(quad)
     x_ptr += begin.to(tl.int64) * C + c
     row_ptr += begin.to(tl.int64) * Cp
@@ -289,10 +281,10 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 bits = load(amax_ptr + R + group.to(tl.int64) * C + c, in_c, EVEN)
             scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
             padded = tl.cdiv(size, 128) * 128
-            if first_row == 0:
+            if first == 0:
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
-                    tl.store(ends_ptr + group, part * 128 + padded)
+                    tl.store(ends_ptr + group, at + padded)
             # Names of their own: none may change its type in a branch that a value decides.
             q = quads.times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
             words = to_float8_words(q[0], q[1], q[2], q[3], MANTISSA, HARDWARE)
@@ -301,7 +293,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             bytes_ |= tl.where(r2 < size, 0xFF0000, 0) | tl.where(r3 < size, -0x1000000, 0)
             words = words & bytes_.to(tl.uint32, bitcast=True)
             c_t, quad_t = tl.trans(c), tl.trans(quad)
-            to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (part * 32 + quad_t)
+            to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
             inside_t = quad_t < padded // 4
             if not EVEN:
                 inside_t = inside_t & (c_t < Cp)

@@ -1,22 +1,31 @@
 """The amaxes of all rows and columns of a matrix in one read, inside Triton kernels.
 
-A program goes down a strip of columns. Each warp reads rows of its own, many columns of each: so
-the largest of a row is found within a warp, and those of columns stay in registers to the end of
-the strip. That takes a third of the instructions of one tile after the other, without which casts
-would wait for the multiprocessors of an H200 and not for its memory.
+A program goes down a strip of columns, as far as a multiprocessor's share of the matrix reaches:
+amaxes are joined by atomics, of which a GPU does so few per second that small tiles would wait for
+them. A warp reads rows of its own: the largest of a row is found within a warp, and those of
+columns stay in registers to the end of the strip.
 """
 
 from float8.kernels.amax import float32_bits, magnitude_bits
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load
 
-NUM_WARPS = 4
+NUM_WARPS = 16
 
-BLOCK_R = 4
-"""Rows that a program reads at a time, one by each warp."""
+BLOCK_R = 32
+"""Rows that a program reads at a time, two by each warp."""
 
-CHUNK_BYTES = 512
-"""Of a row, that a warp reads at a time: 16 by each thread. A strip is four chunks wide."""
+
+def strips_of(R: int, C: int, itemsize: int, sms: int) -> tuple[int, int, int]:
+    """Share a matrix [R, C] among ``sms`` multiprocessors: (rows, chunk, strips).
+
+    Each program takes so many rows of one of so many strips, each of two chunks of so many columns:
+    16 bytes for each thread of a warp.
+    """
+    chunk = 512 // itemsize
+    strips = -(-C // (2 * chunk))
+    rows = -(-R * strips // sms)
+    return -(-rows // BLOCK_R) * BLOCK_R, chunk, strips
 
 
 @jit
@@ -40,39 +49,27 @@ def measure_strip(  # type: ignore[no-untyped-def]
     """Measure the rows from ``begin`` to ``end``, in the columns of this strip."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     # 64-bit, so that offsets are.
-    c0 = (strip * (4 * BLOCK_C) + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-    c1, c2, c3 = c0 + BLOCK_C, c0 + 2 * BLOCK_C, c0 + 3 * BLOCK_C
+    c0 = (strip * (2 * BLOCK_C) + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+    c1 = c0 + BLOCK_C
     m0 = magnitude_bits(tl.zeros((BLOCK_R, BLOCK_C), element))
-    m1, m2, m3 = m0, m0, m0
-    row = begin
+    m1, row = m0, begin
     while row < end:  # Triton's interpreter (3.6) takes no range of tensors
         # The last row again where there are no more: that raises nothing.
         r = tl.minimum(row + tl.arange(0, BLOCK_R), end - 1).to(tl.int64)[:, None]
         at = x_ptr + r * stride_r
         b0 = magnitude_bits(load(at + c0 * stride_c, c0 < C, EVEN))
         b1 = magnitude_bits(load(at + c1 * stride_c, c1 < C, EVEN))
-        b2 = magnitude_bits(load(at + c2 * stride_c, c2 < C, EVEN))
-        b3 = magnitude_bits(load(at + c3 * stride_c, c3 < C, EVEN))
         if OF_ROWS:
-            largest = tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3))
-            largest = tl.max(float32_bits(largest, element), axis=1, keep_dims=True)
+            largest = float32_bits(tl.max(tl.maximum(b0, b1), axis=1, keep_dims=True), element)
             tl.atomic_max(of_row_ptr + r, largest, sem="relaxed")
         if OF_COLUMNS or OF_ALL:
             m0, m1 = tl.maximum(m0, b0), tl.maximum(m1, b1)
-            m2, m3 = tl.maximum(m2, b2), tl.maximum(m3, b3)
         row += BLOCK_R
     if OF_COLUMNS:
-        _raise_columns(of_column_ptr, m0, c0, C, element)
-        _raise_columns(of_column_ptr, m1, c1, C, element)
-        _raise_columns(of_column_ptr, m2, c2, C, element)
-        _raise_columns(of_column_ptr, m3, c3, C, element)
+        of0 = float32_bits(tl.max(m0, axis=0, keep_dims=True), element)
+        of1 = float32_bits(tl.max(m1, axis=0, keep_dims=True), element)
+        tl.atomic_max(of_column_ptr + c0, of0, mask=c0 < C, sem="relaxed")
+        tl.atomic_max(of_column_ptr + c1, of1, mask=c1 < C, sem="relaxed")
     if OF_ALL:
-        largest = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
-        largest = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), element)
-        tl.atomic_max(of_row_ptr, largest, sem="relaxed")
-
-
-@jit
-def _raise_columns(of_column_ptr, bits, c, C, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    largest = tl.max(float32_bits(bits, element), axis=0, keep_dims=True)
-    tl.atomic_max(of_column_ptr + c, largest, mask=c < C, sem="relaxed")
+        largest = tl.max(tl.max(tl.maximum(m0, m1), axis=1), axis=0)
+        tl.atomic_max(of_row_ptr, float32_bits(largest, element), sem="relaxed")
