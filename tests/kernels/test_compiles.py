@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.formats import ceil16
-from float8.kernels import cast_groups
+from float8.kernels import cast_groups, strips
 from float8.kernels import grouped_matmul as grouped_gemm
 from float8.kernels.runtime import ops
 from float8.kernels.runtime.launch import Launch, Program, Slot
@@ -191,7 +191,7 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(cast_groups, "has_float8_conversion", lambda _: True)
-    for module in (cast_groups, grouped_gemm):
+    for module in (strips, grouped_gemm):
         monkeypatch.setattr(module, "sm_count", lambda _: 132)
     run = lambda *args, **more: launched.append(current[-1])  # noqa: E731
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)

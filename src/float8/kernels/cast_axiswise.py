@@ -25,7 +25,7 @@ from float8.kernels.cast_kernel import (
     reads_along_rows,
 )
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_bits, to_float32
-from float8.kernels.runtime.device import has_float8_conversion, sm_count
+from float8.kernels.runtime.device import has_float8_conversion
 from float8.kernels.runtime.launch import Launch, Program, Slot, empty, new, planned
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
@@ -86,8 +86,7 @@ def _program(x: Slot, *wanted: Any) -> Callable[[Tensor], list[Tensor]]:
     asked = makes != ABSENT, makes_across != ABSENT
     measure = _measuring(x, amaxes, integers, *asked)
     # Half the tile of a cast under one scale: two scales for each element take more registers.
-    # Few threads, as each works out the scales of its rows.
-    tiles = ((64, 128, 4), (64, 64, 4), (32, 64, 4)) if asked[1] else ALONG_ALONE
+    tiles = ((64, 128, 8), (64, 64, 4), (32, 64, 4)) if asked[1] else ALONG_ALONE
     slots, constants = (x, amaxes, *along, *across), (makes, makes_across, *how)
     cast = tiled(_cast_axiswise_kernel, tiles, x.device, slots, integers, constants)
     return Program([x], parts, [measure, cast])
@@ -111,8 +110,8 @@ def _measuring(
 ) -> Launch:
     """Plan the kernel that measures; its programs go down strips."""
     R, C, *_ = integers
-    rows, chunk, across = strips.strips_of(R, C, x.dtype.itemsize, sm_count(x.device))
-    constants = (of_rows, of_columns, C % (2 * chunk) == 0, strips.BLOCK_R, chunk)
+    rows, block_c, across = strips.strips_of(x, R, C)
+    constants = (of_rows, of_columns, C % block_c == 0, strips.BLOCK_R, block_c)
     slots, integers, programs = (x, amaxes), (*integers, rows), -(-R // rows) * across
     return Launch(_measure_kernel, programs, slots, integers, constants, strips.NUM_WARPS)
 
@@ -166,7 +165,7 @@ def _measure_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    across = tl.cdiv(C, 2 * BLOCK_C)
+    across = tl.cdiv(C, BLOCK_C)
     walk = tile_of_program()
     begin = walk // across * rows
     end = tl.minimum(begin + rows, R)

@@ -17,7 +17,7 @@ from float8.kernels.cast import check_cast, to_float8
 from float8.kernels.cast_finer import cast_finer
 from float8.kernels.cast_kernel import mantissa
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words
-from float8.kernels.runtime.device import has_float8_conversion, launching_on, sm_count
+from float8.kernels.runtime.device import has_float8_conversion, launching_on
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load
@@ -154,17 +154,17 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
     # The bits of amaxes: of rows, then of columns of each group, or of groups.
     amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    rows, chunk, across = strips.strips_of(R, C, x.element_size(), sm_count(x.device))
+    rows, block_c, across = strips.strips_of(x, R, C)
     # Each tile lies within one group, the last one being that of all other rows.
-    tall, tiles = (R + 127 * (E + 1)) // rows + E + 1, -(-R // _BLOCK_R) + 2 * E + 1
+    tall, tiles = (-(-R // n) + 2 * E + 1 for n in (rows, _BLOCK_R))
     data, scale = out[:2] if row else (x, amaxes)
     data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
     measure: Any = _measure_groups_kernel
     cast: Any = _cast_groups_kernel
     with launching_on(x.device):
         measure[(tall * across,)](
-            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % (2 * chunk) == 0, groups,
-            strips.BLOCK_R, chunk, num_warps=strips.NUM_WARPS,
+            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
+            strips.BLOCK_R, block_c, num_warps=strips.NUM_WARPS,
         )  # fmt: skip
         cast[(tiles * -(-C // _BLOCK_C),)](
             x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
@@ -215,7 +215,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    across = tl.cdiv(C, 2 * BLOCK_C)
+    across = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
     end = tl.minimum(row + rows, size)

@@ -1,31 +1,30 @@
 """The amaxes of all rows and columns of a matrix in one read, inside Triton kernels.
 
-A program goes down a strip of columns, as far as a multiprocessor's share of the matrix reaches:
-amaxes are joined by atomics, of which a GPU does so few per second that small tiles would wait for
-them. A warp reads rows of its own: the largest of a row is found within a warp, and those of
-columns stay in registers to the end of the strip.
+A program goes down a strip, one tile after the other: amaxes of programs are joined by atomics, of
+which a GPU does few per second, and those of columns are due once for each strip.
 """
 
 from float8.kernels.amax import float32_bits, magnitude_bits
+from float8.kernels.runtime.device import sm_count
+from float8.kernels.runtime.launch import Slot
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load
 
-NUM_WARPS = 16
+NUM_WARPS, BLOCK_R, ROW_BYTES = 4, 64, 256
+"""Of a tile: its warps, its rows, and the bytes of each."""
 
-BLOCK_R = 32
-"""Rows that a program reads at a time, two by each warp."""
+MOST_TILES = 8
 
 
-def strips_of(R: int, C: int, itemsize: int, sms: int) -> tuple[int, int, int]:
-    """Share a matrix [R, C] among ``sms`` multiprocessors: (rows, chunk, strips).
+def strips_of(x: Slot, R: int, C: int) -> tuple[int, int, int]:
+    """Share a matrix [R, C]: rows of a program, columns of its strip, how many strips there are.
 
-    Each program takes so many rows of one of so many strips, each of two chunks of so many columns:
-    16 bytes for each thread of a warp.
+    The strips are so short that each multiprocessor has some programs, where that leaves a tile.
     """
-    chunk = 512 // itemsize
-    strips = -(-C // (2 * chunk))
-    rows = -(-R * strips // sms)
-    return -(-rows // BLOCK_R) * BLOCK_R, chunk, strips
+    block_c = ROW_BYTES // x.dtype.itemsize
+    strips = -(-C // block_c)
+    tiles = -(-R // BLOCK_R) * strips // (8 * sm_count(x.device))
+    return BLOCK_R * min(max(tiles, 1), MOST_TILES), block_c, strips
 
 
 @jit
@@ -44,32 +43,28 @@ def measure_strip(  # type: ignore[no-untyped-def]
     OF_ALL: tl.constexpr,  # neither of both, but the largest of all
     EVEN: tl.constexpr,  # strips fill the columns exactly
     BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,  # columns of a chunk
+    BLOCK_C: tl.constexpr,
 ):
     """Measure the rows from ``begin`` to ``end``, in the columns of this strip."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     # 64-bit, so that offsets are.
-    c0 = (strip * (2 * BLOCK_C) + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-    c1 = c0 + BLOCK_C
-    m0 = magnitude_bits(tl.zeros((BLOCK_R, BLOCK_C), element))
-    m1, row = m0, begin
+    c = (strip * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    x_ptr += c[None, :] * stride_c
+    largest = magnitude_bits(tl.zeros((BLOCK_R, BLOCK_C), element))
+    row = begin
     while row < end:  # Triton's interpreter (3.6) takes no range of tensors
         # The last row again where there are no more: that raises nothing.
-        r = tl.minimum(row + tl.arange(0, BLOCK_R), end - 1).to(tl.int64)[:, None]
-        at = x_ptr + r * stride_r
-        b0 = magnitude_bits(load(at + c0 * stride_c, c0 < C, EVEN))
-        b1 = magnitude_bits(load(at + c1 * stride_c, c1 < C, EVEN))
+        r = tl.minimum(row + tl.arange(0, BLOCK_R), end - 1).to(tl.int64)
+        bits = magnitude_bits(load(x_ptr + r[:, None] * stride_r, c[None, :] < C, EVEN))
         if OF_ROWS:
-            largest = float32_bits(tl.max(tl.maximum(b0, b1), axis=1, keep_dims=True), element)
-            tl.atomic_max(of_row_ptr + r, largest, sem="relaxed")
+            of_rows = float32_bits(tl.max(bits, axis=1), element)
+            tl.atomic_max(of_row_ptr + r, of_rows, sem="relaxed")
         if OF_COLUMNS or OF_ALL:
-            m0, m1 = tl.maximum(m0, b0), tl.maximum(m1, b1)
+            largest = tl.maximum(largest, bits)
         row += BLOCK_R
     if OF_COLUMNS:
-        of0 = float32_bits(tl.max(m0, axis=0, keep_dims=True), element)
-        of1 = float32_bits(tl.max(m1, axis=0, keep_dims=True), element)
-        tl.atomic_max(of_column_ptr + c0, of0, mask=c0 < C, sem="relaxed")
-        tl.atomic_max(of_column_ptr + c1, of1, mask=c1 < C, sem="relaxed")
+        of_columns = float32_bits(tl.max(largest, axis=0), element)
+        tl.atomic_max(of_column_ptr + c, of_columns, mask=c < C, sem="relaxed")
     if OF_ALL:
-        largest = tl.max(tl.max(tl.maximum(m0, m1), axis=1), axis=0)
-        tl.atomic_max(of_row_ptr, float32_bits(largest, element), sem="relaxed")
+        bits = float32_bits(tl.max(tl.max(largest, axis=1), axis=0), element)
+        tl.atomic_max(of_row_ptr, bits, sem="relaxed")
