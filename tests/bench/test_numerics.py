@@ -78,7 +78,7 @@ def test_gradients_too_small_for_float32_to_square() -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_casts_of_columns_are_those_of_the_transposed_tensor(recipe: str) -> None:
     x = torch.randn(200, 136) * torch.logspace(0, -6, 136)
-    row, col = (cast for cast in casts_of(of_recipe(recipe)) if cast.role == "input")
+    row, col = (cast for cast in casts_of(of_recipe(recipe)) if cast.role == "grad_output")
     there, back = measure_cast(x, col), measure_cast(x.t().contiguous(), row)
     torch.testing.assert_close(there, back, rtol=1e-12, atol=0)
     assert not torch.equal(measure_cast(x, col), measure_cast(x, row))

@@ -5,6 +5,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ CASTS: dict[str, tuple[Any, ...]] = {
     "tensorwise": ((X8, W8), (G8, W8), (G8, X8)),
     "rowwise": (((ROW,), (ROW,)),) * 3,
     "rowwise_with_gw_hp": (((ROW,), (ROW,)), ((ROW,), W8), (None, None)),
-    "blockwise": (((RUN,), (SQUARE,)), ((RUN,), (SQUARE,)), ((RUN,), (RUN,))),
+    "blockwise": (((RUN,), (SQUARE,)),) * 3,
 }
 """Arguments of `reference_values`; None: in high precision."""
 
@@ -158,6 +159,8 @@ def test_against_high_precision(device: str, recipe: str, dtype: torch.dtype) ->
 
 WIDE, FINE = CastConfig(target_dtype=E5M2), CastConfig(target_dtype=E4M3)
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+RUNS = CastConfig(scaling_granularity=ScalingGranularity.BLOCK_1x128)
+DEEPSEEK = replace(of_recipe("blockwise"), cast_config_input_for_grad_weight=RUNS)
 
 
 @on_devices
@@ -178,8 +181,9 @@ ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
         ),
         (mixed(WIDE, WIDE, DYNAMIC, emulate=True), ((G8, G8),) * 3),
         (mixed(ROWS, DYNAMIC, DYNAMIC), (((ROW,), W8), (G8, W8), (G8, (ROW,)))),
+        (DEEPSEEK, (((RUN,), (SQUARE,)), ((RUN,), (SQUARE,)), ((RUN,), (RUN,)))),
     ],
-    ids=["formats", "second uses", "e5m2 alone, emulated", "rows of the input alone"],
+    ids=["formats", "second uses", "e5m2 alone, emulated", "rows of the input", "DeepSeek's"],
 )
 def test_each_cast_is_as_configured(device: str, config, casts) -> None:
     x, w, g = tensors(48, 64, 32, torch.float32, device)

@@ -77,7 +77,9 @@ class Float8LinearRecipeName(enum.Enum):
 
     BLOCKWISE = "blockwise"
     """Dynamic scaling, a scale per 1x128 elements of input and grad_output and per 128x128 of the
-    weight; e4m3 everywhere (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
+    weight, and of the input for grad_weight; e4m3 everywhere. DeepSeek-V3 (arXiv 2412.19437,
+    section 3.3) has 1x128 there, too, whose GEMM is slower on Hopper: set
+    `cast_config_input_for_grad_weight` to `cast_config_input`."""
 
 
 class Float8Weights(enum.Enum):
@@ -329,6 +331,7 @@ class Float8LinearConfig:
 
 _delayed, _high = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED)
 _rows, _runs = CastConfig(scaling_granularity=_A), CastConfig(scaling_granularity=_B1)
+_squares = CastConfig(scaling_granularity=_B2)
 _rowwise = Float8LinearConfig(
     cast_config_input=_rows,
     cast_config_weight=_rows,
@@ -350,7 +353,8 @@ RECIPES: dict[str, Float8LinearConfig] = {
     ),
     "blockwise": Float8LinearConfig(
         cast_config_input=_runs,
-        cast_config_weight=CastConfig(scaling_granularity=_B2),
+        cast_config_input_for_grad_weight=_squares,
+        cast_config_weight=_squares,
         cast_config_grad_output=_runs,
     ),
 }

@@ -145,10 +145,11 @@ def scales_of(
 def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Operand:
     """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
 
-    Under a compiler `x` is cast by plain torch code before it is transposed: so the compiler need
-    not keep `x` from forward to backward, but can make it again from what it keeps anyway, say an
+    Under one scale a compiler casts `x` by plain torch code before it is transposed: so it need not
+    keep `x` from forward to backward, but can make it again from what it keeps anyway, say an
     activation function from its input, in the kernel that casts. It then casts what that kernel
-    has before it rounds to the dtype of `x`.
+    has before it rounds to the dtype of `x`. Under finer scales it makes `x`, and our kernel casts
+    that: its own kernels for the amaxes of columns take longer than to write `x` and read it.
 
     Args:
         x: as for `quantize`; or the bytes that the cast before made, of which a compiler then keeps
@@ -161,7 +162,7 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Operand:
     if spec.granularity.one_scale and torch.compiler.is_compiling():
         row = Operand(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
         return columns(row, spec)
-    return quantize(x.detach(), Cast(spec).known(scale), col=True, traced=True).col
+    return quantize(x.detach(), Cast(spec).known(scale), col=True).col
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
