@@ -65,7 +65,7 @@ def test_a_section_has_picture_table_failures_and_source(
         "Failed, and so not measured: torchao rowwise, graphed.",
         "",
     ]
-    with pytest.raises(ValueError, match="x.json: expected rows with 'us', got recipe, mode, ms"):
+    with pytest.raises(ValueError, match=r"x\.json: expected rows with 'us', got recipe, mode, ms"):
         tables.written(section._replace(columns={"us": ("us", 1)}))
 
 

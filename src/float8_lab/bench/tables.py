@@ -59,13 +59,13 @@ _FSDP: Columns = {
     "GiB": ("peak_gib", 2),
 }
 _FLOOR: Columns = {
-    "sum, ms": ("sum", 1),
-    "GEMMs": ("gemms", 1),
-    "attention": ("attention", 1),
-    "casts": ("casts", 1),
-    "all else": ("else", 1),
-    "floor": ("floor", 1),
-    "above the floor": ("above_floor", 2),
+    "sum, ms": ("sum_ms", 1),
+    "GEMMs": ("gemms_ms", 1),
+    "attention": ("attention_ms", 1),
+    "casts": ("casts_ms", 1),
+    "all else": ("else_ms", 1),
+    "floor": ("floor_sum_ms", 1),
+    "above it": ("above_floor", 2),
 }
 _WHOLE = "{size}: steps of training"
 _BLOCKS = "{size}: forward + backward"
@@ -157,7 +157,7 @@ def pivot(section: Section, results: Results) -> list[str]:
         peer, _, recipe = row["recipe"].partition(" ")
         version = results["environment"].get(peer)
         named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
-        names = tuple(named.get(name) or "" for name in section.names)
+        names = tuple(str(named.get(name) or "") for name in section.names)
         if not modes or row["mode"] in modes:
             found.setdefault(names, {})[row["mode"] if modes else ""] = row
     lines = []
