@@ -185,7 +185,7 @@ def test_the_plot_of_a_training(tmp_path: Path) -> None:
     results: Any = {"settings": about, "environment": {"device": "GPU"}, "rows": [{"recipe": "x"}]}
     with pytest.raises(ValueError, match="plot: got results without memory, expected those of a"):
         picture.plot_results(results, tmp_path / "x.png")
-    numbers = {"tokens_per_s_per_gpu": 9e3, "peak_gib": 70.0}
+    numbers = {"tokens_per_s_per_gpu": 9e3, "peak_gib": 70.0, "ms": 1.0, "speedup": 1.0}
     results["rows"] += [{"recipe": r, **numbers} for r in ("bf16", "torchao tensorwise", "rowwise")]
     picture.plot_results(results, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What is written from results files: tables, the picture of README.md, limits of size."""
+"""What is written from results files: tables, limits of size."""
 
 import json
 from pathlib import Path
@@ -6,36 +6,72 @@ from pathlib import Path
 import pytest
 
 from float8.convert.smallest import SMALLEST
-from float8_lab.bench import limits, picture, tables
+from float8_lab.bench import limits, tables
 from float8_lab.cli.main import main
 
 
 def test_the_pages_are_up_to_date(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {page for page, _ in tables.SECTIONS} == {tables.README, tables.PERFORMANCE}
+    assert {section.page for section in tables.SECTIONS} == {tables.README, tables.PERFORMANCE}
     assert main(["bench", "tables", "--check"]) == 0, "run float8 bench tables"
     before = tables.PERFORMANCE.read_text()
-    monkeypatch.setitem(tables._STEP, "ms", ("ms", 3))
+    monkeypatch.setitem(tables._FSDP, "ms", ("ms", 3))
     assert main(["bench", "tables", "--check"]) == 1
-    assert "README.md and performance.md: not up to date" in capsys.readouterr().err
+    assert "performance.md: not up to date" in capsys.readouterr().err
     assert before == tables.PERFORMANCE.read_text()
+
+
+def test_a_section_has_picture_table_failures_and_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    columns = {"ms": ("ms", 1), "GiB": ("peak_gib", 2), "drift, %": ("drift", 1)}
+    about = "{size}, {ranks} GPU"
+    section = tables.Section(tmp_path / "page.md", "x", "x", about, columns)
+    assert tables.written(section) == f"\n{tables.NOT_YET}\n\n"
+
+    rows = [
+        {"recipe": "bf16", "mode": "eager", "ms": 1234.56, "drift": -1.25, "peak_gib": None},
+        {"recipe": "bf16", "mode": "graphed", "ms": 0.96, "drift": 0.5},
+        {"recipe": "torchao rowwise", "mode": "eager", "ms": 2, "drift": 0},
+        {"recipe": "torchao rowwise", "mode": "graphed", "left_out": "Error: no graphs"},
+    ]
+    made = "float8 bench model --model 1b -o /a/x.json --plot x.png"
+    environment = {"device": "H200", "torch": "2.11", "git_commit": "0123456789-dirty"}
+    environment |= {"command": made, "torchao": "0.17.0"}
+    settings = {"model": "1b", "blocks": None, "batch": 2, "seq_len": 64, "ranks": 1}
+    results = {"environment": environment, "settings": settings, "rows": rows}
+    (tmp_path / "x.json").write_text(json.dumps(results))
+    (tmp_path / "x.png").touch()
+    assert tables.written(section).splitlines() == [
+        "",
+        "![The whole 1b, 2 x 64 tokens, 1 GPU](x.png)",
+        "",
+        "**The whole 1b, 2 x 64 tokens, 1 GPU**",
+        "",
+        "| recipe                 | graphed ms | drift, % | eager ms | drift, % |",
+        "| ---------------------- | ---------: | -------: | -------: | -------: |",
+        "| bf16                   |        1.0 |      0.5 |  1,234.6 |     -1.2 |",
+        "| torchao 0.17.0 rowwise |            |          |      2.0 |      0.0 |",
+        "",
+        "H200, torch 2.11, commit 0123456-dirty. Results in",
+        "[x.json](x.json), by",
+        "",
+        "```bash",
+        "float8 bench model --model 1b",
+        "```",
+        "",
+        "Failed, and so not measured: torchao rowwise, graphed.",
+        "",
+    ]
+    with pytest.raises(ValueError, match=r"x\.json: expected rows with 'us', got recipe, mode, ms"):
+        tables.written(section._replace(columns={"us": ("us", 1)}))
 
 
 def test_the_markers_must_be_there() -> None:
     with pytest.raises(ValueError, match="page: expected the lines"):
         tables.updated("no markers", "begin", "end", "table")
-
-
-def test_the_picture_is_up_to_date() -> None:
-    image = pytest.importorskip("PIL.Image").open(picture.PICTURE)
-    what = picture.shown(picture.RESULTS)
-    assert min(len(what["points"]), len(what["curves"])) > 2
-    remedy = "run python -m float8_lab.bench.picture"
-    assert json.loads(image.text[picture.SHOWN]) == what, remedy
-    assert all(
-        f"[{name}]" in picture.ROOT.joinpath("README.md").read_text() for name in picture.FILES
-    )
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

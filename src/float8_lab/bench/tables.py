@@ -2,18 +2,18 @@
 
 And the estimates of `float8 plan`, which the wheel has.
 
-The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. Those of plain models
-are older: scripts wrote them, which are `float8 bench model` today.
+The files are what `float8 bench ... -o benchmarks/results/NAME.json` wrote. `SECTIONS` says which
+of their rows and columns go where; a page has the markers between which they are written.
 """
 
 import json
 import os
 import re
+import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from float8_lab.bench.estimate import STORED, packed
 
@@ -22,19 +22,72 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-PLAIN = RESULTS / "plain-rebuild.json"
+NOT_YET = "Not measured yet."
 WIDTH = 96  # of a command, which goes on in the next line
-REMOVED = ("speculative",)  # recipes that results files of former versions have
 
 Row = dict[str, Any]
 Results = dict[str, Any]
 Columns = Mapping[str, tuple[str, int]]  # key and digits of each heading
 
-_STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
-_SMALL = {**_STEP, "ms": ("ms", 2)}
-_LINEAR = {"ms": ("ms", 2), "speedup": ("speedup", 2), "GEMMs alone, ms": ("floor_ms", 2)}
-_RANKS = {"ms": ("ms", 1), "tokens/s": ("tokens_per_s", 0), "speedup": ("speedup", 2)}
-_RANKS |= {"sent GB": ("sent_gb", 2), "exposed ms": ("exposed_ms", 1), "GiB": ("peak_gib", 2)}
+
+class Section(NamedTuple):
+    """What stands between two markers of a page: a picture, a table, and where they come from."""
+
+    page: Path
+    name: str  # of the markers
+    file: str  # in `RESULTS`, without .json; a picture of that name, if there is one, comes first
+    title: str  # with settings in braces; `size` is model and tokens
+    columns: Columns  # of each mode; rows without the first one are left out
+    names: Sequence[str] = ("recipe",)  # what tells rows apart
+    modes: Sequence[str] = ("compiled", "graphed", "eager")
+
+
+_SPEED: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2)}
+_STEP = {**_SPEED, "peak GiB": ("peak_gib", 2)}
+_TRAIN: Columns = {
+    "tokens/s": ("tokens_per_s_per_gpu", 0),
+    "speedup": ("speedup", 2),
+    "peak GiB": ("peak_gib", 1),
+    "first step, s": ("first_step_s", 0),
+    "drift, %": ("drift_percent", 1),
+}
+_FSDP: Columns = {
+    "ms": ("ms", 1),
+    "tokens/s": ("tokens_per_s", 0),
+    "speedup": ("speedup", 2),
+    "gathered MB": ("gathered_mb", 0),
+    "GiB": ("peak_gib", 2),
+}
+_FLOOR: Columns = {
+    "sum, ms": ("sum_ms", 1),
+    "GEMMs": ("gemms_ms", 1),
+    "attention": ("attention_ms", 1),
+    "casts": ("casts_ms", 1),
+    "all else": ("else_ms", 1),
+    "floor": ("floor_sum_ms", 1),
+    "above it": ("above_floor", 2),
+}
+_WHOLE = "{size}: steps of training"
+_BLOCKS = "{size}: forward + backward"
+_SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps with AdamW"
+_SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
+_GATHERS = ("recipe", "gather")
+
+SECTIONS = (
+    Section(README, "whole model", "h200-train-1b", _WHOLE, _TRAIN),
+    Section(README, "8B blocks", "h200-stack-8b", _BLOCKS, _STEP, modes=("compiled",)),
+    Section(PERFORMANCE, "whole model", "h200-train-1b", _WHOLE, _TRAIN),
+    Section(PERFORMANCE, "8B blocks", "h200-stack-8b", _BLOCKS, _STEP),
+    Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
+    Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
+    Section(PERFORMANCE, "floor", "h200-floor", _BLOCKS, _FLOOR),
+    Section(PERFORMANCE, "small model", "h200-small-150m", _BLOCKS, _SPEED),
+    Section(PERFORMANCE, "LoRA", "h200-train-lora", f"{_WHOLE}, LoRA", _TRAIN),
+    Section(PERFORMANCE, "FSDP2", "h200-fsdp-llama3-8b", _SHARDED, _FSDP, _GATHERS),
+    Section(PERFORMANCE, "FSDP2, finer", "h200-fsdp-finer", _SHARDED, _FSDP, _GATHERS),
+    Section(PERFORMANCE, "TP on 2", "h200-tp-llama3-70b", _SHARED, _SPEED),
+    Section(PERFORMANCE, "TP on 4", "h200-tp-llama3-70b-4", _SHARED, _SPEED),
+)
 
 
 def write_tables(only_check: bool) -> list[Path]:
@@ -46,10 +99,10 @@ def write_tables(only_check: bool) -> list[Path]:
     for page in (README, PERFORMANCE, STORED):
         old = page.read_text()
         new = packed(RESULTS) if page == STORED else old
-        for (where, name), write in SECTIONS.items():
-            if where == page:
-                begin = f"<!-- {name}: written by float8 bench tables -->"
-                new = updated(new, begin, f"<!-- end of {name} -->", f"\n{write(page)}\n")
+        for section in SECTIONS:
+            if section.page == page:
+                begin = f"<!-- {section.name}: written by float8 bench tables -->"
+                new = updated(new, begin, f"<!-- end of {section.name} -->", written(section))
         if new != old:
             changed.append(page)
             page.write_text(old if only_check else new)
@@ -65,125 +118,52 @@ def updated(text: str, begin: str, end: str, content: str) -> str:
     return f"{before}{begin}\n{content}{end}\n{after}"
 
 
-def plain(
-    page: Path, commit: str, how: str, what: Sequence[str] = ("8B stack",), but: str | None = None
-) -> str:
-    """Plain models in the run of exactly this commit, `but` for one recipe.
-
-    `how`: options that measure them today.
-    """
-    runs: list[Results] = json.loads(PLAIN.read_text())["runs"]
-    (run,) = (
-        run
-        for run in runs
-        if run["environment"]["commit"] == commit
-        and {*what} <= {row["what"] for row in run["rows"]}
-    )
-    # "tensorwise@torchao" -> "torchao tensorwise"
-    rows = [
-        {**row, "recipe": " ".join(reversed(row["recipe"].split("@"))), "layers": name}
-        for name in what
-        for row in run["rows"]
-        if row["what"] == name and row["recipe"] != but
-    ]
-    one = len(what) == 1
-    lines = pivot(rows, run, _STEP if one else _SMALL, ("layers", "recipe")[one:])
-    return "\n".join([*lines, "", *source(run, PLAIN, page, f"float8 bench model {how}")])
+def written(section: Section) -> str:
+    """Return the content of a section; `NOT_YET` if its file is not there."""
+    path = RESULTS / f"{section.file}.json"
+    if not path.exists():
+        return f"\n{NOT_YET}\n\n"
+    results = json.loads(path.read_text())
+    about = results.get("settings", {})
+    if "model" in about:
+        blocks = f"{n} block{'s' * (n > 1)} of " if (n := about["blocks"]) else "the whole "
+        about["size"] = blocks + "{model}, {batch} x {seq_len} tokens".format(**about)
+    title = section.title.format(**about)
+    title = title[0].upper() + title[1:]
+    parts = [[f"**{title}**"], pivot(section, results), *source(results, path, section.page)]
+    if (picture := path.with_suffix(".png")).exists():
+        parts.insert(0, [f"![{title}]({os.path.relpath(picture, section.page.parent)})"])
+    failed = [row for row in results["rows"] if row.get("left_out")]
+    if failed:
+        names = (", ".join(filter(None, (row["recipe"], row.get("mode")))) for row in failed)
+        parts.append(textwrap.wrap(f"Failed, and so not measured: {'; '.join(names)}.", 116))
+    return "\n" + "\n\n".join("\n".join(part) for part in parts) + "\n\n"
 
 
-def tables(page: Path) -> str:
-    """Return all tables, sorted by the names of their files."""
-    parts = []
-    shown = {"model": model_table, "block": model_table, "fsdp": ranks_table, "tp": ranks_table}
-    shown |= {"linear": linear_table, "cast": cast_line}
-    for name, show in shown.items():
-        for path in sorted(RESULTS.glob("*.json")):
-            results = json.loads(path.read_text())
-            if results.get("benchmark") == name:
-                parts += [*show(results), "", *source(results, path, page)]
-                if "note" in results:
-                    parts += [*textwrap.wrap(results["note"], 116), ""]
-    return "\n".join(parts)
-
-
-def _title(results: Results, before: str, after: str) -> str:
-    size = results["settings"]
-    blocks = f"{size['blocks']} block{'' if size['blocks'] == 1 else 's'} of {size['model']}"
-    return f"**{blocks}, {before}{size['batch']} x {size['seq_len']} tokens{after}**"
-
-
-def model_table(results: Results) -> list[str]:
-    """Return a row per recipe, compiled and eager."""
-    after = ", forward + backward"
-    microbatches = results["settings"].get("microbatches", 1)  # older files lack it
-    after += f" of {microbatches} microbatches" if microbatches > 1 else ""
-    after += " + AdamW" if results["settings"].get("optimizer") else ""
-    table = pivot(results["rows"], results, _STEP, ("recipe", "keep"))
-    return [_title(results, "", after), "", *table]
-
-
-def ranks_table(results: Results) -> list[str]:
-    """Return a row per recipe, mode and gather."""
-    sharded, ranks = results["benchmark"] == "fsdp", results["settings"]["ranks"]
-    before = f"{'FSDP2' if sharded else 'tensor and sequence parallel'} on {ranks} ranks, "
-    after = " each, forward + backward + AdamW" if sharded else ", forward + backward"
-    rows = []
-    for row in results["rows"]:
-        if "ms" in row:
-            name = row["recipe"] + (", eager" if row["mode"] == "eager" else "")
-            sent = (row["gathered_mb"] + row["reduce_scattered_mb"]) / 1e3
-            rows.append({**row, "recipe": name, "mode": "", "sent_gb": sent})
-    lines = pivot(rows, results, _RANKS, ("recipe", "gather", "keep"), ("",))
-    return [_title(results, before, after), "", *lines]
-
-
-def linear_table(results: Results) -> list[str]:
-    """Return a row per shape set and recipe: the set's sums, or its only shape."""
-    rows = results["rows"]
-    several = {row["set"] for row in rows if row["M"] == "sum"}
-    sums = [
-        {**row, "layers": row["set"] if row["M"] == "sum" else "{M} x {K} x {N}".format(**row)}
-        for row in rows
-        if row["M"] == "sum" or row["set"] not in several
-    ]
-    title = "**Linear layers one by one, forward + backward, summed over each set of shapes**"
-    return [title, "", *pivot(sums, results, _LINEAR, ("layers", "recipe"))]
-
-
-def cast_line(results: Results) -> list[str]:
-    """Return how near to copy bandwidth the casts to both GEMM layouts come."""
-    ranges = []
-    for case, what in (("cast", "one scale"), ("rowwise", "row scales"), ("1x128", "1x128 blocks")):
-        shares = [row["of_copy"] for row in results["rows"] if row["case"] == f"{case} row+col"]
-        if shares:
-            ranges.append(f"{min(shares):.2f} to {max(shares):.2f} with {what}")
-    return ["Of copy bandwidth, casts to both GEMM layouts reach", f"{', '.join(ranges)}."]
-
-
-def pivot(
-    rows: Iterable[Row],
-    results: Results,
-    columns: Columns,
-    names: Sequence[str] = ("recipe",),
-    modes: Sequence[str] = ("compiled", "eager"),
-) -> list[str]:
+def pivot(section: Section, results: Results) -> list[str]:
     """Return a table: a line for each of the `names`, columns of each mode; peers with versions."""
-    first, *others = columns
-    heads = ["kept" if name == "keep" else name for name in names]
-    for mode in modes:
+    first, *others = section.columns
+    key, _ = section.columns[first]
+    rows = [row for row in results["rows"] if row.get(key) is not None]
+    if not rows:
+        has = ", ".join(results["rows"][0])
+        raise ValueError(f"{section.file}.json: expected rows with {key!r}, got {has}")
+    modes = [mode for mode in section.modes if any(row.get("mode") == mode for row in rows)]
+    heads = list(section.names)
+    for mode in modes or [""]:
         heads += [f"{mode} {first}".strip(), *others]
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        if row["recipe"] not in REMOVED and "ms" in row:
-            peer, _, recipe = row["recipe"].partition(" ")
-            version = results["environment"].get(peer)
-            named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
-            key = tuple(named.get(name) or "" for name in names)
-            found.setdefault(key, {})[row["mode"]] = row
-    lines = [
-        [*key, *(number(of.get(mode, {}), *each) for mode in modes for each in columns.values())]
-        for key, of in found.items()
-    ]
+        peer, _, recipe = row["recipe"].partition(" ")
+        version = results["environment"].get(peer)
+        named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
+        names = tuple(str(named.get(name) or "") for name in section.names)
+        if not modes or row["mode"] in modes:
+            found.setdefault(names, {})[row["mode"] if modes else ""] = row
+    lines = []
+    for names, of in found.items():
+        rows = [of.get(mode, {}) for mode in modes or [""]]
+        lines.append([*names, *(number(x, *c) for x in rows for c in section.columns.values())])
     return table(heads, lines)
 
 
@@ -198,24 +178,27 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     for i, column in enumerate(zip(heads, *rows, strict=True)):
         if any(column[1:]):
             width = max(map(len, column))
-            texts = all(not cell or not cell[0].isdigit() for cell in column[1:]) or i == 0
+            texts = not any(re.match(r"-?\d", cell) for cell in column[1:]) or i == 0
             aligned = [cell.ljust(width) if texts else cell.rjust(width) for cell in column]
             rule = "-" * width if texts else "-" * (width - 1) + ":"
             padded.append([aligned[0], rule, *aligned[1:]])
     return [f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)]
 
 
-def source(results: Results, path: Path, page: Path, command: str = "") -> list[str]:
-    """Return where it was measured, and the commands: today's if they are given."""
+def source(results: Results, path: Path, page: Path) -> list[list[str]]:
+    """Return where it was measured, and the command without the files that it wrote."""
     environment = results["environment"]
-    commands = (command or environment["command"]).split("; ")
-    for recipe in REMOVED:
-        commands = [each.replace(f",{recipe}", "") for each in commands]
-    commit = environment.get("commit", environment.get("git_commit"))
+    words = shlex.split(environment["command"])
+    for option in ("-o", "--output", "--plot"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
+    commit = environment.get("commit") or environment.get("git_commit") or "unknown"
     where = f"{environment['device']}, torch {environment['torch']}"
-    where += f", commit {commit[:7]}" if commit else ""
-    lines = [f"{where}. Results in", f"[{path.name}]({os.path.relpath(path, page.parent)}), by", ""]
-    return [*lines, "```bash", *map(wrapped, commands), "```", ""]
+    # Where sources were changed, the commit ends in -dirty.
+    where += f", commit {commit[:7]}{'-dirty' * commit.endswith('-dirty')}. Results in"
+    link = f"[{path.name}]({os.path.relpath(path, page.parent)}), by"
+    return [[where, link], ["```bash", wrapped(shlex.join(words)), "```"]]
 
 
 def wrapped(command: str) -> str:
@@ -224,45 +207,3 @@ def wrapped(command: str) -> str:
     how = {"break_on_hyphens": False, "break_long_words": False}
     lines = textwrap.wrap(whole, WIDTH - 2, subsequent_indent="    ", **how)  # type: ignore[arg-type]
     return " \\\n".join(lines).replace("\0", " ")
-
-
-_BESIDE = "--mode compiled --peers torchao --rounds 7"
-_FUSED = "tensorwise+fuse,tensorwise+held+fuse,delayed+held+fuse"
-
-SECTIONS: dict[tuple[Path, str], Callable[[Path], str]] = {
-    (README, "plain models"): partial(
-        plain,
-        commit="ca2477b",
-        how="--recipe tensorwise --peers torchao --rounds 7",
-        but="delayed",  # which was another one then
-    ),
-    (PERFORMANCE, "finer scales"): partial(
-        plain,
-        commit="301e755",
-        how="--recipe tensorwise,rowwise,rowwise_with_gw_hp,blockwise --rounds 7",
-    ),
-    (PERFORMANCE, "held and fused"): partial(
-        plain, commit="6b3c701", how=f"--recipe tensorwise,delayed,delayed+fuse,{_FUSED} --rounds 9"
-    ),
-    (PERFORMANCE, "microbatches"): partial(
-        plain,
-        commit="bb167fc",
-        how=f"--mode compiled --microbatches 8 --recipe {_FUSED} --rounds 4",
-        what=("8B stack, 8 microbatches",),
-    ),
-    (PERFORMANCE, "narrow"): partial(
-        plain,
-        commit="9763af4",
-        how=f"--model 1b --blocks 8 {_BESIDE} --recipe tensorwise,delayed,tensorwise+held,"
-        "tensorwise+fuse,delayed+fuse,tensorwise+held+fuse",
-        what=("1b stack",),
-    ),
-    (PERFORMANCE, "small layers"): partial(
-        plain,
-        commit="ca2477b",
-        how=f"--model 150m --blocks 12 --seq-len 2048 --batch 4 --all-layers {_BESIDE}; "
-        f"float8 bench linear --mkn 8192,4096,4096 {_BESIDE}",
-        what=("linear 8192,4096,4096", "150m, every layer"),
-    ),
-    (PERFORMANCE, "performance"): tables,
-}
