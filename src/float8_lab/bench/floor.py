@@ -21,7 +21,7 @@ from float8_lab.bench.variants import Variant, recipe_config
 
 # Short samples after rests, the best of which counts: clocks drop under GEMMs alone, much less in
 # a step, which has other kernels between them.
-_BURSTS, _REST_S = 5, 0.05
+_BURSTS, _BURST_MS, _REST_S = 5, 5.0, 0.05
 
 
 class Rates(NamedTuple):
@@ -68,7 +68,7 @@ def measure_rates(configs: Iterable[Float8LinearConfig | None], device: torch.de
             calls[gemm] = functools.partial(matmul, a, b, gemm=gemm, out_dtype=x.dtype)
     best = {}
     for key, call in calls.items():
-        sample, times = kernel_sampler([call] * 3, device), []
+        sample, times = kernel_sampler([call], device, at_least_ms=_BURST_MS), []
         for _ in range(_BURSTS):
             time.sleep(_REST_S)
             times.append(sample())
@@ -121,8 +121,8 @@ def least_work(
     - column data alone: 5 under scales of columns, else 3, as the scale is known from forward.
 
     Input and grad_output are cast in both layouts at once, where one configuration serves both, and
-    an input once for all layers that read it. Weights are cast in forward to rows and in backward
-    to columns; those that are held, once per step to both.
+    an input once for all layers that read it, as in compiled code. Weights are cast in forward to
+    rows and in backward to columns; those that are held, once per step to both.
     """
     flops: Counter[Gemm | None] = Counter()
     cast_bytes, cast_inputs = 0, set()

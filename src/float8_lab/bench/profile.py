@@ -87,7 +87,8 @@ def profile_step(step: Step, device: torch.device, trace: Path | None = None) ->
     """Run a step that is warm under the profiler: ms of each kind of kernel, and launches.
 
     `transposes` are launches that only transpose float8 bytes; copies of peers are not told apart.
-    On a CPU ops are counted, with the time of the host. All is of one step; a trace has several.
+    On a CPU ops are counted, with the time of the host, to try it: what casts call counts as well,
+    and casts that compiled code calls are else. All is of one step; a trace has several.
     """
     gpu = device.type == "cuda"
     with profile() as profiled:
