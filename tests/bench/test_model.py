@@ -1,10 +1,9 @@
-"""Models in several variants side by side, peers among them: compared, checked, timed, profiled."""
+"""Models in several variants side by side, peers among them: compared, checked, timed."""
 
 import copy
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,6 @@ from float8.convert.measure import WrongResultError
 from float8_lab.bench import model, step
 from float8_lab.bench.model import AT_LEAST, Size, model_step
 from float8_lab.bench.one_start import AGAIN, bench_one_start, continued
-from float8_lab.bench.profile import profile_step
 from float8_lab.bench.step import Row, check, compare
 from float8_lab.bench.variants import Variant, make_variants, peer_version, recipe_config
 from float8_lab.trainer import data
@@ -117,17 +115,6 @@ def test_recipes_with_switches() -> None:
     )
     with pytest.raises(ValueError, match=r"switch 'pad_inner_dim', expected one of .*emulate"):
         recipe_config("tensorwise+pad_inner_dim")  # on already
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_profile(device: str, tmp_path: Path) -> None:
-    place = torch.device(device)
-    once = model_step(VARIANTS["tensorwise"], TINY, place)
-    rows = {row["kind"]: row for row in profile_step(once, place, tmp_path / "x.json")}
-    assert sum(row["share"] for row in rows.values()) == pytest.approx(1.0)
-    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
-    assert rows["GEMM"]["calls"] >= 21
-    assert rows.keys() >= {"GEMM", "cast/amax", "other"}
 
 
 X = torch.randn(64, 64)

@@ -70,7 +70,11 @@ EACH = [
         r"1 tiny block\(s\), 1 x 32 tokens, forward \+ backward of 2 microbatches"
         r"[\s\S]+delayed\+held +eager +nothing +[\d.]+",
     ),
-    (f"profile {BLOCK} --recipe bf16 --trace trace.json", 0, r"GEMM +\d+"),
+    (
+        f"profile {BLOCK} --recipe tensorwise",
+        2,
+        r"tensorwise +eager +[\d.]+[\s\S]+the sum beside its floor[\s\S]+tensorwise +eager +[\d.]+",
+    ),
     (
         "numerics --mkn 64,48,32 --recipe rowwise_with_gw_hp,rowwise",
         5 * 3,
@@ -149,6 +153,7 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         (["linear", "--mkn", "32,32,32", "--peers", "apex", *CPU], "peers: got 'apex'"),
         (["numerics", "--recipe", "fp7", "--device", "cpu"], "recipe: got 'fp7', expected one of"),
         (["cast", "--mkn", "32,32,32", "-o", "x.txt", *CPU], "output: got 'x.txt'"),
+        (["profile", "--traces", "none", "--device", "cpu"], "traces: there is no folder none"),
         (["model", "--keep", "all", *CPU], "keep: got 'all', expected some of nothing, gemms"),
         (
             ["train", "--checkpointing", "all", *CPU],

@@ -15,7 +15,7 @@ import typer
 from float8_lab.bench import cast, experts, fsdp, limits, linear, matmul, numerics, tables, tp
 from float8_lab.bench.model import AT_LEAST, Size, model_step
 from float8_lab.bench.one_start import bench_one_start
-from float8_lab.bench.profile import profile_step
+from float8_lab.bench.profile import FLOOR, bench_profile
 from float8_lab.bench.results import check_output, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
 from float8_lab.bench.step import KEPT, Row, compare
@@ -24,7 +24,6 @@ from float8_lab.bench.variants import (
     COMPILED,
     EAGER,
     FLOAT8,
-    HIGH_PRECISION,
     MODES,
     PEERS,
     make_variants,
@@ -317,22 +316,30 @@ def model_command(
 
 
 @app.command("profile")
-@takes({"blocks": 1}, size=Size, where=Place)
+@takes({"mode": COMPILED}, size=Size, compared=Compared, where=Place)
 def profile_command(
     size: Size,
+    compared: Compared,
     where: Place,
-    trace: Annotated[Path, "File for the trace."] = Path("trace.json"),
-    recipe: Annotated[str, "bf16, or a recipe as for `model`."] = "tensorwise",
-    mode: Annotated[str, "eager or compiled."] = COMPILED,
+    traces: Annotated[Path | None, "Folder for a trace of each, for ui.perfetto.dev."] = None,
 ) -> None:
-    """Where the time of a stack of Llama blocks goes; writes a trace for ui.perfetto.dev."""
-    if mode not in (EAGER, COMPILED):
-        raise ConfigError(f"mode: got {mode!r}, expected {EAGER} or {COMPILED}")
-    variant = make_variants([recipe] * (recipe != HIGH_PRECISION), [mode])[-1]
-    bench = Bench("profile", where, **vars(size), recipe=recipe, mode=mode)
-    rows = profile_step(model_step(variant, size, bench.device), bench.device, trace)
-    bench.finish(f"{recipe} {mode}: {size}", rows)
-    bench.console.print(f"trace: {trace}")
+    """Where the time of a stack of Llama blocks goes, beside the least that it could take.
+
+    GEMMs, attention, casts and all else, of the same steps as `model`; on a GPU of its kernels. A
+    kernel that casts among other things is a cast: compare casts and all else together. The floor
+    has the GEMMs at the rate of large ones, the bytes that casts move at that of a copy, and bf16's
+    own attention and all else, all of this run.
+    """
+    chosen = compared.chosen()
+    preset(size.model)
+    if traces is not None and not traces.is_dir():
+        raise ConfigError(f"traces: there is no folder {traces}")
+    variants = make_variants(**chosen)
+    bench = Bench("profile", where, **vars(size), **chosen)
+    groups = bench_profile(variants, size, bench.device, traces)
+    rows = bench.collect(groups, len(variants))
+    bench.finish(f"{size}, forward + backward", rows)
+    print_table(bench.console, "the sum beside its floor", rows, FLOOR.split())
 
 
 @dataclass
