@@ -113,7 +113,7 @@ def _title(results: Results, before: str, after: str) -> str:
 
 
 def model_table(results: Results) -> list[str]:
-    """Return a row per recipe, compiled and eager."""
+    """Return a row per recipe, columns per mode."""
     after = ", forward + backward"
     microbatches = results["settings"].get("microbatches", 1)  # older files lack it
     after += f" of {microbatches} microbatches" if microbatches > 1 else ""
@@ -165,7 +165,7 @@ def pivot(
     results: Results,
     columns: Columns,
     names: Sequence[str] = ("recipe",),
-    modes: Sequence[str] = ("compiled", "eager"),
+    modes: Sequence[str] = ("compiled", "graphed", "eager"),
 ) -> list[str]:
     """Return a table: a line for each of the `names`, columns of each mode; peers with versions."""
     first, *others = columns
