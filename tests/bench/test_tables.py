@@ -27,6 +27,21 @@ def test_the_markers_must_be_there() -> None:
         tables.updated("no markers", "begin", "end", "table")
 
 
+def test_layers_by_width_have_a_row_each_and_no_sums() -> None:
+    rows = [
+        {"set": "widths", "K": K, "M": 8192, "recipe": recipe, "mode": mode, "ms": 1, "speedup": 2}
+        for K in (512, 768, None)  # sums have none
+        for recipe in ("bf16", "delayed")
+        for mode in ("compiled", "graphed")
+    ]
+    lines = tables.linear_table({"rows": rows, "environment": {}})[2:]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[::2]] == [
+        ["recipe", "width", "compiled speedup", "graphed speedup"],
+        ["delayed", "512", "2.00", "2.00"],
+    ]
+    assert len(lines) == 4
+
+
 def test_the_picture_is_up_to_date() -> None:
     image = pytest.importorskip("PIL.Image").open(picture.PICTURE)
     what = picture.shown(picture.RESULTS)

@@ -163,7 +163,7 @@ class Step:
         Results of CUDA graphs are overwritten by the next step of any variant.
         """
         if self.variant.mode == GRAPHED:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         for _ in range(self._microbatches):
             output, x = self.forward()
             torch.autograd.backward(output, self._grad)
@@ -192,8 +192,8 @@ class Step:
         skipped = _skipped_graphs() - before
         if self.variant.mode == GRAPHED and self._x.is_cuda and skipped:
             raise FailedError(
-                f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none; nothing "
-                f"was timed; TORCH_LOGS=cudagraphs says why"
+                f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none; "
+                f"nothing was timed; TORCH_LOGS=cudagraphs says why"
             )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from float8_lab.bench.estimate import STORED, packed
+from float8_lab.bench.variants import COMPILED, EAGER, GRAPHED, HIGH_PRECISION
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
@@ -32,6 +33,7 @@ Columns = Mapping[str, tuple[str, int]]  # key and digits of each heading
 
 _STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _SMALL = {**_STEP, "ms": ("ms", 2)}
+_SPEEDUP: Columns = {"speedup": ("speedup", 2)}
 _LINEAR = {"ms": ("ms", 2), "speedup": ("speedup", 2), "GEMMs alone, ms": ("floor_ms", 2)}
 _RANKS = {"ms": ("ms", 1), "tokens/s": ("tokens_per_s", 0), "speedup": ("speedup", 2)}
 _RANKS |= {"sent GB": ("sent_gb", 2), "exposed ms": ("exposed_ms", 1), "GiB": ("peak_gib", 2)}
@@ -138,8 +140,16 @@ def ranks_table(results: Results) -> list[str]:
 
 
 def linear_table(results: Results) -> list[str]:
-    """Return a row per shape set and recipe: the set's sums, or its only shape."""
+    """Return a row per shape set and recipe: the set's sums, or its only shape; or per width."""
     rows = results["rows"]
+    widths = [
+        {**row, "width": str(row["K"])}
+        for row in rows
+        if row["set"] == "widths" and row["K"] and row["recipe"] != HIGH_PRECISION
+    ]
+    if widths:
+        title = "**Square linear layers with 8192 tokens, over bf16 of the same mode**"
+        return [title, "", *pivot(widths, results, _SPEEDUP, ("recipe", "width"))]
     several = {row["set"] for row in rows if row["M"] == "sum"}
     sums = [
         {**row, "layers": row["set"] if row["M"] == "sum" else "{M} x {K} x {N}".format(**row)}
@@ -165,7 +175,7 @@ def pivot(
     results: Results,
     columns: Columns,
     names: Sequence[str] = ("recipe",),
-    modes: Sequence[str] = ("compiled", "graphed", "eager"),
+    modes: Sequence[str] = (COMPILED, GRAPHED, EAGER),
 ) -> list[str]:
     """Return a table: a line for each of the `names`, columns of each mode; peers with versions."""
     first, *others = columns

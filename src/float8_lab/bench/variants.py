@@ -17,9 +17,12 @@ from float8.convert.filters import left_out
 from float8.sync import attach_to_optimizer
 
 HIGH_PRECISION = "bf16"
-EAGER, COMPILED, GRAPHED = "eager", "compiled", "graphed"  # as CUDA graphs: compiled, and replayed
-MODES = {mode: (mode,) for mode in (EAGER, COMPILED, GRAPHED)}
-MODES |= {"both": (EAGER, COMPILED), "all": (EAGER, COMPILED, GRAPHED)}
+EAGER, COMPILED, GRAPHED = "eager", "compiled", "graphed"  # the last is replayed: CUDA graphs
+MODES: dict[str, tuple[str, ...]] = {
+    **{mode: (mode,) for mode in (EAGER, COMPILED, GRAPHED)},
+    "both": (EAGER, COMPILED),
+    "all": (EAGER, COMPILED, GRAPHED),
+}
 BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
 PEERS = ("torchao",)  # other libraries, measured where they are installed
 
