@@ -4,9 +4,10 @@ import copy
 import dataclasses
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from float8_lab.bench.model import AT_LEAST, Size, model_step
 from float8_lab.bench.one_start import AGAIN, bench_one_start, continued
 from float8_lab.bench.step import Row, check, compare
 from float8_lab.bench.variants import Variant, make_variants, peer_version, recipe_config
+from float8_lab.errors import FailedError
 from float8_lab.trainer import data
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.loop import Trainer
@@ -91,6 +93,57 @@ def test_checkpointed_blocks_compute_the_same_and_keep_less(recipe: str, keep: s
     if keep == "nothing":
         saved = [saved_bytes(each.forward, each.model.parameters()) for each in (whole, cut)]
         assert saved[1] < saved[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"), [("eager", None), ("compiled", None), ("graphed", "reduce-overhead")]
+)
+def test_what_is_compiled(mode: str, how: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks one by one; for CUDA graphs, of which each has to be started, all of them as one."""
+    found: list[tuple[nn.Module, str | None]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda x, **given: found.append((x, given["mode"])))
+    (variant,) = make_variants([], [mode])
+    step = model_step(variant, Size("tiny", 2, 32), CPU)
+    parts = {"eager": [], "compiled": step.parts, "graphed": [step.model]}[mode]
+    assert found == [(part, how) for part in parts]
+
+
+def test_skipped_cuda_graphs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (variant,) = make_variants([], ["eager"])
+    once = model_step(dataclasses.replace(variant, mode="graphed"), TINY, CPU)
+    numbers = itertools.count()
+    monkeypatch.setattr(step, "_skipped_graphs", lambda: next(numbers))
+    monkeypatch.setattr(once, "_x", SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(step.Step, "__call__", lambda self: {})
+    with pytest.raises(FailedError, match=r"bf16, graphed: 1 CUDA graph\(s\) were skipped"):
+        once.warm_up()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", "delayed", "rowwise", "blockwise", "tensorwise+held", "delayed+held"],
+)
+def test_graphed_models_are_recorded_once(recipe: str) -> None:
+    torch.compiler.reset()
+    counts = torch._dynamo.utils.counters["inductor"]
+    counts.clear()
+    variants, size = make_variants([recipe], ["graphed"]), Size("150m", 2, 512)
+    made: list[step.Step] = []
+
+    def make(variant: Variant) -> step.Step:
+        made.append(model_step(variant, size, torch.device("cuda"), microbatches=2))
+        return made[-1]
+
+    *_, rows = compare("it", make, variants, torch.device("cuda"), 1, at_least=AT_LEAST)
+    assert [row["sqnr_db"] == float("inf") for row in rows] == [True, False]
+    recorded = counts["cudagraph_recorded_non_static_inputs"]  # inputs and gradients of each graph
+    assert recorded > 0
+    for once in made * 3:
+        once()
+    if "held" not in recipe:  # what is held may come to lie elsewhere
+        assert counts["cudagraph_recorded_non_static_inputs"] == recorded
+    assert counts["cudagraph_skips"] == 0
 
 
 def test_a_step_may_end_with_the_optimizers() -> None:

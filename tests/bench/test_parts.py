@@ -75,11 +75,19 @@ def test_linear(device: str, gpu_time: bool) -> None:
         assert (row["peak_gib"] is None) == (device == "cpu")
 
 
-@pytest.mark.gpu
-def test_a_compiled_layer() -> None:
-    variants = make_variants(["tensorwise"], ["compiled"])
-    rows = flat(linear.bench_linear(SHAPES, variants, torch.device("cuda"), 1))
-    assert [row["mode"] for row in rows] == ["compiled"] * 2
+@pytest.mark.parametrize(
+    ("device", "mode"),
+    [
+        pytest.param("cuda", "compiled", marks=pytest.mark.gpu),
+        pytest.param("cuda", "graphed", marks=pytest.mark.gpu),
+        ("cpu", "graphed"),  # as it is compiled
+    ],
+)
+def test_a_compiled_layer(device: str, mode: str) -> None:
+    variants = make_variants(["tensorwise"], [mode])
+    rows = flat(linear.bench_linear(SHAPES, variants, torch.device(device), 1))
+    assert [row["mode"] for row in rows] == [mode] * 2
+    assert [row["sqnr_db"] == float("inf") for row in rows] == [True, False]
 
 
 def doubled(model: nn.Module) -> nn.Module:

@@ -150,6 +150,11 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         (["linear", "--plot", "x.pdf", *CPU], "plot: got 'x.pdf', expected a name ending in .png"),
         (["linear", "--results", "x.json"], "results: got a file to draw, expected --plot"),
         (["linear", "--mkn", "32,32,32", "--mode", "lazy", *CPU], "mode: got 'lazy'"),
+        (
+            ["linear", "--shapes", "widths", "--mode", "all", "--gpu-time", *CPU],
+            "mode: got 'all' with --gpu-time, expected eager, compiled or both",
+        ),
+        (["fsdp", "--mode", "graphed", *CPU], "mode: got graphed on ranks, expected eager"),
         (["linear", "--mkn", "32,32,32", "--peers", "apex", *CPU], "peers: got 'apex'"),
         (["numerics", "--recipe", "fp7", "--device", "cpu"], "recipe: got 'fp7', expected one of"),
         (["cast", "--mkn", "32,32,32", "-o", "x.txt", *CPU], "output: got 'x.txt'"),

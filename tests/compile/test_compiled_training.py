@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 import tolerances
 from float8 import all_linears, convert_to_float8_training, update_float8_weights
@@ -17,7 +18,7 @@ from sqnr import same_bits, sqnr
 from support.configs import DELAYED, DYNAMIC, MIXES, delayed, mixed, tensorwise
 from support.devices import on_devices
 from support.microbatches import with_weights
-from support.models import FeedForward, fp8_state
+from support.models import FeedForward, fp8_state, seeded
 from support.training import SideBySide, Wrapped, one_layer, two_layers
 
 VARIANTS = ["plain", "autocast", "checkpoint"]
@@ -194,6 +195,27 @@ def test_held_weights_are_read_as_they_are_in_each_step(config, updated: bool) -
                 for index, parameter in enumerate(model.parameters()):
                     parameter.mul_(1.5 if (seed + index) % 2 else -0.8)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_what_compiled_code_writes_lies_where_it_lay() -> None:
+    """In buffers of the module: Inductor would skip CUDA graphs that write anything else."""
+    found: list[tuple[set[int], set[int], bool]] = []
+
+    def inner(graph, inputs, **how):
+        made = compile_fx_inner(graph, inputs, **how)
+        casts_and_measures = "cast_delayed" in graph.print_readable(print_output=False)
+        found.append(({*made.mutated_input_idxs}, {*how["static_input_idxs"]}, casts_and_measures))
+        return made
+
+    def backend(graph, inputs):
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+    model = torch.compile(one_layer(delayed()), backend=backend, fullgraph=True)
+    model(seeded(0, 16, 32).requires_grad_()).sum().backward()
+    assert [len(written) for written, *_ in found] == [2, 1]  # the amaxes
+    assert all(written <= static for written, static, _ in found)
+    # Those of forward are taken by code that is fused into what computes the tensor.
+    assert [measures for *_, measures in found] == [False, True]
 
 
 LOST = 0.5

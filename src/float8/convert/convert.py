@@ -95,7 +95,10 @@ def convert_to_float8_training(
     and so do layers that float8 would make slower: on an H100 or H200 those that are too small; on
     another GPU, of which nothing is known, those with fewer than 256 features in or out; without a
     GPU none. Weights on the CPU or the meta device are taken to be on their way to the current GPU,
-    if there is one, or to the one that `gpu` names. The report says which GPU was meant.
+    if there is one, or to the one that `gpu` names. The report says which GPU was meant. GPU time
+    is what counts: that of large models, and of small ones that run as CUDA graphs
+    (`torch.compile(model, mode="reduce-overhead")`). Other small models wait for the CPU, and may
+    lose where this says that they gain.
 
     Args:
         module: the model, or a single linear layer.
@@ -109,7 +112,7 @@ def convert_to_float8_training(
             without a `module_filter_fn`.
         gpu: `"H100"` or `"H200"`: convert what gains on that GPU, wherever the weights are now.
             None: what gains on the GPU here.
-        auto_filter: measure each shape on the GPU instead of judging by its size.
+        auto_filter: measure the GPU time of each shape instead of judging by its size.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. It is replaced.
         fuse: let SwiGLU feed-forwards whose layers were converted compute as `swiglu_feed_forward`

@@ -105,7 +105,7 @@ def chosen_for(
     at = f"at {tokens_per_step} tokens per forward"
     where = gpu or gpu_for(device)
     if auto_filter:
-        return f"chosen on the GPU here by measuring each shape {at}"
+        return f"chosen on the GPU here by measuring the GPU time of each shape {at}"
     if where in SMALLEST:
         how = f'gpu="{gpu}"' if gpu else "the GPU here"
         return f"chosen for {where} ({how}): limits of {judged_as(config)} {at}"

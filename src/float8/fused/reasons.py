@@ -61,9 +61,10 @@ def why_not_fused(*layers: nn.Module, norm: nn.Module | None = None) -> str | No
             return f"one weight is a {type(weight).__name__}"
         if weights and weight.dtype != weights[0].dtype:
             return "the weights have different dtypes"
+        # Not by `id`, with which compiled code would be that of these weights, not of all blocks.
+        if any(weight is other for other in weights):  # Dynamo takes no tensor twice
+            return "two layers share a weight"
         weights.append(weight)
-    if len(set(map(id, weights))) < len(weights):  # Dynamo takes no tensor twice
-        return "two layers share a weight"
     plan: LinearPlan = first.plan
     for gemm in (plan.output, plan.grad_input, plan.grad_weight):
         if gemm is None:

@@ -125,7 +125,8 @@ class StatefulLayer(Float8Module):
 
     def mark_synced(self) -> None:
         """Note that all amaxes recorded so far are in the history, or of no interest."""
-        self._seen = None
+        if self._seen is not None:  # setting an attribute of a module takes long
+            self._seen = None
         if not torch.compiler.is_compiling():
             self._synced_version = self._amax_version()
 
@@ -141,7 +142,7 @@ class StatefulLayer(Float8Module):
     def _amax_version(self) -> int:
         amax = self._buffers.get(CastSite.WEIGHT.amax)
         if amax is None and self.delayed:
-            amax = self.get_buffer(self.delayed[0].amax)
+            amax = self._buffers[self.delayed[0].amax]
         return -1 if amax is None or amax.is_inference() else amax._version
 
     def check_synced(self) -> None:

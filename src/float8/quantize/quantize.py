@@ -88,13 +88,10 @@ def quantize(
                 x, spec, row=row, col=col, pad_rows=pad_rows, after=after, traced=traced
             )
         )
-    if scale is None and state is not None and reduce is None:
-        apart = state.apart() if record and traced else None
+    if scale is None and state is not None and reduce is None and not traced:
         made = kernels.cast_delayed(
-            x, spec, apart or state, row=row, col=col, pad_rows=pad_rows, record=record
+            x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
         )
-        if apart:
-            state.record(apart.amax)
         return Quantized(*made)
     if scale is None and (reduce is not None or traced):
         scale = scale_of(x, cast)

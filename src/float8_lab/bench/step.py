@@ -15,7 +15,8 @@ from float8 import save_gemm_outputs
 from float8.convert.measure import WrongResultError
 from float8.sync import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import COMPILED, Variant, many_compilations
+from float8_lab.bench.variants import EAGER, GRAPHED, Variant, many_compilations
+from float8_lab.errors import FailedError
 from float8_lab.ranks import for_all
 
 Row = dict[str, Any]
@@ -96,9 +97,10 @@ class Step:
     """Forward and backward of a model, which the variant converts, on fixed random data.
 
     Each of the model's children in `layers` is compiled by itself, as trainers do, and its `loss`,
-    or the model as a whole if it has no layers. Gradients of `microbatches` accumulate. With `sync`
-    delayed scaling, and casts of weights that are held, are a part of a step; after
-    `add_optimizer` its step is.
+    or the model as a whole if it has no layers. For CUDA graphs it is compiled as a whole, too: so
+    there is one to replay for forward, and one for backward. Gradients of `microbatches`
+    accumulate. With `sync` delayed scaling, and casts of weights that are held, are a part of a
+    step; after `add_optimizer` its step is.
     """
 
     def __init__(
@@ -117,13 +119,15 @@ class Step:
         for i, part in enumerate(parts if variant.keep else []):
             parts[i] = checkpoint_wrapper(part, preserve_rng_state=False, **KEPT[variant.keep])
         self.parts: list[Any] = list(parts)
-        if variant.mode == COMPILED:
-            loss = getattr(self.model, "loss", None)
-            # By their own method, which keeps their types and names.
-            for part in self.parts if loss is None else [*self.parts, loss]:
-                # Without graph breaks where the code is ours: they would go unnoticed in a time.
-                whole = one_graph and (variant.ours or variant.is_reference)
-                part.compile(fullgraph=whole, dynamic=False)
+        loss = getattr(self.model, "loss", None)
+        apart = self.parts if loss is None else [*self.parts, loss]
+        graphed = variant.mode == GRAPHED
+        # By their own method, which keeps their types and names.
+        for part in [self.model] if graphed else apart if variant.mode != EAGER else []:
+            # Without graph breaks where the code is ours: they would go unnoticed in a time.
+            whole = one_graph and (variant.ours or variant.is_reference)
+            mode = "reduce-overhead" if graphed else None
+            part.compile(fullgraph=whole, dynamic=False, mode=mode)
         if variant.ours:
             update_float8_weights(self.model)  # those that are held, as an optimizer's step would
         self.variant, self._x, self._grad = variant, x, grad
@@ -154,7 +158,12 @@ class Step:
         return output, x
 
     def __call__(self) -> Results:
-        """One step; the last output and gradient of input, and the sums of those of weights."""
+        """One step; the last output and gradient of input, and the sums of those of weights.
+
+        Results of CUDA graphs are overwritten by the next step of any variant.
+        """
+        if self.variant.mode == GRAPHED:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         for _ in range(self._microbatches):
             output, x = self.forward()
             torch.autograd.backward(output, self._grad)
@@ -171,11 +180,26 @@ class Step:
         return results
 
     def warm_up(self) -> None:
-        """Compile, and let delayed scaling find its scales, which takes two syncs."""
+        """Compile, and let delayed scaling find its scales, which takes two syncs.
+
+        A `FailedError` if what was to be replayed as CUDA graphs is not.
+        """
+        before = _skipped_graphs()
         for _ in range(WARMUP):
             self()
             if self.variant.ours:
                 sync_float8_amax_and_scale_history(self.model)
+        skipped = _skipped_graphs() - before
+        if self.variant.mode == GRAPHED and self._x.is_cuda and skipped:
+            raise FailedError(
+                f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none; "
+                f"nothing was timed; TORCH_LOGS=cudagraphs says why"
+            )
+
+
+def _skipped_graphs() -> int:
+    """Return how often Inductor ran code as it is that was to become a CUDA graph."""
+    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
 
 
 def compare(
@@ -194,7 +218,8 @@ def compare(
 
     All are held at once and timed in turns. In each mode the first variant must be bf16; all are
     checked against the very first, errors name `what`, and rows of peers that failed say why in
-    `left_out`. Memory is what a variant holds between steps, and the peak of a step over it.
+    `left_out`. Memory is what a variant holds between steps, and the peak of a step over it; of
+    CUDA graphs, whose memory is in a pool of all variants, there is none.
     `at_least` is in dB of SQNR, as for `check`; a step sees so many `tokens`. Medians of the
     samplers `beside`, in ms, become columns, too; `sample` makes the sampler of a step.
     """
@@ -211,10 +236,12 @@ def compare(
                 step.warm_up()
                 held = allocated(device) - before
                 results = step()
-                reference = reference or results
+                graphed = variant.mode == GRAPHED
+                if not reference:
+                    reference = {n: x.clone() if graphed else x for n, x in results.items()}
                 row["sqnr_db"] = check(f"{what} {variant.name}:", reference, results, at_least)
                 del results
-                peak = peak_bytes(step, device)
+                peak = None if graphed else peak_bytes(step, device)
                 row["peak_gib"] = None if peak is None else (held + peak) / 2**30
                 samplers[variant.name] = sample(step, device)
             except Exception as error:

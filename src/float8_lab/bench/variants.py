@@ -17,8 +17,12 @@ from float8.convert.filters import left_out
 from float8.sync import attach_to_optimizer
 
 HIGH_PRECISION = "bf16"
-EAGER, COMPILED = "eager", "compiled"
-MODES = {"eager": (EAGER,), "compiled": (COMPILED,), "both": (EAGER, COMPILED)}
+EAGER, COMPILED, GRAPHED = "eager", "compiled", "graphed"  # the last is replayed: CUDA graphs
+MODES: dict[str, tuple[str, ...]] = {
+    **{mode: (mode,) for mode in (EAGER, COMPILED, GRAPHED)},
+    "both": (EAGER, COMPILED),
+    "all": (EAGER, COMPILED, GRAPHED),
+}
 BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
 PEERS = ("torchao",)  # other libraries, measured where they are installed
 
@@ -31,7 +35,7 @@ class Variant:
     """One way to run a model."""
 
     recipe: str  # what its linear layers do, as in `bf16`, `tensorwise`, `torchao tensorwise`
-    mode: str  # `eager` or `compiled`
+    mode: str  # `eager`, `compiled` or `graphed`
     convert: Convert = lambda model: model  # swaps the linear layers; returns the model
     config: Float8LinearConfig | None = None  # how the layers run, if it is this library
     gather: str = ""  # in what weights of a sharded model are gathered, `bf16` or `float8`
@@ -80,7 +84,7 @@ def make_variants(
 
     Args:
         recipes: Of this library, as for `recipe_config`; peers take those nearest to them.
-        modes: `eager`, `compiled` or both.
+        modes: `eager`, `compiled`, `graphed`, or several.
         peers: Of `PEERS`.
         gathers: In what weights of a sharded model are gathered: each recipe once for each; peers
             by the last, only tensorwise.

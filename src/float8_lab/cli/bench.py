@@ -24,6 +24,7 @@ from float8_lab.bench.variants import (
     COMPILED,
     EAGER,
     FLOAT8,
+    GRAPHED,
     MODES,
     PEERS,
     make_variants,
@@ -212,6 +213,9 @@ def linear_command(
         _draw("heat_map", results, plot)
         return
     shapes, chosen = layers.selected(), compared.chosen()
+    if gpu_time and GRAPHED in chosen["modes"]:
+        got = f"mode: got {compared.mode!r} with --gpu-time, expected eager, compiled or both"
+        raise ConfigError(f"{got}: GPU time is taken from a CUDA graph of its own")
     variants = make_variants(**chosen)
     sets = {name: "all" if name in SHAPE_SETS else each for name, each in shapes.items()}
     bench = Bench("linear", where, shapes=sets, gpu_time=gpu_time, **chosen)
@@ -368,6 +372,9 @@ def _bench_on_ranks(
     if where.device not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
     preset(size.model)
+    if GRAPHED in chosen["modes"]:
+        do = "use bench model: a CUDA graph reads weights where they lay before, gathered ones move"
+        raise ConfigError(f"mode: got graphed on ranks, expected eager, compiled or both; {do}")
     make_variants(**chosen)  # so that what is wrong is said once
     where.checked()
     start_ranks(where.device, where.ranks)
