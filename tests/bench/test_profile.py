@@ -71,7 +71,7 @@ GEMMS_OF = 2 * M * (2 * AB + C), 2 * M * (2 * AB + C), 2 * M * (AB + C)  # b has
         ("tensorwise+held", 6 * INPUTS + 6 * GRADS - M * 64 + 6 * WEIGHTS),
         ("rowwise", 6 * INPUTS + 6 * GRADS - 3 * M * 64 + (3 + 5) * WEIGHTS),
         ("rowwise_with_gw_hp", 3 * INPUTS + 3 * GRADS + (3 + 5) * WEIGHTS),
-        ("blockwise", 4 * INPUTS + 4 * GRADS - M * 64 + (3 + 3) * WEIGHTS),
+        ("blockwise", 6 * INPUTS + 4 * GRADS - M * 64 + (3 + 3) * WEIGHTS),
     ],
 )
 def test_work_is_that_of_the_layers_as_they_run(recipe: str, cast_bytes: int) -> None:

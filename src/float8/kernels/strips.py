@@ -4,6 +4,8 @@ A program goes down a strip, one tile after the other: amaxes of programs are jo
 which a GPU does few per second, and those of columns are due once for each strip.
 """
 
+from torch import Tensor
+
 from float8.kernels.amax import float32_bits, magnitude_bits
 from float8.kernels.runtime.device import sm_count
 from float8.kernels.runtime.launch import Slot
@@ -16,7 +18,7 @@ NUM_WARPS, BLOCK_R, ROW_BYTES = 4, 64, 256
 MOST_TILES = 8
 
 
-def strips_of(x: Slot, R: int, C: int) -> tuple[int, int, int]:
+def strips_of(x: Slot | Tensor, R: int, C: int) -> tuple[int, int, int]:
     """Share a matrix [R, C]: rows of a program, columns of its strip, how many strips there are.
 
     The strips are so short that each multiprocessor has some programs, where that leaves a tile.
