@@ -67,12 +67,8 @@ PRESETS: dict[str, Preset] = {
     "150m": Preset(ModelConfig(1024, 12, 16, 8, 3072), 2048, 16, 1e-3, 2000),
     "1b": Preset(ModelConfig(2048, 16, 32, 8, 8192, tied_head=True), 2048, 8, 4e-4, 5000),
     "llama3-1b": Preset(
-        ModelConfig(2048, 16, 32, 8, 8192, vocab_size=LLAMA3_VOCAB, tied_head=True),
-        8192,
-        2,
-        4e-4,
-        5000,
-    ),  # fmt: skip
+        ModelConfig(2048, 16, 32, 8, 8192, LLAMA3_VOCAB, tied_head=True), 8192, 2, 4e-4, 5000
+    ),
     "llama3-8b": Preset(
         ModelConfig(4096, 32, 32, 8, 14336, vocab_size=LLAMA3_VOCAB), 8192, 1, 3e-4, 10_000
     ),
