@@ -1,14 +1,18 @@
 """Loss curves of a small Mixtral of transformers: float8 beside the spread of two runs in bf16.
 
 All runs go on from one checkpoint, a start in bf16. The second run in bf16 sees the same text in
-another order. From the root of a checkout, with transformers and matplotlib installed:
+another order. On a GPU all run at once, since the host takes longer for a step than the GPU.
+
+From the root of a checkout, with transformers and matplotlib installed:
 
     python -m benchmarks.experts_curve 150m cuda curve.json "1 H200"   # 1,000 steps
 """
 
-import copy
 import math
 import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -46,6 +50,18 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), fused=True)
         self.step, self.text = 0, {"batch_size": batch, "seq_len": length}
 
+    def save(self, path: Path) -> None:
+        """Write a checkpoint."""
+        torch.save((self.step, self.masters, self.optimizer.state_dict()), path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        self.step, masters, state = torch.load(path, map_location=self.device)
+        self.optimizer.load_state_dict(state)
+        with torch.no_grad():
+            torch._foreach_copy_(self.masters, masters)
+            torch._foreach_copy_([*self.model.parameters()], masters)
+
     def loss(self, tokens: torch.Tensor, balance: bool) -> torch.Tensor:
         """Nats per byte, and what balances experts."""
         ids = tokens.to(self.device, torch.int64)
@@ -73,9 +89,10 @@ class Run:
         return torch.stack([self.loss(each, False).float() for each in batches]).mean().item()
 
 
-def curve(start: Run, name: str) -> list[float]:
-    """The validation losses of a run from a copy of `start` on."""
-    run = copy.deepcopy(start)
+def curve(preset: str, device: str, start: Path, name: str) -> list[float]:
+    """The validation losses of a run from a checkpoint on."""
+    run = Run(preset, device)
+    run.load(start)
     if not name.startswith("bf16"):
         body = {"module_filter_fn": lambda mod, fqn: fqn != "lm_head"}
         convert_to_float8_training(run.model, config=name, **body)
@@ -119,10 +136,17 @@ def main(preset: str, device: str, output: str, hardware: str) -> None:
     settings = {"preset": preset, "sizes": PRESETS[preset], "corpus": CORPUS.describe()}
     results = {"benchmark": "experts curve", "environment": about, "settings": settings}
     curves: dict[str, list[float]] = {}
-    for name in RUNS:  # written after each, in case that it is stopped
-        curves[name] = curve(start, name)
-        rows = [{"run": run, "gap": gap(curves, run), "loss": x} for run, x in curves.items()]
-        write_results(Path(output), {**results, "rows": rows})
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint, at_once = Path(folder, "start.pt"), len(RUNS) if device != "cpu" else 1
+        start.save(checkpoint)
+        with ProcessPoolExecutor(at_once, get_context("spawn")) as pool:
+            found = [pool.submit(curve, preset, device, checkpoint, name) for name in RUNS]
+            for name, losses in zip(RUNS, found, strict=True):  # in case that it is stopped
+                curves[name] = losses.result()
+                rows = [
+                    {"run": run, "gap": gap(curves, run), "loss": x} for run, x in curves.items()
+                ]
+                write_results(Path(output), {**results, "rows": rows})
     plot(curves, start.every, Path(output).with_suffix(".png"))
 
 
