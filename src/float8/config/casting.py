@@ -93,10 +93,11 @@ class Granularity(enum.Enum):
             return ()
         if self.width is None:
             return (*shape[:-1], 1)
-        columns = -(-shape[-1] // self.width)
+        # A compiler's symbols must not be negative.
+        columns = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
             return (*shape[:-1], columns)
-        return (-(-shape[0] // self.height), (columns + 3) // 4 * 4)
+        return ((shape[0] + self.height - 1) // self.height, (columns + 3) // 4 * 4)
 
 
 class ScalingGranularity(Granularity):
