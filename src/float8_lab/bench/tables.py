@@ -62,10 +62,9 @@ _FLOOR: Columns = {
     "sum, ms": ("sum_ms", 1),
     "GEMMs": ("gemms_ms", 1),
     "attention": ("attention_ms", 1),
-    "casts": ("casts_ms", 1),
-    "all else": ("else_ms", 1),
-    "floor": ("floor_sum_ms", 1),
-    "above it": ("above_floor", 2),
+    "casts and all else": ("casts_and_else_ms", 1),
+    "their floor": ("floor_casts_and_else_ms", 1),
+    "sum above floor": ("above_floor", 3),
 }
 _WHOLE = "{size}: steps of training"
 _BLOCKS = "{size}: forward + backward"
@@ -74,15 +73,13 @@ _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backw
 _GATHERS = ("recipe", "gather")
 
 SECTIONS = (
-    Section(README, "whole model", "h200-train-1b", _WHOLE, _TRAIN),
-    Section(README, "8B blocks", "h200-stack-8b", _BLOCKS, _STEP, modes=("compiled",)),
-    Section(PERFORMANCE, "whole model", "h200-train-1b", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "8B blocks", "h200-stack-8b", _BLOCKS, _STEP),
+    Section(README, "whole model", "h200-train", _WHOLE, _TRAIN),
+    Section(README, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
+    Section(PERFORMANCE, "whole model", "h200-train", _WHOLE, _TRAIN),
+    Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "floor", "h200-floor", _BLOCKS, _FLOOR),
-    Section(PERFORMANCE, "small model", "h200-small-150m", _BLOCKS, _SPEED),
-    Section(PERFORMANCE, "LoRA", "h200-train-lora", f"{_WHOLE}, LoRA", _TRAIN),
+    Section(PERFORMANCE, "floor", "h200-kernels-8b", _BLOCKS, _FLOOR),
     Section(PERFORMANCE, "FSDP2", "h200-fsdp-llama3-8b", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "FSDP2, finer", "h200-fsdp-finer", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "TP on 2", "h200-tp-llama3-70b", _SHARED, _SPEED),
