@@ -150,8 +150,7 @@ class Step:
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output and the input that it was computed from.
 
-        The input is a new tensor object at each call, as in training: layers that read the same
-        object in eager mode share one cast of it, which a second call would find done.
+        The input is a new tensor object at each call, as in training.
         """
         x = self._x.detach().requires_grad_(self._x.is_floating_point())
         output: Tensor = self.model(x)
