@@ -19,7 +19,11 @@ RECIPES = ["tensorwise", "rowwise", "blockwise"]
 
 
 @pytest.mark.parametrize(
-    ("device", "mode"), [("cpu", "eager"), pytest.param("cuda", "compiled", marks=pytest.mark.gpu)]
+    ("device", "mode"),
+    [
+        ("cpu", "eager"),
+        *[pytest.param("cuda", mode, marks=pytest.mark.gpu) for mode in ("compiled", "graphed")],
+    ],
 )
 def test_each_variant_is_a_row_beside_its_floor(device: str, mode: str, tmp_path: Path) -> None:
     place, variants = torch.device(device), make_variants(RECIPES, [mode])

@@ -1,5 +1,6 @@
 """`cast_groups`: each group as a cast of its own, and the Triton kernels as their twin."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, ceil16, ceil128
+from float8.kernels import strips
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
 from float8.quantize.quantize import Cast, quantize
@@ -63,6 +65,24 @@ def test_kernels_are_their_twin(
         x, offs = (t.to(triton_device) for t in tensor(sizes, 150, source))
         how = E4M3, row, col, sum(map(ceil128, sizes)), of.one_scale, power_of_2
         assert_same(ops.cuda.cast_groups(x, offs, *how), ops.cpu.cast_groups(x, offs, *how))
+
+
+@pytest.mark.parametrize("of", GRANULARITIES, ids=str)
+def test_programs_of_several_tiles_without_masks(
+    triton_device: torch.device, of: ScalingGranularity, multiprocessors: Callable[[int], None]
+) -> None:
+    """As of large tensors; and the row before and behind a group is not finite."""
+    multiprocessors(1)
+    sizes, C = [300, 0, 129, 70], 256
+    x, offs = torch.randn(sum(sizes) + 3, C), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    x[300], x[499] = float("nan"), float("inf")
+    assert strips.strips_of(x, *x.shape)[0] == 4 * strips.BLOCK_R
+    x, offs = x.to(triton_device), offs.to(triton_device)
+    how = E4M3, True, True, sum(map(ceil128, sizes)), of.one_scale, False
+    got = ops.cuda.cast_groups(x, offs, *how)
+    assert_same(got, ops.cpu.cast_groups(x, offs, *how))
+    assert not got[0][:300].float().isnan().any()
+    assert not got[0][429:499].float().isnan().any()
 
 
 def operands(sizes: list[int], R: int, N: int, C: int, device: torch.device) -> list[tuple]:

@@ -255,7 +255,7 @@ class _Linear(torch.autograd.Function):
             y = input @ weight.to(input.dtype).t()
 
         x_col, again = x.col, casts.input_for_grad_weight
-        # A compiler casts it in backward, which may make the input from what is kept anyway.
+        # A compiler keeps the input if that is kept anyway, else moves this cast here.
         if float8_grad_weight and not plan.share_input and not (compiling and again.state is None):
             x_col = quantize(input, again, col=True).col
         saved_input: Tensor | None = None

@@ -145,8 +145,9 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Operand:
     Under one scale a compiler casts `x` by plain torch code before it is transposed: so it need not
     keep `x` from forward to backward, but can make it again from what it keeps anyway, say an
     activation function from its input, in the kernel that casts. It then casts what that kernel
-    has before it rounds to the dtype of `x`. Under finer scales it makes `x`, and our kernel casts
-    that: its own kernels for the amaxes of columns take longer than to write `x` and read it.
+    has before it rounds to the dtype of `x`. Under finer scales our kernel casts `x`, since the
+    compiler's own for the amaxes of columns take longer than to write `x` and read it. torch never
+    makes anew what such a kernel reads: it casts in forward, and keeps the bytes until backward.
 
     Args:
         x: as for `quantize`; or the bytes that the cast before made, of which a compiler then keeps

@@ -61,7 +61,8 @@ def bench_profile(
                 step = model_step(variant, size, device)
                 step.warm_up()
                 results = step()
-                reference = reference or results
+                # Copies: CUDA graphs of the next variant write over results of this one.
+                reference = reference or {name: x.clone() for name, x in results.items()}
                 row["sqnr_db"] = check(f"profile {variant.name}:", reference, results, AT_LEAST)
                 inputs = inputs or linear_inputs(step)
                 work = least_work(step.model, variant_config(variant), inputs)
