@@ -44,13 +44,6 @@ class Section(NamedTuple):
 
 _SPEED: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2)}
 _STEP = {**_SPEED, "peak GiB": ("peak_gib", 2)}
-_TRAIN: Columns = {
-    "tokens/s": ("tokens_per_s_per_gpu", 0),
-    "speedup": ("speedup", 2),
-    "peak GiB": ("peak_gib", 1),
-    "first step, s": ("first_step_s", 0),
-    "drift, %": ("drift_percent", 1),
-}
 _FSDP: Columns = {
     "ms": ("ms", 1),
     "tokens/s": ("tokens_per_s", 0),
@@ -66,16 +59,13 @@ _FLOOR: Columns = {
     "their floor": ("floor_casts_and_else_ms", 1),
     "sum above floor": ("above_floor", 3),
 }
-_WHOLE = "{size}: steps of training"
 _BLOCKS = "{size}: forward + backward"
 _SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps with AdamW"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 _GATHERS = ("recipe", "gather")
 
 SECTIONS = (
-    Section(README, "whole model", "h200-train", _WHOLE, _TRAIN),
     Section(README, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "whole model", "h200-train", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
