@@ -11,9 +11,10 @@ From the root of a checkout, with transformers and matplotlib installed:
 import math
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as tf
@@ -89,8 +90,8 @@ class Run:
         return torch.stack([self.loss(each, False).float() for each in batches]).mean().item()
 
 
-def curve(preset: str, device: str, start: Path, name: str) -> list[float]:
-    """The validation losses of a run from a checkpoint on."""
+def curve(preset: str, device: str, start: Path, name: str, curves: Any) -> None:
+    """Add the validation losses of a run from a checkpoint on, each as it is known."""
     run = Run(preset, device)
     run.load(start)
     if not name.startswith("bf16"):
@@ -102,7 +103,7 @@ def curve(preset: str, device: str, start: Path, name: str) -> list[float]:
         run.train_step(1 if name == OTHER else 0)
         if run.step % run.every == 0:
             losses.append(run.validate())
-    return losses
+            curves[name] = losses
 
 
 def plot(curves: dict[str, list[float]], every: int, path: Path) -> None:
@@ -135,19 +136,24 @@ def main(preset: str, device: str, output: str, hardware: str) -> None:
     about = describe_environment(torch.device(device)) | {"hardware": hardware}
     settings = {"preset": preset, "sizes": PRESETS[preset], "corpus": CORPUS.describe()}
     results = {"benchmark": "experts curve", "environment": about, "settings": settings}
-    curves: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    processes = get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, processes.Manager() as manager:
         checkpoint, at_once = Path(folder, "start.pt"), len(RUNS) if device != "cpu" else 1
         start.save(checkpoint)
-        with ProcessPoolExecutor(at_once, get_context("spawn")) as pool:
-            found = [pool.submit(curve, preset, device, checkpoint, name) for name in RUNS]
-            for name, losses in zip(RUNS, found, strict=True):  # in case that it is stopped
-                curves[name] = losses.result()
-                rows = [
-                    {"run": run, "gap": gap(curves, run), "loss": x} for run, x in curves.items()
-                ]
-                write_results(Path(output), {**results, "rows": rows})
-    plot(curves, start.every, Path(output).with_suffix(".png"))
+        with ProcessPoolExecutor(at_once, processes) as pool:
+            so_far = manager.dict()
+            runs = [pool.submit(curve, preset, device, checkpoint, name, so_far) for name in RUNS]
+            going = True
+            while going:  # what there is, in case that it is stopped
+                going = bool(wait(runs, timeout=10).not_done)
+                if len(so_far) == len(RUNS):
+                    least = min(map(len, so_far.values()))
+                    curves = {name: so_far[name][:least] for name in RUNS}
+                    rows = [{"run": x, "gap": gap(curves, x), "loss": curves[x]} for x in RUNS]
+                    write_results(Path(output), {**results, "rows": rows})
+                    plot(curves, start.every, Path(output).with_suffix(".png"))
+            for run in runs:
+                run.result()  # raises what it raised
 
 
 if __name__ == "__main__":
