@@ -93,7 +93,7 @@ class Granularity(enum.Enum):
             return ()
         if self.width is None:
             return (*shape[:-1], 1)
-        # A compiler's symbols must not be negative.
+        # Not -(-n // width): torch 2.11 fails on negative symbols.
         columns = (shape[-1] + self.width - 1) // self.width
         if self.height == 1:
             return (*shape[:-1], columns)

@@ -185,14 +185,13 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     end = tl.where(g < E, tl.load(offs_ptr + g, mask=g < E, other=0), R)
     begin = tl.where(g == 0, 0, tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=R))
     size = tl.where(g <= E, end - begin, 0)
-    # Tiles that are filled up with zeros count, too; an empty group has one, for its scale.
-    padded = tl.cdiv(size, 128) * 128
-    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(padded, rows), 1), 0)
+    parts = tl.cdiv(size, 128)  # of column data, which are filled up with zeros
+    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(parts * 128, rows), 1), 0)  # one for a scale
     behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
     group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
     here = g == group
     first = tl.sum(tl.where(here, behind - tiles, 0), 0)
-    at = tl.sum(tl.where(g < group, padded // 128, 0), 0) * 128  # a factor that compilers see
+    at = tl.sum(tl.where(g < group, parts, 0), 0) * 128
     begin = tl.sum(tl.where(here, begin, 0), 0)
     size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
     return group, begin, size, (tile - first) * rows, at

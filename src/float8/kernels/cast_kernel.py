@@ -66,7 +66,7 @@ def _layout(
 
 def _ceil(n: int, block: int | None) -> int:
     to = block or GEMM_ALIGNMENT
-    return (n + to - 1) // to * to  # a compiler's symbols must not be negative
+    return (n + to - 1) // to * to  # not -(-n // to): torch 2.11 fails on negative symbols
 
 
 def casting(

@@ -254,10 +254,9 @@ class _Linear(torch.autograd.Function):
         else:
             y = input @ weight.to(input.dtype).t()
 
-        x_col, again = x.col, casts.input_for_grad_weight
-        # A compiler keeps the input if that is kept anyway, else moves this cast here.
-        if float8_grad_weight and not plan.share_input and not (compiling and again.state is None):
-            x_col = quantize(input, again, col=True).col
+        x_col = x.col
+        if float8_grad_weight and not plan.share_input:
+            x_col = quantize(input, casts.input_for_grad_weight, col=True).col
         saved_input: Tensor | None = None
         if x_col is not None:
             saved_input, input_scale = x_col
@@ -338,10 +337,8 @@ class _Linear(torch.autograd.Function):
             other = casts.grad_output_for_grad_weight
             g_col = g.col if shared_col else quantize(grad_output, other, col=True).col
             x = Operand(saved_input, input_scale)
-            if not ctx.input_is_transposed and plan.share_input:
+            if not ctx.input_is_transposed:
                 x = recast(saved_input, casts.input.spec, input_scale)
-            elif not ctx.input_is_transposed:
-                x = quantize(saved_input, casts.input_for_grad_weight, col=True).col
             dw = call.grad_weight(g_col, x)
         elif call.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(call.weight_dtype)
