@@ -1,6 +1,7 @@
 """Blocks under FSDP2 and tensor parallel as `float8 bench` measures them, and what they send."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -126,7 +127,7 @@ def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
         assert row["tokens_per_s_per_gpu"] == pytest.approx(32 / row["ms"] * 1e3, rel=1e-3)
         assert row["speedup"] == pytest.approx(rows[0]["ms"] / row["ms"], rel=1e-3)
         assert row["first_step_s"] > 0
-        assert 1 < row["loss"] < 5.5
+        assert row["loss"] == pytest.approx(math.log(256), abs=0.1)  # few steps of a tiny model
         assert row["sqnr_db"] is None or row["sqnr_db"] > 10
 
 
