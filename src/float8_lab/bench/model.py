@@ -96,6 +96,9 @@ class Whole(nn.Module):
                 self.model = library.LlamaForCausalLM._from_config(like)
                 inner, head = self.model.model, self.model.lm_head
                 first = inner.embed_tokens
+                for block in inner.layers:  # as this project's
+                    for last in (block.self_attn.o_proj, block.mlp.down_proj):
+                        last.weight.data /= (2 * shape.n_layers) ** 0.5
             else:
                 inner = self.model = Llama(shape, size.seq_len)
                 inner.init_weights(0)

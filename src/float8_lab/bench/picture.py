@@ -39,6 +39,10 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
             linestyle="none",
         )
     axes.margins(0.12)
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    # So that differences of a few percent do not look large.
+    axes.set_xlim(min(left, 0.9 * right), right)
+    axes.set_ylim(min(bottom, 0.7 * top), top)
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

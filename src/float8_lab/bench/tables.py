@@ -44,6 +44,13 @@ class Section(NamedTuple):
 
 _SPEED: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2)}
 _STEP = {**_SPEED, "peak GiB": ("peak_gib", 2)}
+_TRAIN: Columns = {
+    "ms": ("ms", 1),
+    "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0),
+    "speedup": ("speedup", 2),
+    "peak GiB": ("peak_gib", 1),
+    "first step, s": ("first_step_s", 1),
+}
 _FSDP: Columns = {
     "ms": ("ms", 1),
     "tokens/s": ("tokens_per_s", 0),
@@ -53,23 +60,30 @@ _FSDP: Columns = {
 }
 _FLOOR: Columns = {
     "sum, ms": ("sum_ms", 1),
+    "its floor": ("floor_sum_ms", 1),
+    "above it": ("above_floor", 3),
     "GEMMs": ("gemms_ms", 1),
+    "floor of GEMMs": ("floor_gemms_ms", 1),
     "attention": ("attention_ms", 1),
-    "casts and all else": ("casts_and_else_ms", 1),
-    "their floor": ("floor_casts_and_else_ms", 1),
-    "sum above floor": ("above_floor", 3),
+    "casts": ("casts_ms", 1),
+    "floor of casts": ("floor_casts_ms", 1),
+    "all else": ("else_ms", 1),
 }
+_WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _BLOCKS = "{size}: forward + backward"
 _SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps with AdamW"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 _GATHERS = ("recipe", "gather")
 
 SECTIONS = (
-    Section(README, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
+    Section(README, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
+    Section(PERFORMANCE, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
+    Section(PERFORMANCE, "1B model", "h200-train-1b", _WHOLE, _TRAIN),
+    Section(PERFORMANCE, "8B LoRA", "h200-train-lora", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "floor", "h200-kernels-8b", _BLOCKS, _FLOOR),
+    Section(PERFORMANCE, "floor", "h200-profile-8b", _BLOCKS, _FLOOR),
     Section(PERFORMANCE, "FSDP2", "h200-fsdp-llama3-8b", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "FSDP2, finer", "h200-fsdp-finer", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "TP on 2", "h200-tp-llama3-70b", _SHARED, _SPEED),

@@ -334,7 +334,7 @@ def profile_command(
     has the GEMMs at the rate of large ones, the bytes that casts move at that of a copy, and bf16's
     own attention and all else, all of this run.
     """
-    chosen = compared.chosen()
+    chosen = {**compared.chosen(), "all_layers": False}
     preset(size.model)
     if traces is not None and not traces.is_dir():
         raise ConfigError(f"traces: there is no folder {traces}")
