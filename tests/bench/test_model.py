@@ -1,6 +1,5 @@
 """Models in several variants side by side, peers among them: compared, checked, timed."""
 
-import copy
 import dataclasses
 import functools
 import importlib.metadata
@@ -8,6 +7,7 @@ import importlib.util
 import itertools
 import sys
 from pathlib import Path
+from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig, conversio
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import model, step
 from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.one_start import AGAIN, bench_one_start, continued
+from float8_lab.bench.one_start import AGAIN, bench_one_start, mean_of_seeds
 from float8_lab.bench.step import Row, check, compare
 from float8_lab.bench.variants import Variant, make_variants, peer_version, recipe_config
 from float8_lab.errors import FailedError
@@ -265,26 +265,37 @@ def test_missing_and_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 DATA = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_runs_go_on_from_one_start_and_leave_it_alone() -> None:
+def test_runs_of_each_seed_go_on_from_one_start() -> None:
     config = TrainConfig.create(
-        model="tiny", steps=4, batch_size=2, seq_len=32, eval_batches=1, eval_interval=0,
+        model="tiny", steps=6, batch_size=2, seq_len=32, eval_batches=1, eval_interval=0,
         data=str(DATA), checkpoint_interval=0, final_checkpoint=False, tensorboard=False,
-        device="cpu", recipe=HIGH_PRECISION,
+        device="cpu", threads=1, recipe=HIGH_PRECISION,
     )  # fmt: skip
-    corpus = data.load_corpus(config.data)
-    *ready, rows = bench_one_start(config, corpus, ["delayed"], 2)
-    assert ready == [[]] * 3
-    assert [row["recipe"] for row in rows] == [HIGH_PRECISION, AGAIN, "delayed"]
-    first, again, delayed = (row["val_loss"] for row in rows)
-    assert first == again != delayed
-    gaps = [row["gap_percent"] for row in rows]
-    assert gaps == [0, 0, 100 * (delayed / first - 1)]
-    whole = Trainer(config, corpus)
-    for _ in range(2):
-        whole.train_step()
-    before = copy.deepcopy(whole.model.state_dict())
-    continued(config, corpus, whole).train_step()
-    assert all(torch.equal(before[n], x) for n, x in whole.model.state_dict().items())
-    for _ in range(2):
-        whole.train_step()
-    assert whole.validate() == first  # as if it had not stopped
+    recipes = ["delayed", "tensorwise"]  # alike until scales are known: after two syncs
+    groups = list(bench_one_start(config, recipes, 2, seeds=2, at_once=2))
+    assert [len(group) for group in groups] == [0, 0, *[0, 0, 0, 0, 4] * 2]
+    for seed, rows in enumerate([groups[6], groups[11]]):
+        assert {row["part"] for row in rows} == {f"seed {seed}"}
+        assert [row["recipe"] for row in rows] == [HIGH_PRECISION, AGAIN, *recipes]
+        first, again, delayed, tensorwise = (row["val_loss"] for row in rows)
+        assert first == again
+        assert len({first, delayed, tensorwise}) == 3  # so delayed scaling was synced
+        gaps = [row["gap_percent"] for row in rows]
+        assert gaps == [0, 0, 100 * (delayed / first - 1), 100 * (tensorwise / first - 1)]
+        whole = Trainer(config.replace(seed=seed), data.load_corpus(config.data))
+        whole.run(Event())
+        assert whole.validate() == first  # as if it had not stopped
+
+
+def test_the_mean_of_seeds_has_the_standard_error_of_its_gap() -> None:
+    rows = [
+        {"part": f"seed {seed}", "recipe": recipe, "val_loss": 1.0 + seed, "gap_percent": gap}
+        for seed, of_seed in enumerate([[0.0, 1.0], [0.0, 2.0], [0.0, 6.0]])
+        for recipe, gap in zip(["a", "b"], of_seed, strict=True)
+    ]
+    error = pytest.approx((7 / 3) ** 0.5)  # squares of -2, -1 and 3; their sum over 2, over 3
+    shared = {"part": "mean of 3 seeds", "val_loss": 2.0}
+    assert mean_of_seeds(rows) == [
+        {**shared, "recipe": "a", "gap_percent": 0.0, "gap_error_percent": 0.0},
+        {**shared, "recipe": "b", "gap_percent": 3.0, "gap_error_percent": error},
+    ]

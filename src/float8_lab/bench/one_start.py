@@ -2,56 +2,122 @@
 
 Runs part ways in their first steps, where losses fall fast: bf16 differs so from itself by half a
 percent. From a common start on, what differs is due to the recipe; bf16 goes on twice to show it.
+Each seed has such a start: what gaps of seeds differ by says how well their mean is known.
 """
 
-import copy
+import functools
+import math
+import multiprocessing
+import signal
 import statistics
+import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 
+from float8 import attach_to_optimizer
 from float8_lab.bench.step import Row
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
-from float8_lab.trainer.data import Corpus
+from float8_lab.trainer.data import load_corpus
 from float8_lab.trainer.loop import Trainer
 
 AGAIN = f"{HIGH_PRECISION} again"
 
+_corpus = functools.cache(load_corpus)  # once in each process
+
 
 def bench_one_start(
-    config: TrainConfig, corpus: Corpus, recipes: Sequence[str], start: int
+    config: TrainConfig, recipes: Sequence[str], start: int, *, seeds: int = 1, at_once: int = 1
 ) -> Iterator[list[Row]]:
-    """Train each recipe on after `start` steps of high precision; all rows at the end.
+    """Train each recipe on after `start` steps of high precision, for `config.seed` and the next.
 
-    Validation losses are in nats per byte; gaps in percent, to the mean of both runs of bf16.
+    Yields an empty list for each start and each run, in their order, and the rows of a seed after
+    its last run. Validation losses are in nats per byte; gaps in percent, to the mean of both runs
+    of bf16 of that seed. Rows of several seeds have a `part`, the seed.
+
+    There are `at_once` processes, with a run each at a time. They share the device: a small run
+    leaves a GPU idle while the host starts its kernels.
     """
-    first = Trainer(config.replace(recipe=HIGH_PRECISION), corpus)
-    _train(first, start)
-    rows: list[Row] = []
-    for name in (HIGH_PRECISION, AGAIN, *recipes):
-        recipe = HIGH_PRECISION if name == AGAIN else name
-        trainer = continued(config.replace(recipe=recipe), corpus, first)
-        _train(trainer, config.steps)
-        rows.append({"recipe": name, "val_loss": trainer.validate()})
-        yield []
-    base = statistics.mean(row["val_loss"] for row in rows[:2])
-    yield [{**row, "gap_percent": 100 * (row["val_loss"] / base - 1)} for row in rows]
+    names = [HIGH_PRECISION, AGAIN, *recipes]
+    used = [HIGH_PRECISION, HIGH_PRECISION, *recipes]
+    of_seeds = [config.replace(seed=config.seed + i, recipe=HIGH_PRECISION) for i in range(seeds)]
+    runs = [each.replace(recipe=recipe) for each in of_seeds for recipe in used]
+    workers = ProcessPoolExecutor(
+        at_once,
+        multiprocessing.get_context("spawn"),
+        # Ctrl-C ends them at once: else each would go on with what it has been given.
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_DFL),
+    )
+    with tempfile.TemporaryDirectory() as folder, workers as pool:
+        for _ in pool.map(_save_start, of_seeds, [start] * seeds, [folder] * seeds):
+            yield []
+        losses = pool.map(_train_on, runs, [folder] * len(runs))
+        for each in of_seeds:
+            of_seed: list[float] = []
+            for _ in names:
+                of_seed.append(next(losses))
+                yield []
+            base = statistics.mean(of_seed[:2])
+            part = {"part": f"seed {each.seed}"} if seeds > 1 else {}
+            yield [
+                {**part, "recipe": name, "val_loss": loss, "gap_percent": 100 * (loss / base - 1)}
+                for name, loss in zip(names, of_seed, strict=True)
+            ]
 
 
-def continued(config: TrainConfig, corpus: Corpus, start: Trainer) -> Trainer:
-    """Return a run that goes on where `start` is; histories of delayed scaling begin empty."""
+def mean_of_seeds(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for each recipe of `rows` of several seeds: means, the gap's standard error."""
+    means = []
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        of_recipe = [row for row in rows if row["recipe"] == recipe]
+        gaps = [row["gap_percent"] for row in of_recipe]
+        means.append(
+            {
+                "part": f"mean of {len(gaps)} seeds",
+                "recipe": recipe,
+                "val_loss": statistics.mean(row["val_loss"] for row in of_recipe),
+                "gap_percent": statistics.mean(gaps),
+                "gap_error_percent": statistics.stdev(gaps) / math.sqrt(len(gaps)),
+            }
+        )
+    return means
+
+
+def _save_start(config: TrainConfig, steps: int, folder: str) -> None:
+    """Train for `steps`, and write what runs of this seed need to go on from there."""
     torch.compiler.reset()
-    trainer = Trainer(config, corpus)
-    missing, unexpected = trainer.model.load_state_dict(start.model.state_dict(), strict=False)
+    trainer = Trainer(config, _corpus(config.data))
+    _train(trainer, steps)
+    states = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    torch.save({"step": trainer.step, **states}, _start_of(config, folder))
+
+
+def _train_on(config: TrainConfig, folder: str) -> float:
+    """Return the validation loss of a run that goes on from its seed's start to the last step.
+
+    Histories of delayed scaling begin empty.
+    """
+    torch.compiler.reset()
+    trainer = Trainer(config, _corpus(config.data))
+    start = torch.load(_start_of(config, folder))
+    missing, unexpected = trainer.model.load_state_dict(start["model"], strict=False)
     assert not unexpected
     assert not set(missing) & {name for name, _ in trainer.model.named_parameters()}
-    # It keeps the tensors that it is given, and writes into them.
-    trainer.optimizer.load_state_dict(copy.deepcopy(start.optimizer.state_dict()))
-    trainer.step = start.step
-    return trainer
+    trainer.optimizer.load_state_dict(start["optimizer"])
+    trainer.step = start["step"]
+    _train(trainer, config.steps)
+    return trainer.validate()
+
+
+def _start_of(config: TrainConfig, folder: str) -> Path:
+    return Path(folder, f"{config.seed}.pt")
 
 
 def _train(trainer: Trainer, steps: int) -> None:
     trainer.model.train()
+    attach_to_optimizer(trainer.model, trainer.optimizer)
     while trainer.step < steps:
         trainer.train_step()

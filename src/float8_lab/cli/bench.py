@@ -14,7 +14,7 @@ import typer
 
 from float8_lab.bench import cast, experts, fsdp, limits, linear, matmul, numerics, tables, tp
 from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.one_start import bench_one_start
+from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
 from float8_lab.bench.profile import FLOOR, bench_profile
 from float8_lab.bench.results import check_output, write_results
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
@@ -39,7 +39,6 @@ from float8_lab.errors import ConfigError, FailedError
 from float8_lab.models.presets import preset
 from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.config import ONE_PROCESS, RECIPES, TrainConfig
-from float8_lab.trainer.data import load_corpus
 from float8_lab.trainer.environment import describe_environment
 
 app = App(help=COMMANDS["bench"], no_args_is_help=True)
@@ -472,11 +471,15 @@ def one_start_command(
     chosen: Any,
     recipe: AllRecipes = None,
     start: Annotated[int, "Steps in high precision that all have in common."] = 300,
+    seeds: Annotated[int, "Starts, of --seed and those that follow it."] = 1,
+    at_once: Annotated[int, "Runs at the same time, each in a process; they share the GPU."] = 1,
     output: Output = None,
 ) -> None:
     """Train all recipes on from one start in high precision, and compare losses.
 
-    High precision goes on twice: what its two runs differ by is noise.
+    High precision goes on twice: what its two runs differ by is noise. Of several seeds, the first
+    table has means, and standard errors of gaps. Rows of a seed are written when all its runs are
+    done.
     """
     off = {"eval_interval": 0, "checkpoint_interval": 0, "tensorboard": False}
     config = TrainConfig.create(**given(chosen), **off, final_checkpoint=False)  # type: ignore[arg-type]
@@ -485,10 +488,14 @@ def one_start_command(
         raise ConfigError(f"start: got {start}, expected less than the {config.steps} steps")
     place = Place(config.device, output)
     shown = {**given(chosen), "data": Path(config.data or "").name}
-    bench = Bench("one-start", place, recipes=recipes, start=start, **shown)
-    groups = bench_one_start(config, load_corpus(config.data), recipes, start)
-    rows = bench.collect(groups, len(recipes) + 3)
+    many: Any = {"seeds": seeds, "at_once": at_once}
+    bench = Bench("one-start", place, recipes=recipes, start=start, **many, **shown)
+    groups = bench_one_start(config, recipes, start, **many)
+    rows = bench.collect(groups, seeds * (len(recipes) + 4))
     title = f"validation losses in nats per byte after step {config.steps}"
+    if seeds > 1:
+        bench.console.print(f"\n{title}")  # tables are headed by their part
+        rows = [*mean_of_seeds(rows), *rows]
     bench.finish(title, rows)
 
 

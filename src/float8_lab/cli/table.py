@@ -19,7 +19,8 @@ _NUMBERS = (
     "gemms_ms attention_ms casts_ms else_ms sum_ms launches transposes us ms bf16_ms float8_ms "
     "tokens_per_s tokens_per_s_per_gpu tflops bf16_tflops float8_tflops gb_per_s of_copy speedup "
     "estimate floor_ms gathered_mb reduce_scattered_mb all_reduced_kb peak_gib kept_of_bf16 "
-    "first_step_s drift_percent sqnr_db loss val_loss gap_percent fate " + _SQNR
+    "first_step_s drift_percent sqnr_db loss val_loss gap_percent gap_error_percent "
+    "fate " + _SQNR
 )
 _WORDS = {"R": "rows", "C": "columns", "tflops": "TFLOP/s", "sqnr": "SQNR", "db": "dB", "kb": "kB"}
 _WORDS |= {"gemms": "GEMMs", "mb": "MB", "gib": "GiB", "keep": "kept", "fate": ""}
