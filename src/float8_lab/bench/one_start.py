@@ -1,8 +1,8 @@
 """`float8 bench one-start`: bf16 trains until losses no longer jump, then all recipes go on alike.
 
 Runs part ways in their first steps, where losses fall fast: bf16 differs so from itself by half a
-percent. From a common start on, what differs is due to the recipe; bf16 goes on twice to show it.
-Each seed has such a start: what gaps of seeds differ by says how well their mean is known.
+percent. From a common start on, what differs is due to the recipe, or noise. With one seed bf16
+goes on twice, which shows the noise; with several, each has such a start, and their gaps show it.
 """
 
 import functools
@@ -34,14 +34,14 @@ def bench_one_start(
     """Train each recipe on after `start` steps of high precision, for `config.seed` and the next.
 
     Yields an empty list for each start and each run, in their order, and the rows of a seed after
-    its last run. Validation losses are in nats per byte; gaps in percent, to the mean of both runs
-    of bf16 of that seed. Rows of several seeds have a `part`, the seed.
+    its last run. Validation losses are in nats per byte; gaps in percent, to bf16 of that seed, or
+    the mean of both its runs. Rows of several seeds have a `part`, the seed.
 
     There are `at_once` processes, with a run each at a time. They share the device: a small run
     leaves a GPU idle while the host starts its kernels.
     """
-    names = [HIGH_PRECISION, AGAIN, *recipes]
-    used = [HIGH_PRECISION, HIGH_PRECISION, *recipes]
+    bases = [HIGH_PRECISION, AGAIN][: 2 if seeds == 1 else 1]
+    names, used = [*bases, *recipes], [*[HIGH_PRECISION] * len(bases), *recipes]
     of_seeds = [config.replace(seed=config.seed + i, recipe=HIGH_PRECISION) for i in range(seeds)]
     runs = [each.replace(recipe=recipe) for each in of_seeds for recipe in used]
     workers = ProcessPoolExecutor(
@@ -60,7 +60,7 @@ def bench_one_start(
             for _ in names:
                 of_seed.append(next(losses))
                 yield []
-            base = statistics.mean(of_seed[:2])
+            base = statistics.mean(of_seed[: len(bases)])
             part = {"part": f"seed {each.seed}"} if seeds > 1 else {}
             yield [
                 {**part, "recipe": name, "val_loss": loss, "gap_percent": 100 * (loss / base - 1)}

@@ -477,9 +477,9 @@ def one_start_command(
 ) -> None:
     """Train all recipes on from one start in high precision, and compare losses.
 
-    High precision goes on twice: what its two runs differ by is noise. Of several seeds, the first
-    table has means, and standard errors of gaps. Rows of a seed are written when all its runs are
-    done.
+    With one seed high precision goes on twice: what its two runs differ by is noise. With several,
+    the first table has means, and standard errors of gaps. Rows of a seed are written when all its
+    runs are done.
     """
     off = {"eval_interval": 0, "checkpoint_interval": 0, "tensorboard": False}
     config = TrainConfig.create(**given(chosen), **off, final_checkpoint=False)  # type: ignore[arg-type]
@@ -491,7 +491,7 @@ def one_start_command(
     many: Any = {"seeds": seeds, "at_once": at_once}
     bench = Bench("one-start", place, recipes=recipes, start=start, **many, **shown)
     groups = bench_one_start(config, recipes, start, **many)
-    rows = bench.collect(groups, seeds * (len(recipes) + 4))
+    rows = bench.collect(groups, seeds * (len(recipes) + 3 + (seeds == 1)))
     title = f"validation losses in nats per byte after step {config.steps}"
     if seeds > 1:
         bench.console.print(f"\n{title}")  # tables are headed by their part
