@@ -20,7 +20,7 @@ from float8.convert.measure import WrongResultError
 from float8_lab.bench import picture
 from float8_lab.bench.fsdp import RanksStep, ShardedStep, TrainStep, bench_on_ranks
 from float8_lab.bench.model import Size, Stack
-from float8_lab.bench.step import free_memory
+from float8_lab.bench.step import Row, free_memory
 from float8_lab.bench.variants import Variant, make_variants
 from float8_lab.errors import ToldError
 from float8_lab.models.presets import preset
@@ -148,6 +148,29 @@ def test_training_on_one_rank(tmp_path: Path, more: list[str]) -> None:
     assert [row["gather"] for row in rows] == [None] * 3
     if more:  # a base that is cast once computes as one that is cast at each use
         assert rows[1]["loss"] == rows[2]["loss"] != rows[0]["loss"]
+
+
+def train_on_gpus() -> list[Row]:
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    kept = ["nothing", "gemms+attention"]
+    variants = make_variants(["tensorwise"], ["compiled"], gathers=("float8",), keep=kept)
+    step = partial(TrainStep, lora=False, transformers=False)
+    *_, rows = bench_on_ranks(step, variants, Size("tiny", 2, 512), device, 1)
+    return rows
+
+
+@pytest.mark.gpu
+def test_training_on_gpus() -> None:
+    gpus = Ranks(2, "cuda")
+    try:
+        rows, _ = gpus.run(train_on_gpus)
+    finally:
+        gpus.stop()
+    names = [("bf16", "bf16"), ("tensorwise", "float8")]
+    assert [(row["recipe"], row["gather"]) for row in rows] == 2 * names
+    for nothing, more in zip(rows[:2], rows[2:], strict=True):
+        assert 0 < nothing["peak_gib"] < more["peak_gib"]
+        assert nothing["loss"] == pytest.approx(more["loss"], rel=1e-2)
 
 
 def wrong_training(what: str) -> str:
