@@ -29,8 +29,6 @@ def test_a_section_has_picture_table_failures_and_source(
     columns = {"ms": ("ms", 1), "GiB": ("peak_gib", 2), "drift, %": ("drift", 1)}
     about = "{size}, {ranks} GPU"
     section = tables.Section(tmp_path / "page.md", "x", "x", about, columns)
-    assert tables.written(section) == f"\n{tables.NOT_YET}\n\n"
-
     rows = [
         {"recipe": "bf16", "mode": "eager", "ms": 1234.56, "drift": -1.25, "peak_gib": None},
         {"recipe": "bf16", "mode": "graphed", "ms": 0.96, "drift": 0.5},

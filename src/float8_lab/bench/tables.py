@@ -22,7 +22,6 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-NOT_YET = "Not measured yet."
 WIDTH = 96  # of a command, which goes on in the next line
 
 Row = dict[str, Any]
@@ -59,14 +58,14 @@ _FSDP: Columns = {
     "GiB": ("peak_gib", 2),
 }
 _FLOOR: Columns = {
-    "sum, ms": ("sum_ms", 1),
-    "its floor": ("floor_sum_ms", 1),
+    "ms": ("sum_ms", 1),
+    "floor": ("floor_sum_ms", 1),
     "above it": ("above_floor", 3),
     "GEMMs": ("gemms_ms", 1),
-    "floor of GEMMs": ("floor_gemms_ms", 1),
+    "their floor": ("floor_gemms_ms", 1),
     "attention": ("attention_ms", 1),
     "casts": ("casts_ms", 1),
-    "floor of casts": ("floor_casts_ms", 1),
+    "casts' floor": ("floor_casts_ms", 1),
     "all else": ("else_ms", 1),
 }
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
@@ -79,11 +78,11 @@ SECTIONS = (
     Section(README, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "1B model", "h200-train-1b", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "8B LoRA", "h200-train-lora", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "floor", "h200-profile-8b", _BLOCKS, _FLOOR),
+    Section(PERFORMANCE, "150m blocks", "h200-150m-graphed", _BLOCKS, _SPEED),
     Section(PERFORMANCE, "FSDP2", "h200-fsdp-llama3-8b", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "FSDP2, finer", "h200-fsdp-finer", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "TP on 2", "h200-tp-llama3-70b", _SHARED, _SPEED),
@@ -120,10 +119,8 @@ def updated(text: str, begin: str, end: str, content: str) -> str:
 
 
 def written(section: Section) -> str:
-    """Return the content of a section; `NOT_YET` if its file is not there."""
+    """Return the content of a section."""
     path = RESULTS / f"{section.file}.json"
-    if not path.exists():
-        return f"\n{NOT_YET}\n\n"
     results = json.loads(path.read_text())
     about = results.get("settings", {})
     if "model" in about:
