@@ -112,6 +112,18 @@ def test_a_wrong_gradient_ends_all_ranks_alike(two: Ranks) -> None:
     assert second == f"ToldError: as rank 0 says: {why}"  # so that one rank tells it
 
 
+def growing() -> list[list[str]]:
+    variants = make_variants(["tensorwise"], ["eager"], gathers=("float8",))
+    groups = bench_on_ranks(ShardedStep, variants, TINY, CPU, 1)
+    return [[row["recipe"] for row in group if row["ms"]] for group in groups]
+
+
+def test_rows_are_there_as_soon_as_they_are_known(two: Ranks) -> None:
+    """So that a benchmark which is stopped leaves a file."""
+    both = ["bf16", "tensorwise"]
+    assert two.run(growing) == [[["bf16"], both, both, both]] * 2
+
+
 WHOLE = ["--seq-len", "32", "--recipe"]
 
 

@@ -111,7 +111,7 @@ def bench_on_ranks(
     device: torch.device,
     rounds: int,
 ) -> Iterator[list[Row]]:
-    """Time every variant on the ranks that there are; an empty list after each, then all rows.
+    """Time every variant on the ranks that there are; after each, all rows known by then.
 
     `make` builds the `RanksStep` of a variant, whose `check` compares it with results that others
     have left; in each mode the first is bf16. Rows of peers that failed say why in `left_out`.
@@ -129,18 +129,17 @@ def bench_on_ranks(
                     new, peak = step.times(rounds)
                     times[variant.name] += new
                     row.setdefault("peak_gib", peak)
+                    row["ms"] = statistics.median(times[variant.name])
+                    if not first:
+                        before, after = map(statistics.median, (times[variant.name][:rounds], new))
+                        row["drift_percent"] = 100 * (after / before - 1)
                     tokens = step.tokens
                     del step
             except Exception as error:
                 steps.leave_out(row, variant, error)
             steps.free_memory(device)
-            yield []
-    for name, row in rows.items():
-        if "left_out" not in row:
-            row["ms"] = statistics.median(times[name])
-            passes = [statistics.median(x) for x in (times[name][:rounds], times[name][rounds:])]
-            row["drift_percent"] = 100 * (passes[1] / passes[0] - 1)
-    yield steps.with_speedups(list(rows.values()), **tokens)
+            known = [row for row in rows.values() if "ms" in row or "left_out" in row]
+            yield steps.with_speedups(known, **tokens)
 
 
 def _shard(step: RanksStep, masters: bool) -> None:

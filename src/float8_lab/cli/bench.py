@@ -92,13 +92,20 @@ class Bench:
                 self.console.print(f"{peer} is not installed: left out")
 
     def collect(
-        self, groups: Iterable[list[Row]], total: int, seconds: float | None = None
+        self,
+        groups: Iterable[list[Row]],
+        total: int,
+        seconds: float | None = None,
+        growing: bool = False,
     ) -> list[Row]:
-        """All rows, or those of the first `seconds`; a line says how many groups are there."""
+        """All rows, or those of the first `seconds`; a line says how many groups are there.
+
+        Groups follow each other, or, `growing`, each has all rows so far.
+        """
         rows: list[Row] = []
         began = time.monotonic()
         for number, group in enumerate(groups, 1):
-            rows += group
+            rows = group if growing else rows + group
             if group and self._output is not None:  # so that nothing is lost if it is stopped
                 write_results(self._output, {**self._about, "rows": rows})
             self.console.print(f"  {number}/{total}")
@@ -378,14 +385,15 @@ def _bench_on_ranks(
     where.checked()
     start_ranks(where.device, where.ranks)
     with join_ranks(True) as group:
-        where = replace(where, device=str(group.device(where.device)))
+        output = where.output if group.rank == 0 else None
+        where = replace(where, device=str(group.device(where.device)), output=output)
         about = {**vars(size), **chosen, **how, "ranks": group.size, "passes": fsdp.PASSES}
         gathers = {"fsdp": (BF16, FLOAT8), "train": (FLOAT8 if group.size > 1 else "",)}
         variants = make_variants(**chosen, gathers=gathers.get(name, ("",)))
         bench = Bench(name, where, **about)
         make = partial(step, **how)
         groups = fsdp.bench_on_ranks(make, variants, size, bench.device, where.rounds)
-        rows = bench.collect(groups, fsdp.PASSES * len(variants) + 1)
+        rows = bench.collect(groups, fsdp.PASSES * len(variants), growing=True)
         if group.rank == 0:
             found = bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
             if plot is not None:
