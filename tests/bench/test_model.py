@@ -23,6 +23,7 @@ from float8_lab.bench.one_start import AGAIN, bench_one_start, mean_of_seeds
 from float8_lab.bench.step import Row, check, compare
 from float8_lab.bench.variants import Variant, make_variants, peer_version, recipe_config
 from float8_lab.errors import FailedError
+from float8_lab.models.presets import PRESETS
 from float8_lab.trainer import data
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig
 from float8_lab.trainer.loop import Trainer
@@ -107,6 +108,28 @@ def test_what_is_compiled(mode: str, how: str | None, monkeypatch: pytest.Monkey
     step = model_step(variant, Size("tiny", 2, 32), CPU)
     parts = {"eager": [], "compiled": step.parts, "graphed": [step.model]}[mode]
     assert found == [(part, how) for part in parts]
+
+
+@pytest.mark.parametrize("transformers", [False, True])
+def test_whole_models_start_as_those_of_torchtitan(transformers: bool) -> None:
+    """Else no gradient of a deep model could be checked."""
+    if transformers:
+        pytest.importorskip("transformers")
+    size = Size("tiny", 2, 32)
+    whole = model.Whole(size, CPU, torch.float32, transformers)
+    std = {name: p.std().item() for name, p in whole.model.named_parameters() if p.dim() == 2}
+    (embedding,) = (x for name, x in std.items() if "embed" in name)
+    assert embedding == pytest.approx(1, rel=0.05)
+    names = ("q_proj", "o_proj", "down_proj") if transformers else ("query", "out", "down")
+    first, *last = ([x for n, x in std.items() if n.endswith(f".{e}.weight")] for e in names)
+    for each in (*last[0], *last[1]):
+        assert each == pytest.approx(first[0] / 2, rel=0.05)  # 1 / sqrt(2 * layers)
+
+
+def test_a_tied_embedding_starts_as_its_head() -> None:
+    whole = model.Whole(Size("1b", 1, 32), CPU, torch.bfloat16, False)
+    std = whole.model.embedding.weight.float().std().item()
+    assert std == pytest.approx(PRESETS["1b"].model.init_std, rel=0.05)
 
 
 def test_skipped_cuda_graphs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +321,6 @@ def test_the_mean_of_seeds_has_the_standard_error_of_its_gap() -> None:
     error = pytest.approx((7 / 3) ** 0.5)  # squares of -2, -1 and 3; their sum over 2, over 3
     shared = {"part": "mean of 3 seeds", "val_loss": 2.0}
     assert mean_of_seeds(rows) == [
-        {**shared, "recipe": "a", "gap_percent": 0.0, "gap_error_percent": 0.0},
+        {**shared, "recipe": "a", "gap_percent": 0.0, "gap_error_percent": None},
         {**shared, "recipe": "b", "gap_percent": 3.0, "gap_error_percent": error},
     ]

@@ -116,6 +116,8 @@ def test_each_benchmark_prints_and_writes_its_rows(
         results = json.loads(Path("x.json").read_text())
         assert len(results["rows"]) == rows
         assert results["settings"]
+        if words.startswith(("model", "profile")):  # those of a user's model; on a CPU, all
+            assert results["settings"]["all_layers"] is False
         assert float("inf") not in results["rows"][0].values()  # no JSON
 
 

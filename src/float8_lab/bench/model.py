@@ -104,8 +104,8 @@ class Whole(nn.Module):
                 inner.init_weights(0)
                 first, head = inner.embedding, inner.output
         if not shape.tied_head:
-            # As in torchtitan. Smaller, it would be drowned by what the first blocks add: then the
-            # noise of all blocks hides gradients, those of bf16, too.
+            # As in torchtitan. What the first blocks add would be larger than a smaller embedding;
+            # the rounding noise of all blocks would then hide its gradient, that of bf16, too.
             nn.init.normal_(first.weight)
         for parameter in self.parameters():  # tables of positions stay float32
             parameter.data = parameter.data.to(dtype)

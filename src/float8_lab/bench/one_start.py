@@ -2,7 +2,8 @@
 
 Runs part ways in their first steps, where losses fall fast: bf16 differs so from itself by half a
 percent. From a common start on, what differs is due to the recipe, or noise. With one seed bf16
-goes on twice, which shows the noise; with several, each has such a start, and their gaps show it.
+goes on twice, which shows the noise. With several seeds, each has its own start, and the spread of
+their gaps shows it.
 """
 
 import functools
@@ -31,14 +32,15 @@ _corpus = functools.cache(load_corpus)  # once in each process
 def bench_one_start(
     config: TrainConfig, recipes: Sequence[str], start: int, *, seeds: int = 1, at_once: int = 1
 ) -> Iterator[list[Row]]:
-    """Train each recipe on after `start` steps of high precision, for `config.seed` and the next.
+    """Train each recipe on after `start` steps of high precision, for seeds from `config.seed` on.
 
     Yields an empty list for each start and each run, in their order, and the rows of a seed after
     its last run. Validation losses are in nats per byte; gaps in percent, to bf16 of that seed, or
     the mean of both its runs. Rows of several seeds have a `part`, the seed.
 
-    There are `at_once` processes, with a run each at a time. They share the device: a small run
-    leaves a GPU idle while the host starts its kernels.
+    There are `at_once` processes, each with one run at a time. They share the device: a small run
+    leaves a GPU idle while the host starts its kernels. Each takes a CPU core or more. A start is
+    kept in a temporary file, of 12 bytes per parameter.
     """
     bases = [HIGH_PRECISION, AGAIN][: 2 if seeds == 1 else 1]
     names, used = [*bases, *recipes], [*[HIGH_PRECISION] * len(bases), *recipes]
@@ -74,13 +76,14 @@ def mean_of_seeds(rows: Sequence[Row]) -> list[Row]:
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         of_recipe = [row for row in rows if row["recipe"] == recipe]
         gaps = [row["gap_percent"] for row in of_recipe]
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps))
         means.append(
             {
                 "part": f"mean of {len(gaps)} seeds",
                 "recipe": recipe,
                 "val_loss": statistics.mean(row["val_loss"] for row in of_recipe),
                 "gap_percent": statistics.mean(gaps),
-                "gap_error_percent": statistics.stdev(gaps) / math.sqrt(len(gaps)),
+                "gap_error_percent": error if any(gaps) else None,  # what others are held against
             }
         )
     return means

@@ -5,6 +5,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from float8_lab.bench.results import size_of
+
 _COLORS = {"bf16": "#777777", "tensorwise": "#0072b2", "rowwise": "#d55e00", "blockwise": "#cc79a7"}
 
 
@@ -12,8 +14,10 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     """Draw the rows of `float8 bench train`: tokens/s of a GPU, and its memory.
 
     Raises:
-        ValueError: they have no memory, as those of a CPU.
+        ValueError: they are of another benchmark, or have no memory, as those of a CPU.
     """
+    if (name := results.get("benchmark")) != "train":
+        raise ValueError(f"plot: got results of bench {name}, expected those of bench train")
     rows = [row for row in results["rows"] if row.get("peak_gib")]
     if not rows:
         raise ValueError("plot: got results without memory, expected those of a GPU")
@@ -21,9 +25,10 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     about = results["settings"]
     where = f"{about['ranks']} x {results['environment']['device']}"
-    size = f"{about['batch']} x {about['seq_len']} tokens"
+    how = [name for name in ("lora", "transformers") if about[name]]
+    how += [f"{kept} kept" for kept in about["keep"]]
     axes.set(
-        title=f"{about['model']}, {size} per GPU, {where}",
+        title=", ".join([f"{size_of(about)} per GPU", *how, where]),
         xlabel="peak memory, GiB (left is better)",
         ylabel="thousand tokens/s of a GPU (up is better)",
     )

@@ -26,3 +26,10 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     )
     rows = ",\n  ".join(map(json.dumps, plain.pop("rows")))
     path.write_text(f'{json.dumps(plain, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
+
+
+def size_of(settings: dict[str, Any]) -> str:
+    """Return model and tokens of results in words."""
+    n = settings["blocks"]
+    blocks = f"{n} block{'s' * (n > 1)} of " if n else "the whole "
+    return blocks + "{model}, {batch} x {seq_len} tokens".format(**settings)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from float8_lab.bench.estimate import STORED, packed
+from float8_lab.bench.results import size_of
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
@@ -26,7 +27,7 @@ WIDTH = 96  # of a command, which goes on in the next line
 
 Row = dict[str, Any]
 Results = dict[str, Any]
-Columns = Mapping[str, tuple[str, int]]  # key and digits of each heading
+Columns = Mapping[str, tuple[str, int]]  # key, or keys of a sum, and digits of each heading
 
 
 class Section(NamedTuple):
@@ -48,7 +49,6 @@ _TRAIN: Columns = {
     "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0),
     "speedup": ("speedup", 2),
     "peak GiB": ("peak_gib", 1),
-    "first step, s": ("first_step_s", 1),
 }
 _FSDP: Columns = {
     "ms": ("ms", 1),
@@ -58,15 +58,13 @@ _FSDP: Columns = {
     "GiB": ("peak_gib", 2),
 }
 _FLOOR: Columns = {
-    "ms": ("sum_ms", 1),
+    "GPU ms": ("sum_ms", 1),
     "floor": ("floor_sum_ms", 1),
-    "above it": ("above_floor", 3),
     "GEMMs": ("gemms_ms", 1),
     "their floor": ("floor_gemms_ms", 1),
     "attention": ("attention_ms", 1),
-    "casts": ("casts_ms", 1),
-    "casts' floor": ("floor_casts_ms", 1),
-    "all else": ("else_ms", 1),
+    "casts and all else": ("casts_ms else_ms", 1),
+    "bytes of casts alone": ("floor_casts_ms", 1),
 }
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _BLOCKS = "{size}: forward + backward"
@@ -124,8 +122,7 @@ def written(section: Section) -> str:
     results = json.loads(path.read_text())
     about = results.get("settings", {})
     if "model" in about:
-        blocks = f"{n} block{'s' * (n > 1)} of " if (n := about["blocks"]) else "the whole "
-        about["size"] = blocks + "{model}, {batch} x {seq_len} tokens".format(**about)
+        about["size"] = size_of(about)
     title = section.title.format(**about)
     title = title[0].upper() + title[1:]
     parts = [[f"**{title}**"], pivot(section, results), *source(results, path, section.page)]
@@ -165,9 +162,10 @@ def pivot(section: Section, results: Results) -> list[str]:
     return table(heads, lines)
 
 
-def number(row: Row, key: str, digits: int) -> str:
-    """Return a number with so many digits behind the point; "" if there is none."""
-    return "" if row.get(key) is None else f"{row[key]:,.{digits}f}"
+def number(row: Row, keys: str, digits: int) -> str:
+    """Return a number, or a sum, with so many digits behind the point; "" if there is none."""
+    found = [row.get(key) for key in keys.split()]
+    return "" if None in found else f"{sum(found):,.{digits}f}"  # type: ignore[arg-type]
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:

@@ -379,7 +379,7 @@ def _bench_on_ranks(
         raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
     preset(size.model)
     if GRAPHED in chosen["modes"]:
-        do = "use bench model: a CUDA graph reads weights where they lay before, gathered ones move"
+        do = "use bench model: CUDA graphs read weights where they lay, and gathered ones move"
         raise ConfigError(f"mode: got graphed on ranks, expected eager, compiled or both; {do}")
     make_variants(**chosen)  # so that what is wrong is said once
     where.checked()
@@ -491,7 +491,7 @@ def one_start_command(
     """
     off = {"eval_interval": 0, "checkpoint_interval": 0, "tensorboard": False}
     config = TrainConfig.create(**given(chosen), **off, final_checkpoint=False)  # type: ignore[arg-type]
-    recipes = recipe or RECIPES
+    recipes = list(dict.fromkeys(recipe or RECIPES))
     if not start < config.steps:
         raise ConfigError(f"start: got {start}, expected less than the {config.steps} steps")
     place = Place(config.device, output)
