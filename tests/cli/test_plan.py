@@ -37,8 +37,8 @@ def test_without_a_gpu_it_judges_by_size_and_says_so(capsys: pytest.CaptureFixtu
     assert " ms" not in out  # Nothing was measured.
     assert "float8: 224 of 225 linear layers, 93.0% of all matmul weights" in out
     assert 'chosen for H100 (gpu="H100"): limits of tensorwise at 8192 tokens per forward' in out
-    assert re.search(r"all linear layers: about 1\.\d\dx of bf16; a whole step gains less", out)
-    assert "GPU time: layers that wait for the CPU, as small ones do, gain less" in out
+    assert re.search(r"all linear layers: about 1\.\d\dx of bf16; what else a step does", out)
+    assert "GPU time of layers one by one, not compiled: large models gain more" in out
     results = json.loads(Path("x.json").read_text())
     assert sum(row["count"] for row in results["rows"]) == 7 * 32 + 1
 
@@ -168,7 +168,7 @@ def model() -> nn.Module:
 
 
 def test_layers_are_grouped_by_shape_and_fate() -> None:
-    report = report_on(model(), Float8LinearConfig(), 8192, "H100")
+    report = report_on(model(), Float8LinearConfig(), 8192, "H100", False)
     rows = plan_conversion(report, 8192, lambda shape: None)
     found = [(row["layers"], row["count"], row["M"], row["K"], row["fate"]) for row in rows]
     assert found == [

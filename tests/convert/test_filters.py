@@ -61,7 +61,8 @@ def test_slower_layers_stay_and_the_report_says_why() -> None:
 
 @pytest.mark.usefixtures("on_h100")
 def test_each_recipe_has_limits_of_its_own() -> None:
-    assert is_float8(convert_to_float8_training(model(), config="delayed")) == ["large", "small"]
+    delayed = convert_to_float8_training(model(), config="delayed", cuda_graphs=True)
+    assert is_float8(delayed) == ["large", "small"]
     with pytest.warns(UserWarning, match="K=8192 is less than 1.638e.04: rowwise is slower"):
         convert_to_float8_training(model(), config="rowwise")
 
@@ -188,7 +189,7 @@ def test_measured_on_a_gpu() -> None:
     assert "large" in is_float8(converted)
     for layer in conversion_report(converted).skipped:
         assert layer.skip_reason is not None
-        assert layer.skip_reason.startswith("measured 0.")
+        assert layer.skip_reason.startswith("measured 0.")  # times, or ms
 
 
 @pytest.mark.gpu
@@ -221,15 +222,51 @@ def test_the_gpu_that_is_named_decides_wherever_weights_are(device: str, emulate
     assert expected in str(report).splitlines()
 
 
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_a_layer_that_waits_for_the_cpu_stays_but_in_a_cuda_graph(gpu: str) -> None:
+    with torch.device("meta"):
+        layers = nn.ModuleDict({"wide": nn.Linear(2048, 2048), "waits": nn.Linear(1024, 3072)})
+    convert_to_float8_training(layers, gpu=gpu)
+    assert is_float8(layers) == ["wide"]
+    of_cpu = (
+        "tokens*K*N=2.577e+10 is less than 3.4e+10: the CPU takes longer to start it; "
+        "cuda_graphs=True converts it"
+    )
+    of_gpu = "tokens*K*N=2.577e+10 is less than 3.4e+10: tensorwise is slower there on H100"
+    (waits,) = conversion_report(layers).skipped
+    assert waits.skip_reason == {"H100": of_gpu, "H200": of_cpu}[gpu]
+    convert_to_float8_training(layers, gpu=gpu, cuda_graphs=True)
+    assert is_float8(layers) == ["wide", *["waits"] * (gpu == "H200")]
+    (chosen,) = conversion_report(layers).chosen_for
+    assert chosen.endswith("limits of tensorwise at 8192 tokens per forward, as CUDA graphs")
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_what_is_measured_may_wait_for_the_cpu(
+    cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "measure_linear", lambda *_: LinearTimes(0.25, 0.2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    layer = nn.ModuleDict({"it": nn.Linear(64, 64)})
+    convert_to_float8_training(layer, auto_filter=True, cuda_graphs=cuda_graphs)
+    assert is_float8(layer) == ["it"] * cuda_graphs
+    reasons = {each.skip_reason for each in conversion_report(layer).skipped}
+    why = "measured 0.25 ms in bf16 at 8192 tokens on a GPU: the CPU takes longer to start it in "
+    assert reasons == (set() if cuda_graphs else {f"{why}float8; cuda_graphs=True converts it"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"cuda_graphs": True, "module_filter_fn": all_linears}, "cuda_graphs: got True and a mod"),
         ({"gpu": "B200"}, "gpu: got 'B200', expected one whose .* of 'H100', 'H200'; leave it out"),
         ({"gpu": ["H100"]}, "gpu: got .'H100'., expected one"),
         ({"gpu": "H100", "module_filter_fn": all_linears}, "'H100' and a module_filter_fn"),
     ],
 )
-def test_what_gpu_cannot_be(arguments: dict[str, Any], message: str) -> None:
+def test_what_arguments_cannot_be(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert_to_float8_training(model(), **arguments)
 

@@ -60,6 +60,7 @@ def convert_to_float8_training(
     tokens_per_step: int = DEFAULT_TOKENS,
     gpu: str | None = None,
     auto_filter: bool = False,
+    cuda_graphs: bool = False,
     linear_classes: Collection[type[nn.Linear]] = (),
     fuse: bool | Mapping[type[nn.Module], SwiGLU] = False,
 ) -> nn.Module:
@@ -95,10 +96,9 @@ def convert_to_float8_training(
     and so do layers that float8 would make slower: on an H100 or H200 those that are too small; on
     another GPU, of which nothing is known, those with fewer than 256 features in or out; without a
     GPU none. Weights on the CPU or the meta device are taken to be on their way to the current GPU,
-    if there is one, or to the one that `gpu` names. The report says which GPU was meant. GPU time
-    is what counts: that of large models, and of small ones that run as CUDA graphs
-    (`torch.compile(model, mode="reduce-overhead")`). Other small models wait for the CPU, and may
-    lose where this says that they gain.
+    if there is one, or to the one that `gpu` names. The report says which GPU was meant. On an H100
+    or H200 so do layers whose kernels the CPU takes longer to start than the GPU to run, unless
+    `cuda_graphs` says that they are started otherwise.
 
     Args:
         module: the model, or a single linear layer.
@@ -113,6 +113,8 @@ def convert_to_float8_training(
         gpu: `"H100"` or `"H200"`: convert what gains on that GPU, wherever the weights are now.
             None: what gains on the GPU here.
         auto_filter: measure the GPU time of each shape instead of judging by its size.
+        cuda_graphs: the model will run as CUDA graphs, which start all kernels at once
+            (`torch.compile(model, mode="reduce-overhead")`): then GPU time alone decides.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. It is replaced.
         fuse: let SwiGLU feed-forwards whose layers were converted compute as `swiglu_feed_forward`
@@ -132,14 +134,15 @@ def convert_to_float8_training(
             then `fully_shard`) or has gradient hooks; or a layer already converted cannot take the
             new config; or a class in `fuse` has no such submodule. Or `tokens_per_step` is less
             than 1, `gpu` is not known, or `auto_filter` comes without a GPU; or two of `gpu`,
-            `auto_filter` and `module_filter_fn` come together. Nothing is changed then.
+            `auto_filter` and `module_filter_fn` come together, or the last with `cuda_graphs`.
+            Nothing is changed then.
     """
     require_module(module, "module")
     given, config = None if config is None else as_config(config), as_config(config)
     gpu = gpu.upper() if isinstance(gpu, str) else gpu
     named = None if fuse is False else as_named(fuse, module)
     skip_reason = choose_filter(
-        module_filter_fn, config, tokens_per_step, auto_filter, linear_classes, gpu
+        module_filter_fn, config, tokens_per_step, auto_filter, linear_classes, gpu, cuda_graphs
     )
     known = {part for part in module.modules() if kind_of(part) is not None}
     changes = _Changes({}, {}, [], [], {})
@@ -186,7 +189,7 @@ def convert_to_float8_training(
         _forget_chosen_for(module)
         if module_filter_fn is None:
             device = next(next(iter(reasons)).parameters()).device
-            chosen = chosen_for(device, config, tokens_per_step, auto_filter, gpu)
+            chosen = chosen_for(device, config, tokens_per_step, auto_filter, gpu, cuda_graphs)
             module.__dict__[CHOSEN_FOR] = chosen
     leave_fast_path(module)
     converted = any(isinstance(x, Float8Layer | Float8Experts) for x in module.modules())

@@ -9,7 +9,15 @@ from torch import nn
 
 from float8.config import Float8LinearConfig
 from float8.convert.measure import measure_linear
-from float8.convert.smallest import NARROW, SMALLEST, judged_as, too_narrow, too_small
+from float8.convert.smallest import (
+    NARROW,
+    SMALLEST,
+    STARTED_MS,
+    judged_as,
+    too_narrow,
+    too_small,
+    waits_for_cpu,
+)
 from float8.linear import unsupported
 
 DEFAULT_TOKENS = 8192
@@ -95,6 +103,7 @@ def chosen_for(
     tokens_per_step: int,
     auto_filter: bool,
     gpu: str | None,
+    cuda_graphs: bool,
 ) -> str | None:
     """Say for which GPU layers on `device` are chosen without a `module_filter_fn`, and by what.
 
@@ -102,7 +111,7 @@ def chosen_for(
     """
     if not config.float8_gemms or (config.emulate and gpu is None):
         return None
-    at = f"at {tokens_per_step} tokens per forward"
+    at = f"at {tokens_per_step} tokens per forward{', as CUDA graphs' * cuda_graphs}"
     where = gpu or gpu_for(device)
     if auto_filter:
         return f"chosen on the GPU here by measuring the GPU time of each shape {at}"
@@ -123,6 +132,7 @@ def choose_filter(
     auto_filter: bool,
     linear_classes: Collection[type[nn.Linear]],
     gpu: str | None = None,
+    cuda_graphs: bool = False,
 ) -> Callable[[nn.Module, str], str | None]:
     """Return a function of a layer and its name that says why it stays; None: it does not.
 
@@ -144,6 +154,11 @@ def choose_filter(
         raise ValueError(
             "auto_filter: got True and a module_filter_fn, expected one of the two: a given "
             "filter decides alone"
+        )
+    if cuda_graphs and module_filter_fn is not None:
+        raise ValueError(
+            "cuda_graphs: got True and a module_filter_fn, expected one of the two: a given filter "
+            "decides alone"
         )
     if auto_filter and not torch.cuda.is_available():
         raise ValueError(
@@ -175,8 +190,13 @@ def choose_filter(
     def measured(device: torch.device, in_features: int, out_features: int) -> str | None:
         times = measure_linear(tokens_per_step, in_features, out_features, device, config)
         speedup, where = times.bf16_ms / times.float8_ms, torch.cuda.get_device_name(device)
-        slower = f"measured {speedup:.2f}x of bf16 at {tokens_per_step} tokens on {where}"
-        return slower if speedup < 1 else None
+        at = f"at {tokens_per_step} tokens on {where}"
+        if speedup < 1:
+            return f"measured {speedup:.2f}x of bf16 {at}"
+        if times.bf16_ms < STARTED_MS and not cuda_graphs:
+            why = "the CPU takes longer to start it in float8; cuda_graphs=True converts it"
+            return f"measured {times.bf16_ms:.2f} ms in bf16 {at}: {why}"
+        return None
 
     def skip(linear: Any, fqn: str) -> str | None:
         problem = unsupported(linear, config, classes)  # of which no filter need know
@@ -196,7 +216,8 @@ def choose_filter(
             return measured(device, *shape)
         where = gpu or gpu_for(device)
         if where in SMALLEST:
-            return too_small(where, judged_as(config), tokens_per_step, *shape)
+            problem = too_small(where, judged_as(config), tokens_per_step, *shape)
+            return problem or (None if cuda_graphs else waits_for_cpu(tokens_per_step, *shape))
         return too_narrow(where, *shape) if where else None
 
     return skip

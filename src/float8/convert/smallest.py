@@ -18,6 +18,11 @@ class Smallest(NamedTuple):
 NARROW = 256
 """Features, K and N alike, below which layers stay on a GPU whose limits are not known."""
 
+STARTED, STARTED_MS = 34e9, 0.3
+"""tokens * K * N of a layer, and its ms in bf16 on a GPU, below which the CPU takes longer to start
+its kernels in float8 than the GPU to run them in bf16. Compiled, starting a layer and what is
+around it took 0.36 ms (h200-150m-kernels.json). A CUDA graph starts all kernels at once."""
+
 # GPU time, without what the CPU needs to issue it.
 # Fitted to 145 sizes in eager mode and 10 compiled (h200-smallest-layers.json).
 # Of each recipe, 85% or more are judged rightly; the others cost 1.0% of
@@ -68,6 +73,15 @@ def too_small(
             compared = f"{name}={value:.4g} is less than {minimum:.4g}"
             return f"{compared}: {recipe} is slower there on {gpu}"
     return None
+
+
+def waits_for_cpu(tokens: int, in_features: int, out_features: int) -> str | None:
+    """Say that the CPU takes longer to start a layer than an H100 to run it, or return None."""
+    product = tokens * in_features * out_features
+    if product >= STARTED:
+        return None
+    why = "the CPU takes longer to start it; cuda_graphs=True converts it"
+    return f"tokens*K*N={product:.4g} is less than {STARTED:.4g}: {why}"
 
 
 def too_narrow(gpu: str, in_features: int, out_features: int) -> str | None:

@@ -144,6 +144,7 @@ def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:
         convert_to_float8_training,
         config=config,
         module_filter_fn=all_linears if all_layers else None,
+        cuda_graphs=mode == GRAPHED and not all_layers,
         fuse="fuse" in recipe.split("+"),
     )
     return Variant(recipe, mode, convert, config=config, gather=gather)

@@ -19,7 +19,7 @@ from float8 import ConversionReport, conversion_report, convert_to_float8_traini
 from float8.config import Float8LinearConfig
 from float8.convert.filters import gpu_for
 from float8.convert.measure import LinearTimes, measure_linear
-from float8.convert.smallest import SMALLEST, judged_as
+from float8.convert.smallest import SMALLEST, STARTED_MS, judged_as
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
 from float8_lab.cli.bench import Bench, Output, Place
@@ -70,24 +70,29 @@ def load_model(name: str) -> nn.Module:
 
 
 def report_on(
-    model: nn.Module, config: Float8LinearConfig, tokens: int, gpu: str | None
+    model: nn.Module, config: Float8LinearConfig, tokens: int, gpu: str | None, cuda_graphs: bool
 ) -> ConversionReport:
     """Convert a model on the meta device and report; `gpu` None: whatever the size of layers."""
     if gpu is None:
         config = dataclasses.replace(config, emulate=True)  # of which no speed is asked
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "float8: no layer")  # the report says so, too
-        convert_to_float8_training(model, config=config, tokens_per_step=tokens, gpu=gpu)
+        convert_to_float8_training(
+            model, config=config, tokens_per_step=tokens, gpu=gpu, cuda_graphs=cuda_graphs
+        )
     return conversion_report(model)
 
 
 def plan_conversion(
-    report: ConversionReport, tokens: int, judge: Callable[[Shape], LinearTimes | float | None]
+    report: ConversionReport,
+    tokens: int,
+    judge: Callable[[Shape], LinearTimes | float | None],
+    cuda_graphs: bool = False,
 ) -> list[dict[str, Any]]:
     """Return a row for all layers of one shape and fate.
 
-    `judge` gives the times of a layer, at which it stays if float8 is slower; or an estimate of its
-    speed-up, or None.
+    `judge` gives the times of a layer, at which it stays if float8 is slower, or if the CPU takes
+    longer to start it, but in CUDA graphs; or an estimate of its speed-up, or None.
     """
     groups: dict[tuple[int, int, str | None], list[str]] = {}
     for layer in report.layers:
@@ -102,6 +107,8 @@ def plan_conversion(
             row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
             if found.float8_ms > found.bf16_ms:
                 reason = reason or "slower"
+            elif found.bf16_ms < STARTED_MS and not cuda_graphs:
+                reason = reason or "waits for the CPU"
         elif reason is None:
             row["estimate"] = found
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
@@ -146,6 +153,7 @@ def plan_command(
     gpu: Annotated[
         str | None, f"By size for {' or '.join(SMALLEST)}, not for the one here."
     ] = None,
+    cuda_graphs: Annotated[bool, "It will run as CUDA graphs: GPU time alone decides."] = False,
     device: Annotated[str | None, "Where to measure: cuda (the default), cuda:N or cpu."] = None,
     output: Output = None,
 ) -> None:
@@ -154,8 +162,8 @@ def plan_command(
     Of one of ours, or of your own: float8 plan --gpu H100 my_module:make_model
 
     A layer of each shape runs on the GPU; or it is judged by its size, without a GPU or for another
-    one. What a conversion without a filter leaves stays here, too. GPU time only. Experts are not
-    measured: with --gpu they are judged on paper.
+    one. What a conversion without a filter leaves stays here, too. Times are those of the GPU.
+    Experts are not measured: with --gpu they are judged on paper.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
     here = torch.cuda.is_available()
@@ -168,6 +176,7 @@ def plan_command(
     place, name = Place((device or "cuda") if measuring else "cpu", output), make or model
     name = name or "llama3-8b"
     settings = {"tokens": tokens, "recipe": recipe, "how": how, "for": judged or place.device}
+    settings["cuda_graphs"] = cuda_graphs
     if make:
         whole = load_model(make)
     else:
@@ -175,7 +184,7 @@ def plan_command(
         with torch.device("meta"):
             whole = Llama(shape.model, shape.seq_len)
     bench = Bench("plan", place, tell=measuring, model=name, **settings)
-    report = report_on(whole, config, tokens, judged)
+    report = report_on(whole, config, tokens, judged, cuda_graphs)
     known = stored(judged, judged_as(config)) if judged else {}
 
     def judge(shape: Shape) -> LinearTimes | float | None:
@@ -183,7 +192,7 @@ def plan_command(
             return measure_linear(*shape, bench.device, config)
         return estimate(known, shape)
 
-    rows = plan_conversion(report, tokens, judge)
+    rows = plan_conversion(report, tokens, judge, cuda_graphs)
     title = f"{name}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
     title += "; ms of forward + backward" if measuring else ""
     title += "" if measuring or here or gpu else " (no --gpu names another)"
@@ -191,7 +200,9 @@ def plan_command(
     for line in _conclusion(report, rows, judged):
         bench.console.print(line)
     if judged or bench.device.type == "cuda":
-        bench.console.print("GPU time: layers that wait for the CPU, as small ones do, gain less")
+        bench.console.print(
+            "GPU time of layers one by one, not compiled: large models gain more compiled"
+        )
     bench.console.print("M: tokens, K: features in, N: features out")
 
 
@@ -232,7 +243,7 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
         speedup = sum(map(_weights, rows)) / ours
         lines += [
             f"estimate: that of the largest layer measured on {gpu} that is no larger",
-            f"all linear layers: about {speedup:.2f}x of bf16; a whole step gains less",
+            f"all linear layers: about {speedup:.2f}x of bf16; what else a step does gains nothing",
         ]
         unknown = sum(row["count"] for row in converted if not row.get("estimate"))
         if unknown:
