@@ -95,8 +95,7 @@ class ConversionReport:
 
     chosen_for: tuple[str, ...] = ()
     """For which GPU, and by what, layers were chosen: a sentence for each different conversion.
-    Empty where a `module_filter_fn` chose. What counts is GPU time, not that of the CPU to issue
-    kernels."""
+    Empty where a `module_filter_fn` chose."""
 
     experts: tuple[ExpertsReport, ...] = ()
     """The weights of experts that are known, converted or not. `converted` and `skipped` are of
