@@ -132,6 +132,13 @@ def test_a_tied_embedding_starts_as_its_head() -> None:
     assert std == pytest.approx(PRESETS["1b"].model.init_std, rel=0.05)
 
 
+def test_models_that_run_as_cuda_graphs_are_converted_for_them() -> None:
+    modes = ["eager", "compiled", "graphed"]
+    variants = make_variants(["tensorwise"], modes, all_layers=False)
+    ours = {v.mode: v.convert.keywords["cuda_graphs"] for v in variants if v.ours}
+    assert ours == {"eager": False, "compiled": False, "graphed": True}
+
+
 def test_skipped_cuda_graphs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     (variant,) = make_variants([], ["eager"])
     once = model_step(dataclasses.replace(variant, mode="graphed"), TINY, CPU)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from float8 import Float8LinearConfig, Float8LinearRecipeName
-from float8.convert.measure import measure_linear
+from float8.convert.measure import LinearTimes, measure_linear
 from float8.convert.smallest import SMALLEST, too_small
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
@@ -38,7 +38,7 @@ def test_without_a_gpu_it_judges_by_size_and_says_so(capsys: pytest.CaptureFixtu
     assert "float8: 224 of 225 linear layers, 93.0% of all matmul weights" in out
     assert 'chosen for H100 (gpu="H100"): limits of tensorwise at 8192 tokens per forward' in out
     assert re.search(r"all linear layers: about 1\.\d\dx of bf16; what else a step does", out)
-    assert "GPU time of layers one by one, not compiled: large models gain more" in out
+    assert "GPU time of layers one by one: large ones gain more when compiled,\nsmall" in out
     results = json.loads(Path("x.json").read_text())
     assert sum(row["count"] for row in results["rows"]) == 7 * 32 + 1
 
@@ -204,6 +204,23 @@ def test_layers_that_were_measured_to_gain_are_large_enough(gpu: str) -> None:
     assert len(gaining) == 24
     for row in gaining:
         assert too_small(gpu, row["recipe"], row["M"], row["K"], row["N"]) is None
+
+
+@pytest.mark.parametrize(("more", "converted"), [([], 0), (["--cuda-graphs"], 36)])
+def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(
+    more: list[str], converted: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "150m", "--gpu", "H200", *more, "-o", "x.json"]) == 0
+    out = capsys.readouterr().out
+    assert f"float8: {converted} of 85 linear layers" in out
+    assert ("leave: waits for the CPU" in out) == (not more)
+    assert ("or --cuda-graphs, may change that" in out) == (not more)
+    assert json.loads(Path("x.json").read_text())["settings"]["cuda_graphs"] == bool(more)
+    report = report_on(model(), Float8LinearConfig(), 8192, "H100", False)
+    for waits in (False, True):
+        rows = plan_conversion(report, 8192, lambda shape: LinearTimes(0.2, 0.1), waits)
+        fates = {row["fate"] for row in rows if row["layers"] != "lm_head"}
+        assert ("leave: waits for the CPU" in fates) == waits
 
 
 @pytest.mark.gpu

@@ -93,8 +93,8 @@ def convert_to_float8_training(
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
     adapters and layers with fewer than 16 features out, such as routers, stay in high precision,
-    and so do layers that float8 would make slower: on an H100 or H200 those that are too small, for
-    the GPU or for the CPU that starts their kernels; on another GPU, of which nothing is known,
+    and so do layers that float8 would make slower: on an H100 or H200 those that are too small for
+    the GPU, or for the CPU that starts their kernels; on another GPU, of which nothing is known,
     those with fewer than 256 features in or out; without a GPU none. Weights on the CPU or the meta
     device are taken to be on their way to the current GPU, if there is one, or to the one that
     `gpu` names. The report says which GPU was meant.
@@ -112,9 +112,10 @@ def convert_to_float8_training(
         gpu: `"H100"` or `"H200"`: convert what gains on that GPU, wherever the weights are now.
             None: what gains on the GPU here.
         auto_filter: measure the GPU time of each shape instead of judging by its size. A layer of
-            less than 0.3 ms in bf16 stays, unless `cuda_graphs` is True.
+            less than 0.25 ms in bf16 stays, unless `cuda_graphs` is True.
         cuda_graphs: the model will run as CUDA graphs, which start all kernels at once
-            (`torch.compile(model, mode="reduce-overhead")`): then GPU time alone decides.
+            (`torch.compile(model, mode="reduce-overhead")`): then GPU time alone decides, as it
+            does for experts anyway.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. It is replaced.
         fuse: let SwiGLU feed-forwards whose layers were converted compute as `swiglu_feed_forward`

@@ -12,7 +12,6 @@ from float8.convert.measure import measure_linear
 from float8.convert.smallest import (
     NARROW,
     SMALLEST,
-    STARTED_MS,
     judged_as,
     too_narrow,
     too_small,
@@ -111,7 +110,8 @@ def chosen_for(
     """
     if not config.float8_gemms or (config.emulate and gpu is None):
         return None
-    at = f"at {tokens_per_step} tokens per forward{', as CUDA graphs' * cuda_graphs}"
+    at = f"at {tokens_per_step} tokens per forward"
+    at += ", as CUDA graphs" if cuda_graphs else ""
     where = gpu or gpu_for(device)
     if auto_filter:
         return f"chosen on the GPU here by measuring the GPU time of each shape {at}"
@@ -155,6 +155,8 @@ def choose_filter(
             "auto_filter: got True and a module_filter_fn, expected one of the two: a given "
             "filter decides alone"
         )
+    if not isinstance(cuda_graphs, bool):
+        raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
     if cuda_graphs and module_filter_fn is not None:
         raise ValueError(
             "cuda_graphs: got True and a module_filter_fn, expected one of the two: a given filter "
@@ -190,13 +192,9 @@ def choose_filter(
     def measured(device: torch.device, in_features: int, out_features: int) -> str | None:
         times = measure_linear(tokens_per_step, in_features, out_features, device, config)
         speedup, where = times.bf16_ms / times.float8_ms, torch.cuda.get_device_name(device)
-        at = f"at {tokens_per_step} tokens on {where}"
         if speedup < 1:
-            return f"measured {speedup:.2f}x of bf16 {at}"
-        if times.bf16_ms < STARTED_MS and not cuda_graphs:
-            why = "the CPU takes longer to start it in float8; cuda_graphs=True converts it"
-            return f"measured {times.bf16_ms:.2f} ms in bf16 {at}: {why}"
-        return None
+            return f"measured {speedup:.2f}x of bf16 at {tokens_per_step} tokens on {where}"
+        return None if cuda_graphs else waits_for_cpu(times.bf16_ms)
 
     def skip(linear: Any, fqn: str) -> str | None:
         problem = unsupported(linear, config, classes)  # of which no filter need know
@@ -216,8 +214,7 @@ def choose_filter(
             return measured(device, *shape)
         where = gpu or gpu_for(device)
         if where in SMALLEST:
-            problem = too_small(where, judged_as(config), tokens_per_step, *shape)
-            return problem or (None if cuda_graphs else waits_for_cpu(tokens_per_step, *shape))
+            return too_small(where, judged_as(config), tokens_per_step, *shape, cuda_graphs)
         return too_narrow(where, *shape) if where else None
 
     return skip

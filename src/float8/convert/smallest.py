@@ -18,10 +18,10 @@ class Smallest(NamedTuple):
 NARROW = 256
 """Features, K and N alike, below which layers stay on a GPU whose limits are not known."""
 
-STARTED, STARTED_MS = 34e9, 0.3
+WAITS_BELOW, WAITS_BELOW_MS = 34e9, 0.25
 """tokens * K * N of a layer, and its ms in bf16 on a GPU, below which the CPU takes longer to start
-its kernels in float8 than the GPU to run them in bf16. Compiled, starting a layer and what is
-around it took 0.36 ms (h200-150m-kernels.json). A CUDA graph starts all kernels at once."""
+its kernels in float8 than the GPU to run them in bf16. Compiled under `tensorwise`, one took the
+CPU 0.36 ms with what is around it (h200-150m-kernels.json). A CUDA graph starts all at once."""
 
 # GPU time, without what the CPU needs to issue it.
 # Fitted to 145 sizes in eager mode and 10 compiled (h200-smallest-layers.json).
@@ -59,29 +59,39 @@ def judged_as(config: Float8LinearConfig) -> str:
 
 
 def too_small(
-    gpu: str, recipe: str, tokens: int, in_features: int, out_features: int
+    gpu: str,
+    recipe: str,
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    cuda_graphs: bool = False,
 ) -> str | None:
-    """Say which limit of `SMALLEST[gpu][recipe]` a layer misses, or return None."""
+    """Say which limit of `SMALLEST[gpu][recipe]` a layer misses, or that it waits, or None."""
     least = SMALLEST[gpu][recipe]
+    product = tokens * in_features * out_features
     for name, value, minimum in (
         ("tokens", tokens, least.tokens),
         ("K", in_features, least.features),
         ("N", out_features, least.features),
-        ("tokens*K*N", tokens * in_features * out_features, least.product),
+        ("tokens*K*N", product, least.product),
     ):
         if value < minimum:
             compared = f"{name}={value:.4g} is less than {minimum:.4g}"
             return f"{compared}: {recipe} is slower there on {gpu}"
+    if product < WAITS_BELOW and not cuda_graphs:
+        return _waits(f"tokens*K*N={product:.4g} is less than {WAITS_BELOW:.4g}")
     return None
 
 
-def waits_for_cpu(tokens: int, in_features: int, out_features: int) -> str | None:
-    """Say that the CPU takes longer to start a layer than an H100 to run it, or return None."""
-    product = tokens * in_features * out_features
-    if product >= STARTED:
+def waits_for_cpu(bf16_ms: float) -> str | None:
+    """Say that the CPU takes longer to start a layer than the GPU to run it, or return None."""
+    if bf16_ms >= WAITS_BELOW_MS:
         return None
-    why = "the CPU takes longer to start it; cuda_graphs=True converts it"
-    return f"tokens*K*N={product:.4g} is less than {STARTED:.4g}: {why}"
+    return _waits(f"{bf16_ms:.2f} ms in bf16 is less than {WAITS_BELOW_MS}")
+
+
+def _waits(why: str) -> str:
+    return f"waits for the CPU: {why}; cuda_graphs=True converts it"
 
 
 def too_narrow(gpu: str, in_features: int, out_features: int) -> str | None:

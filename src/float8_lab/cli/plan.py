@@ -19,7 +19,7 @@ from float8 import ConversionReport, conversion_report, convert_to_float8_traini
 from float8.config import Float8LinearConfig
 from float8.convert.filters import gpu_for
 from float8.convert.measure import LinearTimes, measure_linear
-from float8.convert.smallest import SMALLEST, STARTED_MS, judged_as
+from float8.convert.smallest import SMALLEST, judged_as, waits_for_cpu
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
 from float8_lab.cli.bench import Bench, Output, Place
@@ -87,12 +87,12 @@ def plan_conversion(
     report: ConversionReport,
     tokens: int,
     judge: Callable[[Shape], LinearTimes | float | None],
-    cuda_graphs: bool = False,
+    waits: bool = True,
 ) -> list[dict[str, Any]]:
     """Return a row for all layers of one shape and fate.
 
-    `judge` gives the times of a layer, at which it stays if float8 is slower, or if the CPU takes
-    longer to start it, but in CUDA graphs; or an estimate of its speed-up, or None.
+    `judge` gives the times of a layer, at which it stays if float8 is slower or, with `waits`, if
+    the CPU takes longer to start it; or an estimate of its speed-up, or None.
     """
     groups: dict[tuple[int, int, str | None], list[str]] = {}
     for layer in report.layers:
@@ -107,8 +107,8 @@ def plan_conversion(
             row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
             if found.float8_ms > found.bf16_ms:
                 reason = reason or "slower"
-            elif found.bf16_ms < STARTED_MS and not cuda_graphs:
-                reason = reason or "waits for the CPU"
+            elif waits:
+                reason = reason or waits_for_cpu(found.bf16_ms)
         elif reason is None:
             row["estimate"] = found
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
@@ -192,17 +192,18 @@ def plan_command(
             return measure_linear(*shape, bench.device, config)
         return estimate(known, shape)
 
-    rows = plan_conversion(report, tokens, judge, cuda_graphs)
+    waits = bench.device.type == "cuda" and not cuda_graphs
+    rows = plan_conversion(report, tokens, judge, waits)
     title = f"{name}, {recipe}, {tokens} tokens: {how} for {judged or device_name(bench.device)}"
+    title += ", as CUDA graphs" if cuda_graphs else ""
     title += "; ms of forward + backward" if measuring else ""
     title += "" if measuring or here or gpu else " (no --gpu names another)"
     bench.finish(title, rows)
     for line in _conclusion(report, rows, judged):
         bench.console.print(line)
     if judged or bench.device.type == "cuda":
-        bench.console.print(
-            "GPU time of layers one by one, not compiled: large models gain more compiled"
-        )
+        bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
+        bench.console.print("small ones less in eager mode, where they wait for the CPU")
     bench.console.print("M: tokens, K: features in, N: features out")
 
 
@@ -231,7 +232,7 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
     if not in_all:
         unjudged = any(len(x.shape) > 2 for x in report.others)
         verdict = "no linear layer gains" if unjudged else "it does not pay: no layer gains"
-        lines.append(f"{verdict}; more --tokens per forward may change that")
+        lines.append(f"{verdict}; more --tokens per forward, or --cuda-graphs, may change that")
     if rows and "bf16_ms" in rows[0]:
         bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
