@@ -159,10 +159,8 @@ def test_graphed_models_are_recorded(recipe: str) -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
 
-    def count(what: str) -> int:
-        return int(
-            torch._dynamo.utils.counters["inductor"][what]
-        )  # a new Counter with each compilation
+    def count(what: str) -> int:  # of a Counter that is new with each compilation
+        return int(torch._dynamo.utils.counters["inductor"][what])
 
     variants, size = make_variants([recipe], ["graphed"]), Size("150m", 2, 512)
     make = functools.partial(model_step, size=size, device=torch.device("cuda"), microbatches=2)

@@ -136,9 +136,8 @@ def bench_on_ranks(
                     tokens = step.tokens
                     del step
             except Exception as error:
+                rows[variant.name] = row = dict(variant.columns)  # nothing of the pass before
                 steps.leave_out(row, variant, error)
-                row.pop("ms", None)  # of the pass before
-                row.pop("speedup", None)
             steps.free_memory(device)
             known = [row for row in rows.values() if "ms" in row or "left_out" in row]
             yield steps.with_speedups(known, **tokens)

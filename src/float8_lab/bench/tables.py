@@ -44,19 +44,8 @@ class Section(NamedTuple):
 
 _SPEED: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2)}
 _STEP = {**_SPEED, "peak GiB": ("peak_gib", 2)}
-_TRAIN: Columns = {
-    "ms": ("ms", 1),
-    "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0),
-    "speedup": ("speedup", 2),
-    "peak GiB": ("peak_gib", 1),
-}
-_FSDP: Columns = {
-    "ms": ("ms", 1),
-    "tokens/s": ("tokens_per_s", 0),
-    "speedup": ("speedup", 2),
-    "gathered MB": ("gathered_mb", 0),
-    "GiB": ("peak_gib", 2),
-}
+_TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
+_FSDP = {**_STEP, "tokens/s": ("tokens_per_s", 0), "gathered MB": ("gathered_mb", 0)}
 _FLOOR: Columns = {
     "GPU ms": ("sum_ms", 1),
     "floor": ("floor_sum_ms", 1),

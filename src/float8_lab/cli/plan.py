@@ -232,7 +232,9 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
     if not in_all:
         unjudged = any(len(x.shape) > 2 for x in report.others)
         verdict = "no linear layer gains" if unjudged else "it does not pay: no layer gains"
-        lines.append(f"{verdict}; more --tokens per forward, or --cuda-graphs, may change that")
+        waits = any("waits for the CPU" in row["fate"] for row in rows)
+        do = f"more --tokens per forward{', or --cuda-graphs,' * waits}"
+        lines.append(f"{verdict}; {do} may change that")
     if rows and "bf16_ms" in rows[0]:
         bf16 = sum(row["count"] * row["bf16_ms"] for row in rows)
         best = ("float8_ms" if row["fate"] == CONVERT else "bf16_ms" for row in rows)
