@@ -186,3 +186,20 @@ def test_recipes_agree_with_high_precision(
         assert flops == pytest.approx(last.tokens * expected)
         assert (last.mfu is None) == (torch.cuda.get_device_name() not in BF16_PEAK)
     assert SLOW not in (Path(config.output) / "report.md").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["high_precision", "tensorwise", "delayed", "blockwise"])
+def test_graphs_change_no_loss(make_config: MakeConfig, recipe: str) -> None:
+    """Blocks share compiled code, gradients of two passes add up, and validation has its own."""
+    losses = {}
+    for graphs in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        settings = {"device": "cuda", "steps": 8, "accumulate": 2, "eval_interval": 4}
+        config = make_config(
+            recipe=recipe, compile=True, cuda_graphs=graphs, output=f"{graphs}", **settings
+        )
+        metrics = read_metrics(train(config).folder.metrics)
+        losses[graphs] = [r.loss for r in metrics.train] + [r.loss for r in metrics.validation]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)

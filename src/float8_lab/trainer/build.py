@@ -44,7 +44,8 @@ def build_model(
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
             # FSDP2's hooks break a graph from torch 2.15 on.
-            block.compile(fullgraph=not config.fsdp, dynamic=False)
+            mode = "reduce-overhead" if config.cuda_graphs else None
+            block.compile(fullgraph=not config.fsdp, dynamic=False, mode=mode)
     if config.fsdp:
         data = mesh["shard"] if config.hsdp == 1 else mesh["replicate", "shard"]
         # No mixed precision policy: weights are gathered as they are, or in float8 if the config

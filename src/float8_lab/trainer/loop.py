@@ -117,7 +117,9 @@ class Trainer:
         about = (
             f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters, {config.dtype}"
         )
-        about += f"{', compiled' * config.compile} on {config.device}"
+        about += (
+            f"{', compiled' * config.compile}{', graphed' * config.cuda_graphs} on {config.device}"
+        )
         if self.device.type == "cpu":
             about += f" with {torch.get_num_threads()} thread(s)"
         about += f", {ranks} ranks" if ranks > 1 else ""
@@ -129,6 +131,7 @@ class Trainer:
         """Forward, backward and optimizer, without waiting for the device."""
         config, step = self.config, self.step + 1
         self.timer.mark()
+        self._new_graphs()
         for group in self.optimizer.param_groups:
             group["lr"] = build.learning_rate(step, config)
         loss = torch.zeros((), device=self.device)
@@ -163,6 +166,14 @@ class Trainer:
         self._pending.append((loss, norm))
         self.step = step
 
+    def _new_graphs(self) -> None:
+        """Say that results of the last graphs are not needed any more: blocks share compiled code.
+
+        Gradients of a step are, so passes that accumulate them belong together.
+        """
+        if self.config.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
 
@@ -192,6 +203,7 @@ class Trainer:
             batch_size=self.config.batch_size,
             seq_len=self.config.seq_len,
         ):
+            self._new_graphs()
             total += self.loss(batch[self._mine])
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # The root stays gathered until a backward.
