@@ -13,7 +13,11 @@ from float8_lab.cli.main import main
 def test_the_pages_are_up_to_date(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {section.page for section in tables.SECTIONS} == {tables.README, tables.PERFORMANCE}
+    assert {section.page for section in tables.SECTIONS} == {
+        tables.README,
+        tables.PERFORMANCE,
+        tables.TRAINER,
+    }
     assert main(["bench", "tables", "--check"]) == 0, "run float8 bench tables"
     before = tables.PERFORMANCE.read_text()
     monkeypatch.setitem(tables._FSDP, "ms", ("ms", 3))

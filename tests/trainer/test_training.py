@@ -189,7 +189,7 @@ def test_recipes_agree_with_high_precision(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["high_precision", "tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_graphs_change_no_loss(make_config: MakeConfig, tmp_path: Path, recipe: str) -> None:
     """Blocks share compiled code, gradients of two passes add up, and validation has its own."""
     losses = {}
@@ -198,7 +198,11 @@ def test_graphs_change_no_loss(make_config: MakeConfig, tmp_path: Path, recipe: 
         torch.manual_seed(0)
         settings = {"device": "cuda", "steps": 8, "accumulate": 2, "eval_interval": 4}
         config = make_config(
-            recipe=recipe, compile=True, cuda_graphs=graphs, output=str(tmp_path / f"{graphs}"), **settings
+            recipe=recipe,
+            compile=True,
+            cuda_graphs=graphs,
+            output=str(tmp_path / f"{graphs}"),
+            **settings,
         )
         metrics = read_metrics(train(config).folder.metrics)
         losses[graphs] = [r.loss for r in metrics.train] + [r.loss for r in metrics.validation]

@@ -1,4 +1,4 @@
-"""`float8 bench tables`: the tables of README.md and docs/performance.md, from results files alone.
+"""`float8 bench tables`: tables of README.md and of pages in docs, from results files alone.
 
 And the estimates of `float8 plan`, which the wheel has.
 
@@ -21,6 +21,7 @@ from float8_lab.bench.results import size_of
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+TRAINER = ROOT / "docs" / "trainer.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 WIDTH = 96  # of a command, which goes on in the next line
@@ -37,12 +38,13 @@ class Section(NamedTuple):
     name: str  # of the markers
     file: str  # in `RESULTS`, without .json; a picture of that name, if there is one, comes first
     title: str  # with settings in braces; `size` is model and tokens
-    columns: Columns  # of each mode; rows without the first one are left out
+    columns: Columns  # of each value in `across`; rows without the first one are left out
     names: Sequence[str] = ("recipe",)  # what tells rows apart
-    modes: Sequence[str] = ("compiled", "graphed", "eager")
+    across: tuple[str, Sequence[Any]] = ("mode", ("compiled", "graphed", "eager"))  # a key, values
 
 
 _SPEED: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2)}
+_RATIO: Columns = {"": ("speedup", 2)}
 _STEP = {**_SPEED, "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
 _FSDP = {**_STEP, "tokens/s": ("tokens_per_s", 0), "gathered MB": ("gathered_mb", 0)}
@@ -56,34 +58,45 @@ _FLOOR: Columns = {
     "bytes of casts alone": ("floor_casts_ms", 1),
 }
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
+_CHECKPOINTED = _WHOLE + ", every block checkpointed"
+_ADAPTED = _WHOLE + ", LoRA with PEFT"
 _BLOCKS = "{size}: forward + backward"
 _SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps with AdamW"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 _GATHERS = ("recipe", "gather")
+_LAYERS = "A layer of as many features in and out, 8192 tokens: speed-up of forward + backward"
+_WIDTHS = ("K", (512, 768, 1024, 1536, 2048, 3072, 4096))
+_LOSSES = "Validation losses after {steps} steps, gaps to high precision in percent"
+_GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent", 2)}
+_SEEDS = ("part", ("mean of 3 seeds", "seed 0", "seed 1", "seed 2"))
 
 SECTIONS = (
     Section(README, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "1B model", "h200-train-1b", _WHOLE, _TRAIN),
+    Section(PERFORMANCE, "8B, checkpointed", "h200-train-8b-full", _CHECKPOINTED, _TRAIN),
+    Section(PERFORMANCE, "LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "floor", "h200-profile-8b", _BLOCKS, _FLOOR),
     Section(PERFORMANCE, "150m blocks", "h200-150m-graphed", _BLOCKS, _SPEED),
+    Section(PERFORMANCE, "widths", "h200-widths", _LAYERS, _RATIO, ("mode", "recipe"), _WIDTHS),
     Section(PERFORMANCE, "FSDP2", "h200-fsdp-llama3-8b", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "FSDP2, finer", "h200-fsdp-finer", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "TP on 2", "h200-tp-llama3-70b", _SHARED, _SPEED),
     Section(PERFORMANCE, "TP on 4", "h200-tp-llama3-70b-4", _SHARED, _SPEED),
+    Section(TRAINER, "one start", "h200-one-start-seeds", _LOSSES, _GAPS, across=_SEEDS),
 )
 
 
 def write_tables(only_check: bool) -> list[Path]:
-    """Write both pages and the estimates, unless that is only to be checked.
+    """Write all pages and the estimates, unless that is only to be checked.
 
     Returns those that change.
     """
     changed = []
-    for page in (README, PERFORMANCE, STORED):
+    for page in (README, PERFORMANCE, TRAINER, STORED):
         old = page.read_text()
         new = packed(RESULTS) if page == STORED else old
         for section in SECTIONS:
@@ -110,7 +123,7 @@ def written(section: Section) -> str:
     path = RESULTS / f"{section.file}.json"
     results = json.loads(path.read_text())
     about = results.get("settings", {})
-    if "model" in about:
+    if "blocks" in about:
         about["size"] = size_of(about)
     title = section.title.format(**about)
     title = title[0].upper() + title[1:]
@@ -125,28 +138,29 @@ def written(section: Section) -> str:
 
 
 def pivot(section: Section, results: Results) -> list[str]:
-    """Return a table: a line for each of the `names`, columns of each mode; peers with versions."""
+    """Return a table: a line for each of the `names`, columns `across`; peers with versions."""
     first, *others = section.columns
     key, _ = section.columns[first]
     rows = [row for row in results["rows"] if row.get(key) is not None]
     if not rows:
         has = ", ".join(results["rows"][0])
         raise ValueError(f"{section.file}.json: expected rows with {key!r}, got {has}")
-    modes = [mode for mode in section.modes if any(row.get("mode") == mode for row in rows)]
+    over, values = section.across
+    values = [value for value in values if any(row.get(over) == value for row in rows)]
     heads = list(section.names)
-    for mode in modes or [""]:
-        heads += [f"{mode} {first}".strip(), *others]
+    for value in values or [""]:
+        heads += [f"{value} {first}".strip(), *others]
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         peer, _, recipe = row["recipe"].partition(" ")
         version = results["environment"].get(peer)
         named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
         names = tuple(str(named.get(name) or "") for name in section.names)
-        if not modes or row["mode"] in modes:
-            found.setdefault(names, {})[row["mode"] if modes else ""] = row
+        if not values or row[over] in values:
+            found.setdefault(names, {})[row[over] if values else ""] = row
     lines = []
     for names, of in found.items():
-        rows = [of.get(mode, {}) for mode in modes or [""]]
+        rows = [of.get(value, {}) for value in values or [""]]
         lines.append([*names, *(number(x, *c) for x in rows for c in section.columns.values())])
     return table(heads, lines)
 
