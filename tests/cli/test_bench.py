@@ -67,7 +67,7 @@ EACH = [
         f"model {BLOCK} --recipe tensorwise,delayed+held --keep nothing --rounds 1"
         " --microbatches 2",
         3,
-        r"1 tiny block\(s\), 1 x 32 tokens, forward \+ backward of 2 microbatches"
+        r"1 block of tiny, 1 x 32 tokens, forward \+ backward of 2 microbatches"
         r"[\s\S]+delayed\+held +eager +nothing +[\d.]+",
     ),
     (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from float8_lab.bench.results import size_of
 from float8_lab.bench.step import Step
 from float8_lab.bench.variants import Variant
 from float8_lab.models.llama import Block, Llama, rope_table
@@ -38,8 +39,7 @@ class Size:
         return self.batch * self.seq_len
 
     def __str__(self) -> str:
-        blocks = self.config.n_layers
-        return f"{blocks} {self.model} block(s), {self.batch} x {self.seq_len} tokens"
+        return size_of(vars(self))
 
 
 class Stack(nn.Module):

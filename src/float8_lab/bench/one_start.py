@@ -42,8 +42,8 @@ def bench_one_start(
     leaves a GPU idle while the host starts its kernels. Each takes a CPU core or more. A start is
     kept in a temporary file, of 12 bytes per parameter.
     """
-    bases = [HIGH_PRECISION, AGAIN][: 2 if seeds == 1 else 1]
-    names, used = [*bases, *recipes], [*[HIGH_PRECISION] * len(bases), *recipes]
+    names = runs_of(recipes, seeds)
+    used = [HIGH_PRECISION if name == AGAIN else name for name in names]
     of_seeds = [config.replace(seed=config.seed + i, recipe=HIGH_PRECISION) for i in range(seeds)]
     runs = [each.replace(recipe=recipe) for each in of_seeds for recipe in used]
     workers = ProcessPoolExecutor(
@@ -62,12 +62,17 @@ def bench_one_start(
             for _ in names:
                 of_seed.append(next(losses))
                 yield []
-            base = statistics.mean(of_seed[: len(bases)])
+            base = statistics.mean(of_seed[: len(names) - len(recipes)])
             part = {"part": f"seed {each.seed}"} if seeds > 1 else {}
             yield [
                 {**part, "recipe": name, "val_loss": loss, "gap_percent": 100 * (loss / base - 1)}
                 for name, loss in zip(names, of_seed, strict=True)
             ]
+
+
+def runs_of(recipes: Sequence[str], seeds: int) -> list[str]:
+    """Return the names of a seed's runs. The spread of several seeds shows what noise is."""
+    return [HIGH_PRECISION, *[AGAIN] * (seeds == 1), *recipes]
 
 
 def mean_of_seeds(rows: Sequence[Row]) -> list[Row]:

@@ -28,8 +28,9 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     path.write_text(f'{json.dumps(plain, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
-def size_of(settings: dict[str, Any]) -> str:
-    """Return model and tokens of results in words."""
+def size_of(settings: Mapping[str, Any]) -> str:
+    """Return model and tokens in words, of a `Size` or of the settings of results."""
     n = settings["blocks"]
     blocks = f"{n} block{'s' * (n > 1)} of " if n else "the whole "
-    return blocks + "{model}, {batch} x {seq_len} tokens".format(**settings)
+    tokens = "{batch} x {seq_len} tokens".format(**settings)
+    return f"{blocks}{settings['model']}, {tokens}"

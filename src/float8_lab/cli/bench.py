@@ -1,132 +1,35 @@
 """`float8 bench`: time GEMMs, casts, layers and models, each checked before it is timed."""
 
 import json
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from float8_lab.bench import cast, experts, fsdp, limits, linear, matmul, numerics, tables, tp
+from float8_lab.bench import cast, experts, limits, linear, matmul, numerics, tables
 from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.one_start import bench_one_start, mean_of_seeds
+from float8_lab.bench.one_start import bench_one_start, mean_of_seeds, runs_of
 from float8_lab.bench.profile import FLOOR, bench_profile
-from float8_lab.bench.results import check_output, write_results
+from float8_lab.bench.results import check_output
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.step import KEPT, Row, compare
-from float8_lab.bench.variants import (
-    BF16,
-    COMPILED,
-    EAGER,
-    FLOAT8,
-    GRAPHED,
-    MODES,
-    PEERS,
-    make_variants,
-    peer_version,
-)
+from float8_lab.bench.step import compare
+from float8_lab.bench.variants import COMPILED, EAGER, GRAPHED, make_variants
+from float8_lab.cli import bench_ranks
 from float8_lab.cli.app import COMMANDS
+from float8_lab.cli.measure import Bench, Compared, Keep, Output, Peers, Place, Run, draw
 from float8_lab.cli.options import App, Words, given, settings, split, takes
-from float8_lab.cli.progress import make_console
 from float8_lab.cli.table import print_table
-from float8_lab.device import float8_device
 from float8_lab.errors import ConfigError, FailedError
 from float8_lab.models.presets import preset
-from float8_lab.ranks import join_ranks, start_ranks
 from float8_lab.trainer.config import ONE_PROCESS, RECIPES, TrainConfig
-from float8_lab.trainer.environment import describe_environment
 
 app = App(help=COMMANDS["bench"], no_args_is_help=True)
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results: a .json file.")]
-Keep = Annotated[Words, f"Checkpoint blocks and keep of them: {', '.join(KEPT)}; with commas."]
 AllRecipes = Annotated[
     Words, typer.Option(help="Several: with commas.", show_default="all", callback=split)
 ]
-Peers = Annotated[Words, f"Also {', '.join(PEERS)}, if it is installed."]
-ONE_70B = {"model": "llama3-70b", "blocks": 1}
-
-
-@dataclass
-class Place:
-    """Where a measurement runs, and where its results go."""
-
-    device: Annotated[str, "cuda, cuda:N, or cpu to try it without a GPU."] = "cuda"
-    output: Output = None
-
-    def checked(self) -> torch.device:
-        """The device; refuses what cannot work before anything is measured."""
-        check_output(self.output)
-        return float8_device(self.device)
-
-
-@dataclass
-class Run(Place):
-    """Options of a benchmark that takes samples."""
-
-    rounds: Annotated[int, "Samples per variant; medians are reported."] = 15
-
-
-class Bench:
-    """One measurement on the terminal: where it runs, what it prints and what it leaves behind."""
-
-    def __init__(self, name: str, where: Place, *, tell: bool = True, **settings: Any) -> None:
-        self.device = where.checked()
-        torch.manual_seed(0)
-        self.console = make_console()
-        self._output = where.output
-        if isinstance(where, Run):
-            settings["rounds"] = where.rounds
-        versions = {peer: peer_version(peer) for peer in settings.get("peers", [])}
-        about = describe_environment(self.device) | versions
-        self._about = {"benchmark": name, "environment": about, "settings": settings}
-        if tell:
-            self.console.print("{device}, torch {torch}".format(**about))
-        for peer, version in versions.items():
-            if version is None:
-                self.console.print(f"{peer} is not installed: left out")
-
-    def collect(
-        self,
-        groups: Iterable[list[Row]],
-        total: int,
-        seconds: float | None = None,
-        growing: bool = False,
-    ) -> list[Row]:
-        """All rows, or those of the first `seconds`; a line says how many groups are there.
-
-        Groups follow each other, or, `growing`, each has all rows so far.
-        """
-        rows: list[Row] = []
-        began = time.monotonic()
-        for number, group in enumerate(groups, 1):
-            rows = group if growing else rows + group
-            if group and self._output is not None:  # so that nothing is lost if it is stopped
-                write_results(self._output, {**self._about, "rows": rows})
-            self.console.print(f"  {number}/{total}")
-            if seconds is not None and time.monotonic() > began + seconds:
-                break
-        return rows
-
-    def finish(self, title: str, rows: list[Row]) -> dict[str, Any]:
-        """Print a table, or one of each `part`; write the file; returns what it would have."""
-        for row in rows:
-            if row.get("left_out"):
-                name = ", ".join(filter(None, (row["recipe"], row["mode"])))
-                self.console.print(f"{name} is left out: {row['left_out']}")
-        for part in dict.fromkeys(row.get("part") for row in rows):
-            of_part = [row for row in rows if row.get("part") == part]
-            print_table(self.console, part or title, of_part)
-        results = {**self._about, "rows": rows}
-        if self._output is not None:
-            write_results(self._output, results)
-            self.console.print(f"results: {self._output}")
-        return results
 
 
 @dataclass
@@ -145,34 +48,6 @@ class Shapes:
     def listed(self) -> list[Shape]:
         """All of them."""
         return [shape for members in self.selected().values() for shape in members]
-
-
-@dataclass
-class Compared:
-    """Options of what is compared with bf16."""
-
-    recipe: Annotated[
-        Words,
-        typer.Option(
-            help="Several: with commas. Behind a +: switches of Float8LinearConfig, as in "
-            "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held and only for "
-            "float8_weights; fuse for fuse=True.",
-            show_default="tensorwise,delayed",
-            callback=split,
-        ),
-    ] = None
-    mode: Annotated[str, f"{', '.join(MODES)}."] = "both"
-    peers: Peers = None
-
-    def chosen(self, keep: Words = None) -> dict[str, Any]:
-        """Return the arguments of `make_variants`."""
-        if self.mode not in MODES:
-            raise ConfigError(f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}")
-        kept, recipes = keep or [], self.recipe or ["tensorwise", "delayed"]
-        if unknown := {*kept} - {*KEPT}:
-            raise ConfigError(f"keep: got {min(unknown)!r}, expected some of {', '.join(KEPT)}")
-        modes, peers = MODES[self.mode], self.peers or []
-        return {"recipes": recipes, "modes": modes, "peers": peers, "keep": kept}
 
 
 @app.command("matmul")
@@ -216,7 +91,7 @@ def linear_command(
     """
     check_output(plot, ".png", "plot")
     if results is not None:
-        _draw("heat_map", results, plot)
+        draw("heat_map", results, plot)
         return
     shapes, chosen = layers.selected(), compared.chosen()
     if gpu_time and GRAPHED in chosen["modes"]:
@@ -230,16 +105,7 @@ def linear_command(
     rows = bench.collect(measure(shapes, variants, bench.device, where.rounds), total, seconds)
     found = bench.finish("linear layer, forward + backward", rows)
     if plot is not None:
-        _draw("heat_map", found, plot)
-
-
-def _draw(how: str, results: dict[str, Any] | Path, path: Path | None) -> None:
-    if path is None:
-        raise ConfigError("results: got a file to draw, expected --plot FILE.png with it")
-    if isinstance(results, Path):
-        results = json.loads(results.read_text())
-    import_module(f"float8_lab.bench.{how}").plot_results(results, path)  # has matplotlib
-    typer.echo(f"plot: {path}")
+        draw("heat_map", found, plot)
 
 
 @app.command("experts")
@@ -313,7 +179,7 @@ def model_command(
     each step. Every gradient of every variant is checked against bf16's first. Memory is what a
     model holds and the peak of a step over it.
     """
-    chosen = {**compared.chosen(keep), "all_layers": all_layers}
+    chosen = compared.chosen(keep, all_layers=all_layers)
     preset(size.model)
     variants = make_variants(**chosen)
     bench = Bench("model", where, **vars(size), **chosen, microbatches=microbatches)
@@ -340,7 +206,7 @@ def profile_command(
     has the GEMMs at the rate of large ones, the bytes that casts move at that of a copy, and bf16's
     own attention and all else, all of this run.
     """
-    chosen = {**compared.chosen(), "all_layers": False}
+    chosen = compared.chosen(all_layers=False)
     preset(size.model)
     if traces is not None and not traces.is_dir():
         raise ConfigError(f"traces: there is no folder {traces}")
@@ -352,123 +218,9 @@ def profile_command(
     print_table(bench.console, "the sum beside its floor", rows, FLOOR.split())
 
 
-@dataclass
-class RanksRun(Run):
-    """Where ranks run, and how often."""
-
-    device: Annotated[str, "cuda, or cpu to try it without a GPU."] = "cuda"
-    rounds: Annotated[int, "Timed steps in each of two passes."] = 10
-    ranks: Annotated[int | None, "Processes, each with a GPU; else all GPUs, or 2 on a CPU."] = None
-
-
-def _bench_on_ranks(
-    name: str,
-    title: str,
-    step: Any,
-    size: Size,
-    chosen: dict[str, Any],
-    where: RanksRun,
-    plot: Path | None = None,
-    **how: Any,
-) -> None:
-    """Start the ranks, and on each of them time that step of all variants; the first one tells.
-
-    `how` are arguments of the step.
-    """
-    if where.device not in ("cuda", "cpu"):
-        raise ConfigError(f"device: got {where.device!r}, expected cuda or cpu, and --ranks N")
-    preset(size.model)
-    if GRAPHED in chosen["modes"]:
-        do = "use bench model: CUDA graphs read weights where they lay, and gathered ones move"
-        raise ConfigError(f"mode: got graphed on ranks, expected eager, compiled or both; {do}")
-    make_variants(**chosen)  # so that what is wrong is said once
-    where.checked()
-    start_ranks(where.device, where.ranks)
-    with join_ranks(True) as group:
-        output = where.output if group.rank == 0 else None
-        where = replace(where, device=str(group.device(where.device)), output=output)
-        about = {**vars(size), **chosen, **how, "ranks": group.size, "passes": fsdp.PASSES}
-        gathers = {"fsdp": (BF16, FLOAT8), "train": (FLOAT8 if group.size > 1 else "",)}
-        variants = make_variants(**chosen, gathers=gathers.get(name, ("",)))
-        bench = Bench(name, where, **about)
-        make = partial(step, **how)
-        groups = fsdp.bench_on_ranks(make, variants, size, bench.device, where.rounds)
-        rows = bench.collect(groups, fsdp.PASSES * len(variants), growing=True)
-        if group.rank == 0:
-            found = bench.finish(f"{size}, {title} on {group.size} rank(s)", rows)
-            if plot is not None:
-                _draw("picture", found, plot)
-
-
-@app.command("fsdp")
-@takes({"blocks": 8, "mode": COMPILED}, size=Size, compared=Compared, where=RanksRun)
-def fsdp_command(
-    size: Size,
-    compared: Compared,
-    where: RanksRun,
-    keep: Keep = None,
-    masters: Annotated[bool, "Parameters in float32; else, as all that is gathered, bf16."] = False,
-) -> None:
-    """Training steps of Llama blocks that FSDP2 shards: 16-bit and float8 gathers.
-
-    A step is forward, backward and fused AdamW, with the scaling attached to it. It starts its own
-    ranks by torchrun (NCCL; Gloo on a CPU). Bytes are counted, per step and rank, own shards
-    included. Every gradient of every variant is checked against bf16's first. Each variant has its
-    rounds in two passes over the list.
-    """
-    title, chosen = "forward + backward + AdamW under FSDP2", compared.chosen(keep)
-    _bench_on_ranks("fsdp", title, fsdp.ShardedStep, size, chosen, where, masters=masters)
-
-
-@app.command("train")
-@takes({"blocks": None, "mode": COMPILED}, size=Size, compared=Compared, where=RanksRun)
-def train_command(
-    size: Size,
-    compared: Compared,
-    where: RanksRun,
-    checkpointing: Annotated[str, "off; selective: keep GEMMs and attention; full."] = "off",
-    lora: Annotated[bool, "Train adapters of PEFT on a frozen bf16 model, on one rank."] = False,
-    transformers: Annotated[bool, "The Llama of transformers."] = False,
-    plot: Annotated[Path | None, "Draw tokens/s and memory: a .png file; for a GPU."] = None,
-    results: Annotated[Path | None, "Draw those of a results file, and measure nothing."] = None,
-) -> None:
-    """Training of a whole Llama, set up as torchtitan does, on one GPU or several.
-
-    A step is embedding, blocks, head in 16 bits, loss, backward and fused AdamW, with float32
-    masters: under autocast on one rank, under FSDP2 with float8 gathers on several. Blocks are
-    compiled one by one. Gradients of the first step, and the last loss, are checked against bf16's.
-    As `fsdp`, each variant has its rounds in two passes over the list; `drift` is how much slower
-    the second was. The first step has the compilation, as far as caches on disk lack it.
-    """
-    check_output(plot, ".png", "plot")
-    if results is not None:
-        _draw("picture", results, plot)
-        return
-    kept = {"off": None, "selective": ["gemms+attention"], "full": ["nothing"]}
-    if checkpointing not in kept:
-        expected = ", ".join(kept)
-        raise ConfigError(f"checkpointing: got {checkpointing!r}, expected one of {expected}")
-    if lora and (where.ranks or 1) > 1:
-        raise ConfigError(f"--lora got --ranks {where.ranks}, expected 1")
-    if plot is not None and where.device == "cpu":
-        raise ConfigError("plot: got the device cpu, whose memory is not measured; expected cuda")
-    where = replace(where, ranks=1) if lora else where
-    chosen = {**compared.chosen(kept[checkpointing]), "all_layers": False}
-    title = "training" + ", LoRA" * lora + ", of transformers" * transformers
-    how: Any = {"lora": lora, "transformers": transformers}
-    _bench_on_ranks("train", title, fsdp.TrainStep, size, chosen, where, plot, **how)
-
-
-@app.command("tp")
-@takes({**ONE_70B, "mode": COMPILED}, size=Size, compared=Compared, where=RanksRun)
-def tp_command(size: Size, compared: Compared, where: RanksRun) -> None:
-    """Llama blocks under tensor and sequence parallel: forward and backward.
-
-    As `fsdp`; output and gradients are checked against bf16 on one device.
-    """
-    title = "forward + backward under tensor and sequence parallel"
-    _bench_on_ranks("tp", title, tp.ParallelStep, size, compared.chosen(), where)
-
+app.command("train")(bench_ranks.train)
+app.command("fsdp")(bench_ranks.fsdp)
+app.command("tp")(bench_ranks.tp)
 
 _FILES = ("output", "tensorboard", "keep_checkpoints", "final_checkpoint", "checkpoint_interval")
 
@@ -499,7 +251,7 @@ def one_start_command(
     many: Any = {"seeds": seeds, "at_once": at_once}
     bench = Bench("one-start", place, recipes=recipes, start=start, **many, **shown)
     groups = bench_one_start(config, recipes, start, **many)
-    rows = bench.collect(groups, seeds * (len(recipes) + 3 + (seeds == 1)))
+    rows = bench.collect(groups, seeds * (len(runs_of(recipes, seeds)) + 2))  # start, rows
     title = f"validation losses in nats per byte after step {config.steps}"
     if seeds > 1:
         bench.console.print(f"\n{title}")  # tables are headed by their part

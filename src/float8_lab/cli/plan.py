@@ -22,7 +22,7 @@ from float8.convert.measure import LinearTimes, measure_linear
 from float8.convert.smallest import SMALLEST, judged_as, waits_for_cpu
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
-from float8_lab.cli.bench import Bench, Output, Place
+from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
 from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Llama
