@@ -143,7 +143,7 @@ def test_skipped_cuda_graphs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
     (variant,) = make_variants([], ["eager"])
     once = model_step(dataclasses.replace(variant, mode="graphed"), TINY, CPU)
     numbers = itertools.count()
-    monkeypatch.setattr(step, "_skipped_graphs", lambda: next(numbers))
+    monkeypatch.setattr(step, "skipped_graphs", lambda: next(numbers))
     monkeypatch.setattr(once, "_x", SimpleNamespace(is_cuda=True))
     monkeypatch.setattr(step.Step, "__call__", lambda self: {})
     with pytest.raises(FailedError, match=r"bf16, graphed: 1 CUDA graph\(s\) were skipped"):

@@ -71,6 +71,17 @@ def test_a_section_has_picture_table_failures_and_source(
         tables.written(section._replace(columns={"us": ("us", 1)}))
 
 
+def test_columns_may_be_values_of_any_key() -> None:
+    page = tables.README
+    section = tables.Section(page, "x", "x", "x", {"": ("ms", 2)}, across=("K", (8, 16, 32)))
+    rows = [{"recipe": "a", "K": 16, "ms": -0.001}, {"recipe": "b", "K": 8, "ms": 2}]
+    rows += [{"recipe": "b", "K": 64, "ms": 1}, {"recipe": "b", "K": None, "ms": 3}]
+    assert tables.pivot(section, {"environment": {}, "rows": rows})[::2] == [
+        "| recipe |    8 |   16 |",
+        "| a      |      | 0.00 |",
+    ]
+
+
 def test_the_markers_must_be_there() -> None:
     with pytest.raises(ValueError, match="page: expected the lines"):
         tables.updated("no markers", "begin", "end", "table")

@@ -30,7 +30,11 @@ MakeConfig = Callable[..., TrainConfig]
         ({"tp": 4}, "--tp got 4, expected a divisor of the 2 key/value heads: use one of 1, 2"),
         ({"tp": 2, "sequence_parallel": True, "seq_len": 15}, "got 2, .*divisor of the 15 tokens"),
         ({"sequence_parallel": True}, "--sequence-parallel is for --tp N: add that"),
-        ({"compile": True, "cuda_graphs": True}, "--cuda-graphs needs --compile and a GPU"),
+        ({"compile": True, "cuda_graphs": True}, "--cuda-graphs got --device cpu; expected"),
+        (
+            {"activation_checkpointing": True, "cuda_graphs": True, "fsdp": True},
+            "got --device cpu, no --compile, --activation-checkpointing, --fsdp or --tp; expected",
+        ),
         ({"hsdp": 2}, "--hsdp are for sharded models: add --fsdp"),
         ({"tp": 2, "fsdp_float8_all_gather": True, "recipe": "delayed"}, "add --fsdp"),
         ({"fsdp_float8_all_gather": True}, "--fsdp-float8-all-gather needs weights in float8"),

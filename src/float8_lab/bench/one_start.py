@@ -71,7 +71,10 @@ def bench_one_start(
 
 
 def runs_of(recipes: Sequence[str], seeds: int) -> list[str]:
-    """Return the names of a seed's runs. The spread of several seeds shows what noise is."""
+    """Return the names of a seed's runs: high precision, twice if it is the only seed, and recipes.
+
+    Two runs in high precision show what noise is; with several seeds their spread does.
+    """
     return [HIGH_PRECISION, *[AGAIN] * (seeds == 1), *recipes]
 
 

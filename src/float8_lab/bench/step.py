@@ -16,6 +16,7 @@ from float8.convert.measure import WrongResultError
 from float8.sync import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant, many_compilations
+from float8_lab.device import skipped_graphs
 from float8_lab.errors import FailedError
 from float8_lab.ranks import for_all
 
@@ -183,22 +184,17 @@ class Step:
 
         A `FailedError` if what was to be replayed as CUDA graphs is not.
         """
-        before = _skipped_graphs()
+        before = skipped_graphs()
         for _ in range(WARMUP):
             self()
             if self.variant.ours:
                 sync_float8_amax_and_scale_history(self.model)
-        skipped = _skipped_graphs() - before
+        skipped = skipped_graphs() - before
         if self.variant.mode == GRAPHED and self._x.is_cuda and skipped:
             raise FailedError(
                 f"{self.variant.name}: {skipped} CUDA graph(s) were skipped, expected none; "
                 f"nothing was timed; TORCH_LOGS=cudagraphs says why"
             )
-
-
-def _skipped_graphs() -> int:
-    """Return how often Inductor ran code as it is that was to become a CUDA graph."""
-    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
 
 
 def compare(

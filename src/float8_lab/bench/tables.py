@@ -64,9 +64,9 @@ _BLOCKS = "{size}: forward + backward"
 _SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps with AdamW"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 _GATHERS = ("recipe", "gather")
-_LAYERS = "A layer of as many features in and out, 8192 tokens: speed-up of forward + backward"
+_LAYERS = "Square layers by their features, 8192 tokens: speed-up of forward + backward"
 _WIDTHS = ("K", (512, 768, 1024, 1536, 2048, 3072, 4096))
-_LOSSES = "Validation losses after {steps} steps, gaps to high precision in percent"
+_LOSSES = "Gap of the validation loss to high precision after {steps} steps, in percent"
 _GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent", 2)}
 _SEEDS = ("part", ("mean of 3 seeds", "seed 0", "seed 1", "seed 2"))
 
@@ -145,8 +145,8 @@ def pivot(section: Section, results: Results) -> list[str]:
     if not rows:
         has = ", ".join(results["rows"][0])
         raise ValueError(f"{section.file}.json: expected rows with {key!r}, got {has}")
-    over, values = section.across
-    values = [value for value in values if any(row.get(over) == value for row in rows)]
+    key, values = section.across
+    values = [value for value in values if any(row.get(key) == value for row in rows)]
     heads = list(section.names)
     for value in values or [""]:
         heads += [f"{value} {first}".strip(), *others]
@@ -156,8 +156,8 @@ def pivot(section: Section, results: Results) -> list[str]:
         version = results["environment"].get(peer)
         named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
         names = tuple(str(named.get(name) or "") for name in section.names)
-        if not values or row[over] in values:
-            found.setdefault(names, {})[row[over] if values else ""] = row
+        if not values or row[key] in values:
+            found.setdefault(names, {})[row[key] if values else ""] = row
     lines = []
     for names, of in found.items():
         rows = [of.get(value, {}) for value in values or [""]]
@@ -168,7 +168,8 @@ def pivot(section: Section, results: Results) -> list[str]:
 def number(row: Row, keys: str, digits: int) -> str:
     """Return a number, or a sum, with so many digits behind the point; "" if there is none."""
     found = [row.get(key) for key in keys.split()]
-    return "" if None in found else f"{sum(found):,.{digits}f}"  # type: ignore[arg-type]
+    text = "" if None in found else f"{sum(found):,.{digits}f}"  # type: ignore[arg-type]
+    return text.removeprefix("-") if not text.strip("-0.") else text
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:

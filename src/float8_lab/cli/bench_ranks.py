@@ -28,7 +28,7 @@ class RanksRun(Run):
     ranks: Annotated[int | None, "Processes, each with a GPU; else all GPUs, or 2 on a CPU."] = None
 
 
-def _measure(
+def _measure_on_ranks(
     name: str,
     title: str,
     step: Any,
@@ -83,7 +83,7 @@ def fsdp(
     rounds in two passes over the list.
     """
     title, chosen = "forward + backward + AdamW under FSDP2", compared.chosen(keep)
-    _measure("fsdp", title, ShardedStep, size, chosen, where, masters=masters)
+    _measure_on_ranks("fsdp", title, ShardedStep, size, chosen, where, masters=masters)
 
 
 @takes({"blocks": None, "mode": COMPILED}, size=Size, compared=Compared, where=RanksRun)
@@ -121,7 +121,7 @@ def train(
     chosen = compared.chosen(kept[checkpointing], all_layers=False)
     title = "training" + ", LoRA" * lora + ", of transformers" * transformers
     how: Any = {"lora": lora, "transformers": transformers}
-    _measure("train", title, TrainStep, size, chosen, where, plot, **how)
+    _measure_on_ranks("train", title, TrainStep, size, chosen, where, plot, **how)
 
 
 @takes({**ONE_70B, "mode": COMPILED}, size=Size, compared=Compared, where=RanksRun)
@@ -131,4 +131,4 @@ def tp(size: Size, compared: Compared, where: RanksRun) -> None:
     As `fsdp`; output and gradients are checked against bf16 on one device.
     """
     title = "forward + backward under tensor and sequence parallel"
-    _measure("tp", title, ParallelStep, size, compared.chosen(), where)
+    _measure_on_ranks("tp", title, ParallelStep, size, compared.chosen(), where)

@@ -68,7 +68,9 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
         gather = config.fsdp_float8_all_gather
         settings = dataclasses.replace(settings, enable_fsdp_float8_all_gather=gather)
         one_cast = settings.owner(CastSite.WEIGHT_FOR_GRAD_INPUT) is CastSite.WEIGHT
-        if config.accumulate > 1 and one_cast and (gather or not config.fsdp):
+        # As CUDA graphs, casts are made each time: nothing held is read.
+        can_hold = one_cast and not config.cuda_graphs and (gather or not config.fsdp)
+        if config.accumulate > 1 and can_hold:
             settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
         convert_to_float8_training(
             model, config=settings, module_filter_fn=lambda _, name: name != "output"

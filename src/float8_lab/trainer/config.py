@@ -77,7 +77,7 @@ class TrainConfig:
         shown="bfloat16 on CUDA, else float32",
     )
     compile: bool = _device("torch.compile every block.", False)
-    cuda_graphs: bool = _device("Record compiled blocks: for models of small layers.", False)
+    cuda_graphs: bool = _device("Run compiled blocks as CUDA graphs.", False)
     activation_checkpointing: bool = _device("Run blocks again in backward: saves memory.", False)
     # How a run is spread over ranks belongs to its start: a resumed one may have others.
     fsdp: bool = _ranks("Shard the model over the ranks that torchrun started.", False)
@@ -110,10 +110,16 @@ class TrainConfig:
             raise ConfigError(f"{names} are for sharded models: add --fsdp, or leave them out")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError("--sequence-parallel is for --tp N: add that, or leave it out")
-        graphs_work = self.compile and self.device.startswith("cuda") and not self.spread
-        if self.cuda_graphs and not graphs_work:
-            needs = "--cuda-graphs needs --compile and a GPU, and a model that is not spread"
-            raise ConfigError(f"{needs} by --fsdp or --tp: add those, or leave it out")
+        in_the_way = {
+            f"--device {self.device}": not self.device.startswith("cuda"),
+            "no --compile": not self.compile,
+            "--activation-checkpointing": self.activation_checkpointing,
+            "--fsdp or --tp": self.spread,
+        }
+        if self.cuda_graphs and any(in_the_way.values()):
+            got = ", ".join(name for name, there in in_the_way.items() if there)
+            expected = "expected --compile on a GPU, blocks that run once, a model that is whole"
+            raise ConfigError(f"--cuda-graphs got {got}; {expected}: or use --no-cuda-graphs")
         shape.check_shares("--tp", self.tp, self.seq_len * self.sequence_parallel)
 
     @classmethod

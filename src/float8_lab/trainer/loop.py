@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from float8 import attach_to_optimizer
-from float8_lab.device import BF16_PEAK, Clock, explain_out_of_memory
+from float8_lab.device import BF16_PEAK, Clock, explain_out_of_memory, skipped_graphs
 from float8_lab.errors import DataError, TrainingDivergedError
 from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
@@ -56,6 +57,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._first_step = 0
+        self._skipped = skipped_graphs() if config.cuda_graphs else 0  # by runs before this one
         self._pending: list[tuple[Tensor, Tensor]] = []  # Loss and norm, still on the device.
 
     def restore(self, checkpoint: Path) -> None:
@@ -131,7 +133,7 @@ class Trainer:
         """Forward, backward and optimizer, without waiting for the device."""
         config, step = self.config, self.step + 1
         self.timer.mark()
-        self._new_graphs()
+        self._begin_graphs()
         for group in self.optimizer.param_groups:
             group["lr"] = build.learning_rate(step, config)
         loss = torch.zeros((), device=self.device)
@@ -166,10 +168,11 @@ class Trainer:
         self._pending.append((loss, norm))
         self.step = step
 
-    def _new_graphs(self) -> None:
-        """Say that results of the last graphs are not needed any more: blocks share compiled code.
+    def _begin_graphs(self) -> None:
+        """Mark where CUDA graphs may overwrite what they returned before.
 
-        Gradients of a step are, so passes that accumulate them belong together.
+        All blocks run the same compiled code, so torch cannot tell by itself. Microbatches of a
+        step share one mark: their gradients are still needed.
         """
         if self.config.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -203,7 +206,7 @@ class Trainer:
             batch_size=self.config.batch_size,
             seq_len=self.config.seq_len,
         ):
-            self._new_graphs()
+            self._begin_graphs()
             total += self.loss(batch[self._mine])
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # The root stays gathered until a backward.
@@ -214,6 +217,9 @@ class Trainer:
         """Pass on the losses since the last time; a `TrainingDivergedError` if bad. Collective."""
         if not self._pending:
             return
+        if self.config.cuda_graphs and (skipped := skipped_graphs() - self._skipped):
+            why = "their code runs as it is; TORCH_LOGS=cudagraphs says why"
+            warnings.warn(f"--cuda-graphs: {skipped} graph(s) were skipped: {why}", stacklevel=2)
         losses, norms = (torch.stack(each) for each in zip(*self._pending, strict=True))
         steps = range(self.step - len(losses) + 1, self.step + 1)
         means, seconds = self.ranks.mean(losses), self.timer.collect()[::2]

@@ -115,7 +115,11 @@ def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
         now, before = getattr(config, name), getattr(old, name)
         if name == "device":
             now, before = torch.device(now).type, torch.device(before).type
-        free = option.rich_help_panel in (RANKS, OUTPUT) or name in ("data", "threads")
+        free = option.rich_help_panel in (RANKS, OUTPUT) or name in (
+            "data",
+            "threads",
+            "cuda_graphs",
+        )
         if not free and now != before:
             wrong.append(f"{name} was {before!r} and is now {now!r}")
     if fingerprint != (now := corpus.fingerprint):
