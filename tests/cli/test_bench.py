@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,6 +142,35 @@ def test_what_does_not_fit_the_memory_is_one_line(refused: Callable[..., str]) -
     assert refused("bench", "model", *words, code=1).startswith("too large for the memory: ")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_runs_of_one_start_end_with_it(number: signal.Signals, here: Path) -> None:
+    words = "--model tiny --device cpu --seq-len 16 --steps 100000 --start 1 --seeds 2 --at-once 2"
+    Path("text.txt").write_text("some words of a text " * 2000)
+    command = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command += "from float8_lab.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-uc",
+            command,
+            "bench",
+            "one-start",
+            "--data",
+            "text.txt",
+            *words.split(),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    told = [next(process.stdout) for _ in range(3)]  # the device, and that both starts are there
+    os.kill(process.pid, number)
+    rest = process.stdout.read()  # until none of its processes is left, which have it open
+    assert (process.wait(), rest) == (130, ""), told
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_numbers_of_a_table_are_whole(width: int) -> None:
     results = json.loads((RESULTS / "h200-fsdp-llama3-8b.json").read_text())
@@ -178,6 +211,8 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         (["fsdp", "--model", "huge", *CPU], "unknown model 'huge'"),
         (["experts", "--recipe", "delayed", *CPU], "recipe: got 'delayed' with delayed scaling"),
         (["one-start", "--steps", "3", "--start", "3", "--device", "cpu"], "start: got 3"),
+        (["one-start", "--recipe", "high_precision", "--device", "cpu"], "recipe: got 'high_prec"),
+        (["train", "--recipe", "tensorwise+only", *CPU], "recipe: got +only, expected --lora"),
         (["tp", "--peers", "te", *CPU], "peers: got 'te', expected torchao"),
         (["fsdp", "--device", "cuda:1"], "device: got 'cuda:1', expected cuda or cpu"),
     ],

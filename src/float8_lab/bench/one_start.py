@@ -6,6 +6,7 @@ goes on twice, which shows the noise. With several seeds, each has its own start
 their gaps shows it.
 """
 
+import contextlib
 import functools
 import math
 import multiprocessing
@@ -49,11 +50,11 @@ def bench_one_start(
     workers = ProcessPoolExecutor(
         at_once,
         multiprocessing.get_context("spawn"),
-        # Ctrl-C ends them at once: else each would go on with what it has been given.
+        # Ctrl-C is the parent's, which ends them.
         initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_DFL),
+        initargs=(signal.SIGINT, signal.SIG_IGN),
     )
-    with tempfile.TemporaryDirectory() as folder, workers as pool:
+    with tempfile.TemporaryDirectory() as folder, workers as pool, _ended_with_this_process():
         for _ in pool.map(_save_start, of_seeds, [start] * seeds, [folder] * seeds):
             yield []
         losses = pool.map(_train_on, runs, [folder] * len(runs))
@@ -68,6 +69,20 @@ def bench_one_start(
                 {**part, "recipe": name, "val_loss": loss, "gap_percent": 100 * (loss / base - 1)}
                 for name, loss in zip(names, of_seed, strict=True)
             ]
+
+
+@contextlib.contextmanager
+def _ended_with_this_process() -> Iterator[None]:
+    """End child processes at once when this one is interrupted, or told to end, in the body."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def runs_of(recipes: Sequence[str], seeds: int) -> list[str]:

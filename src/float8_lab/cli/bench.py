@@ -23,7 +23,7 @@ from float8_lab.cli.options import App, Words, given, settings, split, takes
 from float8_lab.cli.table import print_table
 from float8_lab.errors import ConfigError, FailedError
 from float8_lab.models.presets import preset
-from float8_lab.trainer.config import ONE_PROCESS, RECIPES, TrainConfig
+from float8_lab.trainer.config import HIGH_PRECISION, ONE_PROCESS, RECIPES, TrainConfig
 
 app = App(help=COMMANDS["bench"], no_args_is_help=True)
 
@@ -244,6 +244,8 @@ def one_start_command(
     off = {"eval_interval": 0, "checkpoint_interval": 0, "tensorboard": False}
     config = TrainConfig.create(**given(chosen), **off, final_checkpoint=False)  # type: ignore[arg-type]
     recipes = list(dict.fromkeys(recipe or RECIPES))
+    if HIGH_PRECISION in recipes:
+        raise ConfigError(f"recipe: got {HIGH_PRECISION!r}, expected others: it is trained anyway")
     if not start < config.steps:
         raise ConfigError(f"start: got {start}, expected less than the {config.steps} steps")
     place = Place(config.device, output)

@@ -113,6 +113,8 @@ def train(
     if checkpointing not in kept:
         expected = ", ".join(kept)
         raise ConfigError(f"checkpointing: got {checkpointing!r}, expected one of {expected}")
+    if not lora and any("only" in name.split("+") for name in compared.recipe or []):
+        raise ConfigError("recipe: got +only, expected --lora with it: such weights do not train")
     if lora and (where.ranks or 1) > 1:
         raise ConfigError(f"--lora got --ranks {where.ranks}, expected 1")
     if plot is not None and where.device == "cpu":

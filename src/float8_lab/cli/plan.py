@@ -229,7 +229,9 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
     lines += [
         f"experts: {why}" for why in dict.fromkeys(x.skip_reason for x in report.experts) if why
     ]
-    if not in_all:
+    if not report.layers and not experts:
+        lines.append("there are no linear layers to convert")
+    elif not in_all:
         unjudged = any(len(x.shape) > 2 for x in report.others)
         verdict = "no linear layer gains" if unjudged else "it does not pay: no layer gains"
         waits = any("waits for the CPU" in row["fate"] for row in rows)
@@ -245,7 +247,8 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
         ours = sum(_weights(row) / (row.get("estimate") or 1.0) for row in rows)
         speedup = sum(map(_weights, rows)) / ours
         lines += [
-            f"estimate: that of the largest layer measured on {gpu} that is no larger",
+            f"estimate: that of the largest layer measured on {gpu} that is no larger;",
+            "estimates of two GPUs cannot be compared: they are of different measurements",
             f"all linear layers: about {speedup:.2f}x of bf16; what else a step does gains nothing",
         ]
         unknown = sum(row["count"] for row in converted if not row.get("estimate"))
