@@ -16,7 +16,7 @@ from float8.convert.smallest import SMALLEST, too_small
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
 from float8_lab.cli.main import main
-from float8_lab.cli.plan import plan_conversion, report_on
+from float8_lab.cli.plan import _short, plan_conversion, report_on
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -176,6 +176,19 @@ def test_layers_are_grouped_by_shape_and_fate() -> None:
         ("small", 1, 8192, 4096, "leave: N=64 is less than 1024"),
         ("output", 1, 8192, 4096, "leave: the head"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("fqn", "short"),
+    [
+        ("layers.0.q_proj.base_layer", "q_proj"),
+        ("q_proj.lora_A.default", "lora_A"),
+        ("experts.3", "experts.N"),
+        ("base_layer", "base_layer"),
+    ],
+)
+def test_names_are_short(fqn: str, short: str) -> None:
+    assert _short(fqn) == short
 
 
 def test_an_estimate_is_that_of_a_layer_that_is_no_larger() -> None:

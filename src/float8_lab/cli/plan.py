@@ -131,8 +131,11 @@ def _plan_experts(report: ConversionReport, convert: str) -> list[dict[str, Any]
 
 
 def _short(fqn: str) -> str:
-    """Return the last part of a name, and where that is a number also the one before it."""
-    parts = fqn.split(".")
+    """Return the last part of a name, and where that is a number also the one before it.
+
+    What PEFT wraps has the name of its wrapper; adapters are called `lora_A.default`.
+    """
+    parts = fqn.removesuffix(".base_layer").removesuffix(".default").split(".")
     return parts[-1] if not parts[-1].isdigit() else ".".join([*parts[-2:-1], "N"])
 
 
