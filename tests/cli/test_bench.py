@@ -143,22 +143,14 @@ def test_what_does_not_fit_the_memory_is_one_line(refused: Callable[..., str]) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_runs_of_one_start_end_with_it(number: signal.Signals, here: Path) -> None:
-    words = "--model tiny --device cpu --seq-len 16 --steps 100000 --start 1 --seeds 2 --at-once 2"
+def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
+    words = "bench one-start --data text.txt --model tiny --device cpu --seq-len 16 --steps 100000 "
+    words += "--start 1 --seeds 2 --at-once 2"
     Path("text.txt").write_text("some words of a text " * 2000)
     command = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     command += "from float8_lab.cli.main import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-uc",
-            command,
-            "bench",
-            "one-start",
-            "--data",
-            "text.txt",
-            *words.split(),
-        ],
+        [sys.executable, "-uc", command, *words.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,5 +1,6 @@
 """The training loop end to end, with a model whose steps take milliseconds; and on a GPU."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from float8 import Float8Linear, Float8Weights
 from float8_lab.device import BF16_PEAK
 from float8_lab.models.presets import preset
-from float8_lab.trainer import build, data
+from float8_lab.trainer import build, data, loop
 from float8_lab.trainer.build import learning_rate
 from float8_lab.trainer.checkpoint import list_checkpoints
 from float8_lab.trainer.compare import SLOW, compare
@@ -195,8 +196,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     monkeypatch.setattr(TrainConfig, "__post_init__", lambda self: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, mode, **_: events.append(mode))
-    mark = lambda: events.append("mark")  # noqa: E731
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("mark"))
     return events
 
 
@@ -211,6 +211,16 @@ def test_each_step_and_batch_of_validation_begins_graphs_anew(
     layers = [layer for layer in run.model.modules() if isinstance(layer, Float8Linear)]
     held = {layer.config.float8_weights for layer in layers}
     assert held == {Float8Weights.ON_THE_FLY}, "a graph reads nothing that is held"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_graphs_that_are_skipped_are_told(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = itertools.count(5)  # five by runs before, one by this one
+    monkeypatch.setattr(loop, "skipped_graphs", lambda: min(next(counts), 6))
+    with pytest.warns(UserWarning, match=r"--cuda-graphs: 1 graph\(s\) were skipped: their code"):
+        train(make_config(compile=True, cuda_graphs=True, steps=1))
 
 
 @pytest.mark.gpu

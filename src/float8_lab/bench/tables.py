@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from float8_lab.bench.estimate import STORED, packed
 from float8_lab.bench.results import size_of
+from float8_lab.bench.shapes import SHAPE_SETS
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
@@ -65,7 +66,7 @@ _SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps 
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 _GATHERS = ("recipe", "gather")
 _LAYERS = "Square layers by their features, 8192 tokens: speed-up of forward + backward"
-_WIDTHS = ("K", (512, 768, 1024, 1536, 2048, 3072, 4096))
+_WIDTHS = ("K", [shape.K for shape in SHAPE_SETS["widths"]])
 _LOSSES = "Gap of the validation loss to high precision after {steps} steps, in percent"
 _GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent", 2)}
 _SEEDS = ("part", ("mean of 3 seeds", "seed 0", "seed 1", "seed 2"))
@@ -140,11 +141,11 @@ def written(section: Section) -> str:
 def pivot(section: Section, results: Results) -> list[str]:
     """Return a table: a line for each of the `names`, columns `across`; peers with versions."""
     first, *others = section.columns
-    key, _ = section.columns[first]
-    rows = [row for row in results["rows"] if row.get(key) is not None]
+    needed, _ = section.columns[first]
+    rows = [row for row in results["rows"] if row.get(needed) is not None]
     if not rows:
         has = ", ".join(results["rows"][0])
-        raise ValueError(f"{section.file}.json: expected rows with {key!r}, got {has}")
+        raise ValueError(f"{section.file}.json: expected rows with {needed!r}, got {has}")
     key, values = section.across
     values = [value for value in values if any(row.get(key) == value for row in rows)]
     heads = list(section.names)

@@ -104,8 +104,8 @@ def compare(
     for config in configs:
         # A step of a very small model: what does not work on this device says so at once.
         small = {"model": "tiny", "seq_len": min(config.seq_len, 16), "batch_size": 1}
-        small |= {"compile": False, "cuda_graphs": False}
-        Trainer(config.replace(**small), corpus).train_step()
+        plain = config.replace(compile=False, cuda_graphs=False, **small)
+        Trainer(plain, corpus).train_step()
     _prepare(output, configs, corpus, resume=resume, overwrite=overwrite)
 
     stop = stop or Event()

@@ -119,9 +119,8 @@ class Trainer:
         about = (
             f"{config.recipe}: Llama {config.model}, {size / 1e6:.1f}M parameters, {config.dtype}"
         )
-        about += (
-            f"{', compiled' * config.compile}{', graphed' * config.cuda_graphs} on {config.device}"
-        )
+        about += ", compiled" * config.compile + ", graphed" * config.cuda_graphs
+        about += f" on {config.device}"
         if self.device.type == "cpu":
             about += f" with {torch.get_num_threads()} thread(s)"
         about += f", {ranks} ranks" if ranks > 1 else ""

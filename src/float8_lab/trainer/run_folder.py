@@ -19,6 +19,9 @@ from float8_lab.trainer.config import ONE_PROCESS, OPTIONS, OUTPUT, RANKS, Train
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.metrics import FAILED, read_metrics
 
+_FREE = ("data", "threads", "cuda_graphs")
+"""Settings that change no numbers, besides those of whole panels."""
+
 
 class RunFolder:
     """Paths of what lies in the run's folder `path`, as the module says; none need exist."""
@@ -115,11 +118,7 @@ def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
         now, before = getattr(config, name), getattr(old, name)
         if name == "device":
             now, before = torch.device(now).type, torch.device(before).type
-        free = option.rich_help_panel in (RANKS, OUTPUT) or name in (
-            "data",
-            "threads",
-            "cuda_graphs",
-        )
+        free = option.rich_help_panel in (RANKS, OUTPUT) or name in _FREE
         if not free and now != before:
             wrong.append(f"{name} was {before!r} and is now {now!r}")
     if fingerprint != (now := corpus.fingerprint):
