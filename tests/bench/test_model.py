@@ -5,6 +5,8 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import os
+import signal
 import sys
 from pathlib import Path
 from threading import Event
@@ -18,10 +20,22 @@ from torch import Tensor, nn
 from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig, conversion_report
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import model, step
+from float8_lab.bench.experts import expert_variants
 from float8_lab.bench.model import AT_LEAST, Size, model_step
-from float8_lab.bench.one_start import AGAIN, bench_one_start, mean_of_seeds
+from float8_lab.bench.one_start import (
+    AGAIN,
+    _ended_together,
+    bench_one_start,
+    mean_of_seeds,
+)
 from float8_lab.bench.step import Row, check, compare
-from float8_lab.bench.variants import Variant, make_variants, peer_version, recipe_config
+from float8_lab.bench.variants import (
+    PEERS,
+    Variant,
+    make_variants,
+    peer_version,
+    recipe_config,
+)
 from float8_lab.errors import FailedError
 from float8_lab.models.presets import PRESETS
 from float8_lab.trainer import data
@@ -234,12 +248,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
             return object()
 
     def convert(model: nn.Module, config: object, module_filter_fn) -> nn.Module:
-        taken.extend((name, module_filter_fn(model, name)) for name in ("w1", "lm_head"))
+        taken.extend((name, module_filter_fn(model, name)) for name in ("w1", "wk", "lm_head"))
         return model
 
     torchao = ModuleType("torchao.float8")
     torchao.Float8LinearConfig = Config
     torchao.convert_to_float8_training = convert
+    torchao._auto_filter_for_recipe = lambda recipe, fqns: lambda module, name: "1" in name
     torchao.precompute_float8_dynamic_scale_for_fsdp = lambda model: taken.append((model, True))
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
@@ -258,9 +273,13 @@ def test_an_installed_peer_becomes_variants(asked: list[tuple[str, bool]]) -> No
         for recipe in ("bf16", *recipes, "torchao tensorwise")  # it has no delayed scaling
     ]
     variants[-1].convert(nn.Linear(2, 2))
-    assert asked == [("w1", True), ("lm_head", True)]
-    make_variants(recipes, ["eager"], ["torchao"], all_layers=False)[-1].convert(nn.Linear(2, 2))
-    assert asked[2:] == [("w1", True), ("lm_head", False)]  # as ours
+    assert asked == [("w1", True), ("wk", True), ("lm_head", True)]
+    both = make_variants(recipes, ["eager"], PEERS, all_layers=False)[-2:]
+    assert [variant.recipe for variant in both] == [f"{peer} tensorwise" for peer in PEERS]
+    for variant in both:
+        variant.convert(nn.Linear(2, 2))
+    assert asked[3:6] == [("w1", True), ("wk", True), ("lm_head", False)]  # as ours
+    assert asked[6:] == [("w1", True), ("wk", False), ("lm_head", False)]
 
 
 def test_each_gather_is_a_variant_and_torchao_has_its_own(asked: list[tuple[str, bool]]) -> None:
@@ -288,9 +307,29 @@ def test_missing_and_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [variant.recipe for variant in variants] == ["bf16", "tensorwise"]
     with pytest.raises(ValueError, match="peers: got 'apex', expected torchao"):
         peer_version("apex")
+    with pytest.raises(ValueError, match="expected torchao: no filter knows experts"):
+        expert_variants(["tensorwise"], PEERS)
 
 
 DATA = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_signal_that_finds_no_process_is_not_lost(number: signal.Signals, asked: bool) -> None:
+    def body() -> None:
+        with _ended_together() as go_on:
+            go_on()
+            os.kill(os.getpid(), number)
+            if asked:
+                go_on()
+            done.append(number)
+
+    done: list[int] = []
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    assert (bool(done), signal.getsignal(number)) == (not asked, before)
 
 
 def test_runs_of_each_seed_go_on_from_one_start() -> None:

@@ -30,13 +30,13 @@ def test_a_section_has_picture_table_failures_and_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    columns = {"ms": ("ms", 1), "GiB": ("peak_gib", 2), "drift, %": ("drift", 1)}
+    columns = {"ms": ("ms", 1), "GiB": ("peak_gib", 2), "drift, %": ("drift_percent", 1)}
     about = "{size}, {ranks} GPU"
     section = tables.Section(tmp_path / "page.md", "x", "x", about, columns)
     rows = [
-        {"recipe": "bf16", "mode": "eager", "ms": 1234.56, "drift": -1.25, "peak_gib": None},
-        {"recipe": "bf16", "mode": "graphed", "ms": 0.96, "drift": 0.5},
-        {"recipe": "torchao rowwise", "mode": "eager", "ms": 2, "drift": 0},
+        {"recipe": "bf16", "mode": "eager", "ms": 1234.56, "drift_percent": -1.25},
+        {"recipe": "bf16", "mode": "graphed", "ms": 0.96, "drift_percent": 0.5, "peak_gib": None},
+        {"recipe": "torchao rowwise", "mode": "eager", "ms": 2, "drift_percent": 0},
         {"recipe": "torchao rowwise", "mode": "graphed", "left_out": "Error: no graphs"},
     ]
     made = "float8 bench model --model 1b -o /a/x.json --plot x.png"
@@ -63,6 +63,8 @@ def test_a_section_has_picture_table_failures_and_source(
         "```bash",
         "float8 bench model --model 1b",
         "```",
+        "",
+        "Times of the two passes differ by up to 1.2 %.",
         "",
         "Failed, and so not measured: torchao rowwise, graphed.",
         "",

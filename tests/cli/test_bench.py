@@ -75,6 +75,12 @@ EACH = [
         r"[\s\S]+delayed\+held +eager +nothing +[\d.]+",
     ),
     (
+        "model --model tiny --blocks 1 --seq-len 32 --mode eager --widths 64,128 --rounds 1 "
+        "--recipe rowwise",
+        4,
+        r"64 +rowwise[\s\S]+128 +bf16 +eager +[\d.]+ +[\d,]+ +1.00",
+    ),
+    (
         f"profile {BLOCK} --recipe tensorwise",
         2,
         r"tensorwise +eager +[\d.]+[\s\S]+the sum beside its floor[\s\S]+tensorwise +eager +[\d.]+",
@@ -147,10 +153,10 @@ def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
     words = "bench one-start --data text.txt --model tiny --device cpu --seq-len 16 --steps 100000 "
     words += "--start 1 --seeds 2 --at-once 2"
     Path("text.txt").write_text("some words of a text " * 2000)
-    command = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    command += "from float8_lab.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    Path("kept").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-uc", command, *words.split()],
+        [sys.executable, "-um", "float8_lab.cli.main", *words.split()],
+        env={**os.environ, "TMPDIR": str(Path("kept").absolute())},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -161,6 +167,7 @@ def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
     os.kill(process.pid, number)
     rest = process.stdout.read()  # until none of its processes is left, which have it open
     assert (process.wait(), rest) == (130, ""), told
+    assert not [*Path("kept").rglob("*.pt")], "starts may be large"
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -185,9 +192,11 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
         (["linear", "--results", "x.json"], "results: got a file to draw, expected --plot"),
         (["linear", "--mkn", "32,32,32", "--mode", "lazy", *CPU], "mode: got 'lazy'"),
         (
-            ["linear", "--shapes", "widths", "--mode", "all", "--gpu-time", *CPU],
+            ["linear", "--mkn", "32,32,32", "--mode", "all", "--gpu-time", *CPU],
             "mode: got 'all' with --gpu-time, expected eager, compiled or both",
         ),
+        (["model", "--widths", "x", *CPU], "widths: got 'x', expected whole numbers"),
+        (["model", "--widths", "512,700", *CPU], "width: got 700, expected a multiple of 512"),
         (["fsdp", "--mode", "graphed", *CPU], "mode: got graphed on ranks, expected eager"),
         (["linear", "--mkn", "32,32,32", "--peers", "apex", *CPU], "peers: got 'apex'"),
         (["numerics", "--recipe", "fp7", "--device", "cpu"], "recipe: got 'fp7', expected one of"),

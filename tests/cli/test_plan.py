@@ -80,7 +80,7 @@ def test_a_model_of_ones_own_without_its_gpu_and_memory(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "mine_to_plan:make, tensorwise, 8192 tokens: judged by size for H200" in out
     assert re.search(r"16384 16384 +1 N +\d\.\d\d convert", out)
-    assert re.search(r"4096 +64 +1 N +leave: N=64 is less than 1024", out)
+    assert re.search(r"4096 +64 +1 N +leave: N=64 is less than 768", out)
     assert re.search(r"4096 +8 +1 N +leave: N=8 is less than 16, as a router's", out)
     assert "not judged, grouped_linear or not: 1 x weight [64, 16384, 16384] of Experts" in out
     assert "float8: 1 of 3 linear layers, 1.5% of all matmul weights" in out

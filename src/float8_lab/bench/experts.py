@@ -141,6 +141,8 @@ def expert_variants(recipes: Sequence[str], peers: Sequence[str]) -> list[Varian
     for variant in ours:
         if variant.config and (reason := no_grouped_gemm(variant.config)):
             raise ValueError(f"recipe: got {variant.recipe!r} with {reason}, expected {EXPECTED}")
+    if filtered := [peer for peer in peers if "+" in peer]:
+        raise ValueError(f"peers: got {filtered[0]!r}, expected torchao: no filter knows experts")
     others = [Variant(f"{peer} rowwise", EAGER) for peer in peers if peer_version(peer)]
     return [Variant(HIGH_PRECISION, EAGER), *ours, *others]
 

@@ -1,7 +1,8 @@
 """`float8 bench limits`: from which size on a linear layer gains, per recipe, by GPU times.
 
 Limits are those that cost the least: the sum over all layers of how much slower each one becomes by
-what the limits decide for it.
+what the limits decide for it. Only eager times count: a layer that is compiled alone is cast apart
+from what makes its input, as in no model.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import torch
 
 from float8.convert.smallest import SMALLEST, Smallest
 from float8_lab.bench.tables import ROOT, updated
-from float8_lab.bench.variants import HIGH_PRECISION
+from float8_lab.bench.variants import EAGER, HIGH_PRECISION
 
 TABLE = ROOT / "src" / "float8" / "convert" / "smallest.py"
 PAGE = ROOT / "docs" / "measuring.md"
@@ -55,16 +56,16 @@ def fit_results(results: dict[str, Any]) -> tuple[str, dict[str, Found]]:
     gpu = re.search(r"\b[A-Z]+\d+\b", results["environment"]["device"])
     if gpu is None:
         raise ValueError(f"device: got {results['environment']['device']!r}, expected a GPU")
-    size, bf16 = ("mode", "M", "K", "N"), {}
+    size, bf16 = ("M", "K", "N"), {}
     cells: dict[str, list[Cell]] = {}
     for row in results["rows"]:  # of each size, bf16 comes first
-        if row["K"] is None:  # a sum
+        if row["K"] is None or row["mode"] != EAGER:  # a sum, or compiled
             continue
         key = tuple(row[name] for name in size)
         if row["recipe"] == HIGH_PRECISION:
             bf16[key] = row["ms"]
         else:
-            _, M, K, N = key
+            M, K, N = key
             gain = math.log(bf16[key] / row["ms"])
             cells.setdefault(row["recipe"], []).append((M, min(K, N), float(M * K * N), gain))
     return gpu[0], {recipe: fit(each) for recipe, each in cells.items()}

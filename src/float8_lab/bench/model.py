@@ -1,16 +1,19 @@
 """Plain Llamas as users write them, whose variants are measured side by side."""
 
 import importlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8_lab.bench.results import size_of
-from float8_lab.bench.step import Step
+from float8_lab.bench.step import Row, Step, compare
 from float8_lab.bench.variants import Variant
+from float8_lab.errors import ConfigError
 from float8_lab.models.llama import Block, Llama, rope_table
 from float8_lab.models.presets import PRESETS, ModelConfig, preset
 
@@ -40,6 +43,29 @@ class Size:
 
     def __str__(self) -> str:
         return size_of(vars(self))
+
+
+@dataclass(frozen=True)
+class Scaled(Size):
+    """The same with blocks of another width."""
+
+    width: int = 4096
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape of the model with so many blocks, of that width."""
+        return super().config.scaled(self.width)
+
+
+def scaled_sizes(size: Size, widths: Sequence[str]) -> list[Size]:
+    """Return that size at each of the widths, or as it is; a `ConfigError` if one cannot be."""
+    if wrong := [each for each in widths if not each.isdecimal()]:
+        raise ConfigError(f"widths: got {wrong[0]!r}, expected whole numbers")
+    scaled = [Scaled(**vars(size), width=int(width)) for width in widths]
+    sizes: list[Size] = [*scaled] or [size]
+    for each in sizes:
+        _ = each.config
+    return sizes
 
 
 class Stack(nn.Module):
@@ -141,3 +167,25 @@ def model_step(
     """Return a step of one variant of a stack on random data, with the sync of delayed scaling."""
     stack, data = bf16_stack(size, device), stack_data(size, device)
     return Step(variant, stack, *data, microbatches=microbatches, sync=True)
+
+
+def bench_model(
+    sizes: Sequence[Size],
+    variants: Sequence[Variant],
+    device: torch.device,
+    rounds: int,
+    microbatches: int,
+) -> Iterator[list[Row]]:
+    """Check and time every variant of each size, as `compare`; rows of a `Scaled` have its width.
+
+    An empty list for each variant that is ready, then all rows of a size.
+    """
+    for size in sizes:
+        torch.compiler.reset()  # what was compiled for the size before
+        make = partial(model_step, size=size, device=device, microbatches=microbatches)
+        width = {"width": size.width} if isinstance(size, Scaled) else {}
+        tokens = size.tokens * microbatches
+        what = " ".join(["model", *map(str, width.values())])
+        how: dict[str, Any] = {"at_least": AT_LEAST, "tokens": tokens}
+        for rows in compare(what, make, variants, device, rounds, **how):
+            yield [width | row for row in rows]

@@ -13,7 +13,7 @@ import multiprocessing
 import signal
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -54,14 +54,19 @@ def bench_one_start(
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),
     )
-    with tempfile.TemporaryDirectory() as folder, workers as pool, _ended_with_this_process():
-        for _ in pool.map(_save_start, of_seeds, [start] * seeds, [folder] * seeds):
+    with tempfile.TemporaryDirectory() as folder, workers as pool, _ended_together() as go_on:
+        # By `submit`, for `pool.map` cancels what is left, and a pool that fails then shows errors.
+        starts = [pool.submit(_save_start, each, start, folder) for each in of_seeds]
+        go_on()
+        for saved in starts:
+            saved.result()
             yield []
-        losses = pool.map(_train_on, runs, [folder] * len(runs))
+        losses = iter([pool.submit(_train_on, each, folder) for each in runs])
+        go_on()
         for each in of_seeds:
             of_seed: list[float] = []
             for _ in names:
-                of_seed.append(next(losses))
+                of_seed.append(next(losses).result())
                 yield []
             base = statistics.mean(of_seed[: len(names) - len(recipes)])
             part = {"part": f"seed {each.seed}"} if seeds > 1 else {}
@@ -72,17 +77,41 @@ def bench_one_start(
 
 
 @contextlib.contextmanager
-def _ended_with_this_process() -> Iterator[None]:
-    """End child processes at once when this one is interrupted, or told to end, in the body."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _ended_together() -> Iterator[Callable[[], None]]:
+    """End child processes at once when the body fails, or is interrupted or told to end.
+
+    Such a signal raises nothing by itself, since a thread of the pool may wait for a lock that the
+    body holds just then. It ends the children, and without them the pool fails in the body. A child
+    that is only just beginning is missed: the body calls what this yields when it has begun some,
+    which raises KeyboardInterrupt after a signal.
+    """
+    told = []
+
+    def end(number: int, _: object) -> None:
+        told.append(number)
+        _end_children()
+
+    def go_on() -> None:
+        if told:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
-    except BaseException:
-        for child in multiprocessing.active_children():
-            child.terminate()
+        yield go_on
+        go_on()
+    except BaseException as error:
+        _end_children()
+        if told:
+            raise KeyboardInterrupt from error
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_children() -> None:
+    for child in multiprocessing.active_children():
+        child.terminate()
 
 
 def runs_of(recipes: Sequence[str], seeds: int) -> list[str]:

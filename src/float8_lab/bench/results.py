@@ -1,7 +1,7 @@
 """Results of one command: a JSON file with everything that is needed to repeat it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +34,11 @@ def size_of(settings: Mapping[str, Any]) -> str:
     blocks = f"{n} block{'s' * (n > 1)} of " if n else "the whole "
     tokens = "{batch} x {seq_len} tokens".format(**settings)
     return f"{blocks}{settings['model']}, {tokens}"
+
+
+def drift_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence about how far two passes over all variants differ; "" if there are none."""
+    drifts = [abs(row["drift_percent"]) for row in rows if row.get("drift_percent") is not None]
+    if not drifts:
+        return ""
+    return f"Times of the two passes differ by up to {max(drifts):.1f} %."

@@ -42,8 +42,6 @@ SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
     "llama3-70b": _layers(8192, (8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
     # Split over eight GPUs: columns of the first and third layer, rows of the others.
     "llama2-70b-tp": _layers(16384, (8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192)),
-    # From which width on layers gain, at the tokens of `DEFAULT_TOKENS`.
-    "widths": _layers(8192, *((n, n) for n in (512, 768, 1024, 1536, 2048, 3072, 4096))),
     "square": tuple(Shape(n, n, n) for n in (512, 1024, 2048, 4096, 8192, 16384)),
     "grid": _grid(),
 }

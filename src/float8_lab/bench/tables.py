@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from float8_lab.bench.estimate import STORED, packed
-from float8_lab.bench.results import size_of
-from float8_lab.bench.shapes import SHAPE_SETS
+from float8_lab.bench.results import drift_of, size_of
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
@@ -65,8 +64,8 @@ _BLOCKS = "{size}: forward + backward"
 _SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps with AdamW"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
 _GATHERS = ("recipe", "gather")
-_LAYERS = "Square layers by their features, 8192 tokens: speed-up of forward + backward"
-_WIDTHS = ("K", [shape.K for shape in SHAPE_SETS["widths"]])
+_BY_WIDTH = "{size}, by the width that they are scaled to, all layers: speed-up of a step"
+_WIDTHS = ("width", (1024, 1536, 2048, 3072, 4096))
 _LOSSES = "Gap of the validation loss to high precision after {steps} steps, in percent"
 _GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent", 2)}
 _SEEDS = ("part", ("mean of 3 seeds", "seed 0", "seed 1", "seed 2"))
@@ -82,7 +81,7 @@ SECTIONS = (
     Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "floor", "h200-profile-8b", _BLOCKS, _FLOOR),
     Section(PERFORMANCE, "150m blocks", "h200-150m-graphed", _BLOCKS, _SPEED),
-    Section(PERFORMANCE, "widths", "h200-widths", _LAYERS, _RATIO, ("mode", "recipe"), _WIDTHS),
+    Section(PERFORMANCE, "widths", "h200-widths", _BY_WIDTH, _RATIO, ("mode", "recipe"), _WIDTHS),
     Section(PERFORMANCE, "FSDP2", "h200-fsdp-llama3-8b", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "FSDP2, finer", "h200-fsdp-finer", _SHARDED, _FSDP, _GATHERS),
     Section(PERFORMANCE, "TP on 2", "h200-tp-llama3-70b", _SHARED, _SPEED),
@@ -131,6 +130,8 @@ def written(section: Section) -> str:
     parts = [[f"**{title}**"], pivot(section, results), *source(results, path, section.page)]
     if (picture := path.with_suffix(".png")).exists():
         parts.insert(0, [f"![{title}]({os.path.relpath(picture, section.page.parent)})"])
+    if drift := drift_of(results["rows"]):
+        parts.append([drift])
     failed = [row for row in results["rows"] if row.get("left_out")]
     if failed:
         names = (", ".join(filter(None, (row["recipe"], row.get("mode")))) for row in failed)

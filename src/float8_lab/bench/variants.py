@@ -24,7 +24,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "all": (EAGER, COMPILED, GRAPHED),
 }
 BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
-PEERS = ("torchao",)  # other libraries, measured where they are installed
+# Other libraries, measured where they are installed; torchao has a filter of its own, too.
+PEERS = ("torchao", "torchao+auto_filter")
 
 Convert = Callable[[nn.Module], nn.Module]
 Attach = Callable[[nn.Module, torch.optim.Optimizer], object]
@@ -88,7 +89,8 @@ def make_variants(
         peers: Of `PEERS`.
         gathers: In what weights of a sharded model are gathered: each recipe once for each; peers
             by the last, only tensorwise.
-        all_layers: Else `convert_to_float8_training` chooses, and peers leave the head alone.
+        all_layers: Else `convert_to_float8_training` chooses, and peers leave the head alone. What
+            the filter of a peer leaves stays in any case.
         keep: What checkpointed blocks keep: all variants once for each.
     """
     last = gathers[-1]
@@ -98,7 +100,7 @@ def make_variants(
     for mode in modes:
         found: list[Variant | None] = [Variant(HIGH_PRECISION, mode, gather=last and BF16)]
         found += [_ours(r, mode, gather, all_layers) for r in recipes for gather in gathers]
-        found += [_torchao(r, mode, last, all_layers) for _ in installed for r in nearest]
+        found += [_torchao(p, r, mode, last, all_layers) for p in installed for r in nearest]
         for kept in keep or ("",):
             variants += [replace(each, keep=kept) for each in found if each is not None]
     return variants
@@ -154,18 +156,21 @@ def peer_version(peer: str) -> str | None:
     """Return the version of an installed peer; None if it is not installed."""
     if peer not in PEERS:
         raise ValueError(f"peers: got {peer!r}, expected {' or '.join(PEERS)}")
-    return importlib.metadata.version(peer) if importlib.util.find_spec(peer) else None
+    package, _, _ = peer.partition("+")
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
 
 
-def _torchao(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant | None:
-    """Return torchao's recipe of that name; None if it has none such."""
+def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -> Variant | None:
+    """Return torchao's recipe of that name; None if it has none such, or no filter for it."""
     torchao = importlib.import_module("torchao.float8")  # need not be there
     try:
         if gather:
             config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         else:
             config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-    except (ValueError, AssertionError):  # it asserts that the name is one of its own
+        filtered = peer.endswith("+auto_filter")
+        gains = torchao._auto_filter_for_recipe(recipe, []) if filtered else all_linears
+    except (ValueError, AssertionError, NotImplementedError):  # it asserts that it knows the name
         return None
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
@@ -177,6 +182,8 @@ def _torchao(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant |
     convert = functools.partial(
         torchao.convert_to_float8_training,
         config=config,
-        module_filter_fn=lambda module, name: all_layers or left_out(name) is None,
+        module_filter_fn=lambda module, name: (
+            gains(module, name) and (all_layers or left_out(name) is None)
+        ),
     )
-    return Variant(f"torchao {recipe}", mode, convert, gather=gather, attach=attach)
+    return Variant(f"{peer} {recipe}", mode, convert, gather=gather, attach=attach)

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from float8_lab.bench import cast, experts, limits, linear, matmul, numerics, tables
-from float8_lab.bench.model import AT_LEAST, Size, model_step
+from float8_lab.bench.model import Size, bench_model, scaled_sizes
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds, runs_of
 from float8_lab.bench.profile import FLOOR, bench_profile
 from float8_lab.bench.results import check_output
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.step import compare
 from float8_lab.bench.variants import COMPILED, EAGER, GRAPHED, make_variants
 from float8_lab.cli import bench_ranks
 from float8_lab.cli.app import COMMANDS
@@ -172,23 +171,23 @@ def model_command(
     keep: Keep = None,
     microbatches: Annotated[int, "Forwards and backwards per step, gradients accumulated."] = 1,
     all_layers: Annotated[bool, "Convert layers that float8 makes slower, too."] = False,
+    widths: Annotated[Words, "Scale blocks to each of these widths; with commas."] = None,
 ) -> None:
     """A plain Llama that was converted as users do, forward and backward, beside bf16.
 
     Blocks without embedding and head; the sync of delayed scaling and casts of held weights are in
     each step. Every gradient of every variant is checked against bf16's first. Memory is what a
-    model holds and the peak of a step over it.
+    model holds and the peak of a step over it. With `--widths` it says from which width on a recipe
+    gains: heads stay as wide as they are, all else is in proportion.
     """
-    chosen = compared.chosen(keep, all_layers=all_layers)
-    preset(size.model)
-    variants = make_variants(**chosen)
-    bench = Bench("model", where, **vars(size), **chosen, microbatches=microbatches)
-    make = partial(model_step, size=size, device=bench.device, microbatches=microbatches)
-    more: Any = {"at_least": AT_LEAST, "tokens": size.tokens * microbatches}
-    groups = compare("model", make, variants, bench.device, where.rounds, **more)
+    chosen, scaled = compared.chosen(keep, all_layers=all_layers), widths or []
+    sizes, variants = scaled_sizes(size, scaled), make_variants(**chosen)
+    more: Any = {"microbatches": microbatches}
+    bench = Bench("model", where, **vars(size), **chosen, widths=scaled, **more)
+    groups = bench_model(sizes, variants, bench.device, where.rounds, **more)
     title = f"{size}, forward + backward"
     title += f" of {microbatches} microbatches" if microbatches > 1 else ""
-    bench.finish(title, bench.collect(groups, len(variants) + 1))
+    bench.finish(title, bench.collect(groups, len(sizes) * (len(variants) + 1)))
 
 
 @app.command("profile")

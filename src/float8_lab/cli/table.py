@@ -12,7 +12,7 @@ from rich.table import Table
 Rows = list[dict[str, Any]]
 
 # What is shown of a row, in this order. A heading is the key itself, its words below each other.
-_NAMES = "M experts K N R C case count layers variant recipe mode gather keep"
+_NAMES = "width M experts K N R C case count layers variant recipe mode gather keep"
 _TEXT = "case layers variant recipe mode gather keep fate"
 _SQNR = "sqnr_output sqnr_grad_input sqnr_grad_weight even_output even_grad_input even_grad_weight"
 _NUMBERS = (

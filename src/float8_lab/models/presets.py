@@ -1,7 +1,7 @@
 """The shapes of the Llama models that the trainer knows by name."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from float8_lab.errors import ConfigError, require_divisor
 
@@ -29,6 +29,21 @@ class ModelConfig:
         shared["tokens per sequence"] = tokens
         for name, number in shared.items():
             require_divisor(what, ranks, number, name, math.gcd(*shared.values()))
+
+    def scaled(self, dim: int) -> "ModelConfig":
+        """Return this shape at another width: heads as wide as they are, all else in proportion."""
+        units = math.gcd(self.dim, self.n_heads, self.n_kv_heads, self.ffn_dim)
+        unit = self.dim // units
+        if dim < unit or dim % unit:
+            raise ConfigError(f"width: got {dim}, expected a multiple of {unit}")
+        times = dim // unit
+        return replace(
+            self,
+            dim=dim,
+            n_heads=self.n_heads // units * times,
+            n_kv_heads=self.n_kv_heads // units * times,
+            ffn_dim=self.ffn_dim // units * times,
+        )
 
     def flops_per_token(self, seq_len: int) -> int:
         """Of a forward and backward: 6 per weight of linear layers, head included, and attention's.
