@@ -47,6 +47,7 @@ def of_cast(device: str) -> Args:
         yield x, scale, dtype, *flags
         yield x.t(), scale, dtype, *flags
     yield x, None, E4M3, True, False, False, None, True
+    yield x, scale, E4M3, True, True, False, None, False, torch.bfloat16
 
 
 def of_cast_delayed(device: str) -> Args:

@@ -59,6 +59,7 @@ def blocks(ops: Any, x: Tensor, how: How, square: bool) -> list[Tensor]:
 KERNELS: dict[str, Callable[[Any, Tensor, How], list[Tensor]]] = {
     "amax": lambda ops, x, how: [ops.amax(x)],
     "given": lambda ops, x, how: ops.cast(x, one(x, 0.7), *how[:4]),
+    "rounded": lambda ops, x, how: ops.cast(x, one(x, 0.7), *how[:4], None, False, BF16),
     "measured": lambda ops, x, how: ops.cast(x, None, *how[:4], None, how.power_of_2),
     "unknown": delayed,
     "known": lambda ops, x, how: delayed(ops, x, how, 0.03),

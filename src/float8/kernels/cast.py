@@ -31,6 +31,7 @@ def cast(
     col: bool,
     pad_rows: bool = False,
     after: Tensor | None = None,
+    via: torch.dtype | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """Cast ``x`` to float8 under one scale, to row data, to its transpose, or to both.
 
@@ -52,6 +53,8 @@ def cast(
         pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
         after: what a compiler must have computed first; not read. What backward makes of a weight
             alone a compiler may move into forward, and keep all the while: a gradient stops it.
+        via: ``x`` is rounded to this dtype first. From float32 to bfloat16, under a given scale,
+            that takes no pass of its own.
 
     Returns:
         ``(row, col)``, None where not asked for, each with the scale that was given, or a new one,
@@ -65,7 +68,7 @@ def cast(
             neither layout is asked for.
     """
     check_cast("cast", x, spec.dtype, row, col, None if scale is None else {"scale": scale})
-    how = (spec.dtype, row, col, pad_rows, after, spec.power_of_2)
+    how = (spec.dtype, row, col, pad_rows, after, spec.power_of_2, via)
     direct = x.is_cuda and takes_triton_directly(x, scale)
     out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, scale, *how)
     used = out[0] if scale is None else scale
@@ -229,9 +232,10 @@ def cast_reference(
     pad_rows: bool = False,
     after: Tensor | None = None,
     power_of_2: bool = False,
+    via: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Plain-torch twin of :func:`cast`: the scale if none was given, then the layouts asked for."""
-    out = []
+    out, x = [], x.to(via or x.dtype)
     if scale is None:
         scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
         out = [scale]
@@ -312,11 +316,15 @@ def _cast_triton(
     pad_rows: bool = False,
     after: Tensor | None = None,
     power_of_2: bool = False,
+    via: torch.dtype | None = None,
 ) -> list[Tensor]:
+    rounded = (x.dtype, via) == (torch.float32, torch.bfloat16) and scale is not None
+    if via is not None and not rounded:
+        x = x.to(via)
     if scale is None:
         out: list[Tensor] = _measured_program(x, None, dtype, row, col, pad_rows, power_of_2)(x)
         return out
-    return _program(x, dtype, row, col, pad_rows)(x, scale)
+    return _program(x, rounded, dtype, row, col, pad_rows)(x, scale)
 
 
 def _cast_delayed_triton(
@@ -330,9 +338,10 @@ def _cast_delayed_triton(
 
 
 @planned
-def _program(x: Slot, *wanted: Any) -> Program:
+def _program(x: Slot, rounded: bool, *wanted: Any) -> Program:
     scale = Slot(torch.float32)
-    return Program([x, scale], *casting(x, *wanted, scale=scale), anywhere=1)
+    planned = casting(x, *wanted, scale=scale, rounded=rounded)
+    return Program([x, scale], *planned, anywhere=1)
 
 
 @planned

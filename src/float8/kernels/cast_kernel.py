@@ -14,8 +14,9 @@ from float8.kernels.runtime.launch import Launch, Slot, new
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import ALONG_AND_ACROSS, load, tile_at, tile_of_program, tiled
 
-# What is cast: x itself, silu(x) * y, or x * rstd * weight; contiguous unless PLAIN.
-_PLAIN, _SWIGLU, _RMS_NORM = 0, 1, 2
+# What is cast: x itself, silu(x) * y, x * rstd * weight, or x in bfloat16. In the second and third
+# case it is contiguous.
+_PLAIN, _SWIGLU, _RMS_NORM, _ROUNDED = 0, 1, 2, 3
 
 # Where the kernel takes the scale from: it is given; measured, from amaxes to be joined; or from
 # the history, and measured only where that knows none.
@@ -80,6 +81,7 @@ def casting(
     scale: Slot | None = None,
     parts: Slot | None = None,
     amax: Slot | None = None,
+    rounded: bool = False,
     y: Slot | None = None,
     rstd: Slot | None = None,
     weight: Slot | None = None,
@@ -97,6 +99,7 @@ def casting(
         parts: [P], amaxes by `measuring`: the first result is then the scale that was used, else
             None.
         amax: is raised to the amax of what is cast.
+        rounded: whether ``x`` is rounded to bfloat16 first; without ``amax``.
         y: [R, C], as ``x``: silu(x) * y is cast.
         rstd: [R]: x * rstd * weight is cast.
         weight: [C], with ``rstd``.
@@ -117,7 +120,7 @@ def casting(
     source = GIVEN if parts is None else MEASURED if scale is None else HISTORY
     joined = 0 if parts is None else parts.shape[0]
     constants = (
-        _RMS_NORM if rstd is not None else _SWIGLU if y is not None else _PLAIN,
+        _RMS_NORM if rstd is not None else _SWIGLU if y is not None else _ROUNDED * rounded,
         makes,
         makes_across,
         mantissa(dtype),
@@ -200,6 +203,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         v2 = v[2] * load(rstd_ptr + r2, r2 < R, EVEN) * weight
         v3 = v[3] * load(rstd_ptr + r3, r3 < R, EVEN) * weight
         v = v0, v1, v2, v3
+    elif PRODUCER == 3:
+        v = quads.in_bfloat16(v, HARDWARE)
 
     scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2)
     if SOURCE != 0:

@@ -21,6 +21,18 @@ def to_float32(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
+def rounded_to_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round a float32 tensor to bfloat16, nearest even, and return that as float32."""
+    if HARDWARE:
+        v = v.to(tl.bfloat16).to(tl.float32)
+    else:
+        bits = v.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        v = tl.where(v == v, bits.to(tl.float32, bitcast=True), v)
+    return v
+
+
+@jit
 def scale_of_amax(  # type: ignore[no-untyped-def]
     bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr = False
 ):

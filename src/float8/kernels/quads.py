@@ -12,6 +12,7 @@ the second, the third and the fourth, [BLOCK_R / 4, BLOCK_C].
 from float8.kernels.amax import float32_bits, magnitude_bits
 from float8.kernels.numeric import (
     reciprocal,
+    rounded_to_bfloat16,
     scale_of_amax,
     to_float8_bits,
     to_float8_words,
@@ -62,6 +63,17 @@ def to_float32s(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
         to_float32(x[1], HARDWARE),
         to_float32(x[2], HARDWARE),
         to_float32(x[3], HARDWARE),
+    )
+
+
+@jit
+def in_bfloat16(v, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Apply `rounded_to_bfloat16` to four."""
+    return (
+        rounded_to_bfloat16(v[0], HARDWARE),
+        rounded_to_bfloat16(v[1], HARDWARE),
+        rounded_to_bfloat16(v[2], HARDWARE),
+        rounded_to_bfloat16(v[3], HARDWARE),
     )
 
 

@@ -52,6 +52,7 @@ def quantize(
     pad_rows: bool = False,
     after: Tensor | None = None,
     traced: bool = False,
+    via: torch.dtype | None = None,
 ) -> Quantized:
     """Cast `x` to float8.
 
@@ -65,6 +66,8 @@ def quantize(
         traced: in compiled code take amaxes by plain torch code, which a compiler fuses into what
             produces `x`, and cast so under finer scales. A state records its amax apart from the
             cast, which backward may do again. Without effect in eager mode.
+        via: `x` is rounded to this dtype first, as autocast and FSDP2 round weights. Under one
+            dynamic scale the kernel that casts does so.
 
     Returns:
         Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
@@ -77,6 +80,8 @@ def quantize(
     """
     spec, state, record, reduce, scale = cast
     traced = traced and torch.compiler.is_compiling()
+    if via is not None and (via is x.dtype or state is not None or not spec.granularity.one_scale):
+        x, via = x.to(via), None
     if not spec.granularity.one_scale:
         if state is not None or scale is not None:
             raise ValueError(
@@ -93,16 +98,17 @@ def quantize(
             x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
         )
         return Quantized(*made)
-    if scale is None and (reduce is not None or traced):
-        scale = scale_of(x, cast)
-    return Quantized(
-        *kernels.cast(x, spec, scale=scale, row=row, col=col, pad_rows=pad_rows, after=after)
-    )
+    if scale is None and (reduce is not None or traced or via is not None):
+        scale = scale_of(x, cast, via)
+    how = {"row": row, "col": col, "pad_rows": pad_rows}
+    return Quantized(*kernels.cast(x, spec, scale=scale, after=after, via=via, **how))
 
 
-def scale_of(x: Tensor, cast: Cast) -> Tensor:
-    """Choose the one scale of `x`, and cast nothing."""
+def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
+    """Choose the one scale of `x`, rounded to `via`, and cast nothing."""
     amax = kernels.amax(x)
+    if via is not None:  # rounding keeps the order of numbers
+        amax = amax.to(via).to(torch.float32)
     if cast.state is not None and cast.record:
         cast.state.record(amax)
     amax = amax if cast.reduce is None else cast.reduce(amax)
@@ -130,7 +136,7 @@ def scales_of(
         As many float32 tensors of no dims, each with memory of its own.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
-    # Rounding keeps the order of numbers: the amax of rounded values is the rounded amax.
+    # As in `scale_of`: the amax of rounded values is the rounded amax.
     amaxes = amaxes.to(dtype).to(torch.float32)
     if reduce is not None:
         amaxes = reduce(amaxes)

@@ -283,7 +283,7 @@ class Float8GatherWeight(Wrapper):
         known: Any = None if delayed else owner.known(weight)
         if isinstance(known, Operand):
             return Quantized(known)
-        shard = self.high_precision.to(owner.param_dtype)
+        shard = self.high_precision
         if delayed:
             amax = torch.zeros((), dtype=torch.float32, device=shard.device)
         if known is not None:  # it may be offloaded
@@ -299,7 +299,7 @@ class Float8GatherWeight(Wrapper):
                 return amax_over(sharding_groups(weight))(own)
 
             cast = cast._replace(reduce=of_all)
-        row = quantize(shard, cast, row=True).row
+        row = quantize(shard, cast, row=True, via=owner.param_dtype).row
         made = Operand(row.data[: shard.shape[0], : shard.shape[1]], row.scale)
         keep = module.config.float8_weights is Float8Weights.HELD and not delayed
         # Ranks must agree on who takes part in the all-reduce of a cast.
