@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from float8_lab.bench.results import size_of
 
+_MARKERS = {"": "o", "torchao": "s"}  # by the peer; others have a diamond
 _COLORS = {"bf16": "#777777", "tensorwise": "#0072b2", "rowwise": "#d55e00", "blockwise": "#cc79a7"}
 
 
@@ -33,11 +34,11 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
         ylabel="thousand tokens/s of a GPU (up is better)",
     )
     for row in sorted(rows, key=lambda row: row["ms"]):
-        peer, _, recipe = row["recipe"].rpartition(" ")  # squares are those of a peer
+        peer, _, recipe = row["recipe"].rpartition(" ")
         axes.plot(
             row["peak_gib"],
             row["tokens_per_s_per_gpu"] / 1e3,
-            "s" if peer else "o",
+            _MARKERS.get(peer, "D"),
             markersize=10,
             color=_COLORS.get(recipe, "#009e73"),
             label=f"{row['recipe']}  {row['speedup']:.2f}x",

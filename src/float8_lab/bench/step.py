@@ -129,8 +129,8 @@ class Step:
             whole = one_graph and (variant.ours or variant.is_reference)
             mode = "reduce-overhead" if graphed else None
             part.compile(fullgraph=whole, dynamic=False, mode=mode)
-        if variant.ours:
-            update_float8_weights(self.model)  # those that are held, as an optimizer's step would
+        if variant.ours and not variant.gather:  # shards are held once there are some
+            update_float8_weights(self.model)  # as an optimizer's step would
         self.variant, self._x, self._grad = variant, x, grad
         self._microbatches = microbatches
         self._sync = sync and variant.has_state

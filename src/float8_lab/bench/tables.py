@@ -43,11 +43,9 @@ class Section(NamedTuple):
     across: tuple[str, Sequence[Any]] = ("mode", ("compiled", "graphed", "eager"))  # a key, values
 
 
-_SPEED: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2)}
 _RATIO: Columns = {"": ("speedup", 2)}
-_STEP = {**_SPEED, "peak GiB": ("peak_gib", 2)}
+_STEP: Columns = {"ms": ("ms", 1), "speedup": ("speedup", 2), "peak GiB": ("peak_gib", 2)}
 _TRAIN = {**_STEP, "tokens/s of a GPU": ("tokens_per_s_per_gpu", 0)}
-_FSDP = {**_STEP, "tokens/s": ("tokens_per_s", 0), "gathered MB": ("gathered_mb", 0)}
 _FLOOR: Columns = {
     "GPU ms": ("sum_ms", 1),
     "floor": ("floor_sum_ms", 1),
@@ -58,12 +56,9 @@ _FLOOR: Columns = {
     "bytes of casts alone": ("floor_casts_ms", 1),
 }
 _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
-_CHECKPOINTED = _WHOLE + ", every block checkpointed"
 _ADAPTED = _WHOLE + ", LoRA with PEFT"
 _BLOCKS = "{size}: forward + backward"
-_SHARDED = "8 blocks of llama3-8b, 1 x 8192 tokens each, FSDP2 on 4 GPUs: steps with AdamW"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
-_GATHERS = ("recipe", "gather")
 _BY_WIDTH = "{size}, by the width that they are scaled to, all layers: speed-up of a step"
 _WIDTHS = ("width", (1024, 1536, 2048, 3072, 4096))
 _LOSSES = "Gap of the validation loss to high precision after {steps} steps, in percent"
@@ -74,18 +69,12 @@ SECTIONS = (
     Section(README, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "8B model", "h200-train-8b", _WHOLE, _TRAIN),
     Section(PERFORMANCE, "1B model", "h200-train-1b", _WHOLE, _TRAIN),
-    Section(PERFORMANCE, "8B, checkpointed", "h200-train-8b-full", _CHECKPOINTED, _TRAIN),
     Section(PERFORMANCE, "LoRA", "h200-train-lora", _ADAPTED, _TRAIN),
     Section(PERFORMANCE, "8B blocks", "h200-kernels-8b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "70B block", "h200-block-70b", _BLOCKS, _STEP),
-    Section(PERFORMANCE, "1B blocks", "h200-stack-1b", _BLOCKS, _STEP),
     Section(PERFORMANCE, "floor", "h200-profile-8b", _BLOCKS, _FLOOR),
-    Section(PERFORMANCE, "150m blocks", "h200-150m-graphed", _BLOCKS, _SPEED),
     Section(PERFORMANCE, "widths", "h200-widths", _BY_WIDTH, _RATIO, ("mode", "recipe"), _WIDTHS),
-    Section(PERFORMANCE, "FSDP2", "h200-fsdp-llama3-8b", _SHARDED, _FSDP, _GATHERS),
-    Section(PERFORMANCE, "FSDP2, finer", "h200-fsdp-finer", _SHARDED, _FSDP, _GATHERS),
-    Section(PERFORMANCE, "TP on 2", "h200-tp-llama3-70b", _SHARED, _SPEED),
-    Section(PERFORMANCE, "TP on 4", "h200-tp-llama3-70b-4", _SHARED, _SPEED),
+    Section(PERFORMANCE, "TP", "h200-tp-llama3-70b", _SHARED, _STEP),
     Section(TRAINER, "one start", "h200-one-start-seeds", _LOSSES, _GAPS, across=_SEEDS),
 )
 
