@@ -5,9 +5,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from threading import Event
 from types import ModuleType, SimpleNamespace
@@ -21,7 +23,7 @@ from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig, conversio
 from float8.convert.measure import WrongResultError
 from float8_lab.bench import model, step
 from float8_lab.bench.experts import expert_variants
-from float8_lab.bench.model import AT_LEAST, Size, model_step
+from float8_lab.bench.model import AT_LEAST, Size, model_step, scaled_sizes
 from float8_lab.bench.one_start import (
     AGAIN,
     _ended_together,
@@ -307,7 +309,7 @@ def test_missing_and_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [variant.recipe for variant in variants] == ["bf16", "tensorwise"]
     with pytest.raises(ValueError, match="peers: got 'apex', expected torchao"):
         peer_version("apex")
-    with pytest.raises(ValueError, match="expected torchao: no filter knows experts"):
+    with pytest.raises(ValueError, match="expected torchao: its filter is not for experts"):
         expert_variants(["tensorwise"], PEERS)
 
 
@@ -315,13 +317,13 @@ DATA = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_signal_that_finds_no_process_is_not_lost(number: signal.Signals, asked: bool) -> None:
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_signal_that_finds_no_process_is_not_lost(number: signal.Signals, asks: bool) -> None:
     def body() -> None:
         with _ended_together() as go_on:
             go_on()
             os.kill(os.getpid(), number)
-            if asked:
+            if asks:
                 go_on()
             done.append(number)
 
@@ -329,7 +331,36 @@ def test_a_signal_that_finds_no_process_is_not_lost(number: signal.Signals, aske
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         body()
-    assert (bool(done), signal.getsignal(number)) == (not asked, before)
+    assert (bool(done), signal.getsignal(number)) == (not asks, before)
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_child_processes_end_with_a_body_that_fails(number: signal.Signals | None) -> None:
+    def body() -> None:
+        with _ended_together():
+            child.start()
+            if number:
+                os.kill(os.getpid(), number)
+            raise RuntimeError
+
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(300,))
+    with pytest.raises(KeyboardInterrupt if number else RuntimeError):
+        body()
+    child.join(60)
+    assert child.exitcode == -signal.SIGTERM
+
+
+def test_each_width_is_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(model_step(*args, **kwargs))
+        return made[-1]
+
+    made: list[Any] = []
+    monkeypatch.setattr(model, "model_step", noted)
+    sizes = scaled_sizes(TINY, ["64", "128", "64"])
+    *_, rows = model.bench_model(sizes, make_variants([], ["eager"]), CPU, 1, microbatches=1)
+    assert [each.parts[0].attention.query.in_features for each in made] == [64, 128]
+    assert [row["width"] for row in rows] == [128]
 
 
 def test_runs_of_each_seed_go_on_from_one_start() -> None:

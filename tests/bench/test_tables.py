@@ -7,6 +7,7 @@ import pytest
 
 from float8.convert.smallest import SMALLEST
 from float8_lab.bench import limits, tables
+from float8_lab.bench.results import drift_of
 from float8_lab.cli.main import main
 
 
@@ -20,7 +21,7 @@ def test_the_pages_are_up_to_date(
     }
     assert main(["bench", "tables", "--check"]) == 0, "run float8 bench tables"
     before = tables.PERFORMANCE.read_text()
-    monkeypatch.setitem(tables._FSDP, "ms", ("ms", 3))
+    monkeypatch.setitem(tables._STEP, "ms", ("ms", 3))
     assert main(["bench", "tables", "--check"]) == 1
     assert "performance.md: not up to date" in capsys.readouterr().err
     assert before == tables.PERFORMANCE.read_text()
@@ -64,13 +65,26 @@ def test_a_section_has_picture_table_failures_and_source(
         "float8 bench model --model 1b",
         "```",
         "",
-        "Times of the two passes differ by up to 1.2 %.",
+        "Each was timed twice; the two times differ by up to 1.2 %.",
         "",
         "Failed, and so not measured: torchao rowwise, graphed.",
         "",
     ]
     with pytest.raises(ValueError, match=r"x\.json: expected rows with 'us', got recipe, mode, ms"):
         tables.written(section._replace(columns={"us": ("us", 1)}))
+    with pytest.raises(ValueError, match=r"x\.json: expected rows with 'width', got recipe, mode"):
+        tables.written(section._replace(across=("width", (64,))))
+    with pytest.raises(ValueError, match=r"x\.json: expected settings with 'keep' for the title"):
+        tables.written(section._replace(title="{keep}"))
+
+
+def test_what_was_timed_once_is_told() -> None:
+    rows = [{"ms": 1.0, "drift_percent": -0.5}, {"ms": 1.0, "drift_percent": None}, {"ms": 2.0}]
+    assert drift_of([*rows, {"left_out": "Error: x"}]) == (
+        "Each was timed twice, but for 2 that a time limit cut off; the two times differ by up to "
+        "0.5 %."
+    )
+    assert drift_of(rows[1:]) == ""
 
 
 def test_columns_may_be_values_of_any_key() -> None:
@@ -96,3 +110,13 @@ def test_those_of_an_h200_are_what_its_file_gives() -> None:
     results = json.loads((RESULTS / "h200-smallest-layers.json").read_text())
     gpu, found = limits.fit_results(results)
     assert {recipe: each.limits for recipe, each in found.items()} == SMALLEST[gpu]
+    compiled = [{**row, "mode": "compiled"} for row in results["rows"]]
+    with pytest.raises(ValueError, match="results: got no eager rows"):
+        limits.fit_results({**results, "rows": compiled})
+
+
+def test_of_limits_that_cost_as_little_those_that_convert_the_fewest_are_taken() -> None:
+    cells = [(64, 16, 1e6, -0.5), (128, 16, 2e6, 1e-4), (256, 16, 4e6, 0.5)]
+    assert limits.fit(cells).limits.product == 4e6
+    cells[1] = 128, 16, 2e6, 1e-2
+    assert limits.fit(cells).limits.product == 2e6

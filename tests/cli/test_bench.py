@@ -196,7 +196,11 @@ def test_numbers_of_a_table_are_whole(width: int) -> None:
             "mode: got 'all' with --gpu-time, expected eager, compiled or both",
         ),
         (["model", "--widths", "x", *CPU], "widths: got 'x', expected whole numbers"),
-        (["model", "--widths", "512,700", *CPU], "width: got 700, expected a multiple of 512"),
+        (["model", "--widths", "512,700", *CPU], "width: got 700, expected a positive multiple"),
+        (
+            ["numerics", "--peers", "torchao+auto_filter", "--device", "cpu"],
+            "peers: got 'torchao+auto_filter', expected torchao: its filter is not for single",
+        ),
         (["fsdp", "--mode", "graphed", *CPU], "mode: got graphed on ranks, expected eager"),
         (["linear", "--mkn", "32,32,32", "--peers", "apex", *CPU], "peers: got 'apex'"),
         (["numerics", "--recipe", "fp7", "--device", "cpu"], "recipe: got 'fp7', expected one of"),

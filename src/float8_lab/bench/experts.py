@@ -19,7 +19,14 @@ from float8.linear.plan import plan_linear
 from float8.tensor.held_weights import WeightCast
 from float8_lab.bench.step import Results, Row, Step, check, compare
 from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
-from float8_lab.bench.variants import EAGER, HIGH_PRECISION, Variant, peer_version, recipe_config
+from float8_lab.bench.variants import (
+    EAGER,
+    HIGH_PRECISION,
+    Variant,
+    peer_version,
+    recipe_config,
+    refuse_filters,
+)
 
 AT_LEAST, GEMM_AT_LEAST = 17.0, 24.0  # dB of SQNR against bf16: of a layer, of one product
 RECIPES = ["tensorwise", "tensorwise+held", "rowwise", "rowwise+held", "rowwise_with_gw_hp"]
@@ -141,8 +148,7 @@ def expert_variants(recipes: Sequence[str], peers: Sequence[str]) -> list[Varian
     for variant in ours:
         if variant.config and (reason := no_grouped_gemm(variant.config)):
             raise ValueError(f"recipe: got {variant.recipe!r} with {reason}, expected {EXPECTED}")
-    if filtered := [peer for peer in peers if "+" in peer]:
-        raise ValueError(f"peers: got {filtered[0]!r}, expected torchao: no filter knows experts")
+    refuse_filters(peers, "experts")
     others = [Variant(f"{peer} rowwise", EAGER) for peer in peers if peer_version(peer)]
     return [Variant(HIGH_PRECISION, EAGER), *ours, *others]
 

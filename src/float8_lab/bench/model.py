@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,11 @@ class Size:
         return size_of(vars(self))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scaled(Size):
     """The same with blocks of another width."""
 
-    width: int = 4096
+    width: int
 
     @property
     def config(self) -> ModelConfig:
@@ -61,7 +61,7 @@ def scaled_sizes(size: Size, widths: Sequence[str]) -> list[Size]:
     """Return that size at each of the widths, or as it is; a `ConfigError` if one cannot be."""
     if wrong := [each for each in widths if not each.isdecimal()]:
         raise ConfigError(f"widths: got {wrong[0]!r}, expected whole numbers")
-    scaled = [Scaled(**vars(size), width=int(width)) for width in widths]
+    scaled = [Scaled(**vars(size), width=width) for width in dict.fromkeys(map(int, widths))]
     sizes: list[Size] = [*scaled] or [size]
     for each in sizes:
         _ = each.config
@@ -184,8 +184,9 @@ def bench_model(
         torch.compiler.reset()  # what was compiled for the size before
         make = partial(model_step, size=size, device=device, microbatches=microbatches)
         width = {"width": size.width} if isinstance(size, Scaled) else {}
-        tokens = size.tokens * microbatches
-        what = " ".join(["model", *map(str, width.values())])
-        how: dict[str, Any] = {"at_least": AT_LEAST, "tokens": tokens}
-        for rows in compare(what, make, variants, device, rounds, **how):
+        groups = compare(
+            "model", make, variants, device, rounds,
+            at_least=AT_LEAST, tokens=size.tokens * microbatches,
+        )  # fmt: skip
+        for rows in groups:
             yield [width | row for row in rows]

@@ -41,7 +41,8 @@ def bench_one_start(
 
     There are `at_once` processes, each with one run at a time. They share the device: a small run
     leaves a GPU idle while the host starts its kernels. Each takes a CPU core or more. A start is
-    kept in a temporary file, of 12 bytes per parameter.
+    kept in a temporary file, of 12 bytes per parameter. If it fails or is interrupted, all child
+    processes of this one are ended.
     """
     names = runs_of(recipes, seeds)
     used = [HIGH_PRECISION if name == AGAIN else name for name in names]

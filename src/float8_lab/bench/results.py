@@ -37,8 +37,11 @@ def size_of(settings: Mapping[str, Any]) -> str:
 
 
 def drift_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence about how far two passes over all variants differ; "" if there are none."""
-    drifts = [abs(row["drift_percent"]) for row in rows if row.get("drift_percent") is not None]
-    if not drifts:
+    """Return a sentence on how far two times of each variant differ; "" if all have one only."""
+    drifts = [row.get("drift_percent") for row in rows if "ms" in row]
+    known = [abs(each) for each in drifts if each is not None]
+    if not known:
         return ""
-    return f"Times of the two passes differ by up to {max(drifts):.1f} %."
+    once = len(drifts) - len(known)
+    text = "Each was timed twice" + f", but for {once} that a time limit cut off" * (once > 0)
+    return f"{text}; the two times differ by up to {max(known):.1f} %."

@@ -59,7 +59,7 @@ _WHOLE = "{size} per GPU: training with AdamW; GPUs: {ranks}"
 _ADAPTED = _WHOLE + ", LoRA with PEFT"
 _BLOCKS = "{size}: forward + backward"
 _SHARED = "{size}, tensor and sequence parallel on {ranks} GPUs: forward + backward"
-_BY_WIDTH = "{size}, by the width that they are scaled to, all layers: speed-up of a step"
+_BY_WIDTH = "{size}, scaled to a width, all layers in float8: speed-up of forward + backward"
 _WIDTHS = ("width", (1024, 1536, 2048, 3072, 4096))
 _LOSSES = "Gap of the validation loss to high precision after {steps} steps, in percent"
 _GAPS: Columns = {"": ("gap_percent", 2), "standard error": ("gap_error_percent", 2)}
@@ -114,6 +114,8 @@ def written(section: Section) -> str:
     about = results.get("settings", {})
     if "blocks" in about:
         about["size"] = size_of(about)
+    if missing := {*re.findall(r"{(\w+)}", section.title)} - {*about}:
+        raise ValueError(f"{path.name}: expected settings with {min(missing)!r} for the title")
     title = section.title.format(**about)
     title = title[0].upper() + title[1:]
     parts = [[f"**{title}**"], pivot(section, results), *source(results, path, section.page)]
@@ -137,9 +139,12 @@ def pivot(section: Section, results: Results) -> list[str]:
         has = ", ".join(results["rows"][0])
         raise ValueError(f"{section.file}.json: expected rows with {needed!r}, got {has}")
     key, values = section.across
+    if not any(key in row for row in rows):
+        has = ", ".join(rows[0])
+        raise ValueError(f"{section.file}.json: expected rows with {key!r}, got {has}")
     values = [value for value in values if any(row.get(key) == value for row in rows)]
     heads = list(section.names)
-    for value in values or [""]:
+    for value in values:
         heads += [f"{value} {first}".strip(), *others]
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
@@ -147,11 +152,11 @@ def pivot(section: Section, results: Results) -> list[str]:
         version = results["environment"].get(peer)
         named = {**row, "recipe": f"{peer} {version} {recipe}"} if version else row
         names = tuple(str(named.get(name) or "") for name in section.names)
-        if not values or row[key] in values:
-            found.setdefault(names, {})[row[key] if values else ""] = row
+        if row[key] in values:
+            found.setdefault(names, {})[row[key]] = row
     lines = []
     for names, of in found.items():
-        rows = [of.get(value, {}) for value in values or [""]]
+        rows = [of.get(value, {}) for value in values]
         lines.append([*names, *(number(x, *c) for x in rows for c in section.columns.values())])
     return table(heads, lines)
 

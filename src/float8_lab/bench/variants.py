@@ -24,8 +24,9 @@ MODES: dict[str, tuple[str, ...]] = {
     "all": (EAGER, COMPILED, GRAPHED),
 }
 BF16, FLOAT8 = "bf16", "float8"  # in what the weights of a sharded model are gathered
-# Other libraries, measured where they are installed; torchao has a filter of its own, too.
-PEERS = ("torchao", "torchao+auto_filter")
+FILTERED = "torchao+auto_filter"
+# Other libraries, measured where they are installed; torchao with a filter of its own, too.
+PEERS = ("torchao", FILTERED)
 
 Convert = Callable[[nn.Module], nn.Module]
 Attach = Callable[[nn.Module, torch.optim.Optimizer], object]
@@ -152,6 +153,12 @@ def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:
     return Variant(recipe, mode, convert, config=config, gather=gather)
 
 
+def refuse_filters(peers: Sequence[str], of: str) -> None:
+    """Raise a `ValueError` for a peer that would leave what is measured in high precision."""
+    if FILTERED in peers:
+        raise ValueError(f"peers: got {FILTERED!r}, expected torchao: its filter is not for {of}")
+
+
 def peer_version(peer: str) -> str | None:
     """Return the version of an installed peer; None if it is not installed."""
     if peer not in PEERS:
@@ -168,8 +175,7 @@ def _torchao(peer: str, recipe: str, mode: str, gather: str, all_layers: bool) -
             config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         else:
             config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-        filtered = peer.endswith("+auto_filter")
-        gains = torchao._auto_filter_for_recipe(recipe, []) if filtered else all_linears
+        gains = torchao._auto_filter_for_recipe(recipe, []) if peer == FILTERED else all_linears
     except (ValueError, AssertionError, NotImplementedError):  # it asserts that it knows the name
         return None
 

@@ -14,7 +14,7 @@ from float8_lab.bench.one_start import bench_one_start, mean_of_seeds, runs_of
 from float8_lab.bench.profile import FLOOR, bench_profile
 from float8_lab.bench.results import check_output
 from float8_lab.bench.shapes import SHAPE_SETS, Shape, select_shapes
-from float8_lab.bench.variants import COMPILED, EAGER, GRAPHED, make_variants
+from float8_lab.bench.variants import COMPILED, EAGER, GRAPHED, make_variants, refuse_filters
 from float8_lab.cli import bench_ranks
 from float8_lab.cli.app import COMMANDS
 from float8_lab.cli.measure import Bench, Compared, Keep, Output, Peers, Place, Run, draw
@@ -93,6 +93,7 @@ def linear_command(
         draw("heat_map", results, plot)
         return
     shapes, chosen = layers.selected(), compared.chosen()
+    refuse_filters(chosen["peers"], "single layers")
     if gpu_time and GRAPHED in chosen["modes"]:
         got = f"mode: got {compared.mode!r} with --gpu-time, expected eager, compiled or both"
         raise ConfigError(f"{got}: GPU time is taken from a CUDA graph of its own")
@@ -153,6 +154,7 @@ def numerics_command(
     """
     chosen: dict[str, Any] = {"recipes": recipe or RECIPES, "peers": peers or []}
     shapes = layers.listed()
+    refuse_filters(chosen["peers"], "single layers")
     variants = make_variants(chosen["recipes"], [EAGER], chosen["peers"])
     bench = Bench("numerics", where, shapes=shapes, **chosen)
     bench.console.width = min(bench.console.width, 80)
@@ -171,19 +173,20 @@ def model_command(
     keep: Keep = None,
     microbatches: Annotated[int, "Forwards and backwards per step, gradients accumulated."] = 1,
     all_layers: Annotated[bool, "Convert layers that float8 makes slower, too."] = False,
-    widths: Annotated[Words, "Scale blocks to each of these widths; with commas."] = None,
+    widths: Annotated[Words, "Scale blocks to each of these; with --all-layers."] = None,
 ) -> None:
     """A plain Llama that was converted as users do, forward and backward, beside bf16.
 
     Blocks without embedding and head; the sync of delayed scaling and casts of held weights are in
     each step. Every gradient of every variant is checked against bf16's first. Memory is what a
-    model holds and the peak of a step over it. With `--widths` it says from which width on a recipe
-    gains: heads stay as wide as they are, all else is in proportion.
+    model holds and the peak of a step over it. With `--widths` and `--all-layers` it says from
+    which width on a recipe gains: heads stay as wide as they are, all else is in proportion.
     """
     chosen, scaled = compared.chosen(keep, all_layers=all_layers), widths or []
     sizes, variants = scaled_sizes(size, scaled), make_variants(**chosen)
     more: Any = {"microbatches": microbatches}
-    bench = Bench("model", where, **vars(size), **chosen, widths=scaled, **more)
+    about = {**chosen, "widths": [*map(int, scaled)], **more}
+    bench = Bench("model", where, **vars(size), **about)
     groups = bench_model(sizes, variants, bench.device, where.rounds, **more)
     title = f"{size}, forward + backward"
     title += f" of {microbatches} microbatches" if microbatches > 1 else ""

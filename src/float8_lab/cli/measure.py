@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from float8_lab.bench.results import check_output, drift_of, write_results
+from float8_lab.bench.results import check_output, write_results
 from float8_lab.bench.step import KEPT, Row
 from float8_lab.bench.variants import MODES, PEERS, peer_version
 from float8_lab.cli.options import Words, split
@@ -96,8 +96,6 @@ class Bench:
         for part in dict.fromkeys(row.get("part") for row in rows):
             of_part = [row for row in rows if row.get("part") == part]
             print_table(self.console, part or title, of_part)
-            if drift := drift_of(of_part):
-                self.console.print(drift)
         results = {**self._about, "rows": rows}
         if self._output is not None:
             write_results(self._output, results)

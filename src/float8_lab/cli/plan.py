@@ -259,9 +259,6 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
             lines.append(f"{unknown} of them without an estimate are counted as 1.00x")
         if experts:
             lines.append("experts are not in it")
-        losing = sum(row["count"] for row in converted if (row.get("estimate") or 1.0) < 1.0)
-        if losing:
-            lines.append(f"{losing} are estimated to lose: a module_filter_fn leaves them")
     elif converted:
         lines += [
             f"no estimate: no layer as small was measured on {gpu} with this recipe;",

@@ -32,17 +32,15 @@ class ModelConfig:
 
     def scaled(self, dim: int) -> "ModelConfig":
         """Return this shape at another width: heads as wide as they are, all else in proportion."""
-        units = math.gcd(self.dim, self.n_heads, self.n_kv_heads, self.ffn_dim)
-        unit = self.dim // units
+        unit = self.dim // math.gcd(self.dim, self.n_heads, self.n_kv_heads, self.ffn_dim)
         if dim < unit or dim % unit:
-            raise ConfigError(f"width: got {dim}, expected a multiple of {unit}")
-        times = dim // unit
+            raise ConfigError(f"width: got {dim}, expected a positive multiple of {unit}")
         return replace(
             self,
             dim=dim,
-            n_heads=self.n_heads // units * times,
-            n_kv_heads=self.n_kv_heads // units * times,
-            ffn_dim=self.ffn_dim // units * times,
+            n_heads=self.n_heads * dim // self.dim,
+            n_kv_heads=self.n_kv_heads * dim // self.dim,
+            ffn_dim=self.ffn_dim * dim // self.dim,
         )
 
     def flops_per_token(self, seq_len: int) -> int:
