@@ -271,10 +271,12 @@ def test_both_limits_of_the_cpu_are_those_of_one_layer() -> None:
     assert max(ms for large, ms in times if not large) < smallest.WAITS_BELOW_MS
 
 
-def test_cuda_graphs_is_a_bool() -> None:
+def test_switches_are_bools() -> None:
     layer = nn.ModuleDict({"it": nn.Linear(64, 64)})
     with pytest.raises(TypeError, match="cuda_graphs: got 'reduce-overhead', expected True or"):
         convert_to_float8_training(layer, cuda_graphs="reduce-overhead")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="auto_filter: got 'yes', expected True or"):
+        convert_to_float8_training(layer, auto_filter="yes")  # type: ignore[arg-type]
     assert is_float8(layer) == []
 
 

@@ -150,13 +150,14 @@ def choose_filter(
             f"tokens_per_step: got {tokens_per_step}, expected at least 1: the rows of a layer's "
             f"input, tokens per forward on one device"
         )
+    for name, flag in (("auto_filter", auto_filter), ("cuda_graphs", cuda_graphs)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if auto_filter and module_filter_fn is not None:
         raise ValueError(
             "auto_filter: got True and a module_filter_fn, expected one of the two: a given "
             "filter decides alone"
         )
-    if not isinstance(cuda_graphs, bool):
-        raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
     if cuda_graphs and module_filter_fn is not None:
         raise ValueError(
             "cuda_graphs: got True and a module_filter_fn, expected one of the two: a given filter "
