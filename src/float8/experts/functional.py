@@ -25,8 +25,8 @@ from float8.linear.call import KeptWeight
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan, plan_linear
 from float8.quantize.quantize import Cast
-from float8.quantize.spec import Operand, Quantized
-from float8.tensor.held_weights import WeightCast
+from float8.quantize.spec import Operand
+from float8.tensor.held_weights import HeldWeight
 
 
 def grouped_linear(
@@ -105,11 +105,11 @@ def apply_grouped(
     offs: Tensor,
     plan: LinearPlan,
     any_dims: bool,
-    ready: WeightCast | None = None,
+    held: HeldWeight | None = None,
 ) -> Tensor:
     """Compute for `grouped_linear` and for modules what they have in common.
 
-    `any_dims`: N and K need not be multiples of 16. `ready`: the weight in float8, if it is held.
+    `any_dims`: N and K need not be multiples of 16. `held`: the weight in float8, if it is held.
     """
     autocast = autocast_dtype(input.device)
     if autocast is not None:
@@ -121,7 +121,10 @@ def apply_grouped(
         return input @ weight[0].to(input.dtype).t()
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad
-    args = input.contiguous(), weight, offs, GroupedCall(plan, ready, weight.dtype, *needs)
+    turned = held is not None and weight.stride() != held.weight.stride()
+    _, N, K = weight.shape
+    call = GroupedCall(plan, weight.dtype, N, K, turned, *needs)
+    args = input.contiguous(), weight, offs, call, held
     computed = computed_before(_GroupedLinear, *args) if torch.compiler.is_compiling() else None
     return _GroupedLinear.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -130,26 +133,38 @@ class GroupedCall(NamedTuple):
     """The layer of some experts in one call: what its autograd function takes besides tensors."""
 
     plan: LinearPlan
-    ready: WeightCast | None
-    """The weights in float8, if they are held so."""
     weight_dtype: torch.dtype
+    out_features: int
+    in_features: int
+    turned: bool
+    """Whether the Parameter of held weights lies as [E, K, N]."""
     need_grad_input: bool
     need_grad_weight: bool
 
-    def output(self, x: Operand, kept: KeptWeight, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    def output(
+        self,
+        x: Operand,
+        kept: KeptWeight,
+        held: HeldWeight | None,
+        offs: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Multiply row data [T, K] by the weights: `x @ weight[e].T` [T, N]."""
         gemm, cast = self.plan.output, self.plan.casts.weight
-        return self._by_weights(x, kept, offs, cast, gemm, dtype, columns=False)
+        rows = None if held is None else held.operand.row
+        return self._by_weights(x, kept, rows, offs, cast, gemm, dtype, columns=False)
 
     def grad_input(self, g: Operand, kept: KeptWeight, offs: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiply row data [T, N] by the weights: `g @ weight[e]` [T, K]."""
         gemm, cast = self.plan.grad_input, self.plan.casts.weight_for_grad_input
-        return self._by_weights(g, kept, offs, cast, gemm, dtype, columns=True)
+        held = None if kept.col_data is None else Operand(kept.col_data, kept.col_scale)
+        return self._by_weights(g, kept, held, offs, cast, gemm, dtype, columns=True)
 
     def _by_weights(
         self,
         a: Operand,
         kept: KeptWeight,
+        held: Operand | None,
         offs: Tensor,
         cast: Cast,
         gemm: Gemm | None,
@@ -158,24 +173,25 @@ class GroupedCall(NamedTuple):
         columns: bool,
     ) -> Tensor:
         """Multiply groups of rows by the weights or their columns: held, gathered or cast here."""
-        ready = self.ready
         assert gemm is not None
-        if ready is not None and ready.compares:
-            return product_with_held(a, kept.data, ready, offs, cast, columns, gemm, dtype)
-        if ready is not None:
-            made = ready.operand
+        if held is not None and torch.compiler.is_compiling():
+            return product_with_held(
+                a, kept.data, held, self.turned, offs, cast, columns, gemm, dtype
+            )
+        if held is not None:
+            w = held
         elif kept.scale is None:
             made = cast_weights(kept.data, cast, row=not columns, col=columns)
+            w = made.col if columns else made.row
         elif columns:
-            made = Quantized(col=column_data(Operand(*kept), cast, a.scale))
+            w = column_data(Operand(kept.data, kept.scale), cast, a.scale)
         else:
-            made = Quantized(row_data(Operand(*kept)))
-        w = made.col if columns else made.row
+            w = row_data(Operand(kept.data, kept.scale))
         return grouped_matmul(a, w, offs, gemm=gemm, out_dtype=dtype)
 
-    def grad_weight(self, g: Operand, x: Operand, ends: Tensor, kept: KeptWeight) -> Tensor:
+    def grad_weight(self, g: Operand, x: Operand, ends: Tensor) -> Tensor:
         """Multiply column data [N, T] by column data [K, T]: `g.T @ x` [E, N, K]."""
-        gemm, (_, N, K) = self.plan.grad_weight, kept.data.shape
+        gemm, N, K = self.plan.grad_weight, self.out_features, self.in_features
         assert gemm is not None
         return grouped_matmul(g, x, ends, gemm=gemm, out_dtype=self.weight_dtype)[:, :N, :K]
 
@@ -183,7 +199,7 @@ class GroupedCall(NamedTuple):
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, offs: Tensor, call: GroupedCall
+        input: Tensor, weight: Tensor, offs: Tensor, call: GroupedCall, held: HeldWeight | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the output, and what backward reads."""
         plan = call.plan
@@ -193,7 +209,9 @@ class _GroupedLinear(torch.autograd.Function):
         kept = KeptWeight(weight)
         if isinstance(weight, GatheredExperts):
             kept = KeptWeight(weight._data, weight._scale)
-        y = call.output(x.row, kept, offs, input.dtype)
+        elif held is not None:
+            kept = KeptWeight(held.weight, None, *held.operand.col)
+        y = call.output(x.row, kept, held, offs, input.dtype)
         of_input: tuple[Tensor | None, ...] = (None, None, None)
         if in_float8:
             if not shared:
@@ -206,11 +224,17 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, offs: Tensor, call: GroupedCall, computed: Any
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        offs: Tensor,
+        call: GroupedCall,
+        held: HeldWeight | None,
+        computed: Any,
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = _GroupedLinear.compute(input, weight, offs, call)
+            y, saved = _GroupedLinear.compute(input, weight, offs, call, held)
         else:
             y, saved = own(computed[0]), computed[1]
         ctx.save_for_backward(*saved)
@@ -236,10 +260,10 @@ class _GroupedLinear(torch.autograd.Function):
             if not shared_col:
                 other = plan.casts.grad_output_for_grad_weight
                 g = _cast(grad_output, offs, other, row=False, col=True)
-            dw = call.grad_weight(g.col, Operand(saved_input, input_scale), ends, kept)
+            dw = call.grad_weight(g.col, Operand(saved_input, input_scale), ends)
         elif call.need_grad_weight:
             dw = grouped_outer(grad_output, saved_input, offs).to(call.weight_dtype)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _cast(x: Tensor, offs: Tensor, cast: Cast, *, row: bool, col: bool) -> GroupsInFloat8:

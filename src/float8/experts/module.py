@@ -76,12 +76,12 @@ class Float8Experts(Float8Module):
         weight = _on_this_rank(weight)
         if autocast_dtype(x.device) is None:
             x = x.to(weight.dtype)
-        plan, ready = self.float8_plan, None
+        plan, held = self.float8_plan, None
         if self.held:
             parameter: Any = self._parameters.get(name)
             cast = plan.casts.weight
-            ready = self.held_weight(parameter, lambda: hold_groups(weight, parameter, cast))
-        return apply_grouped(x, weight, offs, plan, self.float8_config.emulate, ready)
+            held = self.held_weight(parameter, lambda: hold_groups(weight, parameter, cast))
+        return apply_grouped(x, weight, offs, plan, self.float8_config.emulate, held)
 
     # ---------------------------------------------------------------- weights that are held
 

@@ -14,7 +14,7 @@ from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime.ops import register
 from float8.quantize.quantize import Cast
 from float8.quantize.spec import CastSpec, Operand, Quantized
-from float8.tensor.held_weights import WeightCast, still_holds, until_written
+from float8.tensor.held_weights import HeldWeight, still_holds, until_written
 
 
 def cast_weights(weight: Tensor, cast: Cast, *, row: bool = False, col: bool = False) -> Quantized:
@@ -80,7 +80,7 @@ def _padded(data: Tensor, by: tuple[int, ...]) -> Tensor:
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
-def hold_groups(weight: Tensor, parameter: Tensor, cast: Cast) -> WeightCast:
+def hold_groups(weight: Tensor, parameter: Tensor, cast: Cast) -> HeldWeight:
     """Cast weights [E, N, K] to both layouts in one read, to be read until one is written.
 
     `parameter`: they themselves, or what they are a view of.
@@ -93,20 +93,22 @@ def hold_groups(weight: Tensor, parameter: Tensor, cast: Cast) -> WeightCast:
 
 def product_with_held(
     a: Operand,
-    weight: Tensor,
-    held: WeightCast,
+    parameter: Tensor,
+    held: Operand,
+    turned: bool,
     offs: Tensor,
     cast: Cast,
     columns: bool,
     gemm: Gemm,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply `a` by weights, or their columns: what is held of them, or a cast made here."""
-    b = held.operand.col if columns else held.operand.row
-    # The Parameter itself tells when it is written; compiled code may turn a view into another one.
-    turned = weight.stride() != held.weight.stride()
+    """Multiply `a` by weights, or their columns: what is held of them, or a cast made here.
+
+    The Parameter itself tells when it is written: compiled code may turn a view into another one.
+    It lies as [E, K, N] if `turned`.
+    """
     return HELD_GROUPED_GEMM(  # type: ignore[no-any-return]
-        *a, *b, held.weight.detach(), turned, offs, columns, cast.spec.granularity.one_scale,
+        *a, *held, parameter.detach(), turned, offs, columns, cast.spec.granularity.one_scale,
         cast.spec.power_of_2, gemm.use_fast_accum, gemm.emulate, out_dtype,
     )  # fmt: skip
 

@@ -17,12 +17,15 @@ from float8.linear.plan import Casts, LinearPlan
 from float8.quantize.quantize import Cast, columns, padded, quantize
 from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor
-from float8.tensor.held_weights import WeightCast
 from float8.tensor.ranks import SharedTokens
 
 
 class KeptWeight(NamedTuple):
-    """A weight as forward saves it for `LinearCall.grad_input`, without copying anything."""
+    """A weight as forward saves it for `LinearCall.grad_input`, without copying anything.
+
+    All of it goes through `save_for_backward`: what lies on a context lives as long as somebody
+    keeps a loss, and held weights would be there twice.
+    """
 
     data: Tensor | Any = None
     """The weight itself; or row data that somebody keeps anyway, as of a gathered weight. None:
@@ -31,6 +34,12 @@ class KeptWeight(NamedTuple):
     scale: Tensor | Any = None
     """Of the row data that forward multiplied; None: it multiplied none."""
 
+    col_data: Tensor | Any = None
+    """Column data that are held; None: backward makes its own."""
+
+    col_scale: Tensor | Any = None
+    """Of the column data."""
+
 
 class LinearCall(NamedTuple):
     """A layer in one call: all that its autograd function takes, and keeps, besides tensors."""
@@ -38,8 +47,6 @@ class LinearCall(NamedTuple):
     plan: LinearPlan
     casts: Casts
     """With the state, and the ranks, of this call."""
-    ready: WeightCast | None
-    """The weight in float8, if it is that already."""
     input_tokens: SharedTokens | None
     """Of an input of which each rank has its tokens, and which all multiply; else None."""
     output_tokens: SharedTokens | None
@@ -50,39 +57,35 @@ class LinearCall(NamedTuple):
     need_grad_input: bool
     need_grad_weight: bool
 
-    def for_backward(self) -> "LinearCall":
-        """Leave out what only forward reads: what is on a context lives as long as the graph."""
-        ready = self.ready
-        if ready is None or ready.operand.col is None:
-            return self._replace(ready=None)
-        return self._replace(ready=WeightCast(Quantized(col=ready.operand.col), ready.compares))
-
     def output(
-        self, x: Operand, weight: Tensor, dtype: torch.dtype, M: int
+        self, x: Operand, weight: Tensor, ready: Quantized | None, dtype: torch.dtype, M: int
     ) -> tuple[Tensor, KeptWeight]:
-        """Multiply row data [M, K] by a weight: `x @ weight.T` [M, N], and the weight to save."""
-        cast, gemm, ready = self.casts.weight, self.plan.output, self.ready
+        """Multiply row data [M, K] by a weight: `x @ weight.T` [M, N], and the weight to save.
+
+        `ready`: the weight in float8, if it is that already.
+        """
+        cast, gemm = self.casts.weight, self.plan.output
         shape = M, weight.shape[0]  # read here: torch.jit.trace follows sizes
         assert gemm is not None
         if ready is None:
             traced = cast.state is not None
             w = quantize(weight, cast, row=True, pad_rows=True, traced=traced).row
             kept = KeptWeight(weight, w.scale)
-        elif ready.compares:
-            y = product_with_held(
-                x, weight, ready, shape, cast.spec, columns=False, gemm=gemm, out_dtype=dtype
-            )
-            return y, KeptWeight(weight)
+        elif ready.col is not None:
+            w, kept = ready.row, KeptWeight(weight, None, *ready.col)
+            if torch.compiler.is_compiling():  # the op sees if they are what the weight is now
+                y = product_with_held(
+                    x, weight, w, shape, cast.spec, columns=False, gemm=gemm, out_dtype=dtype
+                )
+                return y, kept
         else:
-            record(cast, ready.operand.amax)
-            is_held, w = ready.operand.col is not None, ready.operand.row
-            kept = KeptWeight(weight) if is_held else KeptWeight(*w)
-            w = padded(w, cast.spec.granularity)
+            record(cast, ready.amax)
+            w, kept = padded(ready.row, cast.spec.granularity), KeptWeight(*ready.row)
         return matmul(x, w, shape, gemm=gemm, out_dtype=dtype), kept
 
     def grad_input(self, g: Operand, kept: KeptWeight, dtype: torch.dtype, M: int) -> Tensor:
         """Multiply row data [M, N] by a weight: `g @ weight` [M, K]."""
-        gemm, ready, cast = self.plan.grad_input, self.ready, self.casts.weight
+        gemm, cast = self.plan.grad_input, self.casts.weight
         shape = M, self.in_features
         assert gemm is not None
         # A compiler that saw no need for a gradient would transpose in forward, and keep the result
@@ -90,14 +93,14 @@ class LinearCall(NamedTuple):
         after = g.scale
         if not self.plan.share_weight:
             w = quantize(kept.data, self.casts.weight_for_grad_input, col=True).col
-        elif ready is not None and ready.compares:
-            return product_with_held(
-                g, kept.data, ready, shape, cast.spec, columns=True, gemm=gemm, out_dtype=dtype
-            )
-        elif ready is not None:
-            w = ready.operand.col
+        elif kept.col_data is not None:
+            w = Operand(kept.col_data, kept.col_scale)
+            if torch.compiler.is_compiling():
+                return product_with_held(
+                    g, kept.data, w, shape, cast.spec, columns=True, gemm=gemm, out_dtype=dtype
+                )
         elif kept.data.dtype in FLOAT8_MAX:
-            w = columns(Operand(*kept), cast.spec, after)
+            w = columns(Operand(kept.data, kept.scale), cast.spec, after)
         else:
             w = quantize(kept.data, cast.known(kept.scale), col=True, after=after).col
         return matmul(g, w, shape, gemm=gemm, out_dtype=dtype)
@@ -119,10 +122,10 @@ def record(cast: Cast, amax: Tensor | None) -> None:
 # ---------------------------------------------------------------- operands made elsewhere
 
 
-def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> WeightCast:
+def weight_in_float8(weight: Float8Tensor, plan: LinearPlan) -> Quantized:
     """Return the operand of a weight that is float8; no bytes are copied."""
     other = None if plan.share_weight else "grad_input"
-    return WeightCast(_operand_of("weight", weight, plan.casts.weight, other))
+    return _operand_of("weight", weight, plan.casts.weight, other)
 
 
 def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:

@@ -28,7 +28,6 @@ from float8.linear.plan import Casts, LinearPlan, plan_linear
 from float8.quantize.quantize import quantize, recast
 from float8.quantize.spec import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
-from float8.tensor.held_weights import WeightCast
 from float8.tensor.ranks import SharedTokens, arrived
 
 _NO_TRANSFORM = (
@@ -88,7 +87,7 @@ def apply_linear(
     bias: Tensor | None,
     plan: LinearPlan,
     casts: Casts,
-    ready: WeightCast | None = None,
+    ready: Quantized | None = None,
     input_tokens: SharedTokens | None = None,
     output_tokens: SharedTokens | None = None,
 ) -> Tensor:
@@ -125,11 +124,11 @@ def apply_linear(
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
         call = LinearCall(
-            plan, casts, ready, input_tokens, output_tokens, K, N, weight.dtype,
+            plan, casts, input_tokens, output_tokens, K, N, weight.dtype,
             need_grad_input=grad and input.requires_grad, need_grad_weight=need_grad_weight,
         )  # fmt: skip
-        made = computed_before(_Linear, rows, weight, call) if compiling else None
-        output = _Linear.apply(rows, weight, call, made)  # type: ignore[no-untyped-call]
+        made = computed_before(_Linear, rows, weight, call, ready) if compiling else None
+        output = _Linear.apply(rows, weight, call, ready, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
         output = with_leading_dims(output, input, input_tokens, output_tokens)
     return output if bias is None else output + bias.to(output.dtype)
@@ -226,7 +225,9 @@ class _Linear(torch.autograd.Function):
     """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
 
     @staticmethod
-    def compute(input: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Saved]:
+    def compute(
+        input: Tensor, weight: Tensor, call: LinearCall, ready: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         """Multiply an input [M, K] in the compute dtype by a weight [N, K], to [M, N]."""
         plan, casts, need_grad_weight = call.plan, call.casts, call.need_grad_weight
         float8_grad_weight = need_grad_weight and plan.grad_weight is not None
@@ -249,7 +250,7 @@ class _Linear(torch.autograd.Function):
                     x = quantize(input, casts.input, row=True, col=col, traced=True)
                 else:
                     x = cast_and_gather(input, casts.input, tokens, row=True, col=col, traced=True)
-            y, kept = call.output(x.row, weight, input.dtype, M)
+            y, kept = call.output(x.row, weight, ready, input.dtype, M)
             input_scale = x.row.scale
         else:
             y = input @ weight.to(input.dtype).t()
@@ -283,16 +284,17 @@ class _Linear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         call: LinearCall,
+        ready: Quantized | None,
         computed: tuple[Tensor, Saved] | None,
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = _Linear.compute(input, weight, call)
+            y, saved = _Linear.compute(input, weight, call, ready)
         else:
             y, saved = own(computed[0]), computed[1]
         ctx.save_for_backward(saved.input, saved.input_scale, *saved.weight)
         ctx.input_is_transposed = saved.input_is_transposed
-        ctx.call = call.for_backward() if call.ready else call
+        ctx.call = call
         return y
 
     @staticmethod
@@ -344,7 +346,7 @@ class _Linear(torch.autograd.Function):
             dw = (grad_output.t() @ saved_input).to(call.weight_dtype)
         if dx is not None and call.input_tokens is not None:
             dx = arrived(dx)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
     @staticmethod
     def symbolic(*_: Any) -> Any:

@@ -14,13 +14,13 @@ from float8.gemm import Gemm, matmul
 from float8.kernels.runtime.ops import register
 from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, Operand
-from float8.tensor.held_weights import WeightCast, still_holds
+from float8.tensor.held_weights import still_holds
 
 
 def product_with_held(
     a: Operand,
     weight: Tensor,
-    cast: WeightCast,
+    held: Operand,
     shape: tuple[int, int],
     spec: CastSpec,
     *,
@@ -29,9 +29,9 @@ def product_with_held(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply `a` by a weight [N, K], or its columns: what is held of it, or a cast made here."""
-    (of_a, of_b), b = gemm.granularities, cast.operand.col if columns else cast.operand.row
+    of_a, of_b = gemm.granularities
     return torch.ops.float8.held_matmul.default(  # type: ignore[no-any-return]
-        *a, *b, weight.detach(), *shape, columns, spec.power_of_2, of_a.value, of_b.value,
+        *a, *held, weight.detach(), *shape, columns, spec.power_of_2, of_a.value, of_b.value,
         gemm.use_fast_accum, gemm.emulate, out_dtype,
     )  # fmt: skip
 

@@ -25,8 +25,9 @@ from float8.linear.state import StatefulLayer
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
 from float8.quantize.quantize import Reduction
+from float8.quantize.spec import Quantized
 from float8.tensor import Float8Tensor, dequantise, local_tensor
-from float8.tensor.held_weights import WeightCast, hold
+from float8.tensor.held_weights import hold
 from float8.tensor.ranks import amax_over, sharding_groups
 
 _NO_TRACE = (
@@ -179,7 +180,7 @@ class Float8Layer(StatefulLayer):
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
 
-    def ready_weight(self, weight: Any) -> WeightCast | None:
+    def ready_weight(self, weight: Any) -> Quantized | None:
         """Return `weight`, this layer's, in float8 if it is that already, or held so."""
         if weight.requires_grad and self.config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
@@ -190,7 +191,8 @@ class Float8Layer(StatefulLayer):
             return weight_in_float8(weight, self.plan)
         if not self.held:
             return None
-        return self.held_weight(weight, lambda: hold(weight, self.plan.casts.weight))
+        held = self.held_weight(weight, lambda: hold(weight, self.plan.casts.weight))
+        return None if held is None else held.operand
 
     def casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.

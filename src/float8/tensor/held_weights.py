@@ -28,19 +28,16 @@ _DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
 """Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
 
 
-class WeightCast(NamedTuple):
-    """A weight in float8, as the GEMMs of one call read it instead of casting it."""
+class HeldWeight(NamedTuple):
+    """A weight in float8 that a module holds, to be read instead of a cast."""
 
     operand: Quantized
+    """Both layouts."""
 
-    compares: bool = False
-    """Whether it is for the GEMMs to see if the operand is what the weight is now, as in compiled
-    code."""
+    weight: Any
+    """The Parameter [N, K] beside which it is held."""
 
-    weight: Any = None
-    """The Parameter [N, K] beside which a layer holds it."""
-
-    memory: Any = None
+    memory: Any
     """The storage of that: as long as it is kept no other has its address."""
 
 
@@ -74,19 +71,21 @@ def is_current(made: Tensor, stamp: tuple[int, ...]) -> bool:
 class Float8Module(nn.Module):
     """The base of linear layers and experts in float8: what they have from step to step."""
 
-    held: tuple[WeightCast, ...] = ()
+    held: tuple[HeldWeight, ...] = ()
     """The weights in float8, of those that `update_float8_weights` found can be held."""
     attached = 0
     """The number of optimizers it is attached to; if any is, no sync can be missing."""
     _passing: ClassVar[frozenset[str]] = frozenset({"held", "attached"})
     """The attributes that copies do not have: of this training, and this optimizer."""
 
-    def hold_weights(self, *held: WeightCast) -> None:
+    def hold_weights(self, *held: HeldWeight) -> None:
         """Keep these in float8 until they are written; all others are cast on the fly."""
         self.held = held
 
-    def held_weight(self, weight: Any, again: Callable[[], WeightCast]) -> WeightCast | None:
+    def held_weight(self, weight: Any, again: Callable[[], HeldWeight]) -> HeldWeight | None:
         """Return a Parameter in float8 as this call may read it; None: it is cast on the fly.
+
+        In compiled code the GEMMs see for themselves if it is what the weight is then.
 
         Another weight than the Parameter is somebody else's: of FSDP, or of `functional_call`.
         Evaluation casts the weight as it is: averages are written into `weight.data`, past version
@@ -106,9 +105,7 @@ class Float8Module(nn.Module):
             return None
         if is_recording(weight):
             return None
-        if torch.compiler.is_compiling():
-            return WeightCast(held.operand, compares=True, weight=weight)
-        if is_current(held.operand.row.data, stamp_of(weight)):
+        if torch.compiler.is_compiling() or is_current(held.operand.row.data, stamp_of(weight)):
             return held
         made = again()
         self.held = tuple(made if each is held else each for each in self.held)
@@ -137,15 +134,15 @@ class Float8Module(nn.Module):
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
 @torch.no_grad()
-def hold(weight: Tensor, cast: Cast) -> WeightCast:
+def hold(weight: Tensor, cast: Cast) -> HeldWeight:
     """Cast a weight [N, K] to both layouts in one read, to be read until the weight is written."""
     return until_written(quantize(weight, cast, row=True, col=True, pad_rows=True), weight)
 
 
-def until_written(made: Quantized, weight: Tensor) -> WeightCast:
+def until_written(made: Quantized, weight: Tensor) -> HeldWeight:
     """Return both layouts of a Parameter as they are held."""
     mark(stamp_of(weight), made.row.data, made.col.data)
-    return WeightCast(made, weight=weight, memory=weight.untyped_storage())
+    return HeldWeight(made, weight, weight.untyped_storage())
 
 
 def can_hold(weight: Any) -> bool:

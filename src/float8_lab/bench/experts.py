@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from float8.config import Float8Weights
 from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm, plan_grouped
-from float8.experts.weight import cast_weights
+from float8.experts.weight import cast_weights, hold_groups
 from float8.gemm.grouped import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import plan_linear
-from float8.tensor.held_weights import WeightCast
+from float8.tensor.held_weights import HeldWeight
 from float8_lab.bench.step import Results, Row, Step, check, compare
 from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import (
@@ -79,10 +79,9 @@ class Layer(nn.Module):
 
     def cast_held(self) -> None:
         """Cast weights that are held, as it is due at each step of an optimizer."""
-        self.held: list[WeightCast | None] = [None, None]
+        self.held: list[HeldWeight | None] = [None, None]
         if (cast := self._cast) is not None:
-            made = (cast_weights(w, cast, row=True, col=True) for w in (self.w13, self.w2))
-            self.held = [*map(WeightCast, made)]
+            self.held = [hold_groups(w, w, cast) for w in (self.w13, self.w2)]
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [rows, hidden] for x [rows, hidden]."""
