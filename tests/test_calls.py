@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import float8
 from support.microbatches import with_weights
-from support.models import FeedForward, seeded
+from support.models import seeded
 from support.parallel import STYLES
 from support.sharded import convert, mesh_of
 
@@ -22,7 +22,6 @@ MOST = {  # of a forward, its backward and, where something follows it, an optim
     "rowwise": [40, 45],
     "blockwise": [40, 45],
     "held": [32, 20, 25],
-    "fused": [90, 70],  # three layers
     "gather": [42, 23, 45],
     "tensor parallel": [90, 60],  # two layers
 }
@@ -47,9 +46,6 @@ def calls(forward: Any, *step: Any) -> list[int]:
 
 def on_one_device(path: str) -> list[int]:
     x = seeded(0, 32, 64).requires_grad_()
-    if path == "fused":
-        model = convert(FeedForward(64, 128), "tensorwise", all_gather=False)
-        return calls(lambda: float8.swiglu_feed_forward(x, model.w1, model.w3, model.w2))
     config = with_weights(None) if path == "held" else path
     layer, steps = float8.Float8Linear(64, 128, bias=False, config=config), {}
     steps["held"] = [lambda: float8.update_float8_weights(layer)]

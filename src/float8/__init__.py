@@ -20,7 +20,6 @@ from float8.config import (
 )
 from float8.convert import (
     ConversionReport,
-    SwiGLU,
     all_linears,
     conversion_report,
     convert_to_float8_training,
@@ -30,7 +29,6 @@ from float8.convert import (
     swap_linear_with_float8_linear,
 )
 from float8.experts import grouped_linear
-from float8.fused import rms_norm_linear, swiglu_feed_forward, why_not_fused
 from float8.linear import Float8Linear, linear
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from float8.sync import (
@@ -75,7 +73,6 @@ __all__ = [
     "PrepareFloat8ModuleInput",
     "ScalingGranularity",
     "ScalingType",
-    "SwiGLU",
     "all_linears",
     "attach_to_optimizer",
     "conversion_report",
@@ -88,11 +85,8 @@ __all__ = [
     "linear",
     "linear_requires_sync",
     "precompute_float8_dynamic_scale_for_fsdp",
-    "rms_norm_linear",
     "save_gemm_outputs",
     "swap_linear_with_float8_linear",
-    "swiglu_feed_forward",
     "sync_float8_amax_and_scale_history",
     "update_float8_weights",
-    "why_not_fused",
 ]

@@ -97,7 +97,7 @@ def test_work_is_that_of_the_layers_as_they_run(recipe: str, cast_bytes: int) ->
         (
             CASTS,
             "_cast_kernel _cast_axiswise_kernel _cast_rows_kernel _cast_blockwise_kernel "
-            "_measure_kernel _amax_kernel _transpose_kernel _backward_kernel _rms_norm_kernel "
+            "_measure_kernel _amax_kernel _transpose_kernel "
             "float8::cast_delayed triton_red_fused__to_copy_abs_add_amax_mean_mul_pow_rsqrt_view_0 "
             "triton_poi_fused__to_copy_clamp_mul_reciprocal_silu_where_3",
         ),
@@ -115,7 +115,7 @@ def test_work_is_that_of_the_layers_as_they_run(recipe: str, cast_bytes: int) ->
             ELSE,  # Inductor names what it lays out for others after them
             "triton_poi_fused__scaled_dot_product_flash_attention_backward_transpose_view_2 "
             "triton_poi_fused__to_copy_add_cast_mul_neg_slice_transpose_unsqueeze_view_3 "
-            "triton_poi_fused__scaled_mm_t_1 _rms_norm_backward_kernel "
+            "triton_poi_fused__scaled_mm_t_1 "
             "at::native::(anonymous)::silu_backward_kernel",
         ),
     ],

@@ -168,7 +168,7 @@ def test_training_on_two_ranks(two: Ranks, tmp_path: Path) -> None:
 def test_training_on_one_rank(tmp_path: Path, more: list[str]) -> None:
     for library in ("peft", "transformers")[: len(more)]:
         pytest.importorskip(library)
-    recipes = ["tensorwise+only", "tensorwise"] if more else ["tensorwise", "delayed+held+fuse"]
+    recipes = ["tensorwise+only", "tensorwise"] if more else ["tensorwise", "delayed+held"]
     one = Ranks(1)
     try:
         assert one.run(

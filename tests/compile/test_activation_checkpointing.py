@@ -27,7 +27,7 @@ from float8.quantize.spec import CastSpec
 from sqnr import same_bits, sqnr
 from support.configs import FINER, RECIPES, delayed, of_recipe, tensorwise
 from support.devices import E4M3, E5M2, on_devices
-from support.models import LlamaBlock, NormedFeedForward, forward_backward, seeded
+from support.models import FeedForward, LlamaBlock, forward_backward, seeded
 from support.saved import saved_bytes
 from support.spies import saved_tensors
 
@@ -50,9 +50,8 @@ def block_and_input(device: str, recipe: str | None, **more: Any) -> tuple[nn.Mo
     attention = {"heads": heads, "kv": heads, "head_dim": dim // heads}
     model: nn.Module = LlamaBlock(dim, hidden, **attention).to(device, torch.bfloat16)
     if recipe is not None:
-        fuse = more.pop("fuse", False)
         config = of_recipe(recipe, **more)
-        convert_to_float8_training(model, config=config, module_filter_fn=all_linears, fuse=fuse)
+        convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
     if more.get("float8_weights") is Float8Weights.HELD:
         attach_to_optimizer(model, torch.optim.SGD(model.parameters()))
     return model, seeded(0, 1, tokens, dim, device=device, dtype=torch.bfloat16)
@@ -76,7 +75,6 @@ def kept_bytes(compiled: nn.Module, x: Tensor) -> int:
 
 
 WAYS = [(recipe, {}) for recipe in (*RECIPES, *FINER)]
-WAYS += [(recipe, {"fuse": True}) for recipe in RECIPES]
 WAYS += [("tensorwise", {"float8_weights": Float8Weights.HELD})]
 
 
@@ -92,7 +90,7 @@ def test_no_more_is_kept_than_in_high_precision(recipe: str, more: Any) -> None:
 
 
 EXHAUSTIVE = [
-    pytest.param(*way, marks=[pytest.mark.exhaustive] if n in (1, 2, 4, 5) else [])
+    pytest.param(*way, marks=[pytest.mark.exhaustive] if n in (2, 4) else [])
     for n, way in enumerate(WAYS)
 ]
 
@@ -133,16 +131,9 @@ def test_the_policy_keeps_the_outputs_of_gemms(device: str) -> None:
         assert sqnr(value, results[1][name]) > tolerances.COMPILED, name
 
 
-@pytest.mark.parametrize(
-    ("config", "fuse"),
-    [
-        pytest.param(tensorwise(), False, id="dynamic"),
-        pytest.param(delayed(), True, id="delayed-fused"),
-    ],
-)
-def test_inputs_are_not_kept_in_float8(config, fuse: bool) -> None:
-    model = NormedFeedForward(32, 96).bfloat16()
-    convert_to_float8_training(model, config=config, fuse=fuse)
+def test_inputs_are_not_kept_in_float8() -> None:
+    model = nn.Sequential(nn.RMSNorm(32), FeedForward(32, 96)).bfloat16()
+    convert_to_float8_training(model)
     compiled = torch.compile(model, fullgraph=True)
     x = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
     with saved_tensors() as saved, torch._inductor.config.patch(force_disable_caches=True):
@@ -154,11 +145,10 @@ def test_inputs_are_not_kept_in_float8(config, fuse: bool) -> None:
         if t.numel() > 48 and t.data_ptr() not in parameters
     )
     assert kept == [((48, 32), torch.bfloat16), *2 * [((48, 96), torch.bfloat16)]]
-    if not fuse:
-        known_scale, transposes = r"float8_cpu\.cast\(\w+, (?!None)", "float8_cpu.transpose("
-        assert (len(re.findall(known_scale, forward)), forward.count(transposes)) == (2, 0)
-        # Three weights.
-        assert (len(re.findall(known_scale, backward)), backward.count(transposes)) == (3, 2)
+    known_scale, transposes = r"float8_cpu\.cast\(\w+, (?!None)", "float8_cpu.transpose("
+    assert (len(re.findall(known_scale, forward)), forward.count(transposes)) == (2, 0)
+    # Three weights.
+    assert (len(re.findall(known_scale, backward)), backward.count(transposes)) == (3, 2)
 
 
 class WritesIntoItsInput(nn.Module):

@@ -93,17 +93,12 @@ def test_low_precision_parameters_under_compile(dtype: torch.dtype) -> None:
     assert_same_bits(train(delayed(), "cpu", "aot_eager", "plain", build=one_layer, dtype=dtype))
 
 
-def checkpointed_feed_forward(fuse: bool) -> nn.Module:
-    model = FeedForward(32, 64)
-    convert_to_float8_training(model, config=delayed(), module_filter_fn=all_linears, fuse=fuse)
-    return Wrapped(model, "checkpoint")
-
-
-@pytest.mark.parametrize("fuse", [False, True])
-def test_backward_casts_again_without_what_forward_wrote(fuse: bool) -> None:
+def test_backward_casts_again_without_what_forward_wrote() -> None:
     """This backend writes amaxes after forward: nothing that is kept for backward may be one."""
+    model = FeedForward(32, 64)
+    convert_to_float8_training(model, config=delayed(), module_filter_fn=all_linears)
     both = SideBySide(
-        checkpointed_feed_forward(fuse),
+        Wrapped(model, "checkpoint"),
         lambda m: torch.compile(m, backend="aot_eager_decomp_partition", fullgraph=True),
     )
     for seed in range(3):
@@ -229,10 +224,7 @@ def results_of(variant: Variant) -> dict[str, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "recipe",
-    [*(recipe.value for recipe in Float8LinearRecipeName), "tensorwise+fuse", "delayed+fuse"],
-)
+@pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
 def test_a_block_loses_nothing_by_being_compiled(recipe: str) -> None:
     torch._dynamo.reset()
     (bf16, eager), (_, compiled) = (make_variants([recipe], [mode]) for mode in (EAGER, COMPILED))

@@ -24,7 +24,7 @@ from sqnr import same_bits, sqnr
 from support.configs import delayed, of_recipe, tensorwise
 from support.devices import on_devices
 from support.microbatches import HELD, ON_THE_FLY, layers_of, with_weights
-from support.models import Block, FeedForward, NormedFeedForward, forward_backward, seeded
+from support.models import Block, FeedForward, forward_backward, seeded
 from support.spies import saved_tensors
 from support.training import Wrapped
 
@@ -45,7 +45,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "six parallel": lambda: Parallel(6),
     "block": lambda: Block(64, 192),
     "checkpointed": lambda: Wrapped(FeedForward(64, 192), "checkpoint"),
-    "fused": lambda: NormedFeedForward(64, 192),
 }
 CONFIGS = {
     "tensorwise": of_recipe("tensorwise"),
@@ -92,8 +91,8 @@ def results(model: str, config: Float8LinearConfig, device: str, **how) -> list[
     """Outputs and gradients of microbatches, with a write of the weights before each third."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module, fuse = MODELS[model]().to(device), model == "fused"
-    convert_to_float8_training(module, config=config, module_filter_fn=all_linears, fuse=fuse)
+    module = MODELS[model]().to(device)
+    convert_to_float8_training(module, config=config, module_filter_fn=all_linears)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.002)
     attach_to_optimizer(module, optimizer)
     if how:
@@ -136,7 +135,7 @@ CASES = [
     ("tensorwise", "six parallel"),
     ("blockwise", "block"),
     ("rowwise", "checkpointed"),
-    ("delayed", "fused"),
+    ("delayed", "feed-forward"),
 ]
 
 

@@ -11,7 +11,6 @@ from float8 import (
     DelayedScalingConfig,
     Float8Linear,
     attach_to_optimizer,
-    conversion_report,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
@@ -67,18 +66,6 @@ def test_twelve_blocks_compiled_one_by_one_share_one_graph_per_configuration() -
     assert counter.frame_count == 2
     for (name, got), wanted in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert same_bits(got.grad, wanted.grad), name
-
-
-@NO_GIVING_UP
-def test_blocks_with_fused_feed_forwards_share_one_graph() -> None:
-    model = nn.Sequential(*(Block(16, 32) for _ in range(3)))
-    convert_to_float8_training(model, config=delayed(), fuse=True)
-    assert [each.reason for each in conversion_report(model).fused] == [None] * 3
-    counter = CompileCounterWithBackend("aot_eager")
-    for block in model:
-        block.compile(backend=counter, fullgraph=True)
-    model(seeded(0, 8, 16).requires_grad_()).sum().backward()
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

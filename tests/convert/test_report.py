@@ -82,7 +82,7 @@ def test_as_plain_data() -> None:
         "skip_reason": "the head: converted only if a module_filter_fn takes it",
     }
     experts = {"fqn": "experts.gate_up_proj", "shape": [4, 32, 16], "module": "Experts"}
-    assert (plain["others"][0], plain["fused"]) == (experts, [])
+    assert plain["others"][0] == experts
 
 
 def test_a_layer_with_one_gemm_in_float8_is_in_float8() -> None:

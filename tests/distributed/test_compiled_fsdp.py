@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from float8 import attach_to_optimizer, precompute_float8_dynamic_scale_for_fsdp
 from sqnr import sqnr
@@ -28,7 +27,6 @@ from support.sharded import (
     compiled,
     convert,
     here,
-    model_of,
     shard,
     small,
     train,
@@ -78,29 +76,6 @@ def test_what_is_compiled_has_one_graph_per_block_and_the_bits_of_eager_mode(
     either: Ranks, recipe: str, all_gather: bool, what: str
 ) -> None:
     either.run(cell, recipe, all_gather, what)
-
-
-def fused(recipe: str) -> None:
-    """Feed-forwards that `fuse=True` found, compiled and under activation checkpointing."""
-    runs = {}
-    for how in ("eager", "checkpointed", "compiled"):
-        torch._dynamo.reset()
-        model = convert(model_of(), recipe, fuse=True)
-        for block in model if how == "compiled" else ():
-            block.compile(backend=backend(), fullgraph=IN_ONE_GRAPH)
-        forward = model = shard(model)
-        if how == "checkpointed":
-            forward = partial(checkpoint, model, use_reentrant=False)
-        runs[how] = train(model, 2, forward=forward)
-    runs["checkpointed"].assert_equal(runs["eager"])
-    assert_near(runs["compiled"], runs["eager"])
-
-
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.exhaustive)]
-)
-def test_fused_feed_forwards(either: Ranks, recipe: str) -> None:
-    either.run(fused, recipe)
 
 
 @on("either")

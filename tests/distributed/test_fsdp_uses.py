@@ -11,7 +11,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
-    conversion_report,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
 )
@@ -32,7 +31,6 @@ from support.sharded import (
     train,
     whole,
 )
-from support.spies import OpCounter
 
 
 def accumulating(recipe: str, all_gather: bool) -> Run:
@@ -126,18 +124,6 @@ def fused_optimizer(recipe: str, all_gather: bool) -> Run:
     return train(shard(convert(model_of(42), recipe, all_gather)), 3, fused=True)
 
 
-def fused_by_itself(recipe: str, all_gather: bool) -> Run:
-    model = convert(model_of(), recipe, all_gather, fuse=True)
-    assert [each.reason for each in conversion_report(model).fused] == [None, None]
-    shard(model)
-    assert all("FSDP2's until" in str(each.reason) for each in conversion_report(model).fused)
-    run = train(model, 3)
-    with OpCounter() as counter:
-        model(batch(0, 0, torch.float32))
-    assert counter.ops["float8.swiglu_cast"] == 2
-    return run
-
-
 def clipped(recipe: str, all_gather: bool) -> Run:
     """Everything by hand: another optimizer, clipping, sync and precomputing."""
     model, run = shard(convert(model_of(42), recipe, all_gather)), Run()
@@ -203,7 +189,6 @@ USES: dict[str, Callable[[str, bool], Run]] = {
         tied,
         offloaded,
         fused_optimizer,
-        fused_by_itself,
         clipped,
         sharded_by_columns,
         autocast,

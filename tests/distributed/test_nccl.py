@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch.distributed import _symmetric_memory as symmetric_memory
@@ -16,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
 import tolerances
-from float8 import rms_norm_linear, swiglu_feed_forward
 from float8_lab.bench.fsdp import ShardedStep
 from float8_lab.bench.model import Size
 from float8_lab.bench.step import Results, free_memory
@@ -24,6 +22,7 @@ from float8_lab.bench.tp import ParallelStep
 from float8_lab.bench.variants import FLOAT8, make_variants, many_compilations
 from sqnr import sqnr
 from support.configs import RECIPES
+from support.models import LlamaBlock
 from support.ranks import Ranks, on
 from support.sharded import DIM, Run, Traffic, convert, here, model_of, shard, train
 
@@ -33,33 +32,12 @@ BF16, F32 = torch.bfloat16, torch.float32
 COLLECTIVE_TIMEOUT = 60.0
 
 
-class FusedBlock(nn.Module):
-    """Pre-norm attention of two heads with one key and value, and SwiGLU; [batch, seq, dim]."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        widths = {"query": dim, "key": dim // 2, "value": dim // 2, "out": dim}
-        for name, width in widths.items():
-            setattr(self, name, nn.Linear(dim, width, bias=False))
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = (self.query, self.key, self.value)
-        *heads, x = rms_norm_linear(x, self.attention_norm, layers, residual=True)
-        q, k, v = (each.unflatten(-1, (-1, x.shape[-1] // 2)).transpose(1, 2) for each in heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        layers = (self.gate, self.up, self.down)
-        return swiglu_feed_forward(x, *layers, norm=self.feed_forward_norm, residual=True)
-
-
 def build(kind: str, dtype: torch.dtype) -> nn.Module:
     if kind == "feed-forward":
         return model_of(dtype=dtype)
     torch.manual_seed(0)
-    return nn.Sequential(FusedBlock(DIM, 40), FusedBlock(DIM, 40)).to(here(), dtype)
+    heads = {"heads": 2, "kv": 1, "head_dim": DIM // 2}
+    return nn.Sequential(*(LlamaBlock(DIM, 40, **heads) for _ in "ab")).to(here(), dtype)
 
 
 def one_sequence(model: nn.Module, x: Tensor) -> Tensor:

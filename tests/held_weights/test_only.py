@@ -24,7 +24,6 @@ from float8 import (
     convert_to_high_precision,
     high_precision_state_dict,
     linear,
-    swiglu_feed_forward,
 )
 from sqnr import same_bits
 from support.configs import delayed, of_recipe, tensorwise
@@ -305,14 +304,3 @@ def test_from_the_meta_device_and_a_checkpoint_in_parts(config, how: str) -> Non
 def test_no_rows(config: Float8LinearConfig) -> None:
     layer = model_of(config).w1
     assert layer(torch.empty(0, 32)).shape == (0, layer.out_features)
-
-
-def test_a_weight_that_asks_for_gradients_is_refused_by_fused_functions_too() -> None:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(*dims, bias=False) for dims in ((32, 48), (32, 48), (48, 32)))
-    convert_to_float8_training(
-        layers.requires_grad_(False), config=with_weights(None, ONLY), module_filter_fn=all_linears
-    )
-    layers[0].weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="got requires_grad=True for a weight that is in float8"):
-        swiglu_feed_forward(seeded(0, 8, 32), *layers)

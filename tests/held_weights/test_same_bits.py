@@ -12,8 +12,6 @@ from float8 import (
     all_linears,
     attach_to_optimizer,
     convert_to_float8_training,
-    rms_norm_linear,
-    swiglu_feed_forward,
     update_float8_weights,
 )
 from sqnr import same_bits
@@ -55,22 +53,6 @@ class Holder(nn.Module):
         return self.linear(nn.functional.silu(x))
 
 
-class Block(nn.Module):
-    """Calls the fused functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(32) for _ in range(2))
-        self.k, self.v, self.out = (nn.Linear(32, 32, bias=False) for _ in range(3))
-        self.w1, self.w3 = (nn.Linear(32, 48, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(48, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v, x = rms_norm_linear(x, self.norms[0], (self.k, self.v), residual=True)
-        x = x + self.out(torch.tanh(k) * v)
-        return swiglu_feed_forward(x, self.w1, self.w3, self.w2, norm=self.norms[1], residual=True)
-
-
 class Tied(nn.Module):
     """Two layers, one Parameter."""
 
@@ -92,8 +74,8 @@ def test_one_layer_of_odd_shape(device: str, recipe: str) -> None:
 @on_devices
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["bfloat16", "autocast"])
-def test_fused_functions(device: str, recipe: str, autocast) -> None:
-    model = Block().to(torch.bfloat16 if autocast is None else torch.float32)
+def test_feed_forwards_in_bfloat16(device: str, recipe: str, autocast) -> None:
+    model = FeedForward(32, 48).to(torch.bfloat16 if autocast is None else torch.float32)
     model = convert(model, of_recipe(recipe)).to(device)
     assert_held_equals_on_the_fly(model, (2, 16, 32), autocast=autocast)
 
@@ -139,7 +121,7 @@ def test_tied_frozen_and_checkpointed(recipe: str, what: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=LONGER)])
 def test_compiled(recipe: str) -> None:
     torch._dynamo.reset()
-    model = convert(Block(), of_recipe(recipe))
+    model = convert(FeedForward(32, 48), of_recipe(recipe))
     assert_held_equals_on_the_fly(
         model, (2, 16, 32), compile=AOT_EAGER, autocast=torch.bfloat16, steps=2
     )

@@ -11,7 +11,7 @@ import torch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the Triton kernels itself")
-@pytest.mark.parametrize("kernels", [("triton",), ("fused",), ("groups",)], ids="-".join)
+@pytest.mark.parametrize("kernels", [("triton",), ("groups",)], ids="-".join)
 def test_kernels_in_interpreter(kernels: tuple[str, ...], pytestconfig: pytest.Config) -> None:
     paths = [str(Path(__file__).with_name(f"test_{kernel}.py")) for kernel in kernels]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *paths]

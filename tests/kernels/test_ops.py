@@ -62,39 +62,6 @@ def of_finer_casts(device: str) -> Iterator[tuple[Tensor, bool, bool, bool]]:
         yield x.t(), *row_and_col, flag
 
 
-def of_rms_norm_cast(device: str) -> Args:
-    x, *state = tensors(device)
-    yield x, x[0].clone(), 1e-5, E4M3, None, None, False, False
-    yield x, x[0].clone(), 1e-5, E4M3, *state, False, True
-
-
-def of_rms_norm_backward(device: str) -> Args:
-    x, rstd = torch.randn(17, 33, device=device), torch.rand(17, device=device)
-    yield [x + 1, x * 2], x, x[0].clone(), rstd, None
-    yield [x + 1, x * 2], x, x[0].clone(), rstd, x - 1
-    square = torch.randn(16, 16, device=device).t()
-    yield [square, square], square, x[0, :16].clone(), rstd[:16], None
-
-
-def of_rms_norm_recast(device: str) -> Args:
-    x, scale, _ = tensors(device)
-    yield x, x[0].clone(), torch.rand(17, device=device), scale, E4M3
-
-
-def of_swiglu_cast(device: str) -> Args:
-    x, *state = tensors(device)
-    yield x, x + 1, E4M3, None, None, False, False
-    yield x, x + 1, E4M3, *state, False, True
-
-
-def of_swiglu_backward_cast(device: str) -> Args:
-    x, *state = tensors(device)
-    other = [tensor.clone() for tensor in state]
-    factors = x, x + 1, x - 1, torch.ones_like(state[0]), E4M3, FORMATS[1]
-    yield *factors, None, None, None, None, False, False
-    yield *factors, *state, *other, False, True
-
-
 def of_transpose(device: str) -> Args:
     # uint8, because opcheck cannot compare results in float8.
     data = torch.randint(0, 256, (17, 33), dtype=torch.uint8, device=device)
@@ -167,11 +134,6 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "grouped_outer": lambda device: iter([of_groups(device)]),
     "held_grouped_matmul": of_held_grouped_matmul,
     "held_matmul": of_held_matmul,
-    "rms_norm_backward": of_rms_norm_backward,
-    "rms_norm_cast": of_rms_norm_cast,
-    "rms_norm_recast": of_rms_norm_recast,
-    "swiglu_backward_cast": of_swiglu_backward_cast,
-    "swiglu_cast": of_swiglu_cast,
     "transpose": of_transpose,
 }
 EVERY_OP = pytest.mark.parametrize("name", sorted(vars(ops.cpu)))

@@ -351,6 +351,6 @@ def test_is_dense(triton_device: torch.device) -> None:
 
 def test_shares_cover_all_elements(triton_device: torch.device) -> None:
     for n in (1, 7, 8192, 100_000, 33_554_432, 2**33 + 1):
-        block, steps, rounds, programs = even_shares(n, 8192, 132, steps=2, programs_per_sm=8)
-        assert programs * rounds * steps * block >= n > (programs - 1) * rounds * steps * block
+        steps, rounds, programs = even_shares(n, 8192, 132)
+        assert programs * rounds * steps * 8192 >= n > (programs - 1) * rounds * steps * 8192
         assert programs <= MAX_PARTS

@@ -15,41 +15,19 @@ from float8 import (
     Float8LinearConfig,
     Float8Tensor,
     all_linears,
-    conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
-    swiglu_feed_forward,
 )
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.kernels.runtime.private import functorch_levels
 from support.configs import FINER, delayed, of_recipe, tensorwise
 from support.devices import on_devices
-from support.models import FeedForward, seeded
+from support.models import seeded
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(32)), 1e-5
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(torch.float32)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
-
-
-class Called(FeedForward):
-    def forward(self, x: Tensor) -> Tensor:
-        return swiglu_feed_forward(x, self.w1, self.w3, self.w2)
-
-
-def feed_forwards() -> tuple[nn.Module, ...]:
-    return Norm(), FeedForward(32, 32), Called(32, 32)
-
-
-def made(recipe: str, *parts: nn.Module, **how) -> nn.Sequential:
+def made(recipe: str, *parts: nn.Module) -> nn.Sequential:
     model = nn.Sequential(*(parts or (nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))))
-    convert_to_float8_training(model, config=recipe, module_filter_fn=all_linears, **how)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=all_linears)
     return model
 
 
@@ -72,22 +50,6 @@ def test_layers_are_leaves_of_a_symbolic_trace(recipe: str) -> None:
         sync(traced)
     for copied in (copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
         assert torch.equal(copied(x), traced(x))
-
-
-@pytest.mark.parametrize("fuse", [False, True])
-def test_fused_modules_are_traced_layer_by_layer(fuse: bool) -> None:
-    model, x = made("tensorwise", *feed_forwards(), fuse=fuse), seeded(0, 16, 32)
-    assert [each.reason for each in conversion_report(model).fused] == [None] * 2 * fuse
-    traced = torch.fx.symbolic_trace(model)
-    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
-    assert calls == [f"{part}.{layer}" for part in (1, 2) for layer in ("w1", "w3", "w2")]
-    assert torch.equal(traced(x), unfused(model)(x))
-
-
-def unfused(model: nn.Module) -> nn.Module:
-    other = made("tensorwise", Norm(), *(FeedForward(32, 32) for _ in model[1:]))
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 def test_layers_of_which_no_call_can_be_noted_say_so() -> None:
@@ -119,11 +81,6 @@ def test_a_jagged_tensor_is_read_as_its_values_are(backend: str | None, recipe: 
             y = y.values()
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_fused_functions_take_jagged_tensors_layer_by_layer() -> None:
-    model, x = made("tensorwise", *feed_forwards(), fuse=True), seeded(0, 8, 32)
-    assert torch.equal(model(nested(x)).values(), unfused(model)(x))
 
 
 def test_other_nested_tensors_say_what_to_do() -> None:

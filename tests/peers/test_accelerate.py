@@ -91,18 +91,3 @@ def test_hooks_of_accelerate(recipe: str, tmp_path: Path) -> None:
     assert torch.equal(offloaded(x), alone(x))
     accelerate.hooks.remove_hook_from_submodules(offloaded)
     assert torch.equal(convert_to_high_precision(offloaded)(x), model()(x))
-
-
-def test_a_fused_model_finds_its_way_back_behind_the_hooks_of_accelerate() -> None:
-    pytest.importorskip("transformers")
-    hf = importlib.import_module("support.hugging_face")
-    plain = hf.llama().eval()
-    model = hf.llama().eval()
-    convert_to_float8_training(model, fuse=True, module_filter_fn=lambda _, fqn: fqn != "lm_head")
-    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    with pytest.raises(ValueError, match="`forward` of its own"):
-        convert_to_high_precision(model)
-    accelerate.hooks.remove_hook_from_submodules(model)
-    back = convert_to_high_precision(model)
-    tokens = hf.tokens()
-    assert torch.equal(back(tokens).logits, plain(tokens).logits)

@@ -192,7 +192,7 @@ def test_a_group_has_all_ranks_that_hold_parts() -> None:
     with pytest.raises(ValueError, match=expected):
         sync_float8_amax_and_scale_history(parallel, group=alone)
     # The weights of other layers tell a mesh, here of this rank alone.
-    beside = convert_to_float8_training(nn.Linear(DIM, DIM), config="delayed", fuse=False)
+    beside = convert_to_float8_training(nn.Linear(DIM, DIM), config="delayed")
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "own"))["own"]
     model = nn.Sequential(fully_shard(nn.Sequential(beside), mesh=mesh), parallel)
     expected = rf"got None and weights on a mesh of ranks \[{rank}\], but parts(.)*\[0, 1\]"

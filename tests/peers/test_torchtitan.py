@@ -124,20 +124,6 @@ def on_ranks(tp: int, steps: int, backend: str, how: dict) -> dict[str, Tensor]:
     return titan_run.on_ranks(tp, steps, backend, **how)
 
 
-@pytest.mark.parametrize("by", ["converter", "hand"])
-def test_feed_forwards_are_fused(by: str) -> None:
-    converter = {"recipe_name": "tensorwise"} if by == "converter" else {}
-    (apart, optimizers), (fused, ours) = (built(**converter) for _ in range(2))
-    for model in (apart, fused):
-        convert_to_float8_training(model, fuse=model is fused)
-    fates = {(each.module, each.reason) for each in conversion_report(fused).fused}
-    assert fates == {("FeedForward", None)}
-    assert len(conversion_report(fused).converted) == 30
-    wanted, got = step(apart, optimizers, 0), step(fused, ours, 0)
-    for name, value in wanted.items():
-        assert sqnr(value, got[name]) > tolerances.COMPILED, name
-
-
 MOE = {"name": "deepseek_v3", "recipe_name": "rowwise"}
 EXPERTS = "layers.1.moe.routed_experts.inner_experts"
 WEIGHTS = [f"{EXPERTS}.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")]

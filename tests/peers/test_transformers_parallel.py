@@ -38,13 +38,13 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def two_ranks_train(folder: Path, recipe: str, how: dict[str, Any]) -> None:
+def two_ranks_train(folder: Path, recipe: str) -> None:
     load = transformers.AutoModelForCausalLM.from_pretrained
     one, model = load(folder), load(folder, distributed_config=DistributedConfig(tp_size=2))
     with pytest.warns(UserWarning, match="convert within forwards_taken_off"):
         convert_to_float8_training(model, config=recipe, module_filter_fn=body)
     with forwards_taken_off(model):
-        convert_to_float8_training(model, config=recipe, module_filter_fn=body, **how)
+        convert_to_float8_training(model, config=recipe, module_filter_fn=body)
     convert_to_float8_training(one, config=recipe, module_filter_fn=body)
     converted = len(conversion_report(one).converted)
     assert len(conversion_report(model).converted) == converted > 0
@@ -77,19 +77,17 @@ def two_ranks_train(folder: Path, recipe: str, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe", "how"),
+    ("name", "recipe"),
     [
-        ("Llama", "tensorwise", {"fuse": True}),
-        ("Llama", "delayed", {}),
-        ("Llama", "rowwise", {}),
-        ("Phi3", "tensorwise", {}),  # gathers what its layers return
+        ("Llama", "tensorwise"),
+        ("Llama", "delayed"),
+        ("Llama", "rowwise"),
+        ("Phi3", "tensorwise"),  # gathers what its layers return
     ],
 )
-def test_a_shared_model(
-    two: Ranks, name: str, recipe: str, how: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_shared_model(two: Ranks, name: str, recipe: str, tmp_path: Path) -> None:
     hf.llama(name=name).save_pretrained(tmp_path)
-    two.run(two_ranks_train, tmp_path, recipe, how)
+    two.run(two_ranks_train, tmp_path, recipe)
 
 
 def test_forwards_of_others_stay() -> None:

@@ -1,12 +1,8 @@
 """Small models and their training steps."""
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from float8 import Float8LinearConfig, all_linears, convert_to_float8_training
 
 
 class FeedForward(nn.Module):
@@ -32,17 +28,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.ffn(self.norm(x))
-
-
-class NormedFeedForward(nn.Module):
-    """A feed-forward that can be fused, also with the norm before it."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.norm, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.feed_forward(self.norm(x))
 
 
 class Attention(nn.Module):
@@ -103,18 +88,6 @@ def forward_backward(model: nn.Module, x: Tensor, grad_output: Tensor) -> dict[s
     output = model(x)
     output.backward(grad_output)
     return {"output": output.detach(), "input": x.grad, **gradients(model)}
-
-
-def three_ways(
-    plain: nn.Module, config: Float8LinearConfig
-) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """A model with an attribute `fused`: in float64; in float8 layer by layer; and fused."""
-    apart = convert_to_float8_training(
-        copy.deepcopy(plain), config=config, module_filter_fn=all_linears
-    )
-    fused = copy.deepcopy(apart)
-    fused.fused = True
-    return plain.double(), apart, fused
 
 
 def fp8_state(model: nn.Module) -> dict[str, Tensor]:

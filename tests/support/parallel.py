@@ -48,9 +48,9 @@ def alone() -> dist.ProcessGroup:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def block_of(recipe: str, bias: bool = False, *, fuse: bool = False) -> nn.Module:
+def block_of(recipe: str, bias: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return convert(LlamaBlock(DIM, HIDDEN, bias), recipe, all_gather=False, fuse=fuse).to(here())
+    return convert(LlamaBlock(DIM, HIDDEN, bias), recipe, all_gather=False).to(here())
 
 
 def plan_of(kind: str, sequence: bool, local: bool = False, norms: bool = False) -> dict[str, Any]:

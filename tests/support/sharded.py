@@ -54,13 +54,11 @@ def model_of(
     return model.to(device or here(), dtype)
 
 
-def convert(
-    model: nn.Module, recipe: str, all_gather: bool = True, *, fuse: bool = False, **more: Any
-) -> nn.Module:
+def convert(model: nn.Module, recipe: str, all_gather: bool = True, **more: Any) -> nn.Module:
     """By a recipe; "delayed" is that of weights, too, and "delayed recipe" as of `float8`."""
     make = delayed if recipe == "delayed" else partial(of_recipe, recipe.removesuffix(" recipe"))
     config = make(enable_fsdp_float8_all_gather=all_gather, **more)
-    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears, fuse=fuse)
+    return convert_to_float8_training(model, config=config, module_filter_fn=all_linears)
 
 
 def small(recipe: str | None, all_gather: bool) -> nn.Module:

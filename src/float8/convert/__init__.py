@@ -6,14 +6,12 @@ from float8.convert.convert import (
     swap_linear_with_float8_linear,
 )
 from float8.convert.filters import ModuleFilter, all_linears
-from float8.convert.recognise import SwiGLU
 from float8.convert.report import ConversionReport, conversion_report
 from float8.convert.state_dict import float8_state_dict, high_precision_state_dict
 
 __all__ = [
     "ConversionReport",
     "ModuleFilter",
-    "SwiGLU",
     "all_linears",
     "conversion_report",
     "convert_to_float8_training",

@@ -1,7 +1,7 @@
 """Convert the linear layers of a model to `Float8Linear`, and back."""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,6 @@ from float8.convert.filters import (
     choose_filter,
     chosen_for,
 )
-from float8.convert.fuse import Fused, as_named, fuse_modules, unfuse
-from float8.convert.recognise import SwiGLU
 from float8.convert.report import conversion_report
 from float8.experts import (
     Float8Experts,
@@ -62,7 +60,6 @@ def convert_to_float8_training(
     auto_filter: bool = False,
     cuda_graphs: bool = False,
     linear_classes: Collection[type[nn.Linear]] = (),
-    fuse: bool | Mapping[type[nn.Module], SwiGLU] = False,
 ) -> nn.Module:
     """Turn the linear layers of `module` into `Float8Linear`, in place.
 
@@ -118,13 +115,6 @@ def convert_to_float8_training(
             does for experts anyway.
         linear_classes: subclasses of `nn.Linear` with a forward of their own that computes the
             same, `input @ weight.T + bias`. It is replaced.
-        fuse: let SwiGLU feed-forwards whose layers were converted compute as `swiglu_feed_forward`
-            does, and RMSNorms of many operations in one kernel. They are told by what their forward
-            computes, and become instances of a subclass of their class; all else stays. A dict
-            such as `{LlamaMLP: SwiGLU("gate_proj", "up_proj", "down_proj")}` does the same and adds
-            classes whose forward computes that of one tensor, by what you say: nothing checks it.
-            The report lists them, and those left alone with the reason. False changes and undoes
-            nothing.
 
     Returns:
         `module`.
@@ -133,15 +123,13 @@ def convert_to_float8_training(
         TypeError: an argument has the wrong type.
         ValueError: a layer is to be gathered in float8, although its weight is a DTensor (convert,
             then `fully_shard`) or has gradient hooks; or a layer already converted cannot take the
-            new config; or a class in `fuse` has no such submodule. Or `tokens_per_step` is less
-            than 1, `gpu` is not known, or `auto_filter` comes without a GPU; or two of `gpu`,
-            `auto_filter` and `module_filter_fn` come together, or the last with `cuda_graphs`.
-            Nothing is changed then.
+            new config. Or `tokens_per_step` is less than 1, `gpu` is not known, or `auto_filter`
+            comes without a GPU; or two of `gpu`, `auto_filter` and `module_filter_fn` come
+            together, or the last with `cuda_graphs`. Nothing is changed then.
     """
     require_module(module, "module")
     given, config = None if config is None else as_config(config), as_config(config)
     gpu = gpu.upper() if isinstance(gpu, str) else gpu
-    named = None if fuse is False else as_named(fuse, module)
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes, gpu, cuda_graphs
     )
@@ -180,9 +168,7 @@ def convert_to_float8_training(
     leave_quantizers(module)
     enable_float8_all_gather(module)
     tell_ddp_what_to_ignore(module)
-    if named is not None:
-        fuse_modules(module, named)
-    for part, reason in reasons.items():  # after `fuse_modules`, which forgets them
+    for part, reason in reasons.items():
         part.__dict__.pop(LEFT_ALONE, None)
         if reason is not None:
             part.__dict__[LEFT_ALONE] = reason
@@ -193,9 +179,7 @@ def convert_to_float8_training(
             chosen = chosen_for(device, config, tokens_per_step, auto_filter, gpu, cuda_graphs)
             module.__dict__[CHOSEN_FOR] = chosen
     leave_fast_path(module)
-    converted = any(isinstance(x, Float8Layer | Float8Experts) for x in module.modules())
-    if named is not None or not converted:
-        _warn_if_nothing_is(module)
+    _warn_if_nothing_is_converted(module)
     return module
 
 
@@ -247,21 +231,17 @@ def _forget_chosen_for(module: nn.Module) -> None:
         part.__dict__.pop(CHOSEN_FOR, None)
 
 
-def _warn_if_nothing_is(module: nn.Module) -> None:
-    """Warn if nothing was converted, else if nothing was fused."""
-    report, name = conversion_report(module), type(module).__name__
-    if not any(isinstance(layer, Float8Layer | Float8Experts) for layer in module.modules()):
-        what = f"no layer of {name} was converted"
-        every = *report.skipped, *report.experts
-        reasons = [layer.skip_reason for layer in every] or ["it has no linear layers"]
-    else:
-        what = f"nothing of {name} was fused"
-        reasons = [each.reason for each in report.fused] or ["it has no such modules"]
-        if None in reasons:
-            return
+def _warn_if_nothing_is_converted(module: nn.Module) -> None:
+    if any(isinstance(part, Float8Layer | Float8Experts) for part in module.modules()):
+        return
+    report = conversion_report(module)
+    every = *report.skipped, *report.experts
+    reasons = [layer.skip_reason for layer in every] or ["it has no linear layers"]
     why = "; ".join([*dict.fromkeys(map(str, reasons))][:3])
     warnings.warn(
-        f"float8: {what}: {why}. print(conversion_report(model)) shows each", stacklevel=3
+        f"float8: no layer of {type(module).__name__} was converted: {why}. "
+        f"print(conversion_report(model)) shows each",
+        stacklevel=3,
     )
 
 
@@ -271,8 +251,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     An `nn.Linear`, a subclass of it, or a `Conv1D`; experts become what they were, too. Layers stay
     the same objects, as do their Parameters, hooks, training mode and attributes, so optimizers and
     wrappers of the model keep working. A weight that was in float8 only becomes a new Parameter,
-    which stays frozen. Fused modules get their own forward back. The state of delayed scaling is
-    dropped. Does nothing for a model in high precision.
+    which stays frozen. The state of delayed scaling is dropped. Does nothing for a model in high
+    precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -283,20 +263,18 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     Raises:
         TypeError: `module` is no `nn.Module`.
         ValueError: a layer has a weight that FSDP2 gathers in float8, or is itself sharded, or
-            parametrized; or one, or a fused module, has a `forward` of its own as attribute.
-            Nothing is changed then.
+            parametrized; or one has a `forward` of its own as attribute. Nothing is changed then.
     """
     require_module(module, "module")
     layers = []
     for fqn, part in module.named_modules():
         if isinstance(part, Float8Layer | Float8Experts):
             layers.append(part)
-        if isinstance(part, Float8Layer | Fused | Float8Experts):
             _require_changeable(part, fqn)
     disable_float8_all_gather(layers)
     _forget_chosen_for(module)
     for part in module.modules():
-        unfuse(part)
+        part.__dict__.pop(LEFT_ALONE, None)
         if isinstance(part, Float8Layer | Float8Experts):
             part.become_high_precision()
     leave_fast_path(module)
@@ -315,8 +293,6 @@ def _require_changeable(
         got = "a layer with a `forward` of its own as attribute, which holds that of float8"
         do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
         do += ", or transformers' tensor parallel's, by forwards_taken_off(model) of this library"
-    elif isinstance(part, Fused):
-        return
     elif is_fsdp_module(part):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"

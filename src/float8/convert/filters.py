@@ -24,8 +24,7 @@ DEFAULT_TOKENS = 8192
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 LEFT_ALONE = "_float8_left_alone"
-"""The attribute in which a module that stays as it is keeps, for the report, why it does: a linear
-layer the reason; what `fuse` looked at, what the user says of its class, or None."""
+"""The attribute in which a layer that stays as it is keeps the reason, for the report."""
 
 NOT_TAKEN = "module_filter_fn returned False"
 

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
 from float8.convert.filters import CHOSEN_FOR, LEFT_ALONE, features, left_out
-from float8.convert.fuse import was_looked_at, why_not_now
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3
 from float8.linear import Float8Layer, is_conv1d
@@ -65,19 +64,6 @@ class OtherWeight:
 
 
 @dataclass(frozen=True)
-class FusedReport:
-    """A module that `fuse=True` looked at."""
-
-    fqn: str
-
-    module: str
-    """Its class."""
-
-    reason: str | None
-    """The reason why it is not fused; None: it is."""
-
-
-@dataclass(frozen=True)
 class ConversionReport:
     """All linear layers of a model, converted or not. `str()` gives a readable table.
 
@@ -89,9 +75,6 @@ class ConversionReport:
     others: tuple[OtherWeight, ...] = ()
     """Stay in high precision. Told by their shape: two dims or more, each larger than one, in no
     embedding, norm or convolution, nor called a bias, an embedding, a token or a position."""
-
-    fused: tuple[FusedReport, ...] = ()
-    """The feed-forwards and norms that `fuse=True` fused, and those it left alone."""
 
     chosen_for: tuple[str, ...] = ()
     """For which GPU, and by what, layers were chosen: a sentence for each different conversion.
@@ -127,14 +110,13 @@ class ConversionReport:
 
         Keys: `share`; `chosen_for`, sentences; `layers`, with `fqn`, `in_features`, `out_features`,
         `scaling` and `skip_reason`, one of which is None; `others`, with `fqn`, `shape` and
-        `module`; `fused`, with `fqn`, `module` and `reason`; `experts`, as `layers`, and how many.
+        `module`; `experts`, as `layers`, and how many.
         """
         return {
             "share": self.share,
             "chosen_for": [*self.chosen_for],
             "layers": [asdict(layer) for layer in self.layers],
             "others": [{**asdict(other), "shape": [*other.shape]} for other in self.others],
-            "fused": [asdict(each) for each in self.fused],
             "experts": [asdict(each) for each in self.experts],
         }
 
@@ -153,9 +135,6 @@ class ConversionReport:
             if len(other.shape) > 2:
                 fate = f"not seen: of {other.module}; in float8 if that calls grouped_linear"
             rows.append((other.fqn, str([*other.shape]), fate))
-        for part in self.fused:
-            fate = "fused" if part.reason is None else f"not fused: {part.reason}"
-            rows.append((part.fqn, part.module, fate))
         if rows:
             rows = [("layer", "[out, in]", "what runs how"), *_numbers_joined(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
@@ -197,7 +176,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: `model` is no `nn.Module`.
     """
     require_module(model, "model")
-    layers, others, fused, experts = [], [], [], []
+    layers, others, experts = [], [], []
     chosen_for: dict[str, None] = {}  # in order, each once
     for fqn, module in model.named_modules():
         name = fqn or "(root)"
@@ -208,8 +187,6 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             continue
         if not (isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module)):
             others += _other_weights(fqn, module)
-            if was_looked_at(module):
-                fused.append(FusedReport(name, type(module).__name__, why_not_now(module)))
             continue
         scaling = reason = None
         if not isinstance(module, Float8Layer):
@@ -220,9 +197,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         else:
             scaling = _scaling(module.config)
         layers.append(LayerReport(name, *features(module), scaling, reason))
-    return ConversionReport(
-        tuple(layers), tuple(others), tuple(fused), tuple(chosen_for), tuple(experts)
-    )
+    return ConversionReport(tuple(layers), tuple(others), tuple(chosen_for), tuple(experts))
 
 
 def _scaling(config: Float8LinearConfig, all_e4m3: bool = False) -> str:

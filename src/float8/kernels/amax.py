@@ -76,9 +76,8 @@ def measuring(x: Slot, known_scale: Slot | None = None) -> tuple[Slot, Launch]:
     """
     n = math.prod(x.shape)
     # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
-    block, steps, rounds, programs = even_shares(
-        n, 16384 // x.dtype.itemsize, sm_count(x.device), steps=2, programs_per_sm=8
-    )
+    block = 16384 // x.dtype.itemsize
+    steps, rounds, programs = even_shares(n, block, sm_count(x.device))
     parts = new((programs,), torch.float32)
     constants = (block, steps, known_scale is not None)
     slots = (x, parts, known_scale)
@@ -101,18 +100,15 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def even_shares(
-    n: int, block: int, sms: int, *, steps: int = 4, programs_per_sm: int = 4
-) -> tuple[int, int, int, int]:
+def even_shares(n: int, block: int, sms: int) -> tuple[int, int, int]:
     """Share ``n`` elements among as many programs as run at once, or few times as many.
 
-    Returns (block, steps, rounds, programs): each program reads ``steps * rounds`` blocks.
+    Returns (steps, rounds, programs): each program reads ``steps * rounds`` blocks.
     """
     blocks = -(-n // block)
-    if blocks < 8 * sms:
-        steps = 1
-    rounds = -(-blocks // (steps * programs_per_sm * sms))
-    return block, steps, rounds, -(-blocks // (steps * rounds))
+    steps = 1 if blocks < 8 * sms else 2
+    rounds = -(-blocks // (steps * 8 * sms))
+    return steps, rounds, -(-blocks // (steps * rounds))
 
 
 # The magnitude bits of a float compare as integers as the float does, and NaN above Inf. So an

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.kernels.amax import amax_reference, is_dense, measuring
 from float8.kernels.cast_kernel import casting, layouts
 from float8.kernels.checks import check_high_precision, describe
@@ -102,11 +102,10 @@ def cast_delayed(
 def check_cast(
     op: str,
     x: Tensor,
-    dtype: torch.dtype = E4M3,
-    row: bool = True,
-    col: bool = True,
-    scalars: Mapping[str, Tensor | None] | None = None,
-    alike: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    scalars: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what a cast cannot take.
 
@@ -116,8 +115,7 @@ def check_cast(
         dtype: must be a float8 format.
         row: whether row data is asked for; one of both must be.
         col: whether column data is.
-        scalars: each a scale or an amax of all of ``x``, or None; by their names.
-        alike: must have shape, dtype and device of ``x``, which then must not be empty.
+        scalars: each a scale or an amax of all of ``x``; by their names.
     """
     if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
         check_high_precision(op, x)
@@ -133,8 +131,6 @@ def check_cast(
     if not (row or col):
         raise ValueError(f"{op}: got row=False, col=False; expected at least one of them True.")
     for name, scalar in scalars.items() if scalars else ():
-        if scalar is None:
-            continue
         if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32:
             raise TypeError(
                 f"{op}: {name} is {describe(scalar)}; expected a float32 tensor with one element. "
@@ -149,16 +145,6 @@ def check_cast(
             raise ValueError(
                 f"{op}: {name} is on {scalar.device} and x on {x.device}; expected one device. "
                 f"Move it: {name}.to(x.device)."
-            )
-    if not alike:
-        return
-    if x.numel() == 0:
-        raise ValueError(f"{op}: x is {describe(x)}; expected [R, C], not empty")
-    for name, other in alike.items():
-        if (other.shape, other.dtype, other.device) != (x.shape, x.dtype, x.device):
-            raise ValueError(
-                f"{op}: {name} is {describe(other)} and x {describe(x)}; expected the same shape, "
-                f"dtype and device"
             )
 
 
@@ -269,24 +255,7 @@ def cast_delayed_reference(
     return used, out[0] if row else absent, out[-1] if col else absent
 
 
-def rows_reference(
-    x: Tensor,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    power_of_2: bool,
-    record: bool,
-) -> tuple[Tensor, Tensor]:
-    """Cast the float32 product of a fused cast's twin: the scale used, row data."""
-    if scale is None or amax is None:
-        used, row = cast_reference(x, None, dtype, True, False, power_of_2=power_of_2)
-    else:
-        flags = (True, False, False, power_of_2, record)
-        used, row, _ = cast_delayed_reference(x, scale, amax, dtype, *flags)
-    return used, row
-
-
-def cast_fake(
+def _cast_fake(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, row: bool, col: bool, *pads: Any
 ) -> list[Tensor]:
     """Uninitialised results of `cast_reference`."""
@@ -370,7 +339,7 @@ def _measured_program(x: Slot, record: bool | None, *wanted: Any) -> Callable[..
     return Program([x, *history], results, [measure, *launches], anywhere=2 * delayed)
 
 
-register("cast", cast_reference, triton=_cast_triton, fake=cast_fake)
+register("cast", cast_reference, triton=_cast_triton, fake=_cast_fake)
 register(
     "cast_delayed",
     cast_delayed_reference,

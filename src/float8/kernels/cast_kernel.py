@@ -1,22 +1,15 @@
-"""The kernel of casts under one scale: what is cast, and where the scale comes from.
-
-It serves `cast` and `cast_delayed`, and the fused casts of SwiGLU and RMSNorm.
-"""
+"""The kernel of casts under one scale, that of `cast` and `cast_delayed`."""
 
 import torch
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import GEMM_ALIGNMENT
 from float8.kernels import quads
-from float8.kernels.numeric import scale_of_amax, to_float32
+from float8.kernels.numeric import scale_of_amax
 from float8.kernels.runtime.device import has_float8_conversion
 from float8.kernels.runtime.launch import Launch, Slot, new
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import ALONG_AND_ACROSS, load, tile_at, tile_of_program, tiled
-
-# What is cast: x itself, silu(x) * y, x * rstd * weight, or x in bfloat16. In the second and third
-# case it is contiguous.
-_PLAIN, _SWIGLU, _RMS_NORM, _ROUNDED = 0, 1, 2, 3
+from float8.kernels.tiles import ALONG_AND_ACROSS, tile_at, tile_of_program, tiled
 
 # Where the kernel takes the scale from: it is given; measured, from amaxes to be joined; or from
 # the history, and measured only where that knows none.
@@ -82,14 +75,11 @@ def casting(
     parts: Slot | None = None,
     amax: Slot | None = None,
     rounded: bool = False,
-    y: Slot | None = None,
-    rstd: Slot | None = None,
-    weight: Slot | None = None,
 ) -> tuple[list[Slot | None], list[Launch]]:
     """Plan the results and launches that cast ``x`` [R, C]; no launch if that is empty.
 
     Args:
-        x: what is cast, of any strides; with ``y`` or ``rstd`` contiguous.
+        x: what is cast, of any strides.
         dtype: the float8 format.
         row: whether row data is the second result, or None.
         col: whether column data is the third.
@@ -100,27 +90,22 @@ def casting(
             None.
         amax: is raised to the amax of what is cast.
         rounded: whether ``x`` is rounded to bfloat16 first; without ``amax``.
-        y: [R, C], as ``x``: silu(x) * y is cast.
-        rstd: [R]: x * rstd * weight is cast.
-        weight: [C], with ``rstd``.
     """
     R, C = x.shape
-    # Strides of what is contiguous may be any where a dim has one element.
-    strides = x.strides if y is None and rstd is None else (C, 1)
-    stride_r, stride_c = strides
+    stride_r, stride_c = x.strides
     used = None if parts is None else new((), torch.float32)
     along, _, across, _ = layouts(x.shape, dtype, row, col, pad_rows)
     results = [used, along, across]
     if R * C == 0:
         return results, []
     makes, makes_across = outputs(row, col, pad_rows)
-    if not reads_along_rows(strides):  # the kernel reads x.t()
+    if not reads_along_rows(x.strides):  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         along, across, makes, makes_across = across, along, makes_across, makes
     source = GIVEN if parts is None else MEASURED if scale is None else HISTORY
     joined = 0 if parts is None else parts.shape[0]
     constants = (
-        _RMS_NORM if rstd is not None else _SWIGLU if y is not None else _ROUNDED * rounded,
+        rounded,
         makes,
         makes_across,
         mantissa(dtype),
@@ -130,7 +115,7 @@ def casting(
         amax is not None,
         has_float8_conversion(x.device),
     )
-    slots = (x, y, rstd, weight, along, across, scale, parts, used, amax)
+    slots = (x, along, across, scale, parts, used, amax)
     integers = (R, C, stride_r, stride_c, joined)
     tiles = ALONG_ALONE if across is None else ALONG_AND_ACROSS
     return results, [tiled(_cast_kernel, tiles, x.device, slots, integers, constants)]
@@ -155,9 +140,6 @@ def power_of_2_above(parts: int) -> int:
 @jit(do_not_specialize_on_alignment=["scale_ptr", "parts_ptr", "scale_out_ptr", "amax_ptr"])
 def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
-    y_ptr,  # [R, C], as x: the factor of silu(x) if SWIGLU
-    rstd_ptr,  # [R], if RMS_NORM
-    weight_ptr,  # [C], if RMS_NORM
     along_ptr,  # contiguous along C, at least [R, C]
     across_ptr,  # contiguous along R, at least [C, R]
     scale_ptr,
@@ -169,7 +151,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     stride_r,
     stride_c,
     parts,
-    PRODUCER: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ALONG: tl.constexpr,
     ACROSS: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -190,20 +172,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     inside = quads.inside_of(quad, c, R, C)
     x = quads.load_rows(x_ptr + c * stride_c, quad, stride_r, inside, EVEN)
     v = quads.to_float32s(x, HARDWARE)
-    if PRODUCER == 1:
-        y = quads.to_float32s(
-            quads.load_rows(y_ptr + c * stride_c, quad, stride_r, inside, EVEN), HARDWARE
-        )
-        v = swiglu(v[0], y[0]), swiglu(v[1], y[1]), swiglu(v[2], y[2]), swiglu(v[3], y[3])
-    elif PRODUCER == 2:
-        weight = to_float32(load(weight_ptr + c, c < C, EVEN), HARDWARE)
-        r0, r1, r2, r3 = quads.rows_of(quad)
-        v0 = v[0] * load(rstd_ptr + r0, r0 < R, EVEN) * weight
-        v1 = v[1] * load(rstd_ptr + r1, r1 < R, EVEN) * weight
-        v2 = v[2] * load(rstd_ptr + r2, r2 < R, EVEN) * weight
-        v3 = v[3] * load(rstd_ptr + r3, r3 < R, EVEN) * weight
-        v = v0, v1, v2, v3
-    elif PRODUCER == 3:
+    if ROUNDED:
         v = quads.in_bfloat16(v, HARDWARE)
 
     scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2)
@@ -211,10 +180,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         if tl.program_id(0) == 0:
             tl.store(scale_out_ptr, scale)
     if RECORD:
-        if PRODUCER == 0:  # in 16 bits, not in 32
-            quads.record_amax(amax_ptr, x)
-        else:
-            quads.record_amax(amax_ptr, v)
+        quads.record_amax(amax_ptr, x)  # of x, which has 16 bits, not of v, which has 32
 
     v = quads.scaled(v, inside, tl.div_rn(1.0, scale), EVEN)
     if ALONG != 0:
@@ -223,12 +189,6 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     if ACROSS != 0:
         rows = C if ACROSS == 1 else Cp
         quads.store_across(across_ptr, v, quad, c, rows, Rp, MANTISSA, HARDWARE, EVEN)
-
-
-@jit
-def swiglu(gate, up):  # type: ignore[no-untyped-def]
-    """Return ``silu(gate) * up``, float32."""
-    return gate * tl.sigmoid(gate) * up
 
 
 @jit

@@ -36,10 +36,6 @@ class DelayedScale(NamedTuple):
         return self._replace(amax=fresh)
 
 
-NO_STATE = (None, None)
-"""Two Nones, in the place of a `DelayedScale` where there is none."""
-
-
 def next_history_and_scale(
     amax: Tensor,
     history: Tensor,

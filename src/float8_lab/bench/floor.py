@@ -87,10 +87,7 @@ class Read(NamedTuple):
 
 
 def linear_inputs(step: Step) -> dict[str, Read]:
-    """Run forward in eager mode, and return what each linear layer reads, by its name.
-
-    The step is that of bf16: modules that are fused do not call their layers.
-    """
+    """Run forward in eager mode, and return what each linear layer reads, by its name."""
     inputs: dict[str, Tensor] = {}
     hooks = [
         layer.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))

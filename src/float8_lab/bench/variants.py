@@ -115,8 +115,8 @@ def many_compilations() -> Any:
 def recipe_config(recipe: str) -> Float8LinearConfig:
     """Return the configuration of a recipe with switches behind a `+`, as in `delayed+held`.
 
-    Switches are bool fields of `Float8LinearConfig`, `fast_accum` for all three GEMMs, `held` and
-    `only` for `float8_weights`, and `fuse`, which only the conversion reads.
+    Switches are bool fields of `Float8LinearConfig`, `fast_accum` for all three GEMMs, and `held`
+    and `only` for `float8_weights`.
     """
     name, *switches = recipe.split("+")
     config = Float8LinearConfig.from_recipe_name(name)
@@ -129,7 +129,7 @@ def recipe_config(recipe: str) -> Float8LinearConfig:
     del known["enable_fsdp_float8_all_gather"]  # `bench fsdp` has a variant of its own for it
     known["fast_accum"] = {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
     kinds = Float8Weights.HELD, Float8Weights.ONLY
-    known |= {"fuse": {}, **{each.value: {"float8_weights": each} for each in kinds}}
+    known |= {each.value: {"float8_weights": each} for each in kinds}
     for switch in switches:
         if switch not in known:
             got = f"recipe: got {recipe!r} with the switch {switch!r}"
@@ -148,7 +148,6 @@ def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:
         config=config,
         module_filter_fn=all_linears if all_layers else None,
         cuda_graphs=mode == GRAPHED and not all_layers,
-        fuse="fuse" in recipe.split("+"),
     )
     return Variant(recipe, mode, convert, config=config, gather=gather)
 

@@ -112,7 +112,7 @@ class Compared:
         typer.Option(
             help="Several: with commas. Behind a +: switches of Float8LinearConfig, as in "
             "tensorwise+round_scales_to_power_of_2; fast_accum for all GEMMs; held and only for "
-            "float8_weights; fuse for fuse=True.",
+            "float8_weights.",
             show_default="tensorwise,delayed",
             callback=split,
         ),

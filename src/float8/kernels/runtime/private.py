@@ -66,20 +66,3 @@ def goes_on_without_inputs(ddp: Any) -> bool:
     """
     join = None if PLAIN_LAUNCH else getattr(ddp, "_join_config", None)
     return join is not None and join.enable and not join.throw_on_early_termination
-
-
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
-
-
-def has_global_module_hooks() -> bool:
-    """Whether hooks wait for calls of all modules (`register_module_forward_hook` and the like).
-
-    There is no public way to ask. Where torch keeps them elsewhere, they are not seen: fused
-    functions then do not call them.
-    """
-    return any(map(vars(torch.nn.modules.module).get, _GLOBAL_HOOKS))
