@@ -1,5 +1,7 @@
 """The door for grouped GEMMs: one product for each group of rows, as the tokens of experts are."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,7 @@ def grouped_matmul(
     *,
     gemm: Gemm,
     out_dtype: torch.dtype,
+    tokens: int = -1,
 ) -> Tensor:
     """Multiply each group by a matrix of its own, or the groups of two tensors with each other.
 
@@ -33,6 +36,8 @@ def grouped_matmul(
             those of column data of `cast_groups` are.
         gemm: how; CPUs always multiply as `emulate` does. Its granularities are not read.
         out_dtype: float32, bfloat16 or float16.
+        tokens: how many lie in groups of what is contracted, without the gaps between them; read
+            by `FlopCounterMode` alone.
 
     Returns:
         [R, N]: of each group `a @ b[e].T`, and zeros in rows of no group.
@@ -50,7 +55,7 @@ def grouped_matmul(
             f"high precision on the dequantised values"
         )
     return GROUPED_GEMM(  # type: ignore[no-any-return]
-        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype
+        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens
     )
 
 
@@ -76,4 +81,8 @@ def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty((ends.shape[0], a.shape[1], b.shape[1]))
 
 
-register("grouped_outer", _outer, triton=_outer, fake=_outer_fake)
+def _outer_flops(a: Any, b: Any, *_: Any, out_shape: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]  # type: ignore[no-any-return]
+
+
+register("grouped_outer", _outer, triton=_outer, fake=_outer_fake, flops=_outer_flops)
