@@ -389,6 +389,7 @@ def test_indices_that_say_nothing_and_files_that_say_it_twice(tmp_path: Path) ->
         ('{"weight_map": {"a": "b", "a": "c"}}', "got 'a' twice"),
         ("[]", "got a list, expected an object"),
         ("{", "expected an object"),
+        ("[" * 100_000, "expected an object"),
     ):
         index.write_text(text)
         with pytest.raises(ValueError, match=match):

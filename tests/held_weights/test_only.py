@@ -154,6 +154,10 @@ def test_what_is_converted_in_inference_mode_trains() -> None:
         with torch.inference_mode():
             convert_to_high_precision(model)
         model(seeded(0, 16, 32).requires_grad_()).sum().backward()
+    model, state = model_of(tensorwise()), FeedForward(32, 48).state_dict()
+    with torch.inference_mode():
+        model.load_state_dict(state, assign=True)
+    model(seeded(0, 16, 32).requires_grad_()).sum().backward()
 
 
 def test_adapters_train_as_on_a_base_cast_on_the_fly() -> None:

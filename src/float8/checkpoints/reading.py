@@ -186,7 +186,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes(), object_pairs_hook=each_once)
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: got {error}, expected an object of JSON with each name once; fetch it again"
         ) from error

@@ -100,7 +100,7 @@ class Float8Layer(StatefulLayer):
         self.set_up(config)
         self.drop_master()
 
-    @torch.inference_mode(False)  # else it could not be saved for a backward, as what follows
+    @torch.inference_mode(False)  # else it could not be saved for a backward
     def set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration, with state made anew; call `drop_master` next."""
         self._drop_state()
@@ -108,7 +108,6 @@ class Float8Layer(StatefulLayer):
         self.held, self.agreed = (), frozenset()
         self._register_buffers()
 
-    @torch.inference_mode(False)
     def drop_master(self) -> None:
         """Cast a weight that is to be in float8 only, which takes the place of the Parameter."""
         if self.keeps_no_master:
