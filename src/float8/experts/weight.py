@@ -148,16 +148,12 @@ def _held_grouped_matmul_fake(a: Tensor, a_scale: Tensor, data: Tensor, *rest: A
     return a.new_empty((a.shape[0], data.shape[1]), dtype=rest[-1])
 
 
-def _flops(a: Any, a_scale: Any, data: Any, *_: Any, out_shape: Any) -> int:
-    return 2 * a[0] * a[1] * data[1]  # type: ignore[no-any-return]
-
-
 register(
     "held_grouped_matmul",
     held_grouped_matmul,
     triton=held_grouped_matmul,
     fake=_held_grouped_matmul_fake,
-    flops=_flops,
+    flops=lambda a, a_scale, data, *_, **__: 2 * a[0] * a[1] * data[1],
 )
 
 HELD_GROUPED_GEMM = torch.ops.float8.held_grouped_matmul.default

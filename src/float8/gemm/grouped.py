@@ -1,7 +1,5 @@
 """The door for grouped GEMMs: one product for each group of rows, as the tokens of experts are."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +18,7 @@ def grouped_matmul(
     *,
     gemm: Gemm,
     out_dtype: torch.dtype,
-    tokens: int = -1,
+    tokens: int | None = None,
 ) -> Tensor:
     """Multiply each group by a matrix of its own, or the groups of two tensors with each other.
 
@@ -81,8 +79,10 @@ def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty((ends.shape[0], a.shape[1], b.shape[1]))
 
 
-def _outer_flops(a: Any, b: Any, *_: Any, out_shape: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]  # type: ignore[no-any-return]
-
-
-register("grouped_outer", _outer, triton=_outer, fake=_outer_fake, flops=_outer_flops)
+register(
+    "grouped_outer",
+    _outer,
+    triton=_outer,
+    fake=_outer_fake,
+    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
+)

@@ -1,7 +1,7 @@
 """The one door for GEMMs: two operands in float8, multiplied and scaled."""
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,11 @@ _BY_BLOCKS: dict[Granularity, Recipe] = {
 GEMM_OPS = (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default)
 """Ops that `matmul` calls, unless it emulates."""
 
-
-def _flops(a: Any, b: Any, *_: Any, out_shape: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]  # type: ignore[no-any-return]
-
-
 # Of the two, torch counts the first one's alone; a later torch may count both.
 with contextlib.suppress(RuntimeError):
-    register_flop_formula(torch.ops.aten._scaled_mm_v2)(_flops)
+    register_flop_formula(torch.ops.aten._scaled_mm_v2)(
+        lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
+    )
 
 
 class Gemm(NamedTuple):

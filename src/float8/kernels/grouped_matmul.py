@@ -30,7 +30,7 @@ def grouped_matmul_reference(
     emulate: bool,
     use_fast_accum: bool,
     out_dtype: torch.dtype,
-    tokens: int = -1,
+    tokens: int | None = None,
 ) -> Tensor:
     """Multiply group by group in float32: the plain twin of `gemm.grouped.grouped_matmul`."""
     how = emulate, use_fast_accum, out_dtype
@@ -59,23 +59,13 @@ def grouped_matmul_fake(
     return a.new_empty(shape, dtype=how[2])
 
 
-def _flops(
-    a: Any,
-    a_scale: Any,
-    b: Any,
-    b_scale: Any,
-    ends: Any,
-    emulate: bool,
-    use_fast_accum: bool,
-    out_dtype: torch.dtype,
-    tokens: int = -1,
-    **_: Any,
-) -> int:
+def _flops(a: Any, _: Any, b: Any, *rest: Any, **__: Any) -> Any:
     """Count those of all tokens: which of them are in no group only the device knows."""
     if len(b) == 3:
-        return 2 * a[0] * a[1] * b[1]  # type: ignore[no-any-return]
-    # Where they are contracted, groups lie with gaps, which are not counted if that is known.
-    return 2 * (a[1] if tokens < 0 else tokens) * a[0] * b[0]  # type: ignore[no-any-return]
+        return 2 * a[0] * a[1] * b[1]
+    # Groups that are contracted lie with gaps: there are fewer tokens than columns.
+    tokens = rest[5] if len(rest) > 5 else a[1]
+    return 2 * tokens * a[0] * b[0]
 
 
 # ---------------------------------------------------------------- Triton

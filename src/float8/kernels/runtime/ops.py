@@ -47,7 +47,7 @@ def register(
     triton: Callable[..., Any],
     fake: Callable[..., Any],
     writes: tuple[str, ...] = (),
-    flops: Callable[..., int] | None = None,
+    flops: Callable[..., Any] | None = None,
 ) -> None:
     """Define an op.
 
