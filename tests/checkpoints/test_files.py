@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,8 @@ def rewritten(folder: Path, **changes: Any) -> None:
 
 
 SCALE, WEIGHT = "ffn.w1.weight_scale_inv", "ffn.w1.weight"
+GROUPS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": ["x"]}}}
+LIST = {"config_groups": ["x"]}
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "no scale": ("expected a scale for it", {"tensors": lambda t: t.pop(SCALE)}),
     "block size": ("weight_block_size", {"config": lambda c: c.update(weight_block_size=[64, 64])}),
@@ -316,6 +319,17 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in one": (
         r"got float8 of shape \(2, 150, 200\), expected two dims",
         {"tensors": lambda t: t.update({WEIGHT: t[WEIGHT].view(2, 150, 200)})},
+    ),
+    "one number": ("weight_block_size", {"config": lambda c: c.update(weight_block_size=128)}),
+    "a list of groups": ("expected one group", {"config": lambda c: c.update(GROUPS | LIST)}),
+    "a group of lists": (r"weights\['type'\]", {"config": lambda c: c.update(GROUPS)}),
+    "integers": (
+        "expected numbers like torch.bfloat16",
+        {"tensors": lambda t: t.update({"ffn.w2.bias": torch.ones(200, dtype=torch.int8)})},
+    ),
+    "two values of one tensor": (
+        "got other values than those of 'embed.weight'",
+        {"tensors": lambda t: t.update({"lm_head.weight": t["embed.weight"] + 1})},
     ),
     "method": ("quant_method 'gptq'", {"config": lambda c: c.update(quant_method="gptq")}),
     "missing": ("got nothing for 1 Parameter", {"tensors": lambda t: t.pop("ffn.w2.bias")}),
@@ -351,12 +365,34 @@ def test_cut_and_missing_shards(tmp_path: Path) -> None:
         load_float8_checkpoint(built(), tmp_path)
 
 
+def test_one_tensor_under_two_names(tmp_path: Path) -> None:
+    """Many save tied weights twice: the same values are read, whatever their dtypes."""
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    rewritten(tmp_path, tensors=lambda t: t.update({"lm_head.weight": t["embed.weight"].float()}))
+    model = load_float8_checkpoint(built(seed=1), tmp_path)
+    assert model.lm_head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, built().embed.weight)
+
+
 def test_indices_that_say_nothing_and_files_that_say_it_twice(tmp_path: Path) -> None:
     save_float8_checkpoint(built("blockwise"), tmp_path)
     index, (path,) = tmp_path / "model.safetensors.index.json", tmp_path.glob("*.safetensors")
-    for text in ("{}", '{"weight_map": {}}'):
+    outside = tmp_path.parent / path.name
+    outside.write_bytes(path.read_bytes())  # which would be read
+    for text, match in (
+        ("{}", "got no weight_map"),
+        ('{"weight_map": {}}', "got no weight_map"),
+        ('{"weight_map": ["a"]}', "got no weight_map"),
+        ('{"weight_map": {"a": null}}', "got None as the file of 'a'"),
+        (json.dumps({"weight_map": {"a": f"../{path.name}"}}), "expected one in this folder"),
+        (json.dumps({"weight_map": {"a": str(outside)}}), "expected one in this folder"),
+        ('{"weight_map": {"a": "b", "a": "c"}}', "got 'a' twice"),
+        ("[]", "got a list, expected an object"),
+        ("{", "expected an object"),
+        ("[" * 100_000, "expected an object"),
+    ):
         index.write_text(text)
-        with pytest.raises(ValueError, match="got no weight_map"):
+        with pytest.raises(ValueError, match=match):
             read_float8_checkpoint(tmp_path)
     index.unlink()
     (tmp_path / "other.safetensors").write_bytes(path.read_bytes())
@@ -364,8 +400,40 @@ def test_indices_that_say_nothing_and_files_that_say_it_twice(tmp_path: Path) ->
         read_float8_checkpoint(tmp_path)
 
 
+def test_shards_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    index, (path,) = tmp_path / "model.safetensors.index.json", tmp_path.glob("*.safetensors")
+    (tmp_path / "shards").mkdir()
+    path.rename(tmp_path / "shards" / path.name)
+    index.write_text(index.read_text().replace(path.name, f"shards/{path.name}"))
+    model = load_float8_checkpoint(built(seed=1), tmp_path)
+    assert torch.equal(model.embed.weight, built().embed.weight)
+
+
+@pytest.mark.parametrize("config", [None, only("blockwise")], ids=["masters", "bytes"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_loaded_in_inference_mode_trains(config: Any, device: str, tmp_path: Path) -> None:
+    """As what was there before; and inference tensors are written outside of that mode."""
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    with torch.device(device):
+        model = built(config)
+    with torch.inference_mode():
+        model.register_buffer("passing", torch.ones(2), persistent=False)
+        load_float8_checkpoint(model, tmp_path)
+        assert torch.is_inference_mode_enabled()
+    assert not any(x.is_inference() for x in (*model.parameters(), model.steps))
+    x = seeded(0, 16, 200).bfloat16().requires_grad_()
+    model.ffn(x).sum().backward()
+    assert x.grad.isfinite().all()
+    with torch.inference_mode():
+        model = Model().bfloat16()
+    load_float8_checkpoint(model, tmp_path)
+    assert torch.equal(model.embed.weight, built().embed.weight)
+
+
 def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
     save_float8_checkpoint(built("blockwise"), tmp_path)
+    load = partial(load_float8_checkpoint, built(), tmp_path)
     with pytest.raises(ValueError, match="convert it by the recipe for this checkpoint"):
         load_float8_checkpoint(built(only("tensorwise")), tmp_path)
     with pytest.raises(ValueError, match="without a Float8Linear"):
@@ -375,6 +443,12 @@ def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
             dict(float8_weights(built("rowwise"), format, strategy=strategy))
     with pytest.raises(TypeError, match=r"dtype: got torch\.int8"):
         dict(float8_weights(built("rowwise"), dtype=torch.int8))
+    with pytest.raises(TypeError, match=r"dtype: got torch\.int8"):
+        read_float8_checkpoint(tmp_path, dtype=torch.int8)
+    for device in ("nowhere", "cuda:77", -7):
+        for read in (partial(read_float8_checkpoint, tmp_path), load):
+            with pytest.raises(ValueError, match=r"device: got .*, expected one that is here"):
+                read(device=device)
 
 
 def test_layers_in_high_precision_are_listed() -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in float8 of models that ranks share: written from parts, read into parts."""
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,38 @@ def test_masters_of_fsdp_come_from_a_file(of: Any, tmp_path: Path) -> None:
             x = seeded(1, 16, SIZES[0], dtype=dtype, device=here())
             y = convert(alone, of[2], gathers)(x)
             assert torch.equal(model(x), y)
+
+
+@on("either")
+def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
+    """At once, with its reason, before anything is changed; ranks that share nothing are alone."""
+    save_float8_checkpoint(convert(plain(256, 128), "blockwise"), tmp_path)
+    dist.barrier()
+    mine = tmp_path / f"of rank {dist.get_rank()}"
+    shutil.copytree(tmp_path, mine, ignore=shutil.ignore_patterns("of rank*"))
+    (shard_file,) = mine.glob("*.safetensors")
+    model, alone = shard(plain(256, 128, seed=1)), plain(256, 128, seed=1)
+    before = whole(model[0].weight).clone()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for folder, device, kind, match in (
+        (3 if last else mine, None, TypeError, "not int"),
+        (mine, "nowhere" if last else None, ValueError, "device: got 'nowhere'"),
+        (tmp_path / "none" if last else mine, None, FileNotFoundError, "config.json"),
+    ):
+        with pytest.raises(kind, match=match) as caught:
+            load_float8_checkpoint(model, folder, device=device)
+        assert ("rank 1" in str(caught.value)) is not last
+    if last:
+        shard_file.write_bytes(shard_file.read_bytes()[:-10])
+        with pytest.raises(ValueError, match="cut or damaged"):
+            load_float8_checkpoint(alone, mine)
+    else:
+        load_float8_checkpoint(alone, mine)
+    with pytest.raises(ValueError, match="cut or damaged"):
+        load_float8_checkpoint(model, mine)
+    assert torch.equal(whole(model[0].weight), before)
+    load_float8_checkpoint(model, tmp_path)
+    assert not torch.equal(whole(model[0].weight), before)
 
 
 class Adapted(nn.Module):

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import importlib
 import pickle
 from collections.abc import Callable
 
@@ -95,6 +97,66 @@ def test_compiled(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model_of(tensorwise()), backend=backend, fullgraph=True)
     assert_same(model_of(tensorwise(), ON_THE_FLY), compiled)
+
+
+def bytes_alive() -> int:
+    """Of all tensors of the process that are as large as a row of a weight, or larger."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(size for size in storages.values() if size >= 64)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_no_more_than_one_layer_is_in_memory_twice(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As layers lose their masters, take another configuration, and get masters again."""
+    n, seen, module = 8, list[int](), importlib.import_module("float8.linear.module")
+    model = nn.Sequential(*(nn.Linear(128, 128, False, dtype=torch.bfloat16) for _ in range(n)))
+    model.requires_grad_(False)
+    layer, others = 128 * 128 * 2, bytes_alive() - n * 128 * 128 * 2
+
+    def watched(name: str) -> None:
+        fn = getattr(module, name)
+
+        def watch(*args: object) -> Tensor:
+            made: Tensor = fn(*args)
+            seen.append(bytes_alive() - others)
+            return made
+
+        monkeypatch.setattr(module, name, watch)
+
+    watched("in_float8_only")
+    watched("dequantise")
+
+    def peak(change: Callable[..., nn.Module], *args: str | None) -> float:
+        seen.clear()
+        more = {"config": with_weights(of_recipe(args[0]), ONLY)} if args else {}
+        change(model, **more, **({"module_filter_fn": all_linears} if args else {}))
+        return max(seen) / layer
+
+    assert n < peak(convert_to_float8_training, recipe) < n + 0.6
+    assert n / 2 < peak(convert_to_float8_training, "rowwise") < n / 2 + 2
+    assert n < peak(convert_to_high_precision) < n + 0.6
+
+
+def test_what_is_converted_in_inference_mode_trains() -> None:
+    """There and back: what adapters read is no inference tensor."""
+    for config in (tensorwise(), dataclasses.replace(delayed(), cast_config_weight=CastConfig())):
+        with torch.inference_mode(False):
+            model = nn.Sequential(Adapted())
+        with torch.inference_mode():
+            convert_to_float8_training(model, config=with_weights(config, ONLY))
+        model(x := seeded(0, 16, 32).requires_grad_()).sum().backward()
+        assert x.grad.isfinite().all()
+        with torch.inference_mode():
+            convert_to_high_precision(model)
+        model(seeded(0, 16, 32).requires_grad_()).sum().backward()
+    model, state = model_of(tensorwise()), FeedForward(32, 48).state_dict()
+    with torch.inference_mode():
+        model.load_state_dict(state, assign=True)
+    model(seeded(0, 16, 32).requires_grad_()).sum().backward()
 
 
 def test_adapters_train_as_on_a_base_cast_on_the_fly() -> None:

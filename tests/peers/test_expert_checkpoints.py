@@ -266,3 +266,21 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
             load_float8_checkpoint(other, folder)
             for mine, theirs in zip(other.parameters(), alone.parameters(), strict=True):
                 assert torch.equal(whole(mine), theirs)
+
+
+def test_experts_given_twice(tmp_path: Path) -> None:
+    """Joined and one by one, of which the last would win; in inference mode they are read, too."""
+    save_float8_checkpoint(converted(built()), tmp_path, CHANNELS[0])
+    with torch.device("meta"):
+        model = built(seed=1)
+    with torch.inference_mode():
+        load_float8_checkpoint(model, tmp_path)
+    assert not any(x.is_inference() for x in model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    (path,), name = tmp_path.glob("*.safetensors"), "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = safetensors.load_file(path) | {name: torch.zeros_like(before[name])}
+    safetensors.save_file(tensors, path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="got these experts joined and one by one"):
+        load_float8_checkpoint(model, tmp_path)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())

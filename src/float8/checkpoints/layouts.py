@@ -126,7 +126,7 @@ def layout_of(config: Any) -> Layout:
 
 def _fine_grained(config: dict[str, Any]) -> Layout:
     blocks = config.get("weight_block_size")
-    blocks = blocks if blocks is None else (*blocks,)
+    blocks = (*blocks,) if isinstance(blocks, list | tuple) else blocks
     for name, value, wanted in (
         ("weight_block_size", blocks, [(128, 128), None]),
         ("scale_fmt", config.get("scale_fmt", "float"), ["float", None]),
@@ -138,14 +138,16 @@ def _fine_grained(config: dict[str, Any]) -> Layout:
 
 
 def _compressed(config: dict[str, Any]) -> Layout:
-    groups = [*(config.get("config_groups") or {}).values()]
-    if len(groups) != 1:
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
         raise ValueError(
-            f"quantization_config['config_groups']: got {len(groups)} groups, expected one: all "
+            f"quantization_config['config_groups']: got {groups!r}, expected one group: all "
             f"weights in one layout; load it with transformers, dequantised, instead"
         )
-    group = groups[0] if isinstance(groups[0], dict) else {}  # else the name of a preset
-    of_weights = group.get("weights") or {}
+    (group,) = groups.values()
+    group = group if isinstance(group, dict) else {}  # else the name of a preset
+    of_weights = group.get("weights")
+    of_weights = of_weights if isinstance(of_weights, dict) else {}
     for name, value, wanted in (
         ("type", of_weights.get("type"), ["float"]),
         ("num_bits", of_weights.get("num_bits"), [8]),

@@ -99,6 +99,7 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
     return None
 
 
+@torch.inference_mode(False)  # else it could not be saved for a backward
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
     """Return a copy of a layer that is in float8 as an `nn.Linear`; bias and hooks are its own.
 

@@ -163,7 +163,7 @@ def convert_to_float8_training(
             if reasons[part] is None:
                 _require_changeable(part, fqn, config)
                 changes.linears[part] = Float8Linear.made_of(part, config)
-    # From here on the model changes, and nothing raises.
+    # From here on the model changes, and nothing raises but for want of memory.
     changes.make(config, values_dtype(module))
     leave_quantizers(module)
     enable_float8_all_gather(module)
@@ -190,8 +190,8 @@ swap_linear_with_float8_linear = convert_to_float8_training
 class _Changes(NamedTuple):
     """The changes that a conversion is going to make, found before it makes any."""
 
-    linears: dict[nn.Module, nn.Module]
-    """Linear layers, and what each becomes."""
+    linears: dict[nn.Module, Float8Layer]
+    """Linear layers, and what each becomes, with the weight that it has now."""
 
     loaded: dict[nn.Module, Float8LinearConfig]
     """Layers whose weights others loaded in float8."""
@@ -206,13 +206,17 @@ class _Changes(NamedTuple):
 
     def make(self, config: Float8LinearConfig, dtype: torch.dtype) -> None:
         """Give each its class and its config; `dtype`: of values that were loaded in float8."""
+        # One by one: the weight that was there is freed before another one is made.
         for linear, new in self.linears.items():
+            new.drop_master()
             become(linear, new)
-        for part, own in self.loaded.items():  # one by one: masters need memory
+        for part, own in self.loaded.items():
             become(part, Float8Linear.made_of(as_linear(part, own, dtype), own))
         disable_float8_all_gather(self.again)
         for layer in self.again:
             layer.set_up(config)
+            if isinstance(layer, Float8Layer):
+                layer.drop_master()
         for part in self.experts:
             convert_experts(part, config)
 

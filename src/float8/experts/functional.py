@@ -189,11 +189,12 @@ class GroupedCall(NamedTuple):
             w = row_data(Operand(kept.data, kept.scale))
         return grouped_matmul(a, w, offs, gemm=gemm, out_dtype=dtype)
 
-    def grad_weight(self, g: Operand, x: Operand, ends: Tensor) -> Tensor:
+    def grad_weight(self, g: Operand, x: Operand, ends: Tensor, tokens: int) -> Tensor:
         """Multiply column data [N, T] by column data [K, T]: `g.T @ x` [E, N, K]."""
         gemm, N, K = self.plan.grad_weight, self.out_features, self.in_features
         assert gemm is not None
-        return grouped_matmul(g, x, ends, gemm=gemm, out_dtype=self.weight_dtype)[:, :N, :K]
+        dtype = self.weight_dtype
+        return grouped_matmul(g, x, ends, gemm=gemm, out_dtype=dtype, tokens=tokens)[:, :N, :K]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -260,7 +261,8 @@ class _GroupedLinear(torch.autograd.Function):
             if not shared_col:
                 other = plan.casts.grad_output_for_grad_weight
                 g = _cast(grad_output, offs, other, row=False, col=True)
-            dw = call.grad_weight(g.col, Operand(saved_input, input_scale), ends)
+            x, tokens = Operand(saved_input, input_scale), grad_output.shape[0]
+            dw = call.grad_weight(g.col, x, ends, tokens)
         elif call.need_grad_weight:
             dw = grouped_outer(grad_output, saved_input, offs).to(call.weight_dtype)
         return dx, dw, None, None, None, None

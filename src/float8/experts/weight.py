@@ -155,6 +155,7 @@ register(
     held_grouped_matmul,
     triton=held_grouped_matmul,
     fake=_held_grouped_matmul_fake,
+    flops=lambda a, a_scale, data, *_, **__: 2 * a[0] * a[1] * data[1],
 )
 
 HELD_GROUPED_GEMM = torch.ops.float8.held_grouped_matmul.default

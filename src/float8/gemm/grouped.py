@@ -18,6 +18,7 @@ def grouped_matmul(
     *,
     gemm: Gemm,
     out_dtype: torch.dtype,
+    tokens: int | None = None,
 ) -> Tensor:
     """Multiply each group by a matrix of its own, or the groups of two tensors with each other.
 
@@ -33,6 +34,8 @@ def grouped_matmul(
             those of column data of `cast_groups` are.
         gemm: how; CPUs always multiply as `emulate` does. Its granularities are not read.
         out_dtype: float32, bfloat16 or float16.
+        tokens: how many lie in groups of what is contracted, without the gaps between them; read
+            by `FlopCounterMode` alone.
 
     Returns:
         [R, N]: of each group `a @ b[e].T`, and zeros in rows of no group.
@@ -50,7 +53,7 @@ def grouped_matmul(
             f"high precision on the dequantised values"
         )
     return GROUPED_GEMM(  # type: ignore[no-any-return]
-        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype
+        *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens
     )
 
 
@@ -76,4 +79,10 @@ def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty((ends.shape[0], a.shape[1], b.shape[1]))
 
 
-register("grouped_outer", _outer, triton=_outer, fake=_outer_fake)
+register(
+    "grouped_outer",
+    _outer,
+    triton=_outer,
+    fake=_outer_fake,
+    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
+)

@@ -1,10 +1,12 @@
 """The one door for GEMMs: two operands in float8, multiplied and scaled."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType as Recipe
+from torch.utils.flop_counter import register_flop_formula
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import lacks_float8_gemm
@@ -19,6 +21,12 @@ _BY_BLOCKS: dict[Granularity, Recipe] = {
 
 GEMM_OPS = (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default)
 """Ops that `matmul` calls, unless it emulates."""
+
+# Of the two, torch counts the first one's alone; a later torch may count both.
+with contextlib.suppress(RuntimeError):
+    register_flop_formula(torch.ops.aten._scaled_mm_v2)(
+        lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
+    )
 
 
 class Gemm(NamedTuple):

@@ -30,9 +30,11 @@ def grouped_matmul_reference(
     emulate: bool,
     use_fast_accum: bool,
     out_dtype: torch.dtype,
+    tokens: int | None = None,
 ) -> Tensor:
     """Multiply group by group in float32: the plain twin of `gemm.grouped.grouped_matmul`."""
-    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, out_dtype).zero_()
+    how = emulate, use_fast_accum, out_dtype
+    out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *how).zero_()
     begin = 0
     for group, end in enumerate(ends.tolist()):
         if b.dim() == 3:
@@ -54,7 +56,16 @@ def grouped_matmul_fake(
     """Allocate the result, uninitialised; sizes may be symbolic."""
     of_rows = b.dim() == 3
     shape = (a.shape[0], b.shape[1]) if of_rows else (ends.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=how[-1])
+    return a.new_empty(shape, dtype=how[2])
+
+
+def _flops(a: Any, _: Any, b: Any, *rest: Any, **__: Any) -> Any:
+    """Count those of all tokens: which of them are in no group only the device knows."""
+    if len(b) == 3:
+        return 2 * a[0] * a[1] * b[1]
+    # Groups that are contracted lie with gaps: there are fewer tokens than columns.
+    tokens = rest[5] if len(rest) > 5 else a[1]
+    return 2 * tokens * a[0] * b[0]
 
 
 # ---------------------------------------------------------------- Triton
@@ -65,7 +76,7 @@ _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
 def _grouped_matmul_triton(*given: Any) -> Tensor:
-    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, _ = given
+    a, a_scale, b, b_scale, ends, emulate, use_fast_accum, *_ = given
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
         return grouped_matmul_reference(*given)
     out = grouped_matmul_fake(*given)
@@ -212,6 +223,7 @@ register(
     grouped_matmul_reference,
     triton=_grouped_matmul_triton,
     fake=grouped_matmul_fake,
+    flops=_flops,
 )
 
 GROUPED_GEMM = torch.ops.float8.grouped_matmul.default

@@ -87,7 +87,13 @@ def _held_matmul_fake(a: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(rest[4:6], dtype=rest[-1])
 
 
-register("held_matmul", held_matmul, triton=held_matmul, fake=_held_matmul_fake)
+register(
+    "held_matmul",
+    held_matmul,
+    triton=held_matmul,
+    fake=_held_matmul_fake,
+    flops=lambda a, *rest, **_: 2 * rest[4] * rest[5] * a[1],
+)
 
 HELD_GEMM = torch.ops.float8.held_matmul.default
 """The GEMM of compiled code that reads what is held."""

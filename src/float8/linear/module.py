@@ -80,11 +80,13 @@ class Float8Layer(StatefulLayer):
         """
         config = as_config(config)
         require_supported(mod, config, linear_classes)
-        return cls.made_of(mod, config)
+        new = cls.made_of(mod, config)
+        new.drop_master()
+        return new
 
     @classmethod
     def made_of(cls, mod: nn.Module, config: Float8LinearConfig) -> "Float8Layer":
-        """Make a layer of `mod`, as `from_float`, without checks."""
+        """Make a layer of `mod`, as `from_float`, without checks; call `drop_master` next."""
         source = mod.source_class if isinstance(mod, Float8Layer) else type(mod)
         new: Float8Layer = shallow_copy(mod, class_of(_base(mod, cls), source))
         for name in new._passing & vars(new).keys():
@@ -97,17 +99,23 @@ class Float8Layer(StatefulLayer):
         config = as_config(config)
         require_supported(self, config)
         self.set_up(config)
+        self.drop_master()
 
+    @torch.inference_mode(False)  # else it could not be saved for a backward
     def set_up(self, config: Float8LinearConfig) -> None:
-        """Take this configuration, with state made anew."""
+        """Take this configuration, with state made anew; call `drop_master` next."""
         self._drop_state()
         self.config, self.plan, self.delayed = config, plan_linear(config), config.delayed_sites
         self.held, self.agreed = (), frozenset()
         self._register_buffers()
+
+    def drop_master(self) -> None:
+        """Cast a weight that is to be in float8 only, which takes the place of the Parameter."""
         if self.keeps_no_master:
             weight = in_float8_only(self.weight.detach(), self.plan.casts.weight)
             self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
+    @torch.inference_mode(False)
     def _drop_state(self) -> None:
         """Drop buffers, and dequantise a weight that is in float8 only."""
         for name in self._state():

@@ -10,6 +10,8 @@ from float8.quantize.quantize import Cast, quantize
 from float8.tensor import Float8Tensor
 
 
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
 def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
     """Return `weight` [N, K] as a tensor that has no high-precision values; itself if it is one."""
     if isinstance(weight, Float8Tensor):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from float8.kernels.runtime import private
 from float8.kernels.runtime.triton import HAS_TRITON
@@ -46,6 +47,7 @@ def register(
     triton: Callable[..., Any],
     fake: Callable[..., Any],
     writes: tuple[str, ...] = (),
+    flops: Callable[..., Any] | None = None,
 ) -> None:
     """Define an op.
 
@@ -55,6 +57,8 @@ def register(
         triton: its Triton code, which takes and returns the same.
         fake: makes uninitialised results.
         writes: which arguments are written.
+        flops: counts for `FlopCounterMode`, from the arguments, with shapes in place of tensors,
+            and `out_shape`; None: the op multiplies no matrices.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -75,6 +79,8 @@ def register(
         return fake(*args)
 
     torch.library.register_fake(f"float8::{name}", traced, lib=_library)
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.float8, name))(flops)
 
 
 _REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
