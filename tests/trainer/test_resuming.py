@@ -13,7 +13,7 @@ from float8.convert import ConversionReport
 from float8.convert.report import LayerReport
 from float8_lab.errors import CheckpointError, ConfigError, OutOfMemoryError, TrainingDivergedError
 from float8_lab.trainer import build, loop
-from float8_lab.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import train
@@ -132,16 +132,60 @@ def test_an_unfinished_one_is_not_seen_and_cleared(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [first, second]
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("rest", [None, 100])
-def test_damage_is_named(tmp_path: Path, name: str, rest: int | None) -> None:
-    path = save(tmp_path, 1)
-    if rest is None:
-        (path / name).unlink()
-    else:
-        (path / name).write_bytes((path / name).read_bytes()[:rest])
-    with pytest.raises(CheckpointError, match=r"go on from the checkpoint .*step_00000001: \S"):
-        load_checkpoint(path, tensors())
+def gone(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def flipped(file: Path) -> None:
+    data = file.read_bytes()
+    middle = len(data) // 2
+    file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+
+
+@pytest.mark.parametrize("damage", [gone, cut, flipped])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "checksums.json"])
+def test_damage_is_told_before_anything_is_loaded(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    damage: Callable[[Path], None],
+) -> None:
+    good, path, empty = save(tmp_path, 1), save(tmp_path, 2), tmp_path / "step_00000003"
+    empty.mkdir()
+    (good / "notes.txt").write_text("not of the checkpoint")
+    check_checkpoint(good)
+    damage(path / name)
+    if (name, damage) == ("checksums.json", gone):  # as of earlier trainers
+        with pytest.warns(UserWarning, match=r"step_00000002 has no checksums.json"):
+            check_checkpoint(path)
+        cut(path / ".metadata")
+    for damaged in (path, empty):
+        with pytest.raises(CheckpointError, match=r"is damaged: \S+ .*last good one") as caught:
+            check_checkpoint(damaged)
+        assert str(caught.value).endswith(f"--resume {good}")
+    assert capfd.readouterr().err == ""
+    flipped(good / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="no other checkpoint that is intact"):
+        check_checkpoint(path)
+
+
+def test_a_run_does_not_go_on_from_damage_and_stays_as_it_was(make_config: MakeConfig) -> None:
+    result = train(make_config(steps=4, stop_after=2, checkpoint_interval=1))
+    one, two = result.folder.saved
+    flipped(two / "__0_0.distcp")
+    before = {path: path.read_bytes() for path in result.folder.path.iterdir() if path.is_file()}
+    with pytest.raises(CheckpointError, match=f"--resume {one}"):
+        train(saved_config(two), resume=two)
+    assert before == {path: path.read_bytes() for path in before}
+    assert train(saved_config(one), resume=one).status == "finished"
+    cut(result.folder.config)
+    with pytest.raises(ConfigError, match="checkpoints and metrics are not touched") as caught:
+        saved_config(one)
+    assert "delete" not in str(caught.value)
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

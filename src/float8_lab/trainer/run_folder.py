@@ -74,7 +74,9 @@ def open_run_folder(
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.conversion.unlink(missing_ok=True)
         about = {"config": dataclasses.asdict(config), "corpus": corpus.describe()}
-        folder.config.write_text(json.dumps(about, indent=1) + "\n")
+        beside = folder.path / "config.json.new"  # a process that is killed leaves one or the other
+        beside.write_text(json.dumps(about, indent=1) + "\n")
+        beside.replace(folder.config)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
@@ -105,8 +107,9 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
         return TrainConfig(**saved["config"]), saved["corpus"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"cannot read the settings of the run in {folder} from config.json ({error}): delete "
-            "that folder to have the run done again"
+            f"cannot read the settings of the run in {folder} from config.json ({error}). Its "
+            "checkpoints and metrics are not touched: start a run with the same settings and "
+            "--stop-after 1 --output elsewhere, and copy its config.json there"
         ) from error
 
 
