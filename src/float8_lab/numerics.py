@@ -246,7 +246,7 @@ class NumericsReport:
 
 
 def _percent(share: float) -> str:
-    return "0" if share == 0 else f"{share:.1%}" if share >= 5e-4 else "<0.1%"
+    return "0" if share == 0 else percent(share)
 
 
 def numerics_report(

@@ -272,7 +272,7 @@ def limits_command(
     """From which size on layers gain: the limits that cost the least by what was measured."""
     gpu, found = limits.fit_results(json.loads(results.read_text()))
     for recipe, (least, loss, right) in found.items():
-        how = f"{right:.0%} of layers judged rightly, the others cost {loss:.2%}"
+        how = f"{percent(right)} of layers judged rightly, the others cost {loss:.2%}"
         typer.echo(f"{gpu} {recipe}: {', '.join(f'{x:g}' for x in least)}: {how}")
     if write:
         limits.write_limits(gpu, found)

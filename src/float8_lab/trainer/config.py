@@ -52,7 +52,11 @@ class TrainConfig:
     line.
     """
 
-    recipe: str = _model(f"{', '.join(RECIPES)}; or {HIGH_PRECISION}: no float8.", RECIPES[0])
+    recipe: str = _model(
+        f"{', '.join(RECIPES)}, with switches as in {RECIPES[0]}+held; or {HIGH_PRECISION}: no "
+        "float8.",
+        RECIPES[0],
+    )
     model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")
     data: str | None = _model(
         "File or folder of text; a token is a byte. A tenth of the files is for validation.",
@@ -61,7 +65,7 @@ class TrainConfig:
     )
     seq_len: int = _model("Tokens per sequence.", min=2)
     seed: int = _model("Decides initial weights and order of the data.", 0, min=0, max=_LARGEST)
-    steps: int = _optimizer("Optimizer steps of the whole run; the schedule ends there.", min=1)
+    steps: int = _optimizer("Optimizer steps of the whole run; the schedule ends there. --resume may raise it.", min=1)
     batch_size: int = _optimizer("Sequences per forward pass, of all ranks.", min=1)
     accumulate: int = _optimizer("Forward passes per optimizer step.", 1, min=1)
     learning_rate: float = _optimizer("Peak of the schedule.", min=0)
@@ -96,6 +100,7 @@ class TrainConfig:
     tensorboard: bool = _output("Write TensorBoard events.", True)
 
     def __post_init__(self) -> None:
+        from float8 import Float8Weights
         from float8_lab.device import check_device
 
         recipe, shape = float8_config(self.recipe), preset(self.model).model
@@ -105,6 +110,9 @@ class TrainConfig:
         if self.fsdp_float8_all_gather and recipe is None:
             needs = "--fsdp-float8-all-gather needs weights in float8"
             raise ConfigError(f"{needs}, but --recipe is {HIGH_PRECISION}: change one of them")
+        gathers = self.fsdp_float8_all_gather
+        if self.fsdp and not gathers and recipe and recipe.float8_weights is Float8Weights.HELD:
+            raise ConfigError("+held needs --fsdp-float8-all-gather with --fsdp: add it")
         if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
             names = "--fsdp-float8-all-gather and --hsdp"
             raise ConfigError(f"{names} are for sharded models: add --fsdp, or leave them out")
@@ -175,12 +183,17 @@ ONE_PROCESS = {
 
 
 def float8_config(recipe: str) -> Any:
-    """The `Float8LinearConfig` of a recipe, None for `"high_precision"`."""
-    from float8 import Float8LinearConfig
+    """The `Float8LinearConfig` of a recipe with its switches, None for `"high_precision"`."""
+    from float8 import Float8Weights
+    from float8_lab.trainer.recipes import recipe_config
 
     if recipe == HIGH_PRECISION:
         return None
     try:
-        return Float8LinearConfig.from_recipe_name(recipe)
+        config = recipe_config(recipe)
     except ValueError as error:
         raise ConfigError(f"{error} (or {HIGH_PRECISION!r} to train without float8)") from error
+    if config.float8_weights is Float8Weights.ONLY:
+        got = f"recipe: got {recipe!r}, but weights that are in float8 only do not train"
+        raise ConfigError(f"{got}: leave +only out, or use +held")
+    return config

@@ -61,7 +61,7 @@ def open_run_folder(
     folder = RunFolder(config.output)
     own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
     if checkpoint is not None:
-        check_same_run(config, corpus, checkpoint.parent.parent)
+        check_same_run(config, corpus, checkpoint.parent.parent, extend=True)
     failed = folder.status == FAILED and not folder.saved
     if folder.used and not own and not failed:
         way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"
@@ -113,8 +113,13 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
         ) from error
 
 
-def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
-    """Raise a `ConfigError` unless the run in `folder` goes on with what changes its numbers."""
+def check_same_run(
+    config: TrainConfig, corpus: Corpus, folder: Path, *, extend: bool = False
+) -> None:
+    """Raise a `ConfigError` unless the run in `folder` goes on with what changes its numbers.
+
+    With `extend` it may have more steps: its schedule is the longer one from then on.
+    """
     old, fingerprint = _read_config(folder)
     wrong = []
     for name, option in OPTIONS.items():
@@ -122,6 +127,7 @@ def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
         if name == "device":
             now, before = torch.device(now).type, torch.device(before).type
         free = option.rich_help_panel in (RANKS, OUTPUT) or name in _FREE
+        free = free or (extend and name == "steps" and now > before)
         if not free and now != before:
             wrong.append(f"{name} was {before!r} and is now {now!r}")
     if fingerprint != (now := corpus.fingerprint):
