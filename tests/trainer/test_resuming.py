@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from float8 import Float8Linear, Float8Weights
 from float8.convert import ConversionReport
 from float8.convert.report import LayerReport
 from float8_lab.errors import CheckpointError, ConfigError, OutOfMemoryError, TrainingDivergedError
@@ -23,6 +24,7 @@ from support.checkpoints import read_tensors
 from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]
+HELD = Float8Weights.HELD
 
 
 def checkpoint_of(run: loop.Trainer) -> Path:
@@ -68,6 +70,34 @@ def test_resuming_with_other_settings_or_data_is_refused(
     with pytest.raises(ConfigError, match="the text of the data has changed"):
         train(saved_config(checkpoint_of(result)), resume=result.last_checkpoint)
     assert list_checkpoints(result.folder.checkpoints) == [result.last_checkpoint]
+
+
+def test_a_finished_run_is_extended_along_the_longer_schedule(make_config: MakeConfig) -> None:
+    first = train(make_config(steps=3))
+    longer = saved_config(checkpoint_of(first)).replace(steps=6)
+    second = train(longer, resume=first.last_checkpoint)
+    assert (second.status, second.step) == ("finished", 6)
+    rates = [record.learning_rate for record in read_metrics(second.folder.metrics).train]
+    assert rates[3:] == [build.learning_rate(step, longer) for step in (4, 5, 6)]
+    assert saved_config(checkpoint_of(second)).steps == 6
+    with pytest.raises(ConfigError, match="steps was 6 and is now 4"):
+        train(longer.replace(steps=4), resume=second.last_checkpoint)
+
+
+def test_weights_are_held_if_the_recipe_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
+    plain = train(make_config(recipe="tensorwise", steps=2))
+    held = train(make_config(recipe="tensorwise+held", steps=2, output=str(tmp_path / "held")))
+    assert all(
+        layer.config.float8_weights is HELD
+        for layer in held.model.modules()
+        if isinstance(layer, Float8Linear)
+    )
+    one, other = (read_metrics(run.folder.metrics).train for run in (plain, held))
+    assert [record.loss for record in one] == [record.loss for record in other]
+    with pytest.raises(ConfigError, match=r"tensorwise\+only.* do not train: leave \+only out"):
+        make_config(recipe="tensorwise+only")
+    with pytest.raises(ConfigError, match="needs --fsdp-float8-all-gather"):
+        make_config(recipe="tensorwise+held", fsdp=True)
 
 
 def test_a_checkpoint_that_does_not_fit_the_model_is_refused(

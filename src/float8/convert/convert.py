@@ -111,8 +111,8 @@ def convert_to_float8_training(
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
             without a `module_filter_fn`.
-        gpu: `"H100"` or `"H200"`, or what `torch.cuda.get_device_name` says of one: convert what gains on that GPU, wherever the weights are now.
-            None: what gains on the GPU here.
+        gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert what gains on that
+            GPU, wherever the weights are now. None: what gains on the GPU here.
         auto_filter: measure the GPU time of each shape instead of judging by its size. A layer of
             less than 0.25 ms in bf16 stays, unless `cuda_graphs` is True.
         cuda_graphs: the model will run as CUDA graphs, which start all kernels at once

@@ -93,7 +93,8 @@ def gpu_for(device: torch.device) -> str | None:
     """
     if not torch.cuda.is_available():
         return None
-    return short_name(torch.cuda.get_device_name(device if device.type == "cuda" else None))
+    name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
+    return str(short_name(name))
 
 
 def short_name(gpu: Any) -> Any:
@@ -111,8 +112,9 @@ def left_by(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str 
 def keep_reasons(reasons: dict[nn.Module, str | None]) -> None:
     """Put back what an earlier conversion said of layers that the filter of this one left."""
     for part, reason in reasons.items():
-        if reason is not None and reason.startswith(_NOT_TAKEN):
-            reasons[part] = part.__dict__.get(LEFT_ALONE, reason)
+        before = part.__dict__.get(LEFT_ALONE) or _NOT_TAKEN
+        if (reason or "").startswith(_NOT_TAKEN) and not before.startswith(_NOT_TAKEN):
+            reasons[part] = before
 
 
 def chosen_for(

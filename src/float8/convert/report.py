@@ -160,8 +160,8 @@ class ConversionReport:
             rows = [("layer", "[out, in]", "what runs how"), *_numbers_joined(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
         table = (f"  {fqn:<{width}}  {what:<16} {fate}" for fqn, what, fate in rows)
-        head = [f"{count} run in float8, {percent(self.share)} of all matmul weights", *self.chosen_for]
-        return "\n".join([*head, *table])
+        head = f"{count} run in float8, {percent(self.share)} of all matmul weights"
+        return "\n".join([head, *self.chosen_for, *table])
 
 
 def percent(share: float) -> str:

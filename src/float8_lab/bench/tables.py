@@ -86,8 +86,8 @@ def write_tables(only_check: bool) -> list[Path]:
     Returns those that change.
     """
     if not RESULTS.is_dir():
-        message = f"bench tables: got no results in {RESULTS}, expected those of a checkout"
-        raise ConfigError(f"{message}: run it in one, where float8 is installed by pip install -e .")
+        got = f"bench tables: got no folder {RESULTS}, expected that of a checkout"
+        raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
     changed = []
     for page in (README, PERFORMANCE, TRAINER, STORED):
         old = page.read_text()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from float8.convert.report import percent
 from float8_lab.bench import cast, experts, limits, linear, matmul, numerics, tables
 from float8_lab.bench.model import Size, bench_model, scaled_sizes
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds, runs_of

@@ -19,6 +19,7 @@ from float8 import ConversionReport, conversion_report, convert_to_float8_traini
 from float8.config import Float8LinearConfig
 from float8.convert.filters import gpu_for, short_name
 from float8.convert.measure import LinearTimes, measure_linear
+from float8.convert.report import percent
 from float8.convert.smallest import SMALLEST, judged_as, waits_for_cpu
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape

@@ -65,7 +65,7 @@ class TrainConfig:
     )
     seq_len: int = _model("Tokens per sequence.", min=2)
     seed: int = _model("Decides initial weights and order of the data.", 0, min=0, max=_LARGEST)
-    steps: int = _optimizer("Optimizer steps of the whole run; the schedule ends there. --resume may raise it.", min=1)
+    steps: int = _optimizer("Optimizer steps of the whole run; the schedule ends there.", min=1)
     batch_size: int = _optimizer("Sequences per forward pass, of all ranks.", min=1)
     accumulate: int = _optimizer("Forward passes per optimizer step.", 1, min=1)
     learning_rate: float = _optimizer("Peak of the schedule.", min=0)
