@@ -39,9 +39,11 @@ class StatefulLayer(Float8Module):
     """Whether the weight, though no DTensor, is the part of this rank."""
     settled: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
-    _passing = Float8Module._passing | {"agreed", "_seen"}
+    _passing = Float8Module._passing | {"agreed", "_seen", "_sample"}
     _seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
+    _sample: tuple[Any, int, Tensor] | None = None
+    """What `_sample_of` returned then, with values of their own."""
     _synced_version = -1
 
     # ---------------------------------------------------------------- the buffers
@@ -150,26 +152,51 @@ class StatefulLayer(Float8Module):
 
         One is missing between two forwards with gradients if a trained Parameter of the layer was
         written in between, by an optimizer or by hand, unless the layer is attached to an
-        optimizer. Compiled code does not notice that, nor is it noticed where no versions are
-        counted: with fused optimizers, through `.data`, and under FSDP, where shards are written.
+        optimizer. Compiled code does not notice that. Versions of Parameters tell it. Fused
+        optimizers and writes through `.data` do not count: there values tell it, which are only
+        compared where a backward has run and its gradient is None by now. So they go unnoticed
+        after `zero_grad(set_to_none=False)`, and where `torch.distributed` is initialised.
         """
         checks = self.delayed and self.config.enable_pre_and_post_forward and not self.attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         # Parameters only: other tensors may be computed, and gone by the next forward.
-        versions = {
-            id(p): p._version
+        trained = [
+            p
             for p in self.parameters()
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
-        }
+        ]
+        versions = {id(p): p._version for p in trained}
+        sample = self._sample_of(trained)
         if self._seen is None:
             self._seen = versions
-        elif any(self._seen.get(key, version) != version for key, version in versions.items()):
+            self._sample = sample and (*sample[:2], sample[2].clone())
+            return
+        written = any(self._seen.get(key, version) != version for key, version in versions.items())
+        if not written and sample and self._sample and trained[0].grad is None:
+            (now, backwards, values), (then, earlier, old) = sample, self._sample
+            # Without a backward there was no step: to ask the device for values takes long.
+            written = now == then and backwards != earlier and not torch.equal(values, old)
+        if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
                 "scaling was not synced; call sync_float8_amax_and_scale_history(model) once per "
                 "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
+
+    def _sample_of(self, trained: list[nn.Parameter]) -> tuple[Any, int, Tensor] | None:
+        """Return what tells one Parameter from others, a version that counts backwards, values.
+
+        None where values tell nothing: gradients of shards are None between microbatches, too.
+        """
+        amax = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if ranks or amax is None or amax.is_inference() or amax.is_meta or not trained:
+            return None
+        if amax.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        x = trained[0].detach()
+        return (id(trained[0]), x.dtype, x.shape), amax._version, x.diagonal() if x.dim() > 1 else x
 
     # ---------------------------------------------------------------- copies and moves
 

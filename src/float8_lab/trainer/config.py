@@ -110,8 +110,8 @@ class TrainConfig:
         if self.fsdp_float8_all_gather and recipe is None:
             needs = "--fsdp-float8-all-gather needs weights in float8"
             raise ConfigError(f"{needs}, but --recipe is {HIGH_PRECISION}: change one of them")
-        gathers = self.fsdp_float8_all_gather
-        if self.fsdp and not gathers and recipe and recipe.float8_weights is Float8Weights.HELD:
+        held = recipe is not None and recipe.float8_weights is Float8Weights.HELD
+        if held and self.fsdp and not self.fsdp_float8_all_gather:
             raise ConfigError("+held needs --fsdp-float8-all-gather with --fsdp: add it")
         if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
             names = "--fsdp-float8-all-gather and --hsdp"
@@ -123,6 +123,7 @@ class TrainConfig:
             "no --compile": not self.compile,
             "--activation-checkpointing": self.activation_checkpointing,
             "--fsdp or --tp": self.spread,
+            "+held": held,
         }
         if self.cuda_graphs and any(in_the_way.values()):
             got = ", ".join(name for name, there in in_the_way.items() if there)
