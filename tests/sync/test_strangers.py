@@ -260,7 +260,10 @@ def test_shared_layers_are_synced_once() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_without_a_sync_is_noticed_whatever_writes_the_weights(fused: bool) -> None:
+def test_a_step_without_a_sync_is_noticed_whatever_writes_the_weights(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # by another test
     model = stack(2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     train(model, 0)
@@ -270,7 +273,8 @@ def test_a_step_without_a_sync_is_noticed_whatever_writes_the_weights(fused: boo
         train(model, 1)
 
 
-def test_what_is_no_step_is_not_taken_for_one() -> None:
+def test_what_is_no_step_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     model = stack(2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for step in range(3):

@@ -43,7 +43,7 @@ class StatefulLayer(Float8Module):
     _seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
     _sample: tuple[Any, int, Tensor] | None = None
-    """What `_sample_of` returned then, with values of their own."""
+    """Which weight there was then, the version of the amax of gradients, and some values of it."""
     _synced_version = -1
 
     # ---------------------------------------------------------------- the buffers
@@ -161,19 +161,26 @@ class StatefulLayer(Float8Module):
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         # Parameters only: other tensors may be computed, and gone by the next forward.
-        trained = [
-            p
+        versions = {
+            id(p): p._version
             for p in self.parameters()
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
-        ]
-        versions = {id(p): p._version for p in trained}
-        sample = self._sample_of(trained)
+        }
+        weight: Any = self._parameters.get("weight")
+        amax, sample = self._buffers.get(CastSite.GRAD_OUTPUT.amax), None
+        # Of shards, gradients are None between microbatches, too.
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if type(weight) is nn.Parameter and id(weight) in versions and amax is not None:
+            capturing = amax.is_cuda and torch.cuda.is_current_stream_capturing()
+            if not (ranks or capturing or amax.is_meta or amax.is_inference()):
+                which = id(weight), weight.dtype, weight.device, weight.shape
+                sample = which, amax._version, weight.detach().diagonal()
         if self._seen is None:
             self._seen = versions
             self._sample = sample and (*sample[:2], sample[2].clone())
             return
         written = any(self._seen.get(key, version) != version for key, version in versions.items())
-        if not written and sample and self._sample and trained[0].grad is None:
+        if not written and sample and self._sample and weight.grad is None:
             (now, backwards, values), (then, earlier, old) = sample, self._sample
             # Without a backward there was no step: to ask the device for values takes long.
             written = now == then and backwards != earlier and not torch.equal(values, old)
@@ -183,20 +190,6 @@ class StatefulLayer(Float8Module):
                 "scaling was not synced; call sync_float8_amax_and_scale_history(model) once per "
                 "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
-
-    def _sample_of(self, trained: list[nn.Parameter]) -> tuple[Any, int, Tensor] | None:
-        """Return what tells one Parameter from others, a version that counts backwards, values.
-
-        None where values tell nothing: gradients of shards are None between microbatches, too.
-        """
-        amax = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if ranks or amax is None or amax.is_inference() or amax.is_meta or not trained:
-            return None
-        if amax.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        x = trained[0].detach()
-        return (id(trained[0]), x.dtype, x.shape), amax._version, x.diagonal() if x.dim() > 1 else x
 
     # ---------------------------------------------------------------- copies and moves
 
