@@ -106,10 +106,12 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
         saved = json.loads((folder / "config.json").read_text())
         return TrainConfig(**saved["config"]), saved["corpus"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        do = "delete that folder, which holds no checkpoint, to have the run done again"
+        if RunFolder(folder).saved:
+            do = "its checkpoints and metrics are not touched: start a run with the same settings "
+            do += "and --stop-after 1 --output elsewhere, and copy its config.json there"
         raise ConfigError(
-            f"cannot read the settings of the run in {folder} from config.json ({error}). Its "
-            "checkpoints and metrics are not touched: start a run with the same settings and "
-            "--stop-after 1 --output elsewhere, and copy its config.json there"
+            f"cannot read the settings of the run in {folder} from config.json ({error}); {do}"
         ) from error
 
 
