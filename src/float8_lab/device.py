@@ -24,8 +24,7 @@ def check_device(name: str) -> torch.device:
     if (device.index or 0) >= {"cpu": 1, "cuda": gpus}[device.type]:
         hint = f"PyTorch sees {gpus} CUDA GPU(s)"
         if not gpus:
-            sizes = "--model tiny --seq-len 64, or --mkn 64,128,128"
-            hint = f"no CUDA GPU here, use --device cpu, and small sizes ({sizes})"
+            hint = "no CUDA GPU here, use --device cpu and a small model or small sizes"
         raise ConfigError(f"device {name!r} is not there: {hint}")
     return device
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Float8Tensor
 from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS
+from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.experts.functional import no_grouped_gemm
 from float8.formats import E4M3, FLOAT8_MAX
@@ -246,7 +247,7 @@ class NumericsReport:
 
 
 def _percent(share: float) -> str:
-    return "0" if share == 0 else f"{share:.1%}" if share >= 5e-4 else "<0.1%"
+    return "0" if share == 0 else percent(share)
 
 
 def numerics_report(

@@ -27,6 +27,15 @@ def test_the_pages_are_up_to_date(
     assert before == tables.PERFORMANCE.read_text()
 
 
+def test_an_install_has_no_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("README", "RESULTS"):
+        monkeypatch.setattr(tables, name, tmp_path / name)
+    assert main(["bench", "tables", "--check"]) == 2
+    assert "expected that of a checkout" in capsys.readouterr().err
+
+
 def test_a_section_has_picture_table_failures_and_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def test_what_else_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     on_cpu = out("--gpu", "H100", "mine_to_plan:on_cpu")
     assert "float8: 1 of 1 linear layers, 100.0% of all matmul weights" in on_cpu
     assert "no linear layer gains; more --tokens" in out("mine_to_plan:make", "--tokens", "8")
-    small = out("--model", "1b", "--gpu", "h100")
+    small = out("--model", "1b", "--gpu", "NVIDIA H100 80GB HBM3")
     assert "no estimate: no layer as small was measured on H100 with this recipe" in small
     assert "all linear layers" not in small
     measured = out("--model", "tiny", "--tokens", "32", "--device", "cpu")
@@ -128,6 +128,11 @@ def test_what_else_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["mine_to_plan"], "model: got 'mine_to_plan', expected module:function"),
+        (["mine_to_plan.py"], "model: got 'mine_to_plan.py', expected mine_to_plan:FUNCTION, with"),
+        (
+            ["a/m.py:make"],
+            "model: got 'a/m.py:make', expected m:make, without .py, called in the f",
+        ),
         (["mine_to_plan.py:make"], "model: got 'mine_to_plan.py:make', expected mine_to_plan:make"),
         (["nowhere:make"], "model: 'nowhere:make' cannot be imported in "),
         (["mine_to_plan:other"], "model: 'mine_to_plan:other' cannot be imported in "),
@@ -135,6 +140,7 @@ def test_what_else_it_says(capsys: pytest.CaptureFixture[str]) -> None:
         (["mine_to_plan:none"], "model: 'mine_to_plan:none' returned dict, expected nn.Module"),
         (["mine_to_plan:make", "--model", "1b"], "model: got 'mine_to_plan:make' and --model 1b"),
         (["--device", "cuda"], "device 'cuda' is not there: no CUDA GPU here"),
+        (["--gpu", "H1000"], "gpu: got 'H1000', expected one of H100, H200"),
         (["--gpu", "abacus"], "gpu: got 'abacus', expected one of H100, H200"),
         (["--gpu", "H100", "--device", "cpu"], "--device is where to measure"),
     ],

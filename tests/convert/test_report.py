@@ -14,6 +14,7 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
+from float8.convert.report import LayerReport
 from float8.linear import source
 from support.configs import DELAYED, DISABLED, DYNAMIC, mixed, tensorwise
 
@@ -50,6 +51,18 @@ def test_as_text() -> None:
         f"  0      [32, 16]         {scaling}",
         "  2      [24, 32]         skipped: module_filter_fn returned False",
     ]
+
+
+@pytest.mark.parametrize(
+    ("left", "share"), [(0, "100.0%"), (1, ">99.9%"), (400_000, "<0.1%"), (400_001, "0.0%")]
+)
+def test_only_all_is_a_hundred_percent(left: int, share: str) -> None:
+    sizes = [left, 400_001 - left]
+    layers = [
+        LayerReport(f"{n}", size, 1, scaling, None if scaling else "left")
+        for n, (size, scaling) in enumerate(zip(sizes, (None, "dynamic"), strict=True))
+    ]
+    assert f"in float8, {share} of all" in str(ConversionReport(tuple(layers)))
 
 
 def test_equal_layers_of_neighbouring_blocks_are_one_line() -> None:

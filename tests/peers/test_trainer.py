@@ -1,10 +1,12 @@
 """The `Trainer` of transformers trains a converted model, saves it and resumes it."""
 
 import copy
+import functools
 import gc
 import importlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +120,41 @@ def test_state_is_found_whatever_wraps_the_model_and_however_often_it_was_saved(
     hf.trainer(rest, tmp_path / "rest").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     state = rest.state_dict()
     assert all(same_bits(x, state[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("size", ["100KB", "1GB"])
+def test_experts_are_resumed_bit_by_bit_from_the_checkpoint_or_not_at_all(
+    tmp_path: Path, size: str
+) -> None:
+    """Experts are saved one by one, under names that the `Trainer` does not load."""
+
+    def convert(model: torch.nn.Module) -> torch.nn.Module:
+        head = ("lm_head", "gate")
+        chosen = {"config": "rowwise", "module_filter_fn": lambda mod, fqn: not fqn.endswith(head)}
+        return convert_to_float8_training(model, **chosen)
+
+    def mixtral(seed: int) -> torch.nn.Module:
+        return convert(hf.llama(seed, "Mixtral", num_local_experts=4))
+
+    whole = mixtral(0)
+    save = functools.partial(whole.save_pretrained, max_shard_size=size)
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    with mock.patch.object(whole, "save_pretrained", save):
+        first = hf.trainer(whole, tmp_path)
+        first.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert (len([*checkpoint.glob("*.safetensors")]) > 1) == (size == "100KB")
+    with pytest.raises(ValueError, match=r"weights are not those .*model.layers.0.mlp") as caught:
+        hf.trainer(mixtral(5), tmp_path / "other").train(resume_from_checkpoint=str(checkpoint))
+    assert "from_pretrained" in str(caught.value)
+    rest = convert(transformers.MixtralForCausalLM.from_pretrained(checkpoint))
+    hf.trainer(rest, tmp_path / "rest").train(resume_from_checkpoint=str(checkpoint))
+    for (name, p), q in zip(whole.named_parameters(), rest.parameters(), strict=True):
+        assert same_bits(p, q), name
+    if size == "1GB":
+        with pytest.warns(UserWarning, match=r"load_best_model_at_end: \d+ weights .*checkpoint-"):
+            hf.trainer(mixtral(0), tmp_path / "best", **best).train()
 
 
 def test_the_state_that_is_saved_last_is_the_last(tmp_path: Path) -> None:

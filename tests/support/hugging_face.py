@@ -69,9 +69,8 @@ def trainer(model: nn.Module, folder: Path, **more: Any) -> transformers.Trainer
     arguments |= {"per_device_train_batch_size": 4, "report_to": []}
     arguments |= {"disable_tqdm": True, "use_cpu": True}
     settings = transformers.TrainingArguments(str(folder), **arguments | more)
-    return transformers.Trainer(
-        model, settings, train_dataset=Tokens(), callbacks=[Float8Callback()]
-    )
+    data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    return transformers.Trainer(model, settings, **data, callbacks=[Float8Callback()])
 
 
 def resumed(recipe: str, checkpoint: Path, folder: Path, more: dict[str, Any]) -> dict[str, Tensor]:

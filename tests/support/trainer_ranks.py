@@ -154,9 +154,13 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
         return _raised(train_here, settings)
 
 
-def _raised(function: Any, *args: Any) -> tuple[str, str]:
+def error_of_resuming(settings: dict[str, Any], checkpoint: Path) -> tuple[str, str]:
+    return _raised(train_here, settings, resume=checkpoint)
+
+
+def _raised(function: Any, *args: Any, **how: Any) -> tuple[str, str]:
     try:
-        function(*args)
+        function(*args, **how)
     except LabError as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")

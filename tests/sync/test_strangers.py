@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from float8 import (
     Float8Linear,
@@ -256,3 +257,39 @@ def test_shared_layers_are_synced_once() -> None:
     peak = model[0].fp8_amax_input.item()
     sync_float8_amax_and_scale_history(model)
     assert model[0].fp8_amax_history_input.tolist() == [peak] + [0.0] * 15
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_without_a_sync_is_noticed_whatever_writes_the_weights(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # by another test
+    model = stack(2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    train(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"the optimizer stepped, .* not synced"):
+        train(model, 1)
+
+
+def test_what_is_no_step_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    model = stack(2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(3):
+        for microbatch in range(2):
+            train(model, 2 * step + microbatch)
+        sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    train(model, 6)
+    optimizer.zero_grad()  # a batch that is left out
+    x = X.clone().requires_grad_()
+    for _ in range(2):  # as for adversarial examples
+        torch.autograd.grad(model(x).sum(), x)
+    y = checkpoint(model, checkpoint(model, X, use_reentrant=False), use_reentrant=False)
+    y.sum().backward()  # layers that are used twice run again within one backward
+    model[0].weight.requires_grad_(False)
+    optimizer.zero_grad()
+    train(model, 7)

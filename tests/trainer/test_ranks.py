@@ -1,5 +1,6 @@
 """The trainer on several ranks, CPU processes that talk through Gloo."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -218,6 +219,20 @@ def test_what_fails_on_one_rank_ends_all_and_is_said_once(
     assert [name for name, _ in raised] == [kind if rank == who else "ToldError" for rank in (0, 1)]
     assert re.search(text, raised[who][1])
     assert list_checkpoints(Path(run["output"]) / "checkpoints") == []
+
+
+def test_damage_of_one_file_is_met_by_all_ranks(two: Ranks, settings: Settings) -> None:
+    run = settings(fsdp=True, steps=2, checkpoint_interval=1)
+    two.run(work.curves, run)
+    one, newest = list_checkpoints(Path(run["output"]) / "checkpoints")
+    files = {path.name for path in newest.iterdir()} - {"checksums.json"}
+    assert files == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
+    assert json.loads((newest / "checksums.json").read_text()).keys() == files
+    (newest / "__1_0.distcp").write_bytes(bytes((newest / "__1_0.distcp").stat().st_size))
+    raised = two.run(work.error_of_resuming, run, newest)
+    assert sorted(kind for kind, _ in raised) == ["CheckpointError", "ToldError"]
+    for _, text in raised:
+        assert re.search(rf"__1_0.distcp has other bytes .*--resume {one}", text)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from float8 import Float8Linear, Float8Weights
 from float8.convert import ConversionReport
 from float8.convert.report import LayerReport
 from float8_lab.errors import CheckpointError, ConfigError, OutOfMemoryError, TrainingDivergedError
 from float8_lab.trainer import build, loop
-from float8_lab.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, save_checkpoint
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import train
@@ -23,6 +24,7 @@ from support.checkpoints import read_tensors
 from support.listener import Listener
 
 MakeConfig = Callable[..., TrainConfig]
+HELD = Float8Weights.HELD
 
 
 def checkpoint_of(run: loop.Trainer) -> Path:
@@ -68,6 +70,34 @@ def test_resuming_with_other_settings_or_data_is_refused(
     with pytest.raises(ConfigError, match="the text of the data has changed"):
         train(saved_config(checkpoint_of(result)), resume=result.last_checkpoint)
     assert list_checkpoints(result.folder.checkpoints) == [result.last_checkpoint]
+
+
+def test_a_finished_run_is_extended_along_the_longer_schedule(make_config: MakeConfig) -> None:
+    first = train(make_config(steps=3))
+    longer = saved_config(checkpoint_of(first)).replace(steps=6)
+    second = train(longer, resume=first.last_checkpoint)
+    assert (second.status, second.step) == ("finished", 6)
+    rates = [record.learning_rate for record in read_metrics(second.folder.metrics).train]
+    assert rates[3:] == [build.learning_rate(step, longer) for step in (4, 5, 6)]
+    assert saved_config(checkpoint_of(second)).steps == 6
+    with pytest.raises(ConfigError, match="steps was 6 and is now 4"):
+        train(longer.replace(steps=4), resume=second.last_checkpoint)
+
+
+def test_weights_are_held_if_the_recipe_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
+    plain = train(make_config(recipe="tensorwise", steps=2))
+    held = train(make_config(recipe="tensorwise+held", steps=2, output=str(tmp_path / "held")))
+    assert all(
+        layer.config.float8_weights is HELD
+        for layer in held.model.modules()
+        if isinstance(layer, Float8Linear)
+    )
+    one, other = (read_metrics(run.folder.metrics).train for run in (plain, held))
+    assert [record.loss for record in one] == [record.loss for record in other]
+    with pytest.raises(ConfigError, match=r"tensorwise\+only.* do not train: leave \+only out"):
+        make_config(recipe="tensorwise+only")
+    with pytest.raises(ConfigError, match="needs --fsdp-float8-all-gather"):
+        make_config(recipe="tensorwise+held", fsdp=True)
 
 
 def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
@@ -132,16 +162,60 @@ def test_an_unfinished_one_is_not_seen_and_cleared(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [first, second]
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("rest", [None, 100])
-def test_damage_is_named(tmp_path: Path, name: str, rest: int | None) -> None:
-    path = save(tmp_path, 1)
-    if rest is None:
-        (path / name).unlink()
-    else:
-        (path / name).write_bytes((path / name).read_bytes()[:rest])
-    with pytest.raises(CheckpointError, match=r"go on from the checkpoint .*step_00000001: \S"):
-        load_checkpoint(path, tensors())
+def gone(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def flipped(file: Path) -> None:
+    data = file.read_bytes()
+    middle = len(data) // 2
+    file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+
+
+@pytest.mark.parametrize("damage", [gone, cut, flipped])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "checksums.json"])
+def test_damage_is_told_before_anything_is_loaded(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    damage: Callable[[Path], None],
+) -> None:
+    good, path, empty = save(tmp_path, 1), save(tmp_path, 2), tmp_path / "step_00000003"
+    empty.mkdir()
+    (good / "notes.txt").write_text("not of the checkpoint")
+    check_checkpoint(good)
+    damage(path / name)
+    if (name, damage) == ("checksums.json", gone):  # as of earlier trainers
+        with pytest.warns(UserWarning, match=r"step_00000002 has no checksums.json"):
+            check_checkpoint(path)
+        cut(path / ".metadata")
+    for damaged in (path, empty):
+        with pytest.raises(CheckpointError, match=r"is damaged: \S+ .*last good one") as caught:
+            check_checkpoint(damaged)
+        assert str(caught.value).endswith(f"--resume {good}")
+    assert capfd.readouterr().err == ""
+    flipped(good / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="no other checkpoint that is intact"):
+        check_checkpoint(path)
+
+
+def test_a_run_does_not_go_on_from_damage_and_stays_as_it_was(make_config: MakeConfig) -> None:
+    result = train(make_config(steps=4, stop_after=2, checkpoint_interval=1))
+    one, two = result.folder.saved
+    flipped(two / "__0_0.distcp")
+    before = {path: path.read_bytes() for path in result.folder.path.iterdir() if path.is_file()}
+    with pytest.raises(CheckpointError, match=f"--resume {one}"):
+        train(saved_config(two), resume=two)
+    assert before == {path: path.read_bytes() for path in before}
+    assert train(saved_config(one), resume=one).status == "finished"
+    cut(result.folder.config)
+    with pytest.raises(ConfigError, match="checkpoints and metrics are not touched") as caught:
+        saved_config(one)
+    assert "delete" not in str(caught.value)
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

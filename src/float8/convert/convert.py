@@ -19,15 +19,17 @@ from float8.checkpoints.modules import (
 )
 from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
 from float8.convert.encoder import leave_fast_path
-from float8.convert.experts import is_router, left_by, why_not_experts
+from float8.convert.experts import experts_left_by, is_router, why_not_experts
 from float8.convert.filters import (
     CHOSEN_FOR,
     DEFAULT_TOKENS,
     LEFT_ALONE,
-    NOT_TAKEN,
     ModuleFilter,
     choose_filter,
     chosen_for,
+    keep_reasons,
+    left_by,
+    short_name,
 )
 from float8.convert.report import conversion_report
 from float8.experts import (
@@ -106,8 +108,8 @@ def convert_to_float8_training(
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
             without a `module_filter_fn`.
-        gpu: `"H100"` or `"H200"`: convert what gains on that GPU, wherever the weights are now.
-            None: what gains on the GPU here.
+        gpu: `"H100"` or `"H200"`, or the name of one as torch gives it: convert what gains on that
+            GPU, wherever the weights are now. None: what gains on the GPU here.
         auto_filter: measure the GPU time of each shape instead of judging by its size. A layer of
             less than 0.25 ms in bf16 stays, unless `cuda_graphs` is True.
         cuda_graphs: the model will run as CUDA graphs, which start all kernels at once
@@ -129,7 +131,7 @@ def convert_to_float8_training(
     """
     require_module(module, "module")
     given, config = None if config is None else as_config(config), as_config(config)
-    gpu = gpu.upper() if isinstance(gpu, str) else gpu
+    gpu = short_name(gpu)
     skip_reason = choose_filter(
         module_filter_fn, config, tokens_per_step, auto_filter, linear_classes, gpu, cuda_graphs
     )
@@ -152,8 +154,8 @@ def convert_to_float8_training(
         elif strategy_of(part) is not None:
             own = config_for(part, given)
             reasons[part] = why_not_taken(part, own)
-            if module_filter_fn is not None and not module_filter_fn(part, fqn):
-                reasons[part] = NOT_TAKEN
+            if module_filter_fn is not None and (left := left_by(module_filter_fn, part, fqn)):
+                reasons[part] = left
             if reasons[part] is None:
                 changes.loaded[part] = own
         elif isinstance(part, nn.Linear) or is_conv1d(part):
@@ -163,6 +165,7 @@ def convert_to_float8_training(
             if reasons[part] is None:
                 _require_changeable(part, fqn, config)
                 changes.linears[part] = Float8Linear.made_of(part, config)
+    keep_reasons(reasons)
     # From here on the model changes, and nothing raises but for want of memory.
     changes.make(config, values_dtype(module))
     leave_quantizers(module)
@@ -226,8 +229,8 @@ def _takes(module_filter_fn: ModuleFilter | None, part: nn.Module, fqn: str) -> 
     if module_filter_fn is None:
         return True
     if isinstance(part, Float8Experts):
-        return left_by(module_filter_fn, part, fqn) is None
-    return module_filter_fn(part, fqn)
+        return experts_left_by(module_filter_fn, part, fqn) is None
+    return left_by(module_filter_fn, part, fqn) is None
 
 
 def _forget_chosen_for(module: nn.Module) -> None:

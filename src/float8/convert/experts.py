@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
-from float8.convert.filters import NOT_TAKEN, ModuleFilter, gpu_for, left_out
+from float8.convert.filters import ModuleFilter, gpu_for, left_by, left_out
 from float8.experts import ExpertsWeight, unsupported_experts, weights_of
 from float8.tensor import local_tensor
 
@@ -52,10 +52,10 @@ def speedup_on_paper(
     return (flop / rates.bf16) / (flop / rates.float8 + moved / COPIES[gpu])
 
 
-def left_by(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
+def experts_left_by(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
     """Say why a filter leaves experts, or return None: it takes them."""
     try:
-        return None if module_filter_fn(module, fqn) else NOT_TAKEN
+        return left_by(module_filter_fn, module, fqn)
     except AttributeError as error:  # as of `in_features`, which experts have not
         return f"module_filter_fn raised an AttributeError: {error}"
 
@@ -77,7 +77,7 @@ def why_not_experts(
     if reason := unsupported_experts(module, config):
         return reason
     if module_filter_fn is not None:
-        return left_by(module_filter_fn, module, fqn)
+        return experts_left_by(module_filter_fn, module, fqn)
     if reason := left_out(fqn):
         return reason
     weights = weights_of(module)

@@ -1,6 +1,7 @@
 """Choose layers to convert: those that a filter takes, or that float8 makes no slower."""
 
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -26,7 +27,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 LEFT_ALONE = "_float8_left_alone"
 """The attribute in which a layer that stays as it is keeps the reason, for the report."""
 
-NOT_TAKEN = "module_filter_fn returned False"
+_NOT_TAKEN = "module_filter_fn returned"
 
 CHOSEN_FOR = "_float8_chosen_for"
 """The attribute in which what was converted keeps what `chosen_for` says, for the report."""
@@ -92,7 +93,27 @@ def gpu_for(device: torch.device) -> str | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
-    return next((gpu for gpu in SMALLEST if gpu in name), name)
+    return str(short_name(name))
+
+
+def short_name(gpu: Any) -> Any:
+    """Return the name in `SMALLEST` of a GPU, however long its own is; without one, that."""
+    found = isinstance(gpu, str) and re.search(rf"({'|'.join(SMALLEST)})(?!\w)", gpu.upper())
+    return found[1] if found else gpu
+
+
+def left_by(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
+    """Say why a filter leaves a module, or return None: it takes it."""
+    taken = module_filter_fn(module, fqn)
+    return None if taken else f"{_NOT_TAKEN} {taken!r}"
+
+
+def keep_reasons(reasons: dict[nn.Module, str | None]) -> None:
+    """Put back what an earlier conversion said of layers that the filter of this one left."""
+    for part, reason in reasons.items():
+        before = part.__dict__.get(LEFT_ALONE) or _NOT_TAKEN
+        if (reason or "").startswith(_NOT_TAKEN) and not before.startswith(_NOT_TAKEN):
+            reasons[part] = before
 
 
 def chosen_for(
@@ -199,7 +220,7 @@ def choose_filter(
     def skip(linear: Any, fqn: str) -> str | None:
         problem = unsupported(linear, config, classes)  # of which no filter need know
         if problem is None and module_filter_fn is not None:
-            return None if module_filter_fn(linear, fqn) else NOT_TAKEN
+            return left_by(module_filter_fn, linear, fqn)
         # What cannot be converted has a better reason than speed.
         if problem is not None or not config.float8_gemms:
             return problem

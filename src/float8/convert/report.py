@@ -139,8 +139,15 @@ class ConversionReport:
             rows = [("layer", "[out, in]", "what runs how"), *_numbers_joined(rows)]
         width = max((len(fqn) for fqn, _, _ in rows), default=0)
         table = (f"  {fqn:<{width}}  {what:<16} {fate}" for fqn, what, fate in rows)
-        head = [f"{count} run in float8, {self.share:.1%} of all matmul weights", *self.chosen_for]
-        return "\n".join([*head, *table])
+        head = f"{count} run in float8, {percent(self.share)} of all matmul weights"
+        return "\n".join([head, *self.chosen_for, *table])
+
+
+def percent(share: float) -> str:
+    """Write a part of a whole in percent: 0.0 and 100.0 are said of nothing and of all alone."""
+    if 0 < share < 5e-4:
+        return "<0.1%"
+    return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
 
 
 def _numbers_joined(rows: list[_Row]) -> list[_Row]:

@@ -1,15 +1,18 @@
 """The `Trainer` of Hugging Face's transformers."""
 
+import json
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from float8.convert.filters import WRAPPERS
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
 from float8.sync import Attachment, attach_to_optimizer
 
@@ -26,6 +29,11 @@ class Float8Callback(TrainerCallback, ExportableState):
     After a training has begun, a `PreTrainedModel` saves the weights alone, as the plain model
     does: `model.save_pretrained`, and the `Trainer`. Checkpoints have the state of delayed scaling
     in `trainer_state.json`, from where `train(resume_from_checkpoint=...)` takes it.
+
+    Beside it are a few values of each weight: the `Trainer` passes over weights that a checkpoint
+    has under other names, as those of experts, which are published one by one. A resumed training
+    with such weights raises a `ValueError` before its first step; where `load_best_model_at_end`
+    has left some out, a warning says so.
 
     Args:
         group: of the sync, as in `attach_to_optimizer`. `restore_callback_states_from_checkpoint`
@@ -46,8 +54,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         # A checkpoint written without this callback has no entry of ours, but is saved with one.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # resumed
-            # Given twice, a callback has a list, of which the last was written last.
-            entry = entry[-1] if isinstance(entry, list) else entry
+            entry = _last(entry)
+            if state.is_world_process_zero and (problem := self._not_loaded(entry)):
+                raise ValueError(
+                    f"Float8Callback: {problem}. Make the model from that checkpoint by its "
+                    f"`from_pretrained`, convert it, and resume with it"
+                )
             self._take(entry["attributes"]["delayed"])
         ours = {
             f"{each}.{key}"
@@ -63,6 +75,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         """End the attachment; what `trainer.save_state()` writes from now on is the last state."""
         self._detach()
         entries, name = state.stateful_callbacks, type(self).__name__
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best and (file := Path(best, "trainer_state.json")).exists():
+            saved = json.loads(file.read_text())["stateful_callbacks"].get(name)
+            if state.is_world_process_zero and (problem := self._not_loaded(saved)):
+                do = f"load the best model from {best} by its `from_pretrained`"
+                warnings.warn(f"float8: load_best_model_at_end: {problem}; {do}", stacklevel=2)
         if isinstance(entries.get(name), list):
             entries[name][-1] = self.state()
         else:
@@ -74,7 +92,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             _plain(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
             for name, layer in self._delayed().items()
         }
-        return {"args": {}, "attributes": {"delayed": saved}}
+        weights = {name: values.tolist() for name, values in self._samples().items()}
+        return {"args": {}, "attributes": {"delayed": saved, "weights": weights}}
 
     def _detach(self) -> None:
         if self._attachment is not None:
@@ -98,6 +117,33 @@ class Float8Callback(TrainerCallback, ExportableState):
             }
             layers[name].load_state_dict(values, strict=False)
 
+    def _not_loaded(self, entry: Any) -> str | None:
+        """Say that weights differ from those of the checkpoint of `entry`; None: they do not.
+
+        What is not there in the same shape, as on other ranks, is passed over.
+        """
+        saved = _last(entry)["attributes"].get("weights", {}) if entry else {}
+        wrong = []
+        for name, values in self._samples().items():
+            then = torch.tensor(saved.get(name, values.tolist()), dtype=torch.float64)
+            if not torch.equal(then.to(values.dtype).nan_to_num(), values.nan_to_num()):
+                wrong.append(name)
+        if not wrong:
+            return None
+        return (
+            f"{len(wrong)} weights are not those of the checkpoint, as {wrong[0]!r}: the Trainer "
+            f"loads none that the checkpoint has under another name, such as those of experts"
+        )
+
+    def _samples(self) -> dict[str, Tensor]:
+        """Return a few values of each plain Parameter, by its name and shape."""
+        model = None if self._model is None else self._model()
+        return {
+            f"{_plain(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
+            for name, x in ([] if model is None else model.named_parameters())
+            if type(x) is nn.Parameter and x.dtype in HIGH_PRECISION_DTYPES and not x.is_meta
+        }
+
     def _delayed(self) -> dict[str, Float8Layer]:
         """Return the layers with delayed scaling, by all of their names."""
         model = None if self._model is None else self._model()
@@ -107,6 +153,11 @@ class Float8Callback(TrainerCallback, ExportableState):
             for name, layer in modules
             if isinstance(layer, Float8Layer) and layer.delayed
         }
+
+
+def _last(entry: Any) -> Any:
+    """Return what was written last: given twice, a callback has a list."""
+    return entry[-1] if isinstance(entry, list) else entry
 
 
 def _plain(name: str) -> str:

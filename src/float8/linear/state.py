@@ -39,9 +39,11 @@ class StatefulLayer(Float8Module):
     """Whether the weight, though no DTensor, is the part of this rank."""
     settled: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
-    _passing = Float8Module._passing | {"agreed", "_seen"}
+    _passing = Float8Module._passing | {"agreed", "_seen", "_sample"}
     _seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
+    _sample: tuple[Any, int, Tensor] | None = None
+    """Which weight there was then, the version of the amax of gradients, and some values of it."""
     _synced_version = -1
 
     # ---------------------------------------------------------------- the buffers
@@ -150,8 +152,10 @@ class StatefulLayer(Float8Module):
 
         One is missing between two forwards with gradients if a trained Parameter of the layer was
         written in between, by an optimizer or by hand, unless the layer is attached to an
-        optimizer. Compiled code does not notice that, nor is it noticed where no versions are
-        counted: with fused optimizers, through `.data`, and under FSDP, where shards are written.
+        optimizer. Compiled code does not notice that. Versions of Parameters tell it. Fused
+        optimizers and writes through `.data` do not count: there values tell it, which are only
+        compared where a backward has run and its gradient is None by now. So they go unnoticed
+        after `zero_grad(set_to_none=False)`, and where `torch.distributed` is initialised.
         """
         checks = self.delayed and self.config.enable_pre_and_post_forward and not self.attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -162,9 +166,25 @@ class StatefulLayer(Float8Module):
             for p in self.parameters()
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
         }
+        weight: Any = self._parameters.get("weight")
+        amax, sample = self._buffers.get(CastSite.GRAD_OUTPUT.amax), None
+        # Of shards, gradients are None between microbatches, too.
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if type(weight) is nn.Parameter and id(weight) in versions and amax is not None:
+            capturing = amax.is_cuda and torch.cuda.is_current_stream_capturing()
+            if not (ranks or capturing or amax.is_meta or amax.is_inference()):
+                which = id(weight), weight.dtype, weight.device, weight.shape
+                sample = which, amax._version, weight.detach().diagonal()
         if self._seen is None:
             self._seen = versions
-        elif any(self._seen.get(key, version) != version for key, version in versions.items()):
+            self._sample = sample and (*sample[:2], sample[2].clone())
+            return
+        written = any(self._seen.get(key, version) != version for key, version in versions.items())
+        if not written and sample and self._sample and weight.grad is None:
+            (now, backwards, values), (then, earlier, old) = sample, self._sample
+            # Without a backward there was no step: to ask the device for values takes long.
+            written = now == then and backwards != earlier and not torch.equal(values, old)
+        if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
                 "scaling was not synced; call sync_float8_amax_and_scale_history(model) once per "

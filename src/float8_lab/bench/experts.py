@@ -24,9 +24,9 @@ from float8_lab.bench.variants import (
     HIGH_PRECISION,
     Variant,
     peer_version,
-    recipe_config,
     refuse_filters,
 )
+from float8_lab.trainer.recipes import recipe_config
 
 AT_LEAST, GEMM_AT_LEAST = 17.0, 24.0  # dB of SQNR against bf16: of a layer, of one product
 RECIPES = ["tensorwise", "tensorwise+held", "rowwise", "rowwise+held", "rowwise_with_gw_hp"]

@@ -17,7 +17,8 @@ from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec
 from float8_lab.bench.step import Step
 from float8_lab.bench.timing import kernel_sampler
-from float8_lab.bench.variants import Variant, recipe_config
+from float8_lab.bench.variants import Variant
+from float8_lab.trainer.recipes import recipe_config
 
 # Short samples after rests, the best of which counts: clocks drop under GEMMs alone, much less in
 # a step, which has other kernels between them.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from float8_lab.bench.estimate import STORED, packed
 from float8_lab.bench.results import drift_of, size_of
+from float8_lab.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
@@ -84,6 +85,9 @@ def write_tables(only_check: bool) -> list[Path]:
 
     Returns those that change.
     """
+    if not RESULTS.is_dir():
+        got = f"bench tables: got no folder {RESULTS}, expected that of a checkout"
+        raise ConfigError(f"{got}: run it in one, installed there by pip install -e .")
     changed = []
     for page in (README, PERFORMANCE, TRAINER, STORED):
         old = page.read_text()

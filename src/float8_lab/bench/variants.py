@@ -5,16 +5,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from float8.config import Float8GemmConfig, Float8LinearConfig, Float8Weights
+from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert import all_linears, convert_to_float8_training
 from float8.convert.filters import left_out
 from float8.sync import attach_to_optimizer
+from float8_lab.trainer.recipes import recipe_config
 
 HIGH_PRECISION = "bf16"
 EAGER, COMPILED, GRAPHED = "eager", "compiled", "graphed"  # the last is replayed: CUDA graphs
@@ -110,32 +111,6 @@ def make_variants(
 def many_compilations() -> Any:
     """Return a context with room for all variants: past the limit, code would run eagerly."""
     return torch._dynamo.config.patch(recompile_limit=256)
-
-
-def recipe_config(recipe: str) -> Float8LinearConfig:
-    """Return the configuration of a recipe with switches behind a `+`, as in `delayed+held`.
-
-    Switches are bool fields of `Float8LinearConfig`, `fast_accum` for all three GEMMs, and `held`
-    and `only` for `float8_weights`.
-    """
-    name, *switches = recipe.split("+")
-    config = Float8LinearConfig.from_recipe_name(name)
-    fast = Float8GemmConfig(use_fast_accum=True)
-    known: dict[str, dict[str, Any]] = {
-        each.name: {each.name: True}
-        for each in fields(config)
-        if getattr(config, each.name) is False
-    }
-    del known["enable_fsdp_float8_all_gather"]  # `bench fsdp` has a variant of its own for it
-    known["fast_accum"] = {f"gemm_config_{gemm}": fast for gemm in config.float8_gemms}
-    kinds = Float8Weights.HELD, Float8Weights.ONLY
-    known |= {each.value: {"float8_weights": each} for each in kinds}
-    for switch in switches:
-        if switch not in known:
-            got = f"recipe: got {recipe!r} with the switch {switch!r}"
-            raise ValueError(f"{got}, expected one of {', '.join(known)}")
-        config = replace(config, **known[switch])
-    return config
 
 
 def _ours(recipe: str, mode: str, gather: str, all_layers: bool) -> Variant:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from float8.convert.report import percent
 from float8_lab.bench import cast, experts, limits, linear, matmul, numerics, tables
 from float8_lab.bench.model import Size, bench_model, scaled_sizes
 from float8_lab.bench.one_start import bench_one_start, mean_of_seeds, runs_of
@@ -272,7 +273,7 @@ def limits_command(
     """From which size on layers gain: the limits that cost the least by what was measured."""
     gpu, found = limits.fit_results(json.loads(results.read_text()))
     for recipe, (least, loss, right) in found.items():
-        how = f"{right:.0%} of layers judged rightly, the others cost {loss:.2%}"
+        how = f"{percent(right)} of layers judged rightly, the others cost {loss:.2%}"
         typer.echo(f"{gpu} {recipe}: {', '.join(f'{x:g}' for x in least)}: {how}")
     if write:
         limits.write_limits(gpu, found)

@@ -17,8 +17,9 @@ from torch import nn
 
 from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
-from float8.convert.filters import gpu_for
+from float8.convert.filters import gpu_for, short_name
 from float8.convert.measure import LinearTimes, measure_linear
+from float8.convert.report import percent
 from float8.convert.smallest import SMALLEST, judged_as, waits_for_cpu
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.shapes import Shape
@@ -44,7 +45,9 @@ def load_model(name: str) -> nn.Module:
     """
     module, _, function = name.partition(":")
     if module.endswith(".py"):
-        raise ConfigError(f"model: got {name!r}, expected {module[:-3]}:{function}, without .py")
+        folder, expected = Path(module).parent, f"{Path(module).stem}:{function or 'FUNCTION'}"
+        there = "" if folder == Path() else f", called in the folder {folder}"
+        raise ConfigError(f"model: got {name!r}, expected {expected}, without .py{there}")
     if not module or not function:
         what = "module:function, of a function without arguments that returns a model"
         raise ConfigError(f"model: got {name!r}, expected {what}, or --model for one of ours")
@@ -228,7 +231,7 @@ def _conclusion(report: ConversionReport, rows: list[dict[str, Any]], gpu: str |
     if experts:
         count = sum(row["count"] for row in in_all) - count
         layers += f" and {count} of {experts} weights of experts"
-    lines += [f"{layers}, {share:.1%} of all matmul weights", *report.chosen_for]
+    lines += [f"{layers}, {percent(share)} of all matmul weights", *report.chosen_for]
     lines += [
         f"experts: {why}" for why in dict.fromkeys(x.skip_reason for x in report.experts) if why
     ]
@@ -273,10 +276,10 @@ def _weights(row: dict[str, Any]) -> int:
 
 def _gpu(name: str | None, here: bool) -> str:
     """A GPU whose limits are known: of that name, or the one here, or else `_DEFAULT_GPU`."""
-    if name is not None and name.upper() not in SMALLEST:
+    if name is not None and short_name(name) not in SMALLEST:
         raise ConfigError(f"gpu: got {name!r}, expected one of {', '.join(SMALLEST)}")
     if name is None:
         name = gpu_for(torch.device("cpu")) if here else _DEFAULT_GPU
-    if name is None or name.upper() not in SMALLEST:
+    if short_name(name) not in SMALLEST:
         raise ConfigError("the limits of this GPU are not known: measure, or name another by --gpu")
-    return name.upper()
+    return str(short_name(name))

@@ -21,7 +21,7 @@ def train_command(
         str | None,
         typer.Option(
             help="A run's folder (its newest checkpoint is meant) or one checkpoint. "
-            "Settings come from there; giving others is refused.",
+            "Settings come from there; giving others is refused, but for more --steps.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),

@@ -73,7 +73,9 @@ def _convert(model: Llama, config: TrainConfig, device: torch.device) -> str:
         if config.accumulate > 1 and can_hold:
             settings = dataclasses.replace(settings, float8_weights=Float8Weights.HELD)
         convert_to_float8_training(
-            model, config=settings, module_filter_fn=lambda _, name: name != "output"
+            model,
+            config=settings,
+            module_filter_fn=lambda _, name: name != "output",
         )
     except ValueError as error:
         raise ConfigError(f"recipe {recipe!r}: {error}") from error

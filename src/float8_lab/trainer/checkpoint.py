@@ -3,23 +3,26 @@
 A checkpoint is a folder `step_00000100` that `torch.distributed.checkpoint` (DCP) writes and reads:
 every rank its shards, and on any number of ranks. It is written under a temporary name and then
 renamed, so a folder with the final name was once complete; all ranks must see the same folder.
+`checksums.json` in it has a CRC-32 of each file, which is compared before anything is loaded.
 
 DCP reads pickles: resume only from checkpoints that you trust.
 """
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -28,6 +31,7 @@ from float8_lab.ranks import ALONE, Ranks, explain_lost_rank
 
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"
+_METADATA, _CHECKSUMS = ".metadata", "checksums.json"
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
@@ -46,6 +50,7 @@ def save_checkpoint(
         with _explained(f"could not write the checkpoint {target}", ranks):
             ranks.once(lambda: _delete(folder.glob(f"{_UNFINISHED}*")))
             save(values, storage_writer=_Writer(temporary), no_dist=ranks.size == 1)
+            _write_checksums(temporary, ranks)
             ranks.once(lambda: _delete([target]))  # reached again after resuming from an older step
             ranks.once(lambda: temporary.rename(target))
     except (CheckpointError, torch.OutOfMemoryError):
@@ -72,6 +77,66 @@ class _Writer(FileSystemWriter):
             raise
 
 
+def _write_checksums(folder: Path, ranks: Ranks) -> None:
+    """Note the checksum of each file; each rank reads those that it wrote."""
+    own = [f"__{ranks.rank}_*.distcp"] + [_METADATA] * (ranks.rank == 0)
+    mine = ranks.together(lambda: {x.name: _crc(x) for name in own for x in folder.glob(name)})
+    found = {name: crc for part in ranks.gather(mine) for name, crc in part.items()}
+    ranks.once(lambda: (folder / _CHECKSUMS).write_text(json.dumps(found, indent=1) + "\n"))
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
+    """Raise a `CheckpointError` if a file of it is damaged or missing; collective.
+
+    It names the newest other checkpoint of the run that is not. Each rank reads some of the files.
+    A checkpoint without checksums, of an earlier trainer, cannot be checked, and a warning says so.
+    """
+
+    def check() -> None:
+        if (damage := _damage(path, ranks)) is None:
+            return
+        do = "the run has no other checkpoint that is intact: begin it anew with another --output"
+        for other in list_checkpoints(path.parent)[::-1]:
+            if other.name != path.name and _damage(other) is None:
+                unknown = "" if (other / _CHECKSUMS).exists() else ", which has no checksums,"
+                do = f"go on from the last good one{unknown} with float8 train --resume {other}"
+                break
+        raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; {do}")
+
+    ranks.together(check)
+    if ranks.rank == 0 and not (path / _CHECKSUMS).exists():
+        warnings.warn(
+            f"float8: the checkpoint {path} has no {_CHECKSUMS}, as those of earlier versions: "
+            f"whether its files are intact was not checked",
+            stacklevel=3,
+        )
+
+
+def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
+    """Say which of this rank's share of the files is not as it was written; None if all are."""
+    name = _CHECKSUMS
+    try:
+        if not (path / name).exists():
+            name = _METADATA
+            FileSystemReader(path).read_metadata()  # torch prints a traceback if it cannot
+            return None
+        listed = {_METADATA: None, **json.loads((path / name).read_text())}
+        for name in [*listed][ranks.rank :: ranks.size]:
+            if _crc(path / name) != listed[name]:
+                return f"{name} has other bytes than were written"
+    except Exception as error:  # whatever a pickle raises
+        return f"{name} cannot be read: {error}"
+    return None
+
+
 def _delete(folders: Iterable[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -80,7 +145,7 @@ def _delete(folders: Iterable[Path]) -> None:
 def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) -> None:
     """Put what a checkpoint of any number of ranks holds into `values`, in place. Collective.
 
-    A `CheckpointError` if names or shapes are not those of then, or if it is damaged.
+    A `CheckpointError` if names or shapes are not those of then. `check_checkpoint` comes first.
     """
     with _explained(f"could not go on from the checkpoint {path}", ranks):
         load(values, checkpoint_id=path, no_dist=ranks.size == 1)

@@ -52,7 +52,11 @@ class TrainConfig:
     line.
     """
 
-    recipe: str = _model(f"{', '.join(RECIPES)}; or {HIGH_PRECISION}: no float8.", RECIPES[0])
+    recipe: str = _model(
+        f"{', '.join(RECIPES)}, with switches as in {RECIPES[0]}+held; or {HIGH_PRECISION}: no "
+        "float8.",
+        RECIPES[0],
+    )
     model: str = _model(f"One of {', '.join(PRESETS)}.", shown="tiny")
     data: str | None = _model(
         "File or folder of text; a token is a byte. A tenth of the files is for validation.",
@@ -96,6 +100,7 @@ class TrainConfig:
     tensorboard: bool = _output("Write TensorBoard events.", True)
 
     def __post_init__(self) -> None:
+        from float8 import Float8Weights
         from float8_lab.device import check_device
 
         recipe, shape = float8_config(self.recipe), preset(self.model).model
@@ -105,6 +110,9 @@ class TrainConfig:
         if self.fsdp_float8_all_gather and recipe is None:
             needs = "--fsdp-float8-all-gather needs weights in float8"
             raise ConfigError(f"{needs}, but --recipe is {HIGH_PRECISION}: change one of them")
+        held = recipe is not None and recipe.float8_weights is Float8Weights.HELD
+        if held and self.fsdp and not self.fsdp_float8_all_gather:
+            raise ConfigError("+held needs --fsdp-float8-all-gather with --fsdp: add it")
         if not self.fsdp and (self.fsdp_float8_all_gather or self.hsdp > 1):
             names = "--fsdp-float8-all-gather and --hsdp"
             raise ConfigError(f"{names} are for sharded models: add --fsdp, or leave them out")
@@ -115,6 +123,7 @@ class TrainConfig:
             "no --compile": not self.compile,
             "--activation-checkpointing": self.activation_checkpointing,
             "--fsdp or --tp": self.spread,
+            "+held": held,
         }
         if self.cuda_graphs and any(in_the_way.values()):
             got = ", ".join(name for name, there in in_the_way.items() if there)
@@ -175,12 +184,17 @@ ONE_PROCESS = {
 
 
 def float8_config(recipe: str) -> Any:
-    """The `Float8LinearConfig` of a recipe, None for `"high_precision"`."""
-    from float8 import Float8LinearConfig
+    """The `Float8LinearConfig` of a recipe with its switches, None for `"high_precision"`."""
+    from float8 import Float8Weights
+    from float8_lab.trainer.recipes import recipe_config
 
     if recipe == HIGH_PRECISION:
         return None
     try:
-        return Float8LinearConfig.from_recipe_name(recipe)
+        config = recipe_config(recipe)
     except ValueError as error:
         raise ConfigError(f"{error} (or {HIGH_PRECISION!r} to train without float8)") from error
+    if config.float8_weights is Float8Weights.ONLY:
+        got = f"recipe: got {recipe!r}, but weights that are in float8 only do not train"
+        raise ConfigError(f"{got}: leave +only out, or use +held")
+    return config

@@ -20,7 +20,12 @@ from float8_lab.device import BF16_PEAK, Clock, explain_out_of_memory, skipped_g
 from float8_lab.errors import DataError, TrainingDivergedError
 from float8_lab.ranks import ALONE, Ranks, for_all
 from float8_lab.trainer import build, data, metrics
-from float8_lab.trainer.checkpoint import load_checkpoint, save_checkpoint, step_of
+from float8_lab.trainer.checkpoint import (
+    check_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    step_of,
+)
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.metrics import Observer, StepRecord, ValidationRecord
 from float8_lab.trainer.run_folder import RunFolder, open_run_folder
@@ -303,6 +308,8 @@ def train(
             f"ranks read different data ({', '.join(found)}): give a --data equal on all hosts"
         )
         raise for_all(DataError(message))
+    if resume is not None:
+        check_checkpoint(resume, ranks)
     folder = ranks.once(lambda: open_run_folder(config, text, checkpoint=resume))
     with explain_out_of_memory(
         f"{config.device} ran out of memory with batches of {config.batch_size} x "

@@ -61,7 +61,7 @@ def open_run_folder(
     folder = RunFolder(config.output)
     own = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
     if checkpoint is not None:
-        check_same_run(config, corpus, checkpoint.parent.parent)
+        check_same_run(config, corpus, checkpoint.parent.parent, extend=True)
     failed = folder.status == FAILED and not folder.saved
     if folder.used and not own and not failed:
         way_on = "it has no checkpoint to go on from, so delete it if it is not running any more"
@@ -74,7 +74,9 @@ def open_run_folder(
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.conversion.unlink(missing_ok=True)
         about = {"config": dataclasses.asdict(config), "corpus": corpus.describe()}
-        folder.config.write_text(json.dumps(about, indent=1) + "\n")
+        beside = folder.path / "config.json.new"  # a process that is killed leaves one or the other
+        beside.write_text(json.dumps(about, indent=1) + "\n")
+        beside.replace(folder.config)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.path}: {error}") from error
     return folder
@@ -104,14 +106,22 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
         saved = json.loads((folder / "config.json").read_text())
         return TrainConfig(**saved["config"]), saved["corpus"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        do = "delete that folder, which holds no checkpoint, to have the run done again"
+        if RunFolder(folder).saved:
+            do = "its checkpoints and metrics are not touched: start a run with the same settings "
+            do += "and --stop-after 1 --output elsewhere, and copy its config.json there"
         raise ConfigError(
-            f"cannot read the settings of the run in {folder} from config.json ({error}): delete "
-            "that folder to have the run done again"
+            f"cannot read the settings of the run in {folder} from config.json ({error}); {do}"
         ) from error
 
 
-def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
-    """Raise a `ConfigError` unless the run in `folder` goes on with what changes its numbers."""
+def check_same_run(
+    config: TrainConfig, corpus: Corpus, folder: Path, *, extend: bool = False
+) -> None:
+    """Raise a `ConfigError` unless the run in `folder` goes on with what changes its numbers.
+
+    With `extend` it may have more steps: its schedule is the longer one from then on.
+    """
     old, fingerprint = _read_config(folder)
     wrong = []
     for name, option in OPTIONS.items():
@@ -119,6 +129,7 @@ def check_same_run(config: TrainConfig, corpus: Corpus, folder: Path) -> None:
         if name == "device":
             now, before = torch.device(now).type, torch.device(before).type
         free = option.rich_help_panel in (RANKS, OUTPUT) or name in _FREE
+        free = free or (extend and name == "steps" and now > before)
         if not free and now != before:
             wrong.append(f"{name} was {before!r} and is now {now!r}")
     if fingerprint != (now := corpus.fingerprint):
