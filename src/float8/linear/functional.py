@@ -15,7 +15,7 @@ from float8.autograd import computed_before, once_differentiable, own
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
+from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients, surely
 from float8.linear.call import (
     KeptWeight,
     LinearCall,
@@ -111,7 +111,8 @@ def apply_linear(
     input = check_input(input, weight)
     if plan.output is None and isinstance(input, Float8Tensor):
         input = input.to_original_precision()
-    if input.numel() == 0:  # nothing to measure, nothing to multiply
+    empty = input.numel() == 0
+    if surely(empty) if compiling else empty:  # nothing to measure, nothing to multiply
         if isinstance(weight, Float8Tensor):
             weight = weight.to_original_precision()
         output = input @ weight.to(input.dtype).t()

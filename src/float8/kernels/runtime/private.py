@@ -48,6 +48,18 @@ is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
 
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes holds for whatever compiled code will meet; asks no guard.
+
+    False where that depends on data: `x[mask]` may have no rows. Without the private name: False.
+    """
+    if PLAIN_LAUNCH:
+        return False
+    # By its path: a compiler has imported it, `import float8` is not to.
+    known: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+    return known
+
+
 def known_lengths(nested: Any) -> tuple[int | None, int | None]:
     """Lengths of the shortest and longest sequence of a jagged tensor, where it knows them.
 
