@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.kernels.runtime.private import has_global_module_hooks
+from float8.kernels.runtime.private import has_global_module_hooks, surely
 from float8.linear import Float8Linear
 from float8.linear.plan import LinearPlan
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor
@@ -108,6 +108,6 @@ def fusable(x: Tensor, layers: Sequence[Any]) -> tuple[Float8Linear, ...] | None
     """Return the layers, if fused functions take them together and x is a plain tensor of rows."""
     if x.layout is not torch.strided or x.is_nested:  # nested, or of torch.fx: layers know them
         return None
-    if is_dtensor(x) or isinstance(x, Float8Tensor) or x.numel() == 0:
+    if is_dtensor(x) or isinstance(x, Float8Tensor) or not surely(x.numel() != 0):
         return None
     return None if why_not_fused(*layers) is not None else tuple(layers)

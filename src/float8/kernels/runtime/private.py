@@ -49,13 +49,14 @@ is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 
 
 def surely(condition: Any) -> bool:
-    """Whether a condition on sizes holds for whatever compiled code will meet; asks no guard.
+    """Whether a condition on sizes holds for all that compiled code will meet, without a guard.
 
-    False where that depends on data: `x[mask]` may have no rows. Without the private name: False.
+    False where data decide: `x[mask]` may have no rows. Torch documents the function, as
+    experimental: there is no fallback.
     """
-    if PLAIN_LAUNCH:
-        return False
-    # By its path: a compiler has imported it, `import float8` is not to.
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    # By its path: whoever compiles has imported it, `import float8` is not to.
     known: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
     return known
 
