@@ -19,6 +19,7 @@ _BY_BLOCKS: dict[Granularity, Recipe] = {
 }
 """The blocks whose scales tensor cores apply, and torch's names of them."""
 
+
 class Gemm(NamedTuple):
     """Settings of one GEMM."""
 

@@ -121,8 +121,11 @@ def apply_linear(
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
             M = rows.shape[0] * (1 if input_tokens is None else input_tokens.ranks)
-            what = f"{M} tokens (all leading dims) for grad_weight"
-            require_aligned(what, (M,), plan.alignment)
+            if surely(M != 0):
+                what = f"{M} tokens (all leading dims) for grad_weight"
+                require_aligned(what, (M,), plan.alignment)
+            else:  # data decide how many there are, and compiled code raises when it runs
+                torch._check(M % plan.alignment == 0)
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
         call = LinearCall(
