@@ -125,7 +125,7 @@ def apply_linear(
                 what = f"{M} tokens (all leading dims) for grad_weight"
                 require_aligned(what, (M,), plan.alignment)
             else:  # data decide how many there are, and compiled code raises when it runs
-                torch._check(M % plan.alignment == 0)
+                torch._check(M % plan.alignment == 0)  # type: ignore[no-untyped-call]
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
         call = LinearCall(
