@@ -83,6 +83,14 @@ def of_held_matmul(device: str) -> Args:
             )  # fmt: skip
 
 
+def of_matmul(device: str) -> Args:
+    b, one = torch.randn(32, 48, device=device).to(E4M3), torch.ones((), device=device)
+    for rows in (16, 0):
+        a = torch.randn(rows, 48, device=device).to(E4M3)
+        how = "tensorwise", "tensorwise", False, False, torch.bfloat16
+        yield a, one, b, one.clone(), rows, 32, *how
+
+
 def of_groups(device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, the same a second time, and where their three groups end."""
     x = torch.randn(40, 48, device=device)
@@ -134,6 +142,7 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "grouped_outer": lambda device: iter([of_groups(device)]),
     "held_grouped_matmul": of_held_grouped_matmul,
     "held_matmul": of_held_matmul,
+    "matmul": of_matmul,
     "transpose": of_transpose,
 }
 EVERY_OP = pytest.mark.parametrize("name", sorted(vars(ops.cpu)))

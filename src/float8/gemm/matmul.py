@@ -10,6 +10,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import lacks_float8_gemm
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.private import surely
 from float8.quantize.spec import Operand, dequantised
 
 _TENSORWISE = ScalingGranularity.TENSORWISE
@@ -19,10 +21,7 @@ _BY_BLOCKS: dict[Granularity, Recipe] = {
 }
 """The blocks whose scales tensor cores apply, and torch's names of them."""
 
-GEMM_OPS = (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default)
-"""Ops that `matmul` calls, unless it emulates."""
-
-# Of the two, torch counts the first one's alone; a later torch may count both.
+# The GEMM under block scales, which torch counts as none; a later torch may count it.
 with contextlib.suppress(RuntimeError):
     register_flop_formula(torch.ops.aten._scaled_mm_v2)(
         lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1]
@@ -72,6 +71,12 @@ def matmul(
     of_a, of_b = gemm.granularities
     by_blocks, one_scale_each = of_a.by_blocks, of_a.one_scale and of_b.one_scale
     compiling = torch.compiler.is_compiling()
+    if compiling and not surely(a.data.numel() != 0):
+        rows, columns = (a.data.shape[0], b.data.shape[0]) if shape is None else shape
+        return torch.ops.float8.matmul.default(  # type: ignore[no-any-return]
+            *a, *b, rows, columns, of_a.value, of_b.value, gemm.use_fast_accum, gemm.emulate,
+            out_dtype,
+        )  # fmt: skip
     if gemm.emulate or (a.data.is_cpu and not one_scale_each):
         y = _emulated(a, b, gemm, out_dtype)
     elif a.data.is_cpu:  # torch's CPU kernel calls mm inside, which autocast would round
@@ -115,6 +120,48 @@ def matmul(
     if (by_blocks and compiling) or y.shape[0] != rows:
         return y[:rows]
     return y
+
+
+@torch.no_grad()
+def matmul_of_any_size(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    rows: int,
+    columns: int,
+    granularity_of_a: str,
+    granularity_of_b: str,
+    use_fast_accum: bool,
+    emulate: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply as `matmul`, also where there are no tokens: the body of an op.
+
+    Compiled code calls it where data decide how many tokens there are, of which torch's ops ask.
+    """
+    if a.numel() == 0:
+        return a.new_zeros((rows, columns), dtype=out_dtype)
+    of = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
+    gemm = Gemm(use_fast_accum, emulate, of)
+    operands = Operand(a, a_scale), Operand(b, b_scale)
+    return matmul(*operands, (rows, columns), gemm=gemm, out_dtype=out_dtype)
+
+
+register(
+    "matmul",
+    matmul_of_any_size,
+    triton=matmul_of_any_size,
+    fake=lambda a, *rest: a.new_empty(rest[3:5], dtype=rest[-1]),
+    flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],
+)
+
+GEMM_OPS = (
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_mm_v2.default,
+    torch.ops.float8.matmul.default,
+)
+"""Ops that `matmul` calls, unless it emulates."""
 
 
 def _scale_per_row(operand: Operand) -> Tensor:

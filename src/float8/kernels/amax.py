@@ -10,6 +10,7 @@ from float8.kernels.checks import check_high_precision
 from float8.kernels.runtime.device import sm_count
 from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.private import surely
 from float8.kernels.runtime.triton import jit, tl
 
 
@@ -17,8 +18,8 @@ def amax(x: Tensor) -> Tensor:
     """Return max(abs(x)).
 
     Under ``torch.compile`` this is plain torch code, which Inductor fuses into whatever produces
-    ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In eager mode
-    it is one kernel, ``torch.ops.float8.amax``.
+    ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In eager mode,
+    and where ``x`` may turn out to be empty, it is one kernel, ``torch.ops.float8.amax``.
 
     Args:
         x: any shape and strides; float32, bfloat16 or float16.
@@ -31,11 +32,11 @@ def amax(x: Tensor) -> Tensor:
         TypeError: ``x`` has another dtype.
     """
     check_high_precision("amax", x)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and surely(x.numel() != 0):
         x = x.detach()
-        if x.dim() > 1 and x.numel() != 0:
+        if x.dim() > 1:
             x = x.abs().amax(dim=-1)  # of rows first: that fuses into producers of any shape
-        return amax_reference(x)
+        return x.abs().amax().to(torch.float32)
     if x.is_cuda and takes_triton_directly(x):
         return amax_triton(x)
     result: Tensor = torch.ops.float8.amax.default(x)

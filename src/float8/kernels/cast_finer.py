@@ -10,6 +10,7 @@ from float8.kernels.cast import check_cast
 from float8.kernels.cast_axiswise import cast_axiswise_reference, cast_axiswise_triton
 from float8.kernels.cast_blockwise import cast_blockwise_reference, cast_blockwise_triton
 from float8.kernels.runtime.launch import takes_triton_directly
+from float8.kernels.runtime.private import surely
 from float8.quantize.spec import CastSpec, Operand
 
 
@@ -46,8 +47,9 @@ def cast_finer(
         after: what a compiler must have computed first, as in :func:`cast`; not read.
         traced: cast by plain torch code, which a compiler fuses into what produces ``x``, and which
             may then see the producer's values before they are rounded to the dtype of ``x``. Only
-            the transposition of column data is an op of its own; under blocks so is the whole cast
-            where C is no multiple of their width, or rows are not contiguous.
+            the transposition of column data is an op of its own; so is the whole cast where ``x``
+            may turn out to be empty, and under blocks where C is no multiple of their width, or
+            rows are not contiguous.
 
     Returns:
         ``(row, col)``, None where not asked for. Row data is [R, C], column data [C, R], both
@@ -78,7 +80,7 @@ def cast_finer(
         traced = traced and x.shape[1] % granularity.width == 0 and x.stride(1) == 1
     else:
         raise ValueError(f"cast_finer: got {granularity}, expected AXISWISE or a BLOCK")
-    if traced:
+    if traced and surely(x.numel() != 0):
         out = twin(x.detach(), *how)
     else:
         direct = x.is_cuda and takes_triton_directly(x)

@@ -15,7 +15,7 @@ from float8.autograd import computed_before, once_differentiable, own
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients
+from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients, surely
 from float8.linear.call import (
     KeptWeight,
     LinearCall,
@@ -110,7 +110,8 @@ def apply_linear(
     input = check_input(input, weight)
     if plan.output is None and isinstance(input, Float8Tensor):
         input = input.to_original_precision()
-    if input.numel() == 0:  # nothing to measure, nothing to multiply
+    empty = input.numel() == 0
+    if surely(empty) if compiling else empty:  # nothing to measure, nothing to multiply
         if isinstance(weight, Float8Tensor):
             weight = weight.to_original_precision()
         output = input @ weight.to(input.dtype).t()
@@ -119,8 +120,11 @@ def apply_linear(
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
             M = rows.shape[0] * (1 if input_tokens is None else input_tokens.ranks)
-            what = f"{M} tokens (all leading dims) for grad_weight"
-            require_aligned(what, (M,), plan.alignment)
+            if surely(M != 0):
+                what = f"{M} tokens (all leading dims) for grad_weight"
+                require_aligned(what, (M,), plan.alignment)
+            else:  # data decide how many there are, and compiled code raises when it runs
+                torch._check(M % plan.alignment == 0)  # type: ignore[no-untyped-call]
         if ready is None and isinstance(weight, Float8Tensor):
             ready = weight_in_float8(weight, plan)
         call = LinearCall(

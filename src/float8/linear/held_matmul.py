@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
-from float8.gemm import Gemm, matmul
+from float8.gemm import Gemm
+from float8.gemm.matmul import matmul_of_any_size
 from float8.kernels.runtime.ops import register
 from float8.quantize.quantize import Cast, quantize
 from float8.quantize.spec import CastSpec, Operand
@@ -79,8 +80,10 @@ def held_matmul(
         cast = Cast(CastSpec(data.dtype, of_b, power_of_2=power_of_2))
         made = quantize(weight, cast, row=not columns, col=columns, pad_rows=True)
         b = made.col if columns else made.row
-    gemm = Gemm(use_fast_accum, emulate, (ScalingGranularity(granularity_of_a), of_b))
-    return matmul(Operand(a, a_scale), b, (rows, features), gemm=gemm, out_dtype=out_dtype)
+    return matmul_of_any_size(
+        a, a_scale, *b, rows, features, granularity_of_a, granularity, use_fast_accum, emulate,
+        out_dtype,
+    )  # fmt: skip
 
 
 def _held_matmul_fake(a: Tensor, *rest: Any) -> Tensor:

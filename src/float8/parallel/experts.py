@@ -78,11 +78,7 @@ class _AllToAll(torch.autograd.Function):
 
 def _sent(x: Tensor, output_splits: list[int], input_splits: list[int], group: str) -> Tensor:
     """Cast rows, send bytes and scales, and return those that arrive in the dtype of `x`."""
-    if len(x) == 0:  # nothing to measure; other ranks may have rows for this one
-        row = Operand(x.to(E4M3), x.new_empty((0, 1), dtype=torch.float32))
-    else:
-        row = quantize(x, _ROWS, row=True).row
-    arrived = []
+    row, arrived = quantize(x, _ROWS, row=True).row, []
     # Not every backend knows float8.
     for sent in (row.data.view(torch.uint8), row.scale.view(-1, 1)):
         got = torch.ops._c10d_functional.all_to_all_single(

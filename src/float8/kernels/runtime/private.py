@@ -48,6 +48,19 @@ is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 """Whether a gradient stands for many (`is_grads_batched=True`). Else: torch's own error."""
 
 
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes holds for all that compiled code will meet, without a guard.
+
+    False where data decide: `x[mask]` may have no rows. Torch documents the function, as
+    experimental: there is no fallback.
+    """
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    # By its path: whoever compiles has imported it, `import float8` is not to.
+    known: bool = torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+    return known
+
+
 def known_lengths(nested: Any) -> tuple[int | None, int | None]:
     """Lengths of the shortest and longest sequence of a jagged tensor, where it knows them.
 
