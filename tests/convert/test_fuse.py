@@ -97,7 +97,7 @@ def kind_of(code: str, arguments: str = "self, x", base: type = Layers) -> type[
     return type("Written", (base,), scope)
 
 
-KNOWN = [
+KNOWN: list[Any] = [
     Meta,
     WithModule,
     Inherited,

@@ -120,7 +120,8 @@ def test_every_sharding(four: Ranks, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("ranks", ["two_gpus", "four_gpus"])
 def test_every_sharding_on_gpus(request: pytest.FixtureRequest, recipe: str, ranks: str) -> None:
-    request.getfixturevalue(ranks).run(every_sharding, recipe)
+    gpus: Ranks = request.getfixturevalue(ranks)
+    gpus.run(every_sharding, recipe)
 
 
 K = 144
