@@ -12,7 +12,7 @@ from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
 from float8.quantize.spec import Operand
-from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
+from float8.tensor.float8_tensor import CURE, OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.wrapper import as_inference_as
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def _scales_of_part(func: Any, x: Any, part: Tensor) -> Any:
     if not x._has_row_scales or not whole_rows or not x.is_contiguous():
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part "
-            f"of the data does not have all of the scales; call .to_original_precision() first"
+            f"of the data does not have all of the scales; {CURE}"
         )
     first = (part.storage_offset() - x._data.storage_offset()) // x.shape[-1]
     rows = part.numel() // x.shape[-1]
