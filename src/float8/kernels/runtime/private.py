@@ -68,6 +68,15 @@ def goes_on_without_inputs(ddp: Any) -> bool:
     return join is not None and join.enable and not join.throw_on_early_termination
 
 
+def compiled_autograd_is_on() -> bool:
+    """Whether backwards that run now are traced by torch's compiled autograd.
+
+    There is no public way to ask. Where torch keeps it elsewhere: never.
+    """
+    state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
+    return not PLAIN_LAUNCH and bool(getattr(state, "compiled_autograd_enabled", False))
+
+
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
