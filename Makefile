@@ -74,6 +74,7 @@ lint: $(VENV)/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports
 
 docs: $(VENV)/dev.done

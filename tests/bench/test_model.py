@@ -149,7 +149,8 @@ def test_a_tied_embedding_starts_as_its_head() -> None:
 def test_models_that_run_as_cuda_graphs_are_converted_for_them() -> None:
     modes = ["eager", "compiled", "graphed"]
     variants = make_variants(["tensorwise"], modes, all_layers=False)
-    ours = {v.mode: v.convert.keywords["cuda_graphs"] for v in variants if v.ours}
+    converts: dict[str, Any] = {v.mode: v.convert for v in variants if v.ours}
+    ours = {mode: convert.keywords["cuda_graphs"] for mode, convert in converts.items()}
     assert ours == {"eager": False, "compiled": False, "graphed": True}
 
 
@@ -251,7 +252,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
         taken.extend((name, module_filter_fn(model, name)) for name in ("w1", "wk", "lm_head"))
         return model
 
-    torchao = ModuleType("torchao.float8")
+    torchao: Any = ModuleType("torchao.float8")
     torchao.Float8LinearConfig = Config
     torchao.convert_to_float8_training = convert
     torchao._auto_filter_for_recipe = lambda recipe, fqns: lambda module, name: "1" in name

@@ -173,9 +173,10 @@ def test_runs_of_one_start_end_with_it(number: signal.Signals) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_numbers_of_a_table_are_whole(width: int) -> None:
     results = json.loads((RESULTS / "h200-fsdp-llama3-8b.json").read_text())
-    console = Console(width=width, file=io.StringIO(), markup=False, soft_wrap=True)
+    file = io.StringIO()
+    console = Console(width=width, file=file, markup=False, soft_wrap=True)
     print_table(console, "FSDP", results["rows"])
-    text = console.file.getvalue()
+    text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width
     numbers = ["187.6", "174,702", "1.34", "6,980", "3,490", "0.2240", "9.686"]
     for number in numbers:

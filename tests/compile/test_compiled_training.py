@@ -1,6 +1,7 @@
 """Compiled training: one graph, no recompilation, and the results of eager mode; CUDA graphs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 import tolerances
 from float8 import all_linears, convert_to_float8_training, update_float8_weights
-from float8.config import Float8LinearRecipeName
+from float8.config import Float8LinearConfig, Float8LinearRecipeName
 from float8_lab.bench.model import Size, model_step
 from float8_lab.bench.variants import COMPILED, EAGER, Variant, make_variants, many_compilations
 from sqnr import same_bits, sqnr
@@ -233,3 +234,21 @@ def test_a_block_loses_nothing_by_being_compiled(recipe: str) -> None:
     assert len(exact) > 7
     for name, expected in exact.items():
         assert sqnr(expected, other[name]) > sqnr(expected, one[name]) - LOST, name
+
+
+@pytest.mark.parametrize("config", [tensorwise(), delayed()], ids=["dynamic", "delayed"])
+def test_compiled_autograd_has_the_gradients_of_eager_mode(config: Float8LinearConfig) -> None:
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = one_layer(config)
+        forward, around = model, nullcontext()
+        if compiled:
+            forward = torch.compile(model, backend="aot_eager")
+            around = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+        with around:
+            forward(seeded(0, 16, 32)).square().sum().backward()
+        amaxes = [x for name, x in model.named_buffers() if "amax" in name]
+        results.append([*(p.grad for p in model.parameters()), *amaxes])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from float8 import all_linears, convert_to_float8_training, linear
@@ -120,7 +120,8 @@ def test_every_sharding(four: Ranks, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("ranks", ["two_gpus", "four_gpus"])
 def test_every_sharding_on_gpus(request: pytest.FixtureRequest, recipe: str, ranks: str) -> None:
-    request.getfixturevalue(ranks).run(every_sharding, recipe)
+    gpus: Ranks = request.getfixturevalue(ranks)
+    gpus.run(every_sharding, recipe)
 
 
 K = 144
@@ -217,3 +218,42 @@ def test_training(two: Ranks) -> None:
     two.run(training, 40)
     two.run(training, 21)
     two.run(training, 40, 2)
+
+
+class Absorbs(nn.Module):
+    """Reads a weight by other ops than that of its layer, as some attention does."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.up = read, nn.Linear(K, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, y = self.up.weight, self.up(x).sum()
+        if self.read == "einsum":
+            return y + torch.einsum("td,hvd->thv", x, weight.view(4, 16, K)).sum()
+        if self.read == "bmm":
+            return y + torch.bmm(x[None], weight.t()[None]).sum()
+        return y + weight.pow(2).sum()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on("either")
+def test_a_weight_that_a_forward_reads_itself(recipe: str) -> None:
+    """The error names a way that works, and that way has the gradients of one without float8."""
+    for read in ("einsum", "pow", "bmm"):
+        grads = []
+        for gathers in ((True,), (True, False), (False,)):
+            model = Absorbs(read).to(here())
+            for gather in gathers:
+                convert(model, recipe, gather)
+            fully_shard(model, mesh=mesh_of())
+            x = seeded(0, 16, K, device=here())
+            if gathers == (True,):
+                refused = pytest.raises((ValueError, NotImplementedError), match="once more, with")
+                with refused:
+                    model(x)
+                continue
+            model(x).backward()
+            grads.append(model.up.weight.grad.full_tensor())
+        assert torch.equal(*grads)

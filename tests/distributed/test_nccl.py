@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
 import tolerances
+from float8.tensor import local_tensor
 from float8_lab.bench.fsdp import ShardedStep
 from float8_lab.bench.model import Size
 from float8_lab.bench.step import Results, free_memory
@@ -125,7 +126,10 @@ def test_float8_needs_no_more_memory_than_bf16(
 
 
 def pipelined(recipe: str) -> tuple[Results, Results, dict[str, int]]:
-    """Results of a tensor-parallel step without and with pipelining, and the ops of the latter."""
+    """This rank's part of the results of a tensor-parallel step without and with pipelining.
+
+    And the ops of the latter.
+    """
     *_, variant = make_variants([recipe], ["compiled"])
     size, found = Size("150m", blocks=1, seq_len=1024), []
     for micro_pipeline in (False, True):
@@ -135,7 +139,7 @@ def pipelined(recipe: str) -> tuple[Results, Results, dict[str, int]]:
             if micro_pipeline:
                 symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
             step.warm_up()  # finds the scales of delayed scaling
-            found.append({name: x.cpu() for name, x in step.results().items()})
+            found.append({name: local_tensor(x).cpu() for name, x in step().items()})
             with profile() as profiled:
                 step()
     ops = {event.key: event.count for event in profiled.key_averages()}

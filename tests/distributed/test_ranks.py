@@ -51,7 +51,7 @@ def test_the_first_error_is_shown_and_the_next_run_works() -> None:
     with pytest.raises(RankError, match=r"rank 1 died|Connection closed by peer"):
         ranks.run(die_on_rank_1)
     with pytest.raises(TimeoutError, match=r"ranks \[0(, 1)?\] did not return"):
-        ranks.run(hang_on_rank_0, timeout=2)
+        Ranks(2, timeout=2).run(hang_on_rank_0)
     ranks.stop()
 
 

@@ -87,7 +87,7 @@ def test_results_are_those_of_casts_on_the_fly(device: str, config) -> None:
             for model, weights in zip(made, (ON_THE_FLY, ONLY), strict=True)
         ]
         for _ in range(2):
-            assert_same(*models, dtype)
+            assert_same(models[0], models[1], dtype)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_checkpoint_in_float32_is_rounded_to_the_dtype_of_the_model_first() ->
     models = [model_of(tensorwise(), weights).bfloat16() for weights in (ON_THE_FLY, ONLY)]
     for model in models:
         model.load_state_dict(state)
-    assert_same(*models, torch.bfloat16)
+    assert_same(models[0], models[1], torch.bfloat16)
 
 
 @pytest.mark.parametrize("how", ["to_empty", "assign"])

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from float8 import (
     Float8Linear,
+    Float8LinearConfig,
+    Float8Weights,
     attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
@@ -38,9 +40,9 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def two_ranks_train(folder: Path, recipe: str) -> None:
+def two_ranks_train(folder: Path, recipe: Any, sizes: dict[str, int]) -> None:
     load = transformers.AutoModelForCausalLM.from_pretrained
-    one, model = load(folder), load(folder, distributed_config=DistributedConfig(tp_size=2))
+    one, model = load(folder), load(folder, distributed_config=DistributedConfig(**sizes))
     with pytest.warns(UserWarning, match="convert within forwards_taken_off"):
         convert_to_float8_training(model, config=recipe, module_filter_fn=body)
     with forwards_taken_off(model):
@@ -48,6 +50,7 @@ def two_ranks_train(folder: Path, recipe: str) -> None:
     convert_to_float8_training(one, config=recipe, module_filter_fn=body)
     converted = len(conversion_report(one).converted)
     assert len(conversion_report(model).converted) == converted > 0
+    assert all(x.skip_reason is None for x in conversion_report(model).experts)
     found = []
     for each, group in ((model, None), (one, alone())):
         optimizer = torch.optim.SGD(each.train().parameters(), 1e-3)
@@ -87,7 +90,23 @@ def two_ranks_train(folder: Path, recipe: str) -> None:
 )
 def test_a_shared_model(two: Ranks, name: str, recipe: str, tmp_path: Path) -> None:
     hf.llama(name=name).save_pretrained(tmp_path)
-    two.run(two_ranks_train, tmp_path, recipe)
+    two.run(two_ranks_train, tmp_path, recipe, {"tp_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes"),
+    [
+        ("tensorwise", {"tp_size": 2, "ep_size": 2}),
+        (Float8LinearConfig(float8_weights=Float8Weights.HELD), {"tp_size": 2, "ep_size": 2}),
+        ("rowwise", {"tp_size": 2, "ep_size": 2}),
+        ("rowwise", {"tp_size": 2}),  # parts of each expert
+    ],
+    ids=["tensorwise", "held", "rowwise", "rowwise, parts"],
+)
+def test_shared_experts(two: Ranks, recipe: Any, sizes: dict[str, int], tmp_path: Path) -> None:
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    hf.llama(name="Qwen3Moe", head_dim=16, **more).save_pretrained(tmp_path)
+    two.run(two_ranks_train, tmp_path, recipe, sizes)
 
 
 def test_forwards_of_others_stay() -> None:

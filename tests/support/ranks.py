@@ -21,7 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from support.limits import HANGS
 
@@ -40,6 +40,8 @@ SELDOM = 50_000, 20, 20
 """When garbage is collected where no GPU's memory waits for it: compilers make much of it."""
 
 _number = itertools.count()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RankError(AssertionError):
@@ -54,45 +56,47 @@ class Ranks:
         device_type: `cpu`, with Gloo; or `cuda`, with NCCL: rank n has GPU n, or shares one where
             there are fewer.
         collective_timeout: seconds that a rank waits for others in one collective. None: so long
-            that the timeout of `run` comes first, which says more.
+            that the next one comes first, which says more.
+        timeout: seconds that one function may take.
     """
 
     def __init__(
-        self, size: int, device_type: str = "cpu", collective_timeout: float | None = None
+        self,
+        size: int,
+        device_type: str = "cpu",
+        collective_timeout: float | None = None,
+        timeout: float = HANGS,
     ) -> None:
-        self.size, self.device_type = size, device_type
+        self.size, self.device_type, self.timeout = size, device_type, timeout
         self._collective_timeout = collective_timeout or 10 * HANGS
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = HANGS) -> list[Any]:
-        """`function(*args)` on every rank at once; what they return, by rank.
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """`function(*args, **kwargs)` on every rank at once; what they return, by rank.
 
         Args:
             function: at the top level of a module; each rank finds it there by name.
-            args: picklable.
-            timeout: seconds.
+            args, kwargs: picklable.
         """
-        self._send(function, args, timeout)
+        self._send(function, args, kwargs)
         try:
-            return self._results(time.monotonic() + timeout)
+            return self._results(time.monotonic() + self.timeout)
         except BaseException:
             self.stop()  # the others wait for the one that failed
             raise
 
-    def endings(
-        self, function: Callable[..., Any], *args: Any, timeout: float = HANGS
-    ) -> list[str]:
-        """`function(*args)` on every rank; how each ends, by rank, none of them cut short.
+    def endings(self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> list[str]:
+        """`function(*args, **kwargs)` on every rank; how each ends, by rank, none cut short.
 
         `returned`, `died`, or the traceback of what it raised; all processes are ended then.
 
         Raises:
             TimeoutError: some rank hangs.
         """
-        self._send(function, args, timeout)
-        deadline, endings = time.monotonic() + timeout, []
+        self._send(function, args, kwargs)
+        deadline, endings = time.monotonic() + self.timeout, []
         try:
             for rank, pipe in enumerate(self._pipes):
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -106,12 +110,12 @@ class Ranks:
             self.stop()
         return endings
 
-    def _send(self, function: Callable[..., Any], args: Any, timeout: float) -> None:
+    def _send(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         if not self._processes:
             self._start()
         where = (inspect.getfile(function), function.__name__)
         for pipe in self._pipes:
-            pipe.send((where, args, timeout))
+            pipe.send((where, args, kwargs, self.timeout))
 
     def stop(self) -> None:
         """End the processes; the next `run` starts new ones."""
@@ -147,7 +151,7 @@ class Ranks:
     def _results(self, deadline: float) -> list[Any]:
         results: dict[Connection, Any] = {}
         while waiting := [pipe for pipe in self._pipes if pipe not in results]:
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 ranks = [self._pipes.index(pipe) for pipe in waiting]
                 raise TimeoutError(f"ranks {ranks} did not return in time; stacks are on stderr")
@@ -213,7 +217,7 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
     modules: dict[str, ModuleType] = {}
     while True:
         try:
-            (file, name), args, timeout = pipe.recv()
+            (file, name), args, kwargs, timeout = pipe.recv()
         except EOFError:
             return
         faulthandler.dump_traceback_later(0.95 * timeout, file=sys.__stderr__)
@@ -224,7 +228,7 @@ def _serve(pipe: Connection, place: tuple[int, int, str, str, float]) -> None:
                     gc.freeze()  # runs collect garbage: only that of their own
             torch.manual_seed(0)
             found = getattr(modules[file], name)
-            result = (True, getattr(found, "on_each_rank", found)(*args))
+            result = (True, getattr(found, "on_each_rank", found)(*args, **kwargs))
         except BaseException:
             result = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()

@@ -145,7 +145,7 @@ def error_of(settings: dict[str, Any], how: str, who: int) -> tuple[str, str]:
 
     plain_loss = loop.F.cross_entropy
     unpadded = replace(Float8LinearConfig(), pad_inner_dim=False)
-    patches = {
+    patches: dict[str, Any] = {
         "nan": mock.patch.object(loop.F, "cross_entropy", poisoned),
         "disk full": mock.patch("os.fsync", full),
         "unpadded": mock.patch.object(build, "float8_config", return_value=unpadded),

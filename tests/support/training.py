@@ -63,7 +63,7 @@ class SideBySide:
 
     def step(self, seed: int, *, autocast: torch.dtype | None = None, tokens: int = 16):
         """One training step in both: `{name: (eager, compiled)}` of all results and state."""
-        results = [self._step(*m, seed, autocast, tokens) for m in self._models()]
+        results = [self._step(m, call, seed, autocast, tokens) for m, call in self._models()]
         return {name: (results[0][name], results[1][name]) for name in results[0]}
 
     def _models(self):

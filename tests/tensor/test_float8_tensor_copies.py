@@ -411,13 +411,22 @@ def test_rows_keep_their_scales() -> None:
         for dim in (0, 1, -2):
             joined = torch.cat(pieces[:1] * 2, dim=dim)
             assert torch.equal(joined.to_original_precision(), torch.cat(expected[:1] * 2, dim=dim))
-    for part, expected in ((x[1:3], values[1:3]), (x[2], values[2]), (x.unbind()[3], values[3])):
-        assert torch.equal(part.to_original_precision(), expected)
+    for take in (
+        lambda t: t[1:3],
+        lambda t: t[2],
+        lambda t: t.unbind()[3],
+        lambda t: t[:, 1:5:2],
+        lambda t: t.select(-2, 3),
+        lambda t: t.unbind(1)[4],
+        lambda t: t.split([4, 2], dim=1)[1],
+        lambda t: t.chunk(4, dim=1)[2],
+    ):
+        assert torch.equal(take(x).to_original_precision(), take(values))
     for wrong in (
         lambda: x.view(4, 48),
         lambda: x[:, :, :4],
         lambda: x.transpose(0, 1),
-        lambda: x.split(2, dim=1),
+        lambda: x.split(2, dim=2),
         lambda: torch.cat([x, x], dim=-1),
         lambda: Float8Tensor(x._data, x._scale[0], torch.float32, x._granularity),
         lambda: Float8Tensor(x._data[0, 0], x._scale[0, 0], torch.float32, x._granularity),
@@ -437,6 +446,7 @@ def test_scales_of_columns_are_those_of_the_rows_of_the_transpose() -> None:
         assert torch.equal(turned.to_original_precision(), values.t())
         assert not turned.t()._has_column_scales
         assert torch.equal(turned.t().to_original_precision(), values)
+    assert torch.equal(y[:, 1:4].to_original_precision(), values.t()[:, 1:4])
     for wrong in (lambda: y[:4], lambda: torch.cat([y, y]), lambda: y.split(2), lambda: y.view(-1)):
         with pytest.raises(ValueError, match="AXISWISE by columns"):
             wrong()

@@ -299,7 +299,7 @@ def _require_changeable(
     if replaced_forward(part):
         got = "a layer with a `forward` of its own as attribute, which holds that of float8"
         do = "remove it first: accelerate's, by accelerate.hooks.remove_hook_from_submodules(model)"
-        do += ", or transformers' tensor parallel's, by forwards_taken_off(model) of this library"
+        do += ", or transformers' own, by forwards_taken_off(model) of this library"
     elif is_fsdp_module(part):
         got = "a layer that fully_shard was applied to"
         do = "apply it to the block around it"

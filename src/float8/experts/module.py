@@ -27,7 +27,12 @@ from float8.experts.weight import hold_groups
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan
-from float8.linear.source import class_like, not_in_high_precision, replaced_forward
+from float8.linear.source import (
+    about_forward,
+    class_like,
+    not_in_high_precision,
+    replaced_forward,
+)
 from float8.tensor import (
     gathered_like,
     high_precision,
@@ -274,7 +279,8 @@ def unsupported_experts(module: nn.Module, config: Float8LinearConfig) -> str | 
     if reason := no_grouped_gemm(config):
         return f"got a config with {reason}; expected {EXPECTED}"
     if replaced_forward(module):
-        return "got a `forward` of its own as attribute, expected that of the class"
+        got = "got a `forward` of its own as attribute, expected that of the class"
+        return f"{got}; {about_forward(module)}"
     if kind_of(module) is SeamExperts and (reason := _replaced_seam(module)):
         return reason
     if is_parametrized(module):

@@ -15,7 +15,12 @@ from float8.autograd import computed_before, once_differentiable, own
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.kernels.runtime.private import functorch_levels, is_batch_of_gradients, surely
+from float8.kernels.runtime.private import (
+    compiled_autograd_is_on,
+    functorch_levels,
+    is_batch_of_gradients,
+    surely,
+)
 from float8.linear.call import (
     KeptWeight,
     LinearCall,
@@ -106,6 +111,14 @@ def apply_linear(
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
         raise RuntimeError(f"Float8Linear: got a call within torch.func{_NO_TRANSFORM}")
+    if compiling and casts.grad_output.state is not None and compiled_autograd_is_on():
+        # torch loses what a compiled forward hands to a backward that writes it, as amaxes are. At
+        # this error it runs the layer in eager mode, where nothing is lost; not with fullgraph.
+        raise RuntimeError(
+            "Float8Linear: got a compiled forward with delayed scaling of grad_output within "
+            "compiled autograd, expected one of the two: leave the forward in eager mode, or "
+            "compile without compiled autograd, or scale grad_output dynamically"
+        )
     grad, (N, K) = torch.is_grad_enabled(), weight.shape
     input = check_input(input, weight)
     if plan.output is None and isinstance(input, Float8Tensor):

@@ -79,8 +79,8 @@ class Shards(NamedTuple):
                 input = dtensor_in_float8(input, plan, casts.input)
                 input = input.redistribute(placements=[dtensors.Replicate()])
         elif not colwise and self.tokens_dim is not None:
-            dim = self._dim_of_tokens(input.shape, mesh.size())
-            if dim < input.dim() - 1:
+            dim = self._dim_of_tokens(input.shape)
+            if dim < input.dim() - 1 and input.shape[dim] % mesh.size() == 0:
                 output_tokens = _shared_tokens(input.shape, dim, mesh)
         expected: Any = dtensors.Replicate() if colwise else dtensors.Shard(input.dim() - 1)
         if input_tokens is None and tuple(input.placements) != (expected,):
@@ -128,7 +128,7 @@ class Shards(NamedTuple):
             bias = bias.redistribute(placements=bias.placements)
         return output + bias.to(output.dtype)
 
-    def _dim_of_tokens(self, shape: torch.Size, ranks: int) -> int:
+    def _dim_of_tokens(self, shape: torch.Size) -> int:
         """Return `tokens_dim` of an input [..., K], counted from the front."""
         dim: Any = self.tokens_dim
         if not -len(shape) <= dim < len(shape):
@@ -136,14 +136,7 @@ class Shards(NamedTuple):
                 f"Float8Linear: got an input of {len(shape)} dims and an output to be sharded "
                 f"along dim {dim}, expected one of them; give the style another output_layouts"
             )
-        dim %= len(shape)
-        if dim < len(shape) - 1 and shape[dim] % ranks:
-            raise ValueError(
-                f"Float8Linear: got an input of shape {tuple(shape)} and an output to be sharded "
-                f"along dim {dim} over {ranks} ranks, expected that dim divisible by {ranks}; pad "
-                f"it"
-            )
-        return int(dim)
+        return int(dim % len(shape))
 
 
 class Entered(NamedTuple):

@@ -79,6 +79,16 @@ def replaced_forward(mod: nn.Module) -> bool:
     return own is not None and not of_class
 
 
+def about_forward(mod: nn.Module) -> str:
+    """Say what to do about a forward that hides that of the class."""
+    if any(is_dtensor(parameter) for parameter in mod.parameters(recurse=False)):
+        return (
+            "under tensor and expert parallel of transformers, convert within "
+            "forwards_taken_off(model) of float8.integrations.transformers_parallel"
+        )
+    return "convert before accelerate, or whoever else gives it one, dispatches the model"
+
+
 def problem(
     mod: Any,
     base: type[StatefulLayer],
@@ -93,13 +103,8 @@ def problem(
         return ValueError(f"got a {path}{reason}")
     weight = mod.weight
     if replaced_forward(mod):  # it would win over ours
-        do = "convert before accelerate, or whoever else gives it one, dispatches the model"
-        if is_dtensor(weight):
-            do = "under tensor parallel of transformers, convert within forwards_taken_off(model) "
-            do += "of float8.integrations.transformers_parallel"
-        return ValueError(
-            f"got a layer with a `forward` of its own as attribute, expected nn.Linear's; {do}"
-        )
+        got = "got a layer with a `forward` of its own as attribute, expected nn.Linear's"
+        return ValueError(f"{got}; {about_forward(mod)}")
     if reason := not_in_high_precision(weight):
         return TypeError(f"got a {reason}")
     shape = tuple(weight.shape)

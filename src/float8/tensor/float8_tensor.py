@@ -197,8 +197,7 @@ class Float8Tensor(Wrapper):
                 return result
             raise NotImplementedError(
                 f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
-                f"(views, copies, cat, mm); call .to_original_precision() first, or for weights "
-                f"that are in float8 only convert_to_high_precision(model)"
+                f"(views, copies, cat, mm); {CURE}"
             )
         return handler(func, args, kwargs or {})
 
@@ -209,6 +208,15 @@ def _has_scales_of_columns(data: Tensor, scale: Tensor) -> bool:
     alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
     return alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
 
+
+CURE = (
+    "call .to_original_precision() first. A weight that FSDP2 gathers, and that a forward reads by "
+    "other ops than that of its layer, is to be gathered in high precision: before fully_shard "
+    "convert its layer once more, with enable_fsdp_float8_all_gather=False and a module_filter_fn "
+    "that takes this layer alone. For weights that are in float8 only call "
+    "convert_to_high_precision(model)"
+)
+"""What to do about an op that has no float8 meaning."""
 
 OP_HANDLERS: dict[Any, Any] = {}
 """aten op, or its name -> handler(func, args, kwargs); filled by `float8.tensor.ops`."""

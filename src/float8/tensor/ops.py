@@ -12,7 +12,7 @@ from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
 from float8.quantize.quantize import padded
 from float8.quantize.spec import Operand
-from float8.tensor.float8_tensor import OP_HANDLERS, Float8Tensor, dequantise
+from float8.tensor.float8_tensor import CURE, OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.wrapper import as_inference_as
 
 aten = torch.ops.aten
@@ -78,8 +78,25 @@ def _scale_of_view(func: Any, x: Any, data: Any, rest: list[Any], kwargs: dict[s
         return func(x._scale, *rest, **kwargs)
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return func(x._scale, rest[0], 1.0)
+    if x._granularity.by_rows and func in _ALONG_A_DIM:
+        at = _ALONG_A_DIM[func]
+        dim = (rest[at] if len(rest) > at else kwargs.get("dim", 0)) % x.dim()
+        covered = x.dim() - (2 if x._has_column_scales else 1)  # the dim that one scale covers
+        if dim != covered and all(part.dim() > 1 for part in tree_leaves(data)):
+            return func(x._scale, *rest, **kwargs)
     scales = [_scales_of_part(func, x, part) for part in tree_leaves(data)]
     return scales[0] if isinstance(data, Tensor) else scales
+
+
+_ALONG_A_DIM = {
+    aten.slice.Tensor: 0,
+    aten.select.int: 0,
+    aten.split.Tensor: 1,
+    aten.split_with_sizes.default: 1,
+    aten.unbind.int: 0,
+    aten.chunk.default: 1,
+}
+"""Ops that take parts of a tensor along one dim, and at which place its arguments name it."""
 
 
 def _turns_the_last(func: Any, dims: int, rest: list[Any]) -> bool:
@@ -98,7 +115,7 @@ def _scales_of_part(func: Any, x: Any, part: Tensor) -> Any:
     if not x._has_row_scales or not whole_rows or not x.is_contiguous():
         raise ValueError(
             f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part "
-            f"of the data does not have all of the scales; call .to_original_precision() first"
+            f"of the data does not have all of the scales; {CURE}"
         )
     first = (part.storage_offset() - x._data.storage_offset()) // x.shape[-1]
     rows = part.numel() // x.shape[-1]

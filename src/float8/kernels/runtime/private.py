@@ -79,3 +79,12 @@ def goes_on_without_inputs(ddp: Any) -> bool:
     """
     join = None if PLAIN_LAUNCH else getattr(ddp, "_join_config", None)
     return join is not None and join.enable and not join.throw_on_early_termination
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether backwards that run now are traced by torch's compiled autograd.
+
+    There is no public way to ask. Where torch keeps it elsewhere: never.
+    """
+    state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
+    return not PLAIN_LAUNCH and bool(getattr(state, "compiled_autograd_enabled", False))
