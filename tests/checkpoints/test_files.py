@@ -238,33 +238,114 @@ def test_config_says_what_the_files_are(tmp_path: Path) -> None:
     model.config = Config(sizes={1, 2})
     with pytest.raises(TypeError, match="set is not JSON"):
         save_float8_checkpoint(model, tmp_path / "other")
-    for size in ("5GB", 0):
+    for size in ("5GB", 0, True, 1e9):
         with pytest.raises(ValueError, match="expected bytes, 1 or more"):
             save_float8_checkpoint(built("blockwise"), tmp_path / "other", max_shard_size=size)
     assert not (tmp_path / "other").exists()
 
 
-def test_no_half_of_two_checkpoints_is_read(tmp_path: Path, monkeypatch: Any) -> None:
-    """Neither of one that a crash has cut short, nor of one that had more or other files."""
-    for name in ("model.safetensors", "model-00009.safetensors", "adapter_model.safetensors"):
+def test_float32_beside_a_body_of_16_bits_stays(tmp_path: Path) -> None:
+    """Buffers and Parameters, of any model; unless `dtype` says otherwise, or all is float32."""
+
+    def mixed(dtype: torch.dtype) -> Any:
+        model = built("blockwise").to(dtype)
+        model.gain = nn.Parameter(torch.tensor([1 + 2**-20]))
+        model.register_buffer("bias_of_router", torch.tensor([6.0001]))
+        model.register_buffer("exact", torch.tensor([0.1], dtype=torch.float64))
+        return model
+
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    for body, given, rest, small in (
+        (bf16, None, bf16, f32),
+        (f16, None, f16, f32),
+        (f32, None, bf16, bf16),
+        (bf16, bf16, bf16, bf16),
+        (bf16, f32, f32, f32),
+    ):
+        model = mixed(body)
+        save_float8_checkpoint(model, tmp_path, dtype=given)
+        written, config = _files(tmp_path), json.loads((tmp_path / "config.json").read_text())
+        assert written["ffn.w1.bias"].dtype == written["embed.weight"].dtype == rest
+        assert written["gain"].dtype == written["bias_of_router"].dtype == small
+        assert written["exact"].dtype == torch.float64
+        assert "dtype" not in config  # of a model without `config`
+        if small == f32:
+            again = load_float8_checkpoint(mixed(body).to_empty(device="cpu"), tmp_path)
+            assert torch.equal(again.gain, model.gain)
+            assert torch.equal(again.bias_of_router, model.bias_of_router)
+
+
+def test_files_of_an_older_model_go_and_others_stay(tmp_path: Path) -> None:
+    others = {"adapter_model.safetensors", "model_of_mine.safetensors", "tokenizer.json"}
+    for name in ("model.safetensors", "model-00009-of-00010.safetensors", *others):
         safetensors.save_file({"x": torch.ones(1)}, tmp_path / name)
-    save_float8_checkpoint(built("blockwise"), tmp_path, max_shard_size=100_000)
-    names = {path.name for path in tmp_path.glob("*.safetensors")} - {"adapter_model.safetensors"}
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert names == {*index["weight_map"].values()}
-    save, left = safetensors.save_file, [1]
+    for size in (100_000, 10**9, 50_000):  # more files, fewer, more again
+        save_float8_checkpoint(built("blockwise"), tmp_path, max_shard_size=size)
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert len({*index["weight_map"].values()}) == {100_000: 3, 10**9: 1, 50_000: 7}[size]
+        now = {"config.json", "model.safetensors.index.json", *index["weight_map"].values()}
+        assert {path.name for path in tmp_path.iterdir()} == now | others
+        load_float8_checkpoint(built(seed=1), tmp_path)
 
-    def full(*args: Any, **more: Any) -> None:
-        if not left:
-            raise OSError("no space left")
-        left.pop()
-        save(*args, **more)
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(OSError, match="no space"):
-        save_float8_checkpoint(built("blockwise", seed=1), tmp_path, max_shard_size=100_000)
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        load_float8_checkpoint(built(), tmp_path)
+def refused(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Arguments; or a model, a disk or a user that fails later."""
+    calls, save, replace = [], safetensors.save_file, Path.replace
+
+    def fails(plain: Any, number: int, error: BaseException) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            calls.append(1)
+            if len(calls) == number:
+                raise error
+            return plain(*args, **more)
+
+        return call
+
+    if name == "meta":
+        model.ffn.w3.to("meta")
+    elif name == "rough scales":
+        model.ffn.w3.weight.data *= 2.0**-40
+        return {"scale_dtype": torch.float16}
+    elif name == "disk":
+        monkeypatch.setattr(
+            "safetensors.torch.save_file", fails(save, 2, OSError(28, "No space left"))
+        )
+    elif name == "interrupt":
+        monkeypatch.setattr("safetensors.torch.save_file", fails(save, 2, KeyboardInterrupt()))
+    else:  # as files are put in place
+        number = int(name.split()[-1])
+        monkeypatch.setattr(Path, "replace", fails(replace, number, PermissionError("not yours")))
+    return {}
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize(
+    "name", ["meta", "rough scales", "disk", "interrupt", "replace 2", "replace 4", "replace 5"]
+)
+def test_an_older_checkpoint_outlives_a_failure(
+    name: str, has_index: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one without an index, as others write it; nothing new is left behind."""
+    older, newer = built("blockwise"), built("rowwise", seed=1)
+    save_float8_checkpoint(older, tmp_path)
+    if not has_index:
+        (tmp_path / "model-00001.safetensors").rename(tmp_path / "model.safetensors")
+        (tmp_path / "model.safetensors.index.json").unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patched:
+        more = {"max_shard_size": 100_000} | refused(name, newer, patched)
+        with pytest.raises((ValueError, OSError, KeyboardInterrupt)):
+            save_float8_checkpoint(newer, tmp_path, "compressed-tensors", **more)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    read = load_float8_checkpoint(built(seed=2), tmp_path)
+    assert torch.equal(read.ffn.w1.bias, older.ffn.w1.bias)
+
+
+def test_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
+    (tmp_path / ".float8_checkpoint_unfinished").mkdir()
+    (tmp_path / ".float8_checkpoint_unfinished" / "model-00001.safetensors").touch()
+    save_float8_checkpoint(built("blockwise"), tmp_path)
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_zeros_are_written_without_loss(tmp_path: Path) -> None:
@@ -440,8 +521,10 @@ def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
     for format, strategy in (("gguf", None), ("compressed-tensors", "group")):
         with pytest.raises(ValueError, match="expected one of 'fine-grained-fp8'"):
             dict(float8_weights(built("rowwise"), format, strategy=strategy))
-    with pytest.raises(TypeError, match=r"dtype: got torch\.int8"):
-        dict(float8_weights(built("rowwise"), dtype=torch.int8))
+    for name in ("dtype", "param_dtype", "scale_dtype"):
+        for dtype in (torch.int8, torch.float64, torch.float8_e8m0fnu, False):
+            with pytest.raises(TypeError, match=rf"{name}: got {dtype}"):
+                dict(float8_weights(built("rowwise"), **{name: dtype}))
     with pytest.raises(TypeError, match=r"dtype: got torch\.int8"):
         read_float8_checkpoint(tmp_path, dtype=torch.int8)
     for device in ("nowhere", "cuda:77", -7):

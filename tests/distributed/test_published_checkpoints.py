@@ -2,7 +2,9 @@
 
 import itertools
 import shutil
+import time
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from float8 import Float8Weights
 from float8.checkpoints import float8_weights, load_float8_checkpoint, save_float8_checkpoint
 from float8.tensor import Float8Tensor, high_precision, local_tensor
 from sqnr import sqnr
+from support.limits import HANGS
 from support.models import seeded
 from support.parallel import STYLES
 from support.ranks import Ranks, on
@@ -198,6 +201,57 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
     assert torch.equal(whole(model[0].weight), before)
     load_float8_checkpoint(model, tmp_path)
     assert not torch.equal(whole(model[0].weight), before)
+
+
+ALONE: dict[str, tuple[int, dict[str, Any], str]] = {
+    "no folder": (0, {"folder": "a_file"}, "exists"),
+    "disk full": (0, {"fails": "safetensors.torch.save_file", "at": 2}, "No space left"),
+    "not put in place": (0, {"fails": "pathlib.Path.replace", "at": 3}, "No space left"),
+    "argument": (1, {"max_shard_size": True}, "expected bytes"),
+    "other arguments": (1, {"dtype": torch.float16}, "other models or arguments"),
+    "not measured": (1, {"fails": "float8.checkpoints.writing.in_float8_only"}, "No space left"),
+    "late on the other": (1, {"fails": "float8.checkpoints.writing._powers", "at": 2}, "No space"),
+}
+"""What fails on one rank: which, how, and why."""
+
+
+@pytest.mark.parametrize("of", [BLOCKS, TENSORS], ids=["blocks", "tensors"])
+@pytest.mark.parametrize("what", ALONE)
+@on("either")
+def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: Path) -> None:
+    """At once, with that rank's reason, and the older checkpoint stays."""
+    rank, how, why = ALONE[what]
+    (tmp_path / "a_file").touch()
+    arguments = {"folder": tmp_path / "older", "max_shard_size": 30_000}
+    arguments |= {"format": of[0], "strategy": of[1]}
+    older, newer = (shard(convert(plain(*SIZES, seed=seed), of[2])) for seed in (0, 1))
+    save_float8_checkpoint(older, **arguments)
+    before = {path.name: path.read_bytes() for path in arguments["folder"].iterdir()}
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == rank:
+            arguments |= {name: x for name, x in how.items() if name not in ("fails", "at")}
+            arguments["folder"] = tmp_path / arguments["folder"]
+            if "fails" in how:
+                calls = itertools.count(1)
+                plainly = resolve_name(how["fails"])
+
+                def fails(*args: Any, **more: Any) -> Any:
+                    if next(calls) == how.get("at", 1):
+                        raise OSError("No space left")
+                    return plainly(*args, **more)
+
+                patched.setattr(how["fails"], fails)
+        start = time.monotonic()
+        with pytest.raises((OSError, ValueError), match=why) as caught:
+            save_float8_checkpoint(newer, **arguments)
+    assert time.monotonic() - start < HANGS / 4
+    alone = "other models" not in why and dist.get_rank() != rank
+    assert str(caught.value).startswith(f"rank {rank}: ") == alone
+    folder = tmp_path / "older"
+    dist.barrier()  # the groups are as good as before
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    dist.barrier()
+    save_float8_checkpoint(newer, folder, of[0], strategy=of[1])
 
 
 class Adapted(nn.Module):

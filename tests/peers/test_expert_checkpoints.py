@@ -212,6 +212,57 @@ def test_transformers_finds_the_scales_of_all_weights(tmp_path: Path, monkeypatc
     assert "encoder.block.0.layer.1.DenseReluDense.wo.weight_scale_inv" not in in_files(tmp_path)
 
 
+@pytest.mark.parametrize("body", [torch.bfloat16, torch.float32])
+def test_what_transformers_keeps_in_float32_stays(body: torch.dtype, tmp_path: Path) -> None:
+    """Biases of routers, whose steps in training bfloat16 rounds away; beside masters, too."""
+    model = built("DeepseekV3").to(body)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    gate = model.get_submodule(name.rpartition(".")[0])
+    gate.e_score_correction_bias = 6 + torch.randn(4) * 0.01
+    save_float8_checkpoint(converted(model, "blockwise"), tmp_path)
+    written = in_files(tmp_path)
+    kept = {key for key, x in written.items() if x.dtype == torch.float32}
+    assert {key for key in kept if not key.endswith("_scale_inv")} == {name}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    mine = load_float8_checkpoint(built("DeepseekV3", 1).float(), tmp_path)
+    for each in (theirs, mine):
+        assert torch.equal(each.get_buffer(name), gate.e_score_correction_bias)
+    save_float8_checkpoint(model, tmp_path, dtype=torch.bfloat16)
+    assert in_files(tmp_path)[name].dtype == torch.bfloat16
+    # It would read the bytes of these without their scales.
+    model._keep_in_fp32_modules_strict = {"o_proj.weight", "layers.1.mlp.experts"}
+    tensors = dict(float8_weights(model))
+    for key in ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj"):
+        assert tensors[f"model.layers.1.{key}"].dtype == body
+
+
+def test_experts_that_transformers_replaces_are_refused(tmp_path: Path) -> None:
+    """Llama 4 is loaded from compressed-tensors into linear layers, which find no weights."""
+    sizes = {"intermediate_size_mlp": 256, "num_local_experts": 4, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": 128, "interleave_moe_layer_step": 1, "head_dim": 32}
+    config = transformers.Llama4TextConfig(
+        vocab_size=128, intermediate_size=256, num_attention_heads=4, **sizes
+    )
+    model = transformers.Llama4ForCausalLM(config).bfloat16()
+    convert_to_float8_training(
+        model, config="rowwise", module_filter_fn=lambda mod, fqn: fqn.endswith("proj")
+    )
+    with pytest.raises(ValueError, match=r"Llama4TextExperts.*expected 'fine-grained-fp8'"):
+        save_float8_checkpoint(model, tmp_path / "none", CHANNELS[0])
+    assert not (tmp_path / "none").exists()
+    save_float8_checkpoint(model, tmp_path)
+    theirs, report = transformers.Llama4ForCausalLM.from_pretrained(
+        tmp_path,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+        output_loading_info=True,
+    )
+    assert not any(report.values())
+    mine = load_float8_checkpoint(transformers.Llama4ForCausalLM(config).bfloat16(), tmp_path)
+    assert all(torch.equal(x, theirs.get_parameter(n)) for n, x in mine.named_parameters())
+
+
 @pytest.mark.parametrize("change", ["missing", "shape"])
 def test_bad_files_raise_before_anything_is_changed(change: str, tmp_path: Path) -> None:
     save_float8_checkpoint(converted(built()), tmp_path)

@@ -33,6 +33,11 @@ class Layout(NamedTuple):
     granularity: ScalingGranularity
 
     @property
+    def method(self) -> str:
+        """The `quant_method` of a `quantization_config`."""
+        return "fp8" if self.format == FINE_GRAINED else self.format
+
+    @property
     def scale_suffix(self) -> str:
         """The end of the name of a scale, after that of its weight."""
         return "_scale_inv" if self.format == FINE_GRAINED else "_scale"

@@ -70,7 +70,7 @@ def published_names(model: nn.Module) -> PublishedNames:
     """
     found = PublishedNames({name: name for name, *_ in saved_tensors(model)}, {})
     root: Any = unwrapped(model)
-    if not any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__):
+    if not _is_of_transformers(root):
         return found
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -116,6 +116,30 @@ def published_names(model: nn.Module) -> PublishedNames:
     often = Counter(found.names.values())
     found.names.update({name: name for name, new in found.names.items() if often[new] > 1})
     return found
+
+
+def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
+    """Return the class of a module that transformers replaces as it loads float8, or None.
+
+    What it puts in the place of that module has other Parameters, and finds none of its weights.
+
+    Args:
+        model: whose `config.json` is written beside weights in float8.
+        method: the `quant_method` there.
+    """
+    if not _is_of_transformers(unwrapped(model)):
+        return None
+    try:
+        from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as REPLACED
+    except ImportError:  # another version, which replaces none
+        return None
+    names = {name for name, how in REPLACED.items() if method in how["quantization_methods"]}
+    classes = (cls.__name__ for module in model.modules() for cls in type(module).__mro__)
+    return next((name for name in classes if name in names), None)
+
+
+def _is_of_transformers(root: nn.Module) -> bool:
+    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(root).__mro__)
 
 
 def _are_experts(module: nn.Module, x: Tensor) -> bool:

@@ -5,6 +5,9 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+
+from float8.tensor import is_dtensor
 
 _KINDS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
 
@@ -38,7 +41,7 @@ class Together:
 
         Args:
             error: why this rank cannot go on; the caller raises it.
-            said: what this rank tells the others of the last group; pickled.
+            said: what this rank tells the others in its groups; pickled.
 
         Raises:
             OSError, ImportError, TypeError, ValueError, RuntimeError: the error of the first rank
@@ -48,19 +51,20 @@ class Together:
             return [said]
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
         why = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
-        told: list[Any] = []
+        heard: list[Any] = []
         mine: tuple[int, Any, Any] = (self._rank, None, said)
         if error is not None:
             mine = (self._rank, kind, why)
         for group in self._groups:
-            told = [mine] * dist.get_world_size(group)
+            told: list[Any] = [mine] * dist.get_world_size(group)
             dist.all_gather_object(told, mine, group)
+            heard += [value for *_, value in told]
             mine = next((each for each in told if each[1] is not None), mine)  # to the next group
         rank, kind, why = mine
         self._failed = kind is not None
         if self._failed and error is None:
             raise kind(f"rank {rank}: {why}")
-        return [value for *_, value in told]
+        return heard
 
     def __enter__(self) -> "Together":
         return self
@@ -72,3 +76,15 @@ class Together:
         trace: TracebackType | None,
     ) -> None:
         self.agree(error)
+
+
+def meshes_of(model: nn.Module) -> list[Any]:
+    """Return the device meshes on which a model is sharded; one that is whole has none."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    return [*{x.device_mesh: None for x in tensors if is_dtensor(x)}]
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """Return the process groups of the ranks that share a model, each once."""
+    groups = [mesh.get_group(dim) for mesh in meshes_of(model) for dim in range(mesh.ndim)]
+    return [*{group.group_name: group for group in groups}.values()]

@@ -17,7 +17,7 @@ from float8.arguments import require_module
 from float8.checkpoints.gathering import has_whole_experts
 from float8.checkpoints.layouts import Layout, check_pair, layout_of
 from float8.checkpoints.names import published_names, saved_tensors, unwrapped
-from float8.checkpoints.ranks import Together
+from float8.checkpoints.ranks import Together, groups_of
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
 from float8.linear.weight import in_float8_only
@@ -250,7 +250,7 @@ def load_float8_checkpoint(
     reshard(model)
     # As transformers: of layers that predict more tokens, which it has not.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
-    together = Together(groups=_groups(model))
+    together = Together(groups=groups_of(model))
     with contextlib.ExitStack() as files:
         with together:  # nothing is changed where another rank has no such file
             device = _checked_device("cpu" if device is None else device)
@@ -279,14 +279,6 @@ def load_float8_checkpoint(
             stacklevel=2,
         )
     return model
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    """Return the process groups of the ranks that share a model, each once."""
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    meshes = [x.device_mesh for x in tensors if is_dtensor(x)]
-    groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-    return [*{group.group_name: group for group in groups}.values()]
 
 
 Modules = list[tuple[nn.Module, str]]

@@ -1,8 +1,11 @@
 """Write the weights of a model in float8, one tensor after the other."""
 
+import contextlib
+import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import require_module
+from float8.checkpoints.files import NewFiles
 from float8.checkpoints.gathering import (
     gathered,
     has_whole_experts,
@@ -19,15 +23,23 @@ from float8.checkpoints.gathering import (
     whole,
     whole_of,
 )
-from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, Layout, layout_named
+from float8.checkpoints.layouts import (
+    COMPRESSED,
+    FINE_GRAINED,
+    SCALE_DTYPES,
+    Layout,
+    layout_named,
+)
 from float8.checkpoints.names import (
     PublishedNames,
     plain_name,
     published_names,
+    replaced_by_transformers,
     saved_tensors,
     unwrapped,
 )
-from float8.checkpoints.reading import CONFIG, INDEX, NO_SAFETENSORS
+from float8.checkpoints.ranks import Together, groups_of, meshes_of, rank_and_size
+from float8.checkpoints.reading import NO_SAFETENSORS
 from float8.experts import Float8Experts
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer, is_conv1d
@@ -56,13 +68,14 @@ def float8_weights(
     format: str = FINE_GRAINED,
     *,
     strategy: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a converted model as servers of float8 read them.
 
-    Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else in `dtype`.
+    Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else as `dtype`
+    says.
     Names are those under which transformers publishes the model; of other models those of
     `model.state_dict()`, without what torch.compile and DDP add. Experts of transformers that are
     published one by one come so, in float8, converted or not. One tensor is made at a time. With
@@ -82,22 +95,28 @@ def float8_weights(
             `"compressed-tensors"`.
         strategy: what a scale covers. Of the first `"block"`, 128x128, or `"tensor"`; of the other
             `"channel"`, one output, or `"tensor"`. None: the first of these.
-        dtype: of what is not in float8.
+        dtype: of what is not in float8. None: as the model has it, if most of its weights for
+            float8 have 16 bits: what it holds in float32 beside these stays so. Else float32
+            becomes bfloat16, but for what the classes of transformers keep in float32.
         scale_dtype: of scales: float32, or one in which they are the same numbers.
         param_dtype: that of FSDP2's `MixedPrecisionPolicy`, if it has one: training rounds weights
             to it before it casts them, and so are these. None: they are cast as they are.
 
     Raises:
-        TypeError: `model` is no `nn.Module`; `dtype` is none in high precision.
+        TypeError: `model` is no `nn.Module`; `dtype` or `param_dtype` is none in high precision,
+            or `scale_dtype` none in which scales can be read.
         ValueError: `format` and `strategy` are none that is known, no layer is converted, one is in
-            the float8 of another library, or `scale_dtype` cannot hold a scale.
+            the float8 of another library or on the meta device, transformers could not load the
+            experts, or `scale_dtype` cannot hold a scale.
     """
-    layout = _checked(model, format, strategy, dtype, param_dtype)
-    how = _How(layout, dtype, scale_dtype, param_dtype)
-    for name, tensor, scale, _ in _written(model, how):
+    require_module(model, "model")
+    ranks = Together(groups=groups_of(model))
+    with ranks:
+        how = _how(model, format, strategy, dtype, scale_dtype, param_dtype)
+    for name, tensor, scale, _ in _written(model, how, ranks):
         yield name, tensor
         if scale is not None:
-            yield name + layout.scale_suffix, scale
+            yield name + how.layout.scale_suffix, scale
 
 
 def quantization_config(
@@ -109,7 +128,7 @@ def quantization_config(
         TypeError: `model` is no `nn.Module`.
         ValueError: as `float8_weights`.
     """
-    layout = _checked(model, format, strategy, torch.bfloat16)
+    layout = _checked(model, format, strategy)
     by_tensor = layout.granularity.one_scale
     published = published_names(model)
     in_float8 = _layers_in_float8(model) | _experts_in_float8(model, published)
@@ -122,7 +141,7 @@ def quantization_config(
     ]
     if layout.format == FINE_GRAINED:
         return {
-            "quant_method": "fp8",
+            "quant_method": layout.method,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": None if by_tensor else [128, 128],
@@ -137,7 +156,7 @@ def quantization_config(
         "input_activations": common | inputs,
     }
     return {
-        "quant_method": COMPRESSED,
+        "quant_method": layout.method,
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
@@ -151,7 +170,7 @@ def save_float8_checkpoint(
     format: str = FINE_GRAINED,
     *,
     strategy: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
@@ -159,11 +178,12 @@ def save_float8_checkpoint(
     """Write `float8_weights` as safetensors shards with an index, and `config.json`.
 
     `config.json` is that of `model.config`, if there is one (as transformers has them), with the
-    `quantization_config`. Tied weights are written once. On several ranks all must call; the first
-    one writes. It holds one shard in memory.
+    `quantization_config`. Tied weights are written once. On several ranks all must call, of a
+    sharded model those that share it; rank 0 writes, and what one rank cannot do is an error on
+    all. It holds one shard in memory.
 
-    Files of an older model in the folder are removed first, and the index and `config.json` come
-    last: what an error or a crash leaves behind has neither.
+    Files are written beside those of an older model in the folder, which go when the new ones are
+    on the disk. It has to have room for both. After an error the older ones are as they were.
 
     Args:
         model: as for `float8_weights`, as are all but the folder and the size.
@@ -180,58 +200,62 @@ def save_float8_checkpoint(
 
     Raises:
         ImportError: the package safetensors is not installed.
+        OSError: the files cannot be written.
         TypeError: as `float8_weights`; or `model.config` has something that JSON has not.
-        ValueError: as `float8_weights`; or `max_shard_size` is no positive number of bytes.
+        ValueError: as `float8_weights`; `max_shard_size` is no positive number of bytes; or ranks
+            have other models or arguments.
     """
-    layout = _checked(model, format, strategy, dtype, param_dtype)
-    if not isinstance(max_shard_size, int) or max_shard_size < 1:
-        raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
-    how = _How(layout, dtype, scale_dtype, param_dtype)
-    described = _config_of(unwrapped(model), dtype)
-    described["quantization_config"] = quantization_config(model, format, strategy=strategy)
-    config = json.dumps(described, indent=2)
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError(NO_SAFETENSORS) from error
-    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    folder, notes = Path(folder), []
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in (folder / INDEX, folder / CONFIG, *folder.glob("model*.safetensors")):
-            path.unlink(missing_ok=True)
-    shard: dict[str, Tensor] = {}
-    file_of: dict[str, str] = {}
-    files = total = 0
+    require_module(model, "model")
+    rank, _ = rank_and_size()
+    writes, notes = rank == 0, []
+    ranks = Together(groups=groups_of(model) or None)
+    with ranks, contextlib.ExitStack() as stack:
+        if type(max_shard_size) is not int or max_shard_size < 1:
+            raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
+        how = _how(model, format, strategy, dtype, scale_dtype, param_dtype)
+        described = _config_of(unwrapped(model), how.dtype)
+        described["quantization_config"] = quantization_config(model, format, strategy=strategy)
+        config = json.dumps(described, indent=2)
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            raise ImportError(NO_SAFETENSORS) from error
+        tensors = [(name, x.dtype, x.shape) for name, *_, x in saved_tensors(model)]
+        mine = repr((how[:4], dtype, max_shard_size, tensors))
+        if len({*ranks.agree(said=hashlib.sha256(mine.encode()).digest())}) > 1:
+            raise ValueError(
+                "model: got ranks with other models or arguments, expected the same on all: "
+                "together they write one checkpoint"
+            )
+        meshes = meshes_of(model)
+        if meshes and not any(0 in each.mesh for each in meshes):
+            raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
+        files = stack.enter_context(NewFiles(Path(folder), save_file)) if writes else None
+        shard: dict[str, Tensor] = {}
+        size = total = 0
 
-    def flush() -> None:
-        nonlocal files
-        files += 1
-        name = f"model-{files:05d}.safetensors"
-        file_of.update(dict.fromkeys(shard, name))
-        if writes:
-            save_file(shard, folder / name, metadata={"format": "pt"})
-        shard.clear()
+        def flush() -> None:
+            if files is not None:
+                files.add(shard)
+            shard.clear()
+            ranks.agree()
 
-    size = 0
-    for name, tensor, scale, note in _written(model, how, measured=True):
-        pair = {name: tensor}
-        if scale is not None:
-            pair[name + layout.scale_suffix] = scale
-        adds = sum(x.nbytes for x in pair.values())
-        if shard and size + adds > max_shard_size:
-            flush()
-            size = 0
-        if writes:
-            shard |= {key: x.detach().cpu().contiguous() for key, x in pair.items()}
-        size, total = size + adds, total + adds
-        if note is not None:
-            notes.append(note)
-    flush()
-    if writes:
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        (folder / CONFIG).write_text(config, encoding="utf-8")
+        for name, tensor, scale, note in _written(model, how, ranks, measured=True):
+            pair = {name: tensor}
+            if scale is not None:
+                pair[name + how.layout.scale_suffix] = scale
+            adds = sum(x.nbytes for x in pair.values())
+            if size and size + adds > max_shard_size:
+                flush()
+                size = 0
+            if writes:
+                shard |= {key: x.detach().cpu().contiguous() for key, x in pair.items()}
+            size, total = size + adds, total + adds
+            if note is not None:
+                notes.append(note)
+        flush()
+        if files is not None:
+            files.replace(total, config)
     return tuple(notes)
 
 
@@ -248,17 +272,10 @@ def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 # ---------------------------------------------------------------- one after the other
 
 
-def _checked(
-    model: nn.Module,
-    format: str,
-    strategy: str | None,
-    dtype: torch.dtype,
-    param_dtype: torch.dtype | None = None,
-) -> Layout:
+def _checked(model: nn.Module, format: str, strategy: str | None) -> Layout:
+    """Return the layout; raises unless the model can be written in it."""
     require_module(model, "model")
-    for name, given in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
-        if given not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"{name}: got {given}, expected one of {HIGH_PRECISION_DTYPES}")
+    layout = layout_named(format, strategy)
     if hasattr(model, "peft_config"):
         raise ValueError(
             "model: got one with adapters of PEFT, whose names no server knows, expected one "
@@ -278,7 +295,15 @@ def _checked(
                 f"{name}: got float8 of a {type(module).__name__} of another library, expected "
                 f"layers of this one or high precision; load the model dequantised"
             )
-    return layout_named(format, strategy)
+        if x.is_meta:
+            raise ValueError(f"{name}: got a tensor on the meta device, expected one with values")
+    if found := replaced_by_transformers(model, layout.method):
+        raise ValueError(
+            f"format: got {format!r} for a model with {found}, which transformers takes for linear "
+            f"layers when it loads that format, and finds no weights for; expected "
+            f"{FINE_GRAINED!r}"
+        )
+    return layout
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -287,19 +312,64 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 class _How(NamedTuple):
-    """Arguments of `float8_weights`."""
+    """Arguments of `float8_weights`, and what they mean for a model."""
 
     layout: Layout
     dtype: torch.dtype
     scale_dtype: torch.dtype
     param_dtype: torch.dtype | None
+    stays: Callable[[str], bool]
+    """Whether a tensor of this name keeps its dtype, in high precision, instead of `dtype`."""
+
+
+def _how(
+    model: nn.Module,
+    format: str,
+    strategy: str | None,
+    dtype: torch.dtype | None,
+    scale_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+) -> _How:
+    for name, given, known in (
+        ("dtype", dtype, (None, *HIGH_PRECISION_DTYPES)),
+        ("param_dtype", param_dtype, (None, *HIGH_PRECISION_DTYPES)),
+        ("scale_dtype", scale_dtype, SCALE_DTYPES),
+    ):
+        if given not in known:
+            raise TypeError(f"{name}: got {given!r}, expected one of {known}")
+    layout = _checked(model, format, strategy)
+    if dtype is not None:
+        return _How(layout, dtype, scale_dtype, param_dtype, lambda name: False)
+    layers, experts = _layers_in_float8(model), _experts_in_float8(model, published_names(model))
+    body = Counter[torch.dtype]()
+    for _, module, own, x in saved_tensors(model):
+        if (own == "weight" and module in layers) or (x.dim() == 3 and module in experts):
+            body[x.dtype] += x.numel()
+    (most, _), *_ = body.most_common(1)
+    if most == torch.float32:
+        kept = _kept_in_float32(model)
+        return _How(layout, torch.bfloat16, scale_dtype, param_dtype, kept)
+    return _How(layout, most, scale_dtype, param_dtype, lambda name: True)
+
+
+def _kept_in_float32(model: nn.Module) -> Callable[[str], bool]:
+    """Return whether transformers keeps the tensor of a name in float32 in a model of 16 bits."""
+    kept = {
+        each.replace("*", ".*")  # as it matches
+        for module in model.modules()
+        for names in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for each in getattr(module, names, None) or ()
+    }
+    return lambda name: any(re.search(each, name) for each in kept)
 
 
 Written = tuple[str, Tensor, Tensor | None, WrittenWeight | None]
 
 
 @torch.no_grad()
-def _written(model: nn.Module, how: _How, measured: bool = False) -> Iterator[Written]:
+def _written(
+    model: nn.Module, how: _How, ranks: Together, measured: bool = False
+) -> Iterator[Written]:
     """Yield name, tensor, scale and note of each Parameter and buffer that is saved, once."""
     reshard(model)
     in_float8, published = _layers_in_float8(model), published_names(model)
@@ -310,14 +380,15 @@ def _written(model: nn.Module, how: _How, measured: bool = False) -> Iterator[Wr
             continue
         seen.add(id(x))
         if module in experts and name in published.experts:
-            yield from _each_expert(published.experts[name], module, x, how, measured)
+            yield from _each_expert(published.experts[name], module, x, how, ranks, measured)
         elif own == "weight" and module in in_float8:
-            yield _in_float8(published.names[name], module, how, measured)
+            yield _in_float8(published.names[name], module, how, ranks, measured)
         else:
-            values = high_precision(x.detach())
-            is_float = values.dtype in HIGH_PRECISION_DTYPES
-            values = whole(values.to(how.dtype) if is_float else values)
-            yield published.names[name], values, None, None
+            with ranks:
+                values = high_precision(x.detach())
+                if values.dtype in HIGH_PRECISION_DTYPES and not how.stays(name):
+                    values = values.to(how.dtype)
+            yield published.names[name], whole(values), None, None
 
 
 def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
@@ -326,17 +397,12 @@ def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
     One that is tied to an embedding is none of these, nor one that transformers keeps in float32,
     such as `wo` of T5: it would read the bytes, and no scales.
     """
-    root: Any = unwrapped(model)
-    # As it matches: a module, what is in it, and names that end so.
-    kept = [
-        rf"(^|\.)({each})\.|({each})$"
-        for each in getattr(root, "_keep_in_fp32_modules", None) or ()
-    ]
+    kept = _kept_in_float32(model)
     found: set[nn.Module] = {
         layer
-        for name, layer in root.named_modules()
+        for name, layer in unwrapped(model).named_modules()
         if isinstance(layer, Float8Layer) and not layer.transposed and layer.plan.output is not None
-        if not any(re.search(each, plain_name(name)) for each in kept)
+        if not kept(plain_name(f"{name}.weight"))
     }
     of_others = {id(x) for m in model.modules() if m not in found for x in m._parameters.values()}
     return {layer for layer in found if id(layer._parameters.get("weight")) not in of_others}
@@ -345,10 +411,12 @@ def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
 def _experts_in_float8(model: nn.Module, published: PublishedNames) -> set[nn.Module]:
     """Return the modules of experts, converted or not, whose weights are published one by one."""
     cut: dict[nn.Module, list[bool]] = {}
+    kept = _kept_in_float32(model)
     for name, module, _, x in saved_tensors(model):
         if x.dim() == 3:
             in_16_bits = local_tensor(high_precision(x)).dtype in HIGH_PRECISION_DTYPES
-            cut.setdefault(module, []).append(name in published.experts and in_16_bits)
+            is_cast = name in published.experts and in_16_bits and not kept(name)
+            cut.setdefault(module, []).append(is_cast)
     return {module for module, each in cut.items() if all(each)}
 
 
@@ -358,21 +426,22 @@ def _published_module(name: str, published: PublishedNames) -> str:
 
 
 def _each_expert(
-    parts: list[list[str]], module: Any, weight: Any, how: _How, measured: bool
+    parts: list[list[str]], module: Any, weight: Any, how: _How, ranks: Together, measured: bool
 ) -> Iterator[Written]:
     """Yield the weights [N, K] of a Parameter [E, parts * N, K] of experts, part by part.
 
     On several ranks each casts the experts that it has, if it has whole ones.
     """
-    layout, _, scale_dtype, param_dtype = how
+    layout, _, scale_dtype, param_dtype, _ = how
     spec, as_trained = CastSpec(E4M3, layout.granularity), False
     if isinstance(module, Float8Experts):
         of_module = module.float8_plan.casts.weight.spec
         spec = spec._replace(power_of_2=of_module.power_of_2)
         # Under one scale training has the parts of a weight together.
         as_trained = of_module == spec and (len(parts) == 1 or not spec.granularity.one_scale)
-    weight = high_precision(weight.detach())
-    weight = weight if param_dtype is None else weight.to(param_dtype)
+    with ranks:
+        weight = high_precision(weight.detach())
+        weight = weight if param_dtype is None else weight.to(param_dtype)
     if is_dtensor(weight) and not has_whole_experts(weight):
         weight = whole(weight)
     here, shape = local_tensor(weight), (weight.shape[1] // len(parts), weight.shape[2])
@@ -385,8 +454,10 @@ def _each_expert(
     for names, values in zip(parts, here.split(shape[0], 1), strict=True):
         each: Any = map(cast, values)
         if is_dtensor(weight):
+            with ranks:
+                each = [*each]
             sizes = shape, layout.scale_shape(shape), (2,)
-            each = zip(*_of_all_ranks([*each], weight, sizes), strict=True)
+            each = zip(*_of_all_ranks(each, weight, sizes), strict=True)
         for name, (data, scale, noise) in zip(names, each, strict=True):
             made = layout.weight(data, scale, weight.dtype)
             data, scale = layout.published(made, scale_dtype)
@@ -412,31 +483,45 @@ _OF_EXPERTS = (E4M3, torch.float32, torch.float64)
 """The dtypes of data, scales and noise."""
 
 
-def _in_float8(name: str, layer: Any, how: _How, measured: bool) -> Written:
+def _in_float8(name: str, layer: Any, how: _How, ranks: Together, measured: bool) -> Written:
     """Return a weight as it is published; without a note unless it is `measured`.
 
     On several ranks from the part of each, if that has scales of its own.
     """
-    weight: Any = high_precision(layer.weight.detach())
-    layout, _, scale_dtype, param_dtype = how
+    layout, _, scale_dtype, param_dtype, _ = how
     of_layer, granularity = layer.plan.casts.weight.spec, layout.granularity
     spec = CastSpec(E4M3, granularity, power_of_2=of_layer.power_of_2)
-    if param_dtype is not None and not isinstance(local_tensor(weight), Float8Tensor):
-        weight = weight.to(param_dtype)
+    with ranks:
+        weight: Any = high_precision(layer.weight.detach())
+        if param_dtype is not None and not isinstance(local_tensor(weight), Float8Tensor):
+            weight = weight.to(param_dtype)
     if is_dtensor(weight) and not parts_have_own_scales(weight, granularity):
         weight = whole(weight)
-    made = part = local_tensor(weight)
-    if not isinstance(part, Float8Tensor) or part._granularity is not granularity:
-        part = part.to_original_precision() if isinstance(part, Float8Tensor) else part
-        reduce = amax_over(sharding_groups(weight)) if is_dtensor(weight) else None
-        made = in_float8_only(part, Cast(spec, reduce=reduce))
+    with ranks:
+        made = part = local_tensor(weight)
+        if not isinstance(part, Float8Tensor) or part._granularity is not granularity:
+            part = part.to_original_precision() if isinstance(part, Float8Tensor) else part
+            reduce = _amax_of_all(weight, ranks) if is_dtensor(weight) else None
+            made = in_float8_only(part, Cast(spec, reduce=reduce))
+        same = made is part
+        powers = _powers(made, part) if measured and not same else None
     full = gathered(made, weight, layout) if is_dtensor(weight) else made
     note = None
     if measured:  # which waits for a GPU
-        same = made is part
-        sqnr = float("inf") if same else _sqnr(sum_over_parts(_powers(made, part), weight))
+        sqnr = float("inf") if powers is None else _sqnr(sum_over_parts(powers, weight))
         note = WrittenWeight(name, of_layer == spec, sqnr)
     return name, *layout.published(full, scale_dtype), note
+
+
+def _amax_of_all(weight: Any, ranks: Together) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes amaxes those of the whole of a weight that ranks share."""
+    reduce = amax_over(sharding_groups(weight))
+
+    def of_all(amax: Tensor) -> Tensor:
+        ranks.agree()  # a rank that could not measure its part is not in this collective
+        return reduce(amax)
+
+    return of_all
 
 
 def _powers(made: Float8Tensor, values: Tensor) -> Tensor:
