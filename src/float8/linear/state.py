@@ -183,7 +183,8 @@ class StatefulLayer(Float8Module):
         if not written and sample and self._sample and weight.grad is None:
             (now, backwards, values), (then, earlier, old) = sample, self._sample
             # Without a backward there was no step: to ask the device for values takes long.
-            written = now == then and backwards != earlier and not torch.equal(values, old)
+            written = now == then and backwards != earlier
+            written = written and not torch.equal(values.nan_to_num(), old.nan_to_num())
         if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
