@@ -178,9 +178,11 @@ def save_float8_checkpoint(
     """Write `float8_weights` as safetensors shards with an index, and `config.json`.
 
     `config.json` is that of `model.config`, if there is one (as transformers has them), with the
-    `quantization_config`. Tied weights are written once. On several ranks all must call, of a
-    sharded model those that share it; rank 0 writes, and what one rank cannot do is an error on
-    all. It holds one shard in memory.
+    `quantization_config`. Tied weights are written once. It holds one shard in memory.
+
+    On several ranks rank 0 writes. All that share a sharded model must call, and what one of them
+    cannot do is an error on all. A model that is whole waits for nobody: other ranks may call, and
+    write nothing.
 
     Files are written beside those of an older model in the folder, which go when the new ones are
     on the disk. It has to have room for both. After an error the older ones are as they were.
@@ -208,7 +210,7 @@ def save_float8_checkpoint(
     require_module(model, "model")
     rank, _ = rank_and_size()
     writes, notes = rank == 0, []
-    ranks = Together(groups=groups_of(model) or None)
+    ranks = Together(groups=groups_of(model))
     with ranks, contextlib.ExitStack() as stack:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
