@@ -42,7 +42,7 @@ def sync_float8_amax_and_scale_history(
     a model without delayed scaling. In a single process `torch.compile` takes it whole.
 
     A layer that trains on without a sync raises a `RuntimeError` where that can be noticed: see
-    `Float8Linear.check_synced`.
+    `Float8Linear._float8_check_synced`.
 
     Once `torch.distributed` is initialised, amaxes are those of all ranks, through one all-reduce
     for everything: each rank must call it. At the first call ranks also compare their layers.
@@ -72,8 +72,8 @@ def sync_float8_amax_and_scale_history(
     if not layers:
         return
     weights = [layer.weight for layer in layers]
-    parts: list[Any] = [layer for layer in layers if layer.holds_part]
-    parted = {layer.mesh.get_group() for layer in parts}  # of weights that are no DTensors
+    parts: list[Any] = [layer for layer in layers if layer._float8_holds_part]
+    parted = {layer._float8_mesh.get_group() for layer in parts}  # of weights that are no DTensors
     if ranks := sync_groups(weights, group, _beside(layers, model), parted):
         require_no_join(model)
         _require_same_layers(model, layers, ranks)
@@ -82,11 +82,11 @@ def sync_float8_amax_and_scale_history(
     # What is updated as one tensor: the buffers, by the largest value of each format.
     alike: dict[Any, dict[float, list[list[Tensor]]]] = {}
     for layer in layers:
-        config, history = layer.config, layer.config.delayed_scaling_config
+        config, history = layer._float8_config, layer._float8_config.delayed_scaling_config
         kind = history.history_len, history.scale_fn_name, config.round_scales_to_power_of_2
-        for site in layer.delayed:
+        for site in layer._float8_delayed:
             buffers: list[Any] = [layer._buffers[name] for name in site.buffers]
-            dtype = getattr(layer.plan.casts, site.value).spec.dtype
+            dtype = getattr(layer._float8_plan.casts, site.value).spec.dtype
             formats = alike.setdefault((*kind, buffers[0].device), {})
             formats.setdefault(FLOAT8_MAX[dtype], []).append(buffers)
     for (_, scale_fn_name, rounds, device), formats in alike.items():
@@ -109,18 +109,20 @@ def sync_float8_amax_and_scale_history(
         torch._foreach_copy_(scales, new_scales.unbind())
         torch._foreach_zero_(amaxes)
     for layer in layers:
-        layer.mark_synced()
+        layer._float8_mark_synced()
     _note_scales(layers)
 
 
 def _note_scales(layers: list[Float8Layer]) -> None:
     """Tell layers that share their work with other ranks which of their scales are known."""
-    shared = [x for x in layers if x.holds_part or is_dtensor(x.weight)]
-    unknown = [(x, site) for x in shared for site in x.delayed if site not in x.settled]
+    shared = [x for x in layers if x._float8_holds_part or is_dtensor(x.weight)]
+    unknown = [
+        (x, site) for x in shared for site in x._float8_delayed if site not in x._float8_settled
+    ]
     if unknown:  # asks the device, until all amaxes have settled
         scales = torch.stack([layer.get_buffer(site.scale) for layer, site in unknown])
         for (layer, site), scale in zip(unknown, scales.tolist(), strict=True):
-            layer.settle({site: scale})
+            layer._float8_settle({site: scale})
 
 
 @torch.no_grad()
@@ -139,8 +141,8 @@ def forget_float8_amax(model: nn.Module) -> None:
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
-        torch._foreach_zero_([layer.get_buffer(site.amax) for site in layer.delayed])
-        layer.mark_synced()
+        torch._foreach_zero_([layer.get_buffer(site.amax) for site in layer._float8_delayed])
+        layer._float8_mark_synced()
 
 
 @untraced
@@ -172,9 +174,9 @@ def update_float8_weights(model: nn.Module) -> None:
     layers: dict[Float8Layer, str] = {}
     experts: dict[Float8Experts, str] = {}
     for name, part in model.named_modules():
-        if isinstance(part, Float8Layer) and part.config.float8_weights is HELD:
+        if isinstance(part, Float8Layer) and part._float8_config.float8_weights is HELD:
             layers[part] = name
-        if isinstance(part, Float8Experts) and part.float8_config.float8_weights is HELD:
+        if isinstance(part, Float8Experts) and part._float8_config.float8_weights is HELD:
             experts[part] = name
     if not layers and not experts:
         return
@@ -182,9 +184,9 @@ def update_float8_weights(model: nn.Module) -> None:
     others: list[str] = []
     under_fsdp = _under_fsdp(model)
     for layer, name in layers.items():
-        layer.hold_weights()  # there is no room for both
+        layer._float8_hold_weights()  # there is no room for both
         weight: Any = layer._parameters.get("weight")
-        if layer in under_fsdp and not layer.config.enable_fsdp_float8_all_gather:
+        if layer in under_fsdp and not layer._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
                 f"layer {name or '(root)'!r}: got float8_weights=HELD for a weight that FSDP "
                 f"gathers in high precision, expected one that fully_shard gathers in float8; "
@@ -194,7 +196,7 @@ def update_float8_weights(model: nn.Module) -> None:
         if reason := _why_on_the_fly(layer, weight, layer in under_fsdp):
             others.append(f"{name or '(root)'} ({reason})")
         elif layer not in under_fsdp and not weight.is_meta:  # else the gather holds the shard
-            kind = weight.device, weight.dtype, layer.plan.casts.weight
+            kind = weight.device, weight.dtype, layer._float8_plan.casts.weight
             alike.setdefault(kind, {}).setdefault(weight, []).append(layer)
     for (_, dtype, cast), readers in alike.items():
         scales: list[Tensor] | list[None] = [None] * len(readers)
@@ -203,12 +205,12 @@ def update_float8_weights(model: nn.Module) -> None:
         for (weight, of_weight), scale in zip(readers.items(), scales, strict=True):
             held = hold(weight, cast._replace(scale=scale))
             for layer in of_weight:
-                layer.hold_weights(held)
+                layer._float8_hold_weights(held)
     for part, name in experts.items():
         why = "gathered by FSDP" if part in under_fsdp else None
         others += [
             f"{name}.{each} ({reason})".lstrip(".")
-            for each, reason in part.float8_hold(why).items()
+            for each, reason in part._float8_hold(why).items()
         ]
     if others:
         more = ", ..." if len(others) > 3 else ""
@@ -221,15 +223,15 @@ def update_float8_weights(model: nn.Module) -> None:
 
 def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
-    if layer.transposed:
+    if layer._float8_transposed:
         return "of a Conv1D"
-    if layer.holds_part:
+    if layer._float8_holds_part:
         return "a part of one, of model parallel"
     if under_fsdp and not isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor):
         return "gathered in high precision"
     if weight is None:
         return "computed at each use"
-    if CastSite.WEIGHT in layer.delayed:
+    if CastSite.WEIGHT in layer._float8_delayed:
         return "with delayed scaling"
     # The hooks of a weight that is gathered in float8 hold it.
     if under_fsdp or weight.is_meta or can_hold(weight):
@@ -250,7 +252,7 @@ class Attachment:
     def __init__(self, layers: list[Float8Module], handles: list[RemovableHandle]) -> None:
         self._layers, self._handles = layers, handles
         for layer in layers:
-            layer.attach()
+            layer._float8_attach()
 
     def remove(self) -> None:
         """End the attachment, and what is held until another one, or the next update.
@@ -261,7 +263,7 @@ class Attachment:
             handle.remove()
         # Some may be in high precision by now.
         for layer in (x for x in self._layers if isinstance(x, Float8Module)):
-            layer.detach()
+            layer._float8_detach()
         self._handles, self._layers = [], []
 
 
@@ -305,7 +307,7 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     layers = [x for x in model.modules() if isinstance(x, Float8Module)]
     update_float8_weights(model)  # makes room for them
     for layer in layers:
-        layer.expire_weights()  # a checkpoint may be loaded next
+        layer._float8_expire_weights()  # a checkpoint may be loaded next
     attachment = Attachment(
         layers,
         [
@@ -343,7 +345,7 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Layer]:
-    return [layer for layer in modules if isinstance(layer, Float8Layer) and layer.delayed]
+    return [layer for layer in modules if isinstance(layer, Float8Layer) and layer._float8_delayed]
 
 
 def _listed(layers: object) -> list[Float8Layer]:
@@ -362,7 +364,10 @@ def _join_tied(layers: list[Float8Layer]) -> None:
     """Give all layers with one weight its amax: FSDP2's gather takes the scale of one of them."""
     tied: dict[int, list[Tensor]] = {}
     for layer in layers:
-        if layer.config.enable_fsdp_float8_all_gather and CastSite.WEIGHT in layer.delayed:
+        if (
+            layer._float8_config.enable_fsdp_float8_all_gather
+            and CastSite.WEIGHT in layer._float8_delayed
+        ):
             tied.setdefault(id(layer.weight), []).append(layer.get_buffer(CastSite.WEIGHT.amax))
     for amaxes in tied.values():
         if len(amaxes) > 1:
@@ -378,12 +383,12 @@ def _require_same_layers(
 ) -> None:
     """Compare the layers of all ranks once, else they would reduce unlike amaxes."""
     done = (len(layers), *(group.group_name for group in ranks))
-    if done in layers[0].agreed:
+    if done in layers[0]._float8_agreed:
         return
     names = {id(module): name for name, module in model.named_modules()}
-    lines = [f"{names.get(id(x))!r} {x} {x.config.delayed_scaling_config}" for x in layers]
+    lines = [f"{names.get(id(x))!r} {x} {x._float8_config.delayed_scaling_config}" for x in layers]
     there = mesh_device_type([layer.weight for layer in layers])
-    device = layers[0].get_buffer(layers[0].delayed[0].amax).device
+    device = layers[0].get_buffer(layers[0]._float8_delayed[0].amax).device
     device = device if there in (None, device.type) else torch.device(there)
     if (differ := unlike(lines, ranks, device)) is not None:
         raise ValueError(
@@ -392,17 +397,17 @@ def _require_same_layers(
             f"has {len(lines)}, of which others have not, or in another order: "
             f"{'; '.join(differ[:4]) or 'none'}"
         )
-    layers[0].agree(done)
+    layers[0]._float8_agree(done)
 
 
 def _share_amaxes(layers: list[Float8Layer], ranks: tuple[Any, ...]) -> None:
     """Make the amaxes of this rank those of all, with one all-reduce."""
     amaxes, shards = [], []
     for layer in layers:
-        for site in layer.delayed:
+        for site in layer._float8_delayed:
             amaxes.append(layer.get_buffer(site.amax))
             # Where another rank ran a layer that this one did not, it used this shard, too.
-            unused = site is CastSite.WEIGHT and not layer.has_unsynced_amax()
+            unused = site is CastSite.WEIGHT and not layer._float8_has_unsynced_amax()
             shard = shard_amax(layer.weight) if unused else None
             shards.append(amaxes[-1].new_zeros(()) if shard is None else shard)
     both = torch.stack([x.to(amaxes[0].device) for x in amaxes + shards])

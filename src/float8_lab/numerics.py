@@ -152,7 +152,7 @@ def _watch(
         needs = {"grad_input": x.requires_grad, "grad_weight": layer.weight.requires_grad}
         backward = {gemm for gemm in needs if needs[gemm] and output.requires_grad}
         with torch.no_grad():  # so that nothing is recorded
-            casts = layer.casts() if isinstance(layer, Float8Linear) else None
+            casts = layer._float8_casts() if isinstance(layer, Float8Linear) else None
             show = functools.partial(see, name, casts, {"output"} | backward)
             show("input", x.reshape(-1, x.shape[-1]))
             show("weight", layer.weight)
@@ -167,7 +167,7 @@ def _watch(
     def product(
         fqn: str, experts: Any, x: Tensor, weight: Tensor, offs: Tensor, name: str = ""
     ) -> Tensor:
-        y: Tensor = type(experts).float8_product(experts, x, weight, offs, name)
+        y: Tensor = type(experts)._float8_product(experts, x, weight, offs, name)
         needs = {"grad_input": x.requires_grad, "grad_weight": weight.requires_grad}
         backward = {gemm for gemm in needs if needs[gemm] and y.requires_grad}
         ends, show_to = offs.tolist(), functools.partial(see, fqn, None, {"output"} | backward)
@@ -337,7 +337,7 @@ def _configs(
     if not linears and not experts:
         raise _wrong(f"a {kind} without linear layers", "at least one nn.Linear")
     own = {name: m.config for name, m in linears.items() if isinstance(m, Float8Linear)}
-    own |= {name: m.float8_config for name, m in experts.items()}
+    own |= {name: m._float8_config for name, m in experts.items()}
     if recipe is None:
         return own or dict.fromkeys(linears, Float8LinearConfig())
     if not isinstance(recipe, Float8LinearConfig):

@@ -208,7 +208,9 @@ def test_what_is_held_is_saved_where_it_lies(device: str) -> None:
         with saved_tensors() as saved:
             outputs = [model(x) for x in inputs]
         theirs = {p.data_ptr() for p in model.parameters()}
-        theirs |= {each.operand.col.data.data_ptr() for x in layers_of(model) for each in x.held}
+        theirs |= {
+            each.operand.col.data.data_ptr() for x in layers_of(model) for each in x._float8_held
+        }
         ours = {x.data_ptr(): x.nbytes for x in saved if x.data_ptr() not in theirs}
         kept.append(sum(size for size in ours.values() if size > 1024))  # but for scales
         update_float8_weights(model)  # casts anew, elsewhere

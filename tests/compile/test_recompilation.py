@@ -79,12 +79,12 @@ def test_evaluation_costs_one_graph_more_and_records_nothing(backend: str) -> No
     x = seeded(0, 8, 32)
     for _ in range(2):
         compiled(x).sum().backward()
-        assert layer.has_unsynced_amax()
+        assert layer._float8_has_unsynced_amax()
         sync_float8_amax_and_scale_history(compiled)
         before = {name: buffer.clone() for name, buffer in fp8_state(model).items()}
         with torch.no_grad():
             compiled(1000 * x)
-        assert not layer.has_unsynced_amax()
+        assert not layer._float8_has_unsynced_amax()
         assert all(torch.equal(b, before[n]) for n, b in fp8_state(model).items())
         optimizer.step()
     assert counter.frame_count == 2

@@ -1,6 +1,7 @@
 """Subclasses of `nn.Linear`: which convert, and what they stay."""
 
 import copy
+import dataclasses
 import re
 from typing import Generic, TypeVar
 
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 from float8 import (
     Float8Linear,
     Float8LinearConfig,
+    Float8Weights,
     all_linears,
+    attach_to_optimizer,
     conversion_report,
     convert_to_float8_training,
+    convert_to_high_precision,
 )
-from float8.linear.source import own_names
+from float8.linear.source import PREFIX, PUBLIC
 from sqnr import same_bits
 from support.configs import delayed, tensorwise
 from support.copies import COPIES
@@ -138,7 +142,7 @@ def test_linear_classes_of_a_wrong_type(wrong: object) -> None:
         convert_to_float8_training(nn.Linear(16, 16), linear_classes=wrong)
 
 
-@pytest.mark.parametrize("name", ["plan", "config", "set_up", "fp8_scale_input"])
+@pytest.mark.parametrize("name", ["_float8_plan", "fp8_scale_input"])
 @pytest.mark.parametrize(
     "theirs", [nn.ReLU(), nn.Buffer(torch.ones(1)), nn.Parameter(torch.ones(1)), "theirs"]
 )
@@ -155,6 +159,71 @@ def test_a_name_that_we_need_is_taken_by_anything(name: str, theirs: object, of_
     assert getattr(model[1], name) is theirs
     (layer,) = conversion_report(model).skipped
     assert f"with an attribute '{name}', expected one without" in layer.skip_reason
+
+
+FORMER = (
+    "agree agreed attach attached base_class become_high_precision begin casts check_synced config "
+    "delayed detach expire_weights first_scale fresh_state has_unsynced_amax held held_weight "
+    "hold_weights holds_part in_float8 keeps_no_master made_of mark_synced plan ready_weight "
+    "reset_state set_up settle settled shards source_class transposed _amax_version _drop_state "
+    "_passing _seen _state mesh why_never_held"
+)
+"""Names that a user's layer may well have, and that layers of ours had once."""
+
+
+@pytest.mark.parametrize("where", ["attribute", "class", "buffer", "module"])
+@CONFIGS
+def test_names_of_a_user_stay(config: Float8LinearConfig, where: str) -> None:
+    """Whatever has them, and whatever they are: it trains, is copied and goes back."""
+
+    class Mine(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(16, 16), Mine(16, 16))
+    theirs: dict[str, object] = {}
+    for name in FORMER.split():
+        kinds = {"buffer": nn.Buffer(torch.ones(1)), "module": nn.Identity()}
+        theirs[name] = kinds.get(where, f"their {name}")
+        setattr(Mine if where == "class" else model[1], name, theirs[name])
+    config = dataclasses.replace(config, float8_weights=Float8Weights.HELD)
+    plain = convert_to_float8_training(
+        nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), config=config
+    )
+    convert_to_float8_training(model, config=config)
+    assert [type(layer).__name__ for layer in model] == ["Float8Linear", type(model[1]).__name__]
+    assert isinstance(model[1], Float8Linear)
+    plain.load_state_dict(
+        {key: x for key, x in model.state_dict().items() if key in plain.state_dict()}
+    )
+    outputs = []
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        attach_to_optimizer(each, optimizer)
+        for step in range(2):
+            each(seeded(step, 8, 16)).square().sum().backward()
+            optimizer.step()
+        outputs.append(each(seeded(3, 8, 16)))
+    assert torch.equal(*outputs)
+    assert all(getattr(model[1], name) is x for name, x in theirs.items())
+    again = copy.deepcopy(model)
+    assert torch.equal(again(seeded(3, 8, 16)), outputs[0])
+    convert_to_high_precision(model)
+    assert type(model[1]) is Mine
+    assert all(getattr(model[1], name) is x for name, x in theirs.items())
+
+
+def test_our_names_have_one_prefix() -> None:
+    """But for two that a user's own hide, buffers of delayed scaling, and what torch reads."""
+    layer = convert_to_float8_training(nn.Linear(16, 16), config=delayed())
+    attach_to_optimizer(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
+    ours = (
+        {*dir(layer)}
+        - {*dir(nn.Linear(16, 16))}
+        - {"__prepare_scriptable__", "_ddp_params_and_buffers_to_ignore"}
+    )
+    assert {name for name in ours if not name.startswith((PREFIX, "fp8_"))} == {*PUBLIC}
+    assert layer.config == delayed()
 
 
 def test_a_name_that_only_the_next_recipe_needs() -> None:
@@ -266,7 +335,7 @@ def test_all_that_conversion_adds_to_a_layer_is_known() -> None:
     linear = nn.Linear(16, 16)
     layer = Float8Linear.from_float(linear, delayed())
     forward_backward(layer, seeded(0, 4, 16), seeded(1, 4, 16))
-    assert vars(layer).keys() - vars(linear).keys() <= own_names(Float8Linear)
+    assert all(name.startswith(PREFIX) for name in vars(layer).keys() - vars(linear).keys())
 
 
 def test_no_class_is_to_be_named_for_weights_that_others_have_changed() -> None:

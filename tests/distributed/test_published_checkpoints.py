@@ -222,7 +222,7 @@ def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: P
     """At once, with that rank's reason, and the older checkpoint stays."""
     rank, how, why = ALONE[what]
     (tmp_path / "a_file").touch()
-    arguments = {"folder": tmp_path / "older", "max_shard_size": 30_000}
+    arguments: dict[str, Any] = {"folder": tmp_path / "older", "max_shard_size": 30_000}
     arguments |= {"format": of[0], "strategy": of[1]}
     older, newer = (shard(convert(plain(*SIZES, seed=seed), of[2])) for seed in (0, 1))
     save_float8_checkpoint(older, **arguments)

@@ -72,7 +72,7 @@ class Training:
 
     def held(self) -> list[Tensor]:
         modules = (mod for mod in self.model.modules() if isinstance(mod, Float8Module))
-        operands = [each.operand for mod in modules for each in mod.held]
+        operands = [each.operand for mod in modules for each in mod._float8_held]
         return [x for operand in operands for x in (*operand.row, *operand.col)]
 
 

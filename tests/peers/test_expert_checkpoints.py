@@ -103,7 +103,7 @@ def test_bytes_are_those_that_training_multiplies(recipe: str, tmp_path: Path) -
     tensors = in_files(tmp_path)
     experts: Any = model.get_submodule("model.layers.1.mlp.experts")
     for own, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
-        cast = experts.float8_plan.casts.weight
+        cast = experts._float8_plan.casts.weight
         row = cast_weights(getattr(experts, own), cast, row=True).row
         for expert in range(4):
             each = [f"model.layers.1.block_sparse_moe.experts.{expert}.{n}.weight" for n in names]

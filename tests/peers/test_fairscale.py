@@ -173,7 +173,7 @@ def test_held_weights_are_cast_on_the_fly() -> None:
     swap(parallel, config=tensorwise(float8_weights=Float8Weights.HELD))
     with pytest.warns(UserWarning, match=r"2 layer\(s\) cast their weight on the fly(.)*first"):
         attach_to_optimizer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
-    assert parallel.first.held == parallel.last.held == ()
+    assert parallel.first._float8_held == parallel.last._float8_held == ()
     assert "held" not in repr(parallel)
     x = seeded(1, TOKENS, BATCH, DIM)
     assert torch.equal(parallel(x), wanted(x))
@@ -183,7 +183,7 @@ def test_held_weights_are_cast_on_the_fly() -> None:
 def test_a_group_has_all_ranks_that_hold_parts() -> None:
     _, parallel = built(True)
     swap(parallel, config=delayed())
-    assert parallel.first.delayed
+    assert parallel.first._float8_delayed
     parallel(seeded(1, TOKENS, BATCH, DIM)).sum().backward()
     rank = dist.get_rank()
     alone = dist.new_group([rank], use_local_synchronization=True)

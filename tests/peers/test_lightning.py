@@ -39,10 +39,10 @@ def test_each_step_is_synced_once(by_hand: bool, more: dict, tmp_path: Path) -> 
     lightning_run.trainer(tmp_path, 1, **more).fit(module, lightning_run.data())
     layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
     assert len(layers) == 6
-    assert not any(layer.attached for layer in layers)
+    assert not any(layer._float8_attached for layer in layers)
     steps = 4 // more.get("accumulate_grad_batches", 1)
     assert histories(module) == [steps] * 12
-    assert not any(layer.has_unsynced_amax() for layer in layers)
+    assert not any(layer._float8_has_unsynced_amax() for layer in layers)
 
 
 def test_a_checkpoint_is_tested_in_a_module_that_is_not_converted_yet(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_training_that_fails_ends_the_attachments(tmp_path: Path) -> None:
         trainer.fit(module, lightning_run.data())
     layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
     assert len(layers) == 6
-    assert not any(layer.attached for layer in layers)
+    assert not any(layer._float8_attached for layer in layers)
     loaded = lightning_run.Module(1)
     trainer = lightning_run.trainer(tmp_path, 1)
     trainer.fit(loaded, lightning_run.data())

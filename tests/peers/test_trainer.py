@@ -47,7 +47,9 @@ def test_a_run_is_resumed_bit_by_bit(recipe: str, settings: str, tmp_path: Path)
         hf.trainer(model, tmp_path / "whole", **more).train()
         rest = (hf.resumed, recipe, tmp_path / "whole/checkpoint-2", tmp_path / "rest", more)
         state = rest[0](*rest[1:]) if settings == "compiled" else in_fresh_process(*rest)
-    assert not any(layer.attached for layer in model.modules() if hasattr(layer, "attached"))
+    assert not any(
+        layer._float8_attached for layer in model.modules() if hasattr(layer, "attached")
+    )
     if recipe == "delayed":
         histories = [x for name, x in fp8_state(model).items() if "history" in name]
         assert all((x > 0).sum() == 4 for x in histories)  # one of each step, not microbatch
@@ -191,14 +193,14 @@ def test_a_training_that_fails_leaves_nothing_attached(tmp_path: Path) -> None:
         trainer.train()
     trainer.remove_callback(Fails)
     trainer.train()  # the same callback again
-    assert not any(layer.attached for layer in layers)
+    assert not any(layer._float8_attached for layer in layers)
     trainer.add_callback(Fails())
     with pytest.raises(OSError, match="disk full"):
         trainer.train()
-    assert all(layer.attached for layer in layers)  # its optimizer is still there
+    assert all(layer._float8_attached for layer in layers)  # its optimizer is still there
     del trainer
     gc.collect()
-    assert not any(layer.attached for layer in layers)
+    assert not any(layer._float8_attached for layer in layers)
 
 
 def test_the_state_to_go_on_with_is_published_beside_the_weights(tmp_path: Path) -> None:

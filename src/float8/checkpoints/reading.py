@@ -410,7 +410,7 @@ def _require_place(
     if tuple(target.shape) != shape:
         raise ValueError(f"{name}: got shape {shape}, expected {tuple(target.shape)} of the model")
     if _keeps_bytes(module, own) and layout is not None:
-        of = module.plan.casts.weight.spec.granularity  # type: ignore[union-attr]
+        of = module._float8_plan.casts.weight.spec.granularity  # type: ignore[union-attr]
         if of is not layout.granularity:
             raise ValueError(
                 f"{name}: got scales of {layout.granularity}, expected those of the layer, which "
@@ -421,7 +421,7 @@ def _require_place(
 
 
 def _keeps_bytes(module: nn.Module, own: str) -> bool:
-    return own == "weight" and isinstance(module, Float8Layer) and module.keeps_no_master
+    return own == "weight" and isinstance(module, Float8Layer) and module._float8_keeps_no_master
 
 
 def _tensor_of(module: nn.Module, own: str) -> Any:
@@ -451,7 +451,7 @@ def _put(places: Modules, tensor: Tensor, device: Any) -> None:
         tensor = Float8Tensor(data, scale, target.dtype, tensor._granularity)
         new = tensor if all(_keeps_bytes(*place) for place in places) else None
     elif _keeps_bytes(module, own):
-        new = in_float8_only(tensor.to(where, target.dtype), module.plan.casts.weight)  # type: ignore[arg-type, union-attr]
+        new = in_float8_only(tensor.to(where, target.dtype), module._float8_plan.casts.weight)  # type: ignore[arg-type, union-attr]
     if new is None and not target.is_meta:
         _copy(target, _values(tensor))
         return

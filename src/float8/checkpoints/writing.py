@@ -403,7 +403,9 @@ def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
     found: set[nn.Module] = {
         layer
         for name, layer in unwrapped(model).named_modules()
-        if isinstance(layer, Float8Layer) and not layer.transposed and layer.plan.output is not None
+        if isinstance(layer, Float8Layer)
+        and not layer._float8_transposed
+        and layer._float8_plan.output is not None
         if not kept(plain_name(f"{name}.weight"))
     }
     of_others = {id(x) for m in model.modules() if m not in found for x in m._parameters.values()}
@@ -437,7 +439,7 @@ def _each_expert(
     layout, _, scale_dtype, param_dtype, _ = how
     spec, as_trained = CastSpec(E4M3, layout.granularity), False
     if isinstance(module, Float8Experts):
-        of_module = module.float8_plan.casts.weight.spec
+        of_module = module._float8_plan.casts.weight.spec
         spec = spec._replace(power_of_2=of_module.power_of_2)
         # Under one scale training has the parts of a weight together.
         as_trained = of_module == spec and (len(parts) == 1 or not spec.granularity.one_scale)
@@ -491,7 +493,7 @@ def _in_float8(name: str, layer: Any, how: _How, ranks: Together, measured: bool
     On several ranks from the part of each, if that has scales of its own.
     """
     layout, _, scale_dtype, param_dtype, _ = how
-    of_layer, granularity = layer.plan.casts.weight.spec, layout.granularity
+    of_layer, granularity = layer._float8_plan.casts.weight.spec, layout.granularity
     spec = CastSpec(E4M3, granularity, power_of_2=of_layer.power_of_2)
     with ranks:
         weight: Any = high_precision(layer.weight.detach())

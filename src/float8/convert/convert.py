@@ -164,7 +164,7 @@ def convert_to_float8_training(
                 reasons[part] = "a router: converted only if a module_filter_fn takes it"
             if reasons[part] is None:
                 _require_changeable(part, fqn, config)
-                changes.linears[part] = Float8Linear.made_of(part, config)
+                changes.linears[part] = Float8Linear._float8_made_of(part, config)
     keep_reasons(reasons)
     # From here on the model changes, and nothing raises but for want of memory.
     changes.make(config, values_dtype(module))
@@ -211,15 +211,15 @@ class _Changes(NamedTuple):
         """Give each its class and its config; `dtype`: of values that were loaded in float8."""
         # One by one: the weight that was there is freed before another one is made.
         for linear, new in self.linears.items():
-            new.drop_master()
+            new._float8_drop_master()
             become(linear, new)
         for part, own in self.loaded.items():
-            become(part, Float8Linear.made_of(as_linear(part, own, dtype), own))
+            become(part, Float8Linear._float8_made_of(as_linear(part, own, dtype), own))
         disable_float8_all_gather(self.again)
         for layer in self.again:
-            layer.set_up(config)
+            layer._float8_set_up(config)
             if isinstance(layer, Float8Layer):
-                layer.drop_master()
+                layer._float8_drop_master()
         for part in self.experts:
             convert_experts(part, config)
 
@@ -283,7 +283,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     for part in module.modules():
         part.__dict__.pop(LEFT_ALONE, None)
         if isinstance(part, Float8Layer | Float8Experts):
-            part.become_high_precision()
+            part._float8_become_high_precision()
     leave_fast_path(module)
     tell_ddp_what_to_ignore(module)
     return module
@@ -323,7 +323,7 @@ def _require_changeable(
 
 
 def _config_of(part: Float8Layer | Float8Experts) -> Float8LinearConfig:
-    return part.config if isinstance(part, Float8Layer) else part.float8_config
+    return part._float8_config
 
 
 def _why_not_again(part: nn.Module, config: Float8LinearConfig) -> Any:

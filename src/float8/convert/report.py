@@ -199,10 +199,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if not isinstance(module, Float8Layer):
             unseen = left_out(fqn) or "not seen by convert_to_float8_training"
             reason = module.__dict__.get(LEFT_ALONE, unseen)
-        elif not module.config.float8_gemms:
+        elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
-            scaling = _scaling(module.config)
+            scaling = _scaling(module._float8_config)
         layers.append(LayerReport(name, *features(module), scaling, reason))
     return ConversionReport(tuple(layers), tuple(others), tuple(chosen_for), tuple(experts))
 
@@ -218,7 +218,7 @@ def _scaling(config: Float8LinearConfig, all_e4m3: bool = False) -> str:
 def _experts(fqn: str, module: nn.Module) -> list[ExpertsReport]:
     scaling = reason = None
     if isinstance(module, Float8Experts):
-        scaling = _scaling(module.float8_config, all_e4m3=True)
+        scaling = _scaling(module._float8_config, all_e4m3=True)
     else:
         reason = module.__dict__.get(LEFT_ALONE, "not seen by convert_to_float8_training")
     return [

@@ -22,7 +22,9 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         # Each layer takes its own keys out again, before a wrapper around it renames them.
         for layer in model.modules():
-            if isinstance(layer, Float8Layer) and (layer.delayed or layer.keeps_no_master):
+            if isinstance(layer, Float8Layer) and (
+                layer._float8_delayed or layer._float8_keeps_no_master
+            ):
                 hook = layer.register_state_dict_post_hook(_as_plain)  # type: ignore[no-untyped-call]
                 stack.enter_context(hook)
         state: dict[str, Any] = model.state_dict()
@@ -45,7 +47,7 @@ def float8_state_dict(model: nn.Module) -> dict[str, Any]:
 def _as_plain(
     layer: Float8Layer, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    for site in layer.delayed:
+    for site in layer._float8_delayed:
         for name in site.buffers:
             state_dict.pop(prefix + name, None)
     if isinstance(weight := state_dict.get(prefix + "weight"), Float8Tensor):

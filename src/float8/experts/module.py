@@ -28,6 +28,7 @@ from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan
 from float8.linear.source import (
+    PREFIX,
     about_forward,
     class_like,
     not_in_high_precision,
@@ -53,44 +54,41 @@ class ExpertsWeight(NamedTuple):
 
 
 class Float8Experts(Float8Module):
-    """The base of experts in float8, beside the class that they had.
+    """The base of experts in float8, beside the class that they had."""
 
-    Its own attributes begin with `float8_`: `config` is the model's in modules of transformers.
-    """
-
-    float8_config: Float8LinearConfig
-    float8_plan: LinearPlan
-    source_class: ClassVar[type[nn.Module]]
+    _float8_config: Float8LinearConfig
+    _float8_plan: LinearPlan
+    _float8_source_class: ClassVar[type[nn.Module]]
     """The class that it had, and has again after `convert_to_high_precision`."""
-    why_never_held: ClassVar[str | None] = None
+    _float8_why_never_held: ClassVar[str | None] = None
     """The reason why its weights are cast at each use."""
 
-    def set_up(self, config: Float8LinearConfig) -> None:
+    def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
-        self.float8_config, self.float8_plan = config, plan_grouped(config)
-        self.hold_weights()
+        self._float8_config, self._float8_plan = config, plan_grouped(config)
+        self._float8_hold_weights()
 
-    def become_high_precision(self) -> None:
+    def _float8_become_high_precision(self) -> None:
         """Turn this very object back into what it was."""
-        for name in ("float8_config", "float8_plan", *self._passing):
-            self.__dict__.pop(name, None)
-        self.__class__ = self.source_class  # type: ignore[assignment]
+        for name in [name for name in vars(self) if name.startswith(PREFIX)]:
+            del self.__dict__[name]
+        self.__class__ = self._float8_source_class  # type: ignore[assignment]
 
-    def float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
+    def _float8_product(self, x: Tensor, weight: Any, offs: Tensor, name: str = "") -> Tensor:
         """Multiply groups of rows [T, K] by weights [E, N, K]; `name`: of their Parameter."""
         weight = _on_this_rank(weight)
         if autocast_dtype(x.device) is None:
             x = x.to(weight.dtype)
-        plan, held = self.float8_plan, None
-        if self.held:
+        plan, held = self._float8_plan, None
+        if self._float8_held:
             parameter: Any = self._parameters.get(name)
             cast = plan.casts.weight
-            held = self.held_weight(parameter, lambda: hold_groups(weight, parameter, cast))
-        return apply_grouped(x, weight, offs, plan, self.float8_config.emulate, held)
+            held = self._float8_held_weight(parameter, lambda: hold_groups(weight, parameter, cast))
+        return apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
 
     # ---------------------------------------------------------------- weights that are held
 
-    def float8_hold(self, why_not: str | None = None) -> dict[str, str]:
+    def _float8_hold(self, why_not: str | None = None) -> dict[str, str]:
         """Cast the weights, to be read until they are written.
 
         Args:
@@ -99,20 +97,20 @@ class Float8Experts(Float8Module):
         Returns:
             The names of those that are cast on the fly all the same, each with the reason.
         """
-        self.hold_weights()  # there is no room for both
+        self._float8_hold_weights()  # there is no room for both
         held, others = [], {}
         for name, *_ in weights_of(self):
             parameter: Any = self._parameters[name]
-            reason = why_not or self.why_never_held
+            reason = why_not or self._float8_why_never_held
             if reason or not (parameter.is_meta or can_hold(parameter)):
                 others[name] = reason or f"a {type(parameter).__name__}"
             elif not parameter.is_meta:
-                weight, cast = self.float8_weight(name), self.float8_plan.casts.weight
+                weight, cast = self._float8_weight(name), self._float8_plan.casts.weight
                 held.append(hold_groups(weight, parameter, cast))
-        self.hold_weights(*held)
+        self._float8_hold_weights(*held)
         return others
 
-    def float8_weight(self, name: str) -> Any:
+    def _float8_weight(self, name: str) -> Any:
         """Return a Parameter, or what stands for it now, as weights [E, N, K]."""
         # An attribute where FSDP1 has gathered it, or PEFT adds to it.
         weight = getattr(self, name)
@@ -138,14 +136,14 @@ class Float8Experts(Float8Module):
 
     def extra_repr(self) -> str:
         """Return what its class says, the recipe, and what runs otherwise than in a layer."""
-        plan, parts = self.float8_plan, [super().extra_repr(), self.float8_config.short_str()]
+        plan, parts = self._float8_plan, [super().extra_repr(), self._float8_config.short_str()]
         casts = plan.casts.grad_output, plan.casts.grad_output_for_grad_weight
         if any(cast.spec.dtype == E5M2 for cast in casts):
             parts.append("grad_output in e4m3")
-        parts.append(f"use_fast_accum={self.float8_config.gemm_config_output.use_fast_accum}")
-        if self.held:
+        parts.append(f"use_fast_accum={self._float8_config.gemm_config_output.use_fast_accum}")
+        if self._float8_held:
             parts.append("weights held in float8")
-        if self.float8_config.enable_fsdp_float8_all_gather and not names_to_gather(self):
+        if self._float8_config.enable_fsdp_float8_all_gather and not names_to_gather(self):
             parts.append("weights gathered in high precision")
         return ", ".join(filter(None, parts))
 
@@ -177,7 +175,7 @@ class RegisteredExperts(Float8Experts):
         bias_of = expert.clamp(max=mod.num_experts - 1)
 
         def product(x: Tensor, name: str) -> Tensor:
-            y = self.float8_product(x, self.float8_weight(name), offs, name)
+            y = self._float8_product(x, self._float8_weight(name), offs, name)
             if mod.has_bias:
                 y = y + _on_this_rank(getattr(self, f"{name}_bias"))[bias_of].to(y.dtype)
             return y
@@ -217,11 +215,11 @@ def _on_this_rank(x: Any) -> Any:
 class SeamExperts(Float8Experts):
     """Experts that multiply by their method `_grouped_mm(A=, B_t=, offs=)`, as torchtitan's."""
 
-    why_never_held = "given to a method, perhaps a copy"
+    _float8_why_never_held = "given to a method, perhaps a copy"
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """Multiply groups of rows `A` [T, K] by `B_t` [E, K, N]."""
-        return self.float8_product(A, B_t.transpose(-2, -1), offs)
+        return self._float8_product(A, B_t.transpose(-2, -1), offs)
 
 
 # ---------------------------------------------------------------- which modules
@@ -234,7 +232,7 @@ def kind_of(module: nn.Module) -> type[Float8Experts] | None:
 
     Told by the class alone; neither transformers nor torchtitan is imported for it.
     """
-    cls: Any = module.source_class if isinstance(module, Float8Experts) else type(module)
+    cls: Any = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     forward, seam = cls.forward, inspect.getattr_static(cls, "_grouped_mm", None)
     if getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe":
         return RegisteredExperts
@@ -312,7 +310,7 @@ def _replaced_seam(module: Any) -> str | None:
 
     It does more than multiply, such as torchtitan's own for MXFP8, and ours would take its place.
     """
-    cls = module.source_class if isinstance(module, Float8Experts) else type(module)
+    cls = module._float8_source_class if isinstance(module, Float8Experts) else type(module)
     last, *others = (each.__name__ for each in cls.__mro__ if "_grouped_mm" in vars(each))
     if "_grouped_mm" not in vars(module) and not others:
         return None
@@ -328,10 +326,10 @@ def convert_experts(module: nn.Module, config: Float8LinearConfig) -> None:
     experts: Any = module
     kind: Any = kind_of(module)
     experts.__class__ = class_of_experts(kind, experts.__class__)
-    experts.set_up(config)
+    experts._float8_set_up(config)
 
 
 @functools.cache
 def class_of_experts(kind: Any, source: Any) -> Any:
     """Return a subclass of `source` that is a `kind` of experts, too."""
-    return class_like(source, kind, class_of_experts, (kind, source), source_class=source)
+    return class_like(source, kind, class_of_experts, (kind, source), _float8_source_class=source)

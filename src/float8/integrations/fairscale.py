@@ -26,14 +26,14 @@ from float8.tensor.ranks import amax_over
 class Float8ParallelLinear(Float8Linear):
     """A layer of fairscale in float8; see `swap_tp_linear_with_float8_linear`."""
 
-    source_class: type[nn.Module]  # type: ignore[misc]
-    mesh: DeviceMesh | Any = None
+    _float8_source_class: type[nn.Module]  # type: ignore[misc]
+    _float8_mesh: DeviceMesh | Any = None
     """The ranks that hold parts of the weight, as a mesh of one dim."""
-    placements: tuple[Placement, Placement] | Any = None
+    _float8_placements: tuple[Placement, Placement] | Any = None
     """Of the input as it comes, and of the output as it goes."""
-    sharded_dim: int
+    _float8_sharded_dim: int
     """Of the weight."""
-    holds_part = True
+    _float8_holds_part = True
 
     @classmethod
     def from_parallel(
@@ -47,19 +47,19 @@ class Float8ParallelLinear(Float8Linear):
             sequence_dim: along which ranks share tokens between layers; None: all have all.
         """
         new: Float8ParallelLinear = shallow_copy(mod, cls)
-        new.source_class = type(mod)
+        new._float8_source_class = type(mod)
         device = mod.weight.device.type
         if device == "meta":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        new.mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
-        new.set_up(config)
+        new._float8_mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
+        new._float8_set_up(config)
         tokens = Replicate() if sequence_dim is None else Shard(sequence_dim)
-        if cls.sharded_dim == 0:
-            new.shards = Shards(gathers_input=sequence_dim is not None)
-            new.placements = tokens, Replicate() if mod.gather_output else Shard(-1)
+        if cls._float8_sharded_dim == 0:
+            new._float8_shards = Shards(gathers_input=sequence_dim is not None)
+            new._float8_placements = tokens, Replicate() if mod.gather_output else Shard(-1)
         else:
-            new.shards = Shards(tokens_dim=sequence_dim)
-            new.placements = Shard(-1) if mod.input_is_parallel else Replicate(), tokens
+            new._float8_shards = Shards(tokens_dim=sequence_dim)
+            new._float8_placements = Shard(-1) if mod.input_is_parallel else Replicate(), tokens
         return new
 
     def forward(self, input: Tensor) -> Tensor:
@@ -74,24 +74,24 @@ class Float8ParallelLinear(Float8Linear):
         Raises:
             TypeError, ValueError, RuntimeError: as `Float8Linear`.
         """
-        if self.delayed:
-            self.check_synced()
-        colwise = self.sharded_dim == 0
-        weight = self._on_mesh(self.weight, Shard(self.sharded_dim))
+        if self._float8_delayed:
+            self._float8_check_synced()
+        colwise = self._float8_sharded_dim == 0
+        weight = self._float8_on_mesh(self.weight, Shard(self._float8_sharded_dim))
         bias: Any = self.bias
         if bias is not None:
-            bias = self._on_mesh(bias, Shard(0) if colwise else Replicate())
-        before, after = self.placements
-        x = self._on_mesh(input, before)
+            bias = self._float8_on_mesh(bias, Shard(0) if colwise else Replicate())
+        before, after = self._float8_placements
+        x = self._float8_on_mesh(input, before)
         if not colwise and before.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
-        casts = self.casts(amax_over([self.mesh.get_group()]))
-        y = linear_of_shards(x, weight, bias, self.shards, self.plan, casts)
+        casts = self._float8_casts(amax_over([self._float8_mesh.get_group()]))
+        y = linear_of_shards(x, weight, bias, self._float8_shards, self._float8_plan, casts)
         local: Tensor = y.redistribute(placements=[after]).to_local()
         return local
 
-    def _on_mesh(self, x: Tensor, placement: Placement) -> DTensor:
-        return DTensor.from_local(x, self.mesh, [placement], run_check=False)
+    def _float8_on_mesh(self, x: Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(x, self._float8_mesh, [placement], run_check=False)
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
@@ -100,7 +100,7 @@ class Float8ColumnParallelLinear(Float8ParallelLinear):
     With sequence parallel it gathers its input in float8.
     """
 
-    sharded_dim = 0
+    _float8_sharded_dim = 0
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
@@ -109,7 +109,7 @@ class Float8RowParallelLinear(Float8ParallelLinear):
     With sequence parallel it gathers the gradient of its output in float8.
     """
 
-    sharded_dim = 1
+    _float8_sharded_dim = 1
 
 
 _CLASSES: dict[type[nn.Module], type[Float8ParallelLinear]] = {

@@ -27,7 +27,7 @@ from float8.sync import attach_to_optimizer
 class ConvertedLinear(Float8Linear, Linear):
     """A `Float8Linear` that is built as torchtitan builds its own `Linear`."""
 
-    source_class = Linear
+    _float8_source_class = Linear
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -37,7 +37,7 @@ class ConvertedLinear(Float8Linear, Linear):
 
     def __init__(self, config: Config) -> None:
         Linear.__init__(self, config)
-        self.begin(config.float8)
+        self._float8_begin(config.float8)
         enable_float8_all_gather(self)
 
     def parallelize(self, parallel_dims: Any) -> None:

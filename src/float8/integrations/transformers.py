@@ -151,7 +151,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         return {
             name: layer
             for name, layer in modules
-            if isinstance(layer, Float8Layer) and layer.delayed
+            if isinstance(layer, Float8Layer) and layer._float8_delayed
         }
 
 
@@ -166,4 +166,4 @@ def _plain(name: str) -> str:
 
 
 def _buffers(layer: Float8Layer) -> list[str]:
-    return [key for site in layer.delayed for key in site.buffers]
+    return [key for site in layer._float8_delayed for key in site.buffers]

@@ -31,21 +31,21 @@ def as_loadable(
         return loaded
     device = loaded[found[0]].device
     for site in sorted(CastSite, key=lambda site: site.value):
-        if there[site] and site not in layer.delayed:
+        if there[site] and site not in layer._float8_delayed:
             told.append(f"dropped the state of {site.value}, which is not delayed here")
             for key in there[site]:
                 del loaded[key]
-        elif site in layer.delayed and not there[site]:
+        elif site in layer._float8_delayed and not there[site]:
             told.append(f"found no state of {site.value}, which starts anew")
             # Beside what is loaded: the layer may be on the meta device, and take it as it is.
-            for name, value in layer.fresh_state(site, device).items():
+            for name, value in layer._float8_fresh_state(site, device).items():
                 loaded[prefix + name] = value
         elif there[site]:
             _take_scale(layer, loaded, prefix, site, error_msgs)
             history = loaded.get(prefix + site.history)
             if not isinstance(history, torch.Tensor) or history.dim() != 1:
                 continue
-            steps = layer.config.delayed_scaling_config.history_len
+            steps = layer._float8_config.delayed_scaling_config.history_len
             if len(history) > steps:
                 told.append(
                     f"dropped all but the last {steps} of {len(history)} steps of {site.value}"
@@ -79,7 +79,7 @@ def _take_scale(
         if scale in loaded:
             known = history not in loaded or bool((loaded[history] > 0).any())
             decode = loaded[scale].double().reciprocal().float().reshape(())
-            loaded[scale] = decode if known else torch.full_like(decode, layer.first_scale)
+            loaded[scale] = decode if known else torch.full_like(decode, layer._float8_first_scale)
         return
     for key, shape in shapes.items():
         if any(shapes.values()):

@@ -20,7 +20,7 @@ from float8.linear.functional import apply_linear, require_input
 from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
-from float8.linear.source import class_of, is_conv1d, own_names, problem, shallow_copy
+from float8.linear.source import PREFIX, class_of, is_conv1d, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
@@ -37,17 +37,29 @@ _NO_TRACE = (
 )
 
 
+class _Config:
+    """The configuration as `layer.config`, where its user has nothing of that name."""
+
+    def __get__(self, layer: Any, cls: Any = None) -> Any:
+        if layer is None:
+            return self
+        if any("config" in each for each in (layer._parameters, layer._buffers, layer._modules)):
+            raise AttributeError("config")  # so that nn.Module finds that one
+        return layer._float8_config
+
+
 class Float8Layer(StatefulLayer):
     """The base of all linear layers in float8, whatever they were made of."""
 
     in_features: int
     out_features: int
     bias: Any
-    base_class: ClassVar[Any] = None
+    config: Any = _Config()
+    _float8_base_class: ClassVar[Any] = None
     """`Float8Linear` or `Float8Conv1D`, in classes that `class_of` made of it."""
-    source_class: ClassVar[type[nn.Module]] = nn.Linear
+    _float8_source_class: ClassVar[type[nn.Module]] = nn.Linear
     """The class that it had, and has again after `convert_to_high_precision`."""
-    shards: Shards = Shards()
+    _float8_shards: Shards = Shards()
     """The share of this rank, as a style of tensor parallel says."""
 
     @classmethod
@@ -80,57 +92,64 @@ class Float8Layer(StatefulLayer):
         """
         config = as_config(config)
         require_supported(mod, config, linear_classes)
-        new = cls.made_of(mod, config)
-        new.drop_master()
+        new = cls._float8_made_of(mod, config)
+        new._float8_drop_master()
         return new
 
     @classmethod
-    def made_of(cls, mod: nn.Module, config: Float8LinearConfig) -> "Float8Layer":
-        """Make a layer of `mod`, as `from_float`, without checks; call `drop_master` next."""
-        source = mod.source_class if isinstance(mod, Float8Layer) else type(mod)
+    def _float8_made_of(cls, mod: nn.Module, config: Float8LinearConfig) -> "Float8Layer":
+        """Make a layer of `mod`, unchecked; `_float8_drop_master` is to be called next."""
+        source = mod._float8_source_class if isinstance(mod, Float8Layer) else type(mod)
         new: Float8Layer = shallow_copy(mod, class_of(_base(mod, cls), source))
-        for name in new._passing & vars(new).keys():
+        for name in new._float8_passing & vars(new).keys():
             del new.__dict__[name]
-        new.set_up(config)
+        new._float8_set_up(config)
         return new
 
-    def begin(self, config: ConfigOrRecipe | None) -> None:
+    def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
         """Finish a constructor once Parameters are there; raises as `from_float`."""
         config = as_config(config)
         require_supported(self, config)
-        self.set_up(config)
-        self.drop_master()
+        self._float8_set_up(config)
+        self._float8_drop_master()
 
     @torch.inference_mode(False)  # else it could not be saved for a backward
-    def set_up(self, config: Float8LinearConfig) -> None:
-        """Take this configuration, with state made anew; call `drop_master` next."""
-        self._drop_state()
-        self.config, self.plan, self.delayed = config, plan_linear(config), config.delayed_sites
-        self.held, self.agreed = (), frozenset()
-        self._register_buffers()
+    def _float8_set_up(self, config: Float8LinearConfig) -> None:
+        """Take this configuration, with state made anew; call `_float8_drop_master` next."""
+        self._float8_drop_state()
+        self._float8_config, self._float8_plan, self._float8_delayed = (
+            config,
+            plan_linear(config),
+            config.delayed_sites,
+        )
+        self._float8_held, self._float8_agreed = (), frozenset()
+        self._float8_register_buffers()
 
-    def drop_master(self) -> None:
+    def _float8_drop_master(self) -> None:
         """Cast a weight that is to be in float8 only, which takes the place of the Parameter."""
-        if self.keeps_no_master:
-            weight = in_float8_only(self.weight.detach(), self.plan.casts.weight)
+        if self._float8_keeps_no_master:
+            weight = in_float8_only(self.weight.detach(), self._float8_plan.casts.weight)
             self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
     @torch.inference_mode(False)
-    def _drop_state(self) -> None:
+    def _float8_drop_state(self) -> None:
         """Drop buffers, and dequantise a weight that is in float8 only."""
-        for name in self._state():
+        for name in self._float8_state():
             del self._buffers[name]
         weight: Any = self._parameters.get("weight")
-        if "config" in vars(self) and self.keeps_no_master and isinstance(weight, Float8Tensor):
+        if (
+            "_float8_config" in vars(self)
+            and self._float8_keeps_no_master
+            and isinstance(weight, Float8Tensor)
+        ):
             self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
 
-    def become_high_precision(self) -> None:
+    def _float8_become_high_precision(self) -> None:
         """Turn this very object back into what it was made of."""
-        self._drop_state()
+        self._float8_drop_state()
         self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
-        source = self.source_class  # may be the layer's own
-        cls: Any = self.base_class or type(self)  # without what is of the source's
-        for name in own_names(cls) & vars(self).keys():
+        source = self._float8_source_class  # may be the layer's own
+        for name in [name for name in vars(self) if name.startswith(PREFIX)]:
             del self.__dict__[name]
         self.__class__ = source  # type: ignore[assignment]
 
@@ -158,51 +177,55 @@ class Float8Layer(StatefulLayer):
             run = functools.partial(Float8Layer.forward, self)
             other: Tensor = of_another_kind(self, input, run)
             return other
-        plan, weight = self.plan, self.weight  # once: it may be computed
-        if self.delayed:
-            self.check_synced()
-        if self.transposed:
+        plan, weight = self._float8_plan, self.weight  # once: it may be computed
+        if self._float8_delayed:
+            self._float8_check_synced()
+        if self._float8_transposed:
             weight = weight.t()
         if hasattr(weight, "device_mesh"):
-            casts = self.casts(amax_over(sharding_groups(weight)))
-            whole: Tensor = linear_of_shards(input, weight, self.bias, self.shards, plan, casts)
+            casts = self._float8_casts(amax_over(sharding_groups(weight)))
+            whole: Tensor = linear_of_shards(
+                input, weight, self.bias, self._float8_shards, plan, casts
+            )
             return whole
-        casts, ready = self.casts() if self.delayed else plan.casts, None
-        if self.held or self.config.float8_weights is Float8Weights.ONLY:
-            ready = self.ready_weight(weight)
+        casts, ready = self._float8_casts() if self._float8_delayed else plan.casts, None
+        if self._float8_held or self._float8_config.float8_weights is Float8Weights.ONLY:
+            ready = self._float8_ready_weight(weight)
         return apply_linear(input, weight, self.bias, plan, casts, ready)
 
-    def in_float8(self, input: Any) -> Any:
+    def _float8_in_float8(self, input: Any) -> Any:
         """Cast a DTensor on a mesh of one dim as this layer does; see `dtensor_in_float8`.
 
         Raises:
             TypeError, ValueError: as `forward`, of its dtype and shape.
         """
-        require_input(input, self.weight.t() if self.transposed else self.weight)
-        casts = self.casts(amax_over([input.device_mesh.get_group(0)]))
-        return dtensor_in_float8(input, self.plan, casts.input)
+        require_input(input, self.weight.t() if self._float8_transposed else self.weight)
+        casts = self._float8_casts(amax_over([input.device_mesh.get_group(0)]))
+        return dtensor_in_float8(input, self._float8_plan, casts.input)
 
     @property
-    def sums_over_ranks(self) -> bool:
+    def _float8_sums_over_ranks(self) -> bool:
         """Whether, under tensor parallel, each rank multiplies some of the features."""
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
 
-    def ready_weight(self, weight: Any) -> Quantized | None:
+    def _float8_ready_weight(self, weight: Any) -> Quantized | None:
         """Return `weight`, this layer's, in float8 if it is that already, or held so."""
-        if weight.requires_grad and self.config.float8_weights is Float8Weights.ONLY:
+        if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
             raise RuntimeError(
                 "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
                 "expected False: it cannot be trained; call convert_to_high_precision(model) first"
             )
         if isinstance(weight, Float8Tensor):
-            return weight_in_float8(weight, self.plan)
-        if not self.held:
+            return weight_in_float8(weight, self._float8_plan)
+        if not self._float8_held:
             return None
-        held = self.held_weight(weight, lambda: hold(weight, self.plan.casts.weight))
+        held = self._float8_held_weight(
+            weight, lambda: hold(weight, self._float8_plan.casts.weight)
+        )
         return None if held is None else held.operand
 
-    def casts(self, reduce: Reduction | None = None) -> Casts:
+    def _float8_casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
 
         They take scales from it in training mode, and record amaxes. With gradients or without: the
@@ -214,15 +237,15 @@ class Float8Layer(StatefulLayer):
                 scale a sync made alike on all of them. `Shards.enter` takes it off those of tensors
                 that each rank has whole.
         """
-        casts, training = self.plan.casts, self.training
+        casts, training = self._float8_plan.casts, self.training
         if reduce is not None:
-            settled, shared = self.settled if training else (), {}
+            settled, shared = self._float8_settled if training else (), {}
             for site in CAST_SITES:
                 if site not in settled:
                     shared[site.value] = getattr(casts, site.value)._replace(reduce=reduce)
             casts = casts._replace(**shared)
         record = torch.is_grad_enabled()
-        if not self.delayed or not (record or training):
+        if not self._float8_delayed or not (record or training):
             return casts
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(NO_ONNX if torch.onnx.is_in_onnx_export() else _NO_TRACE)
@@ -230,7 +253,7 @@ class Float8Layer(StatefulLayer):
         # they are given another tensor, since version counters of amaxes tell of training.
         own_amax = record or not torch.compiler.is_compiling()
         delayed = {}
-        for site in self.delayed:
+        for site in self._float8_delayed:
             amax, scale = getattr(self, site.amax), getattr(self, site.scale)
             state = DelayedScale(
                 scale if training else torch.full_like(scale, UNKNOWN_SCALE),
@@ -250,17 +273,17 @@ class Float8Layer(StatefulLayer):
     def extra_repr(self) -> str:
         """Return what its class says, then a recipe, or the scaling of each tensor."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        parts = [super().extra_repr() or sizes, self.config.short_str()]
+        parts = [super().extra_repr() or sizes, self._float8_config.short_str()]
         weight = local_tensor(self._parameters.get("weight"))
-        if self.keeps_no_master and not isinstance(weight, Float8Tensor):
+        if self._float8_keeps_no_master and not isinstance(weight, Float8Tensor):
             parts.append("weight in high precision")  # which somebody has set
-        elif self.held or self.keeps_no_master:
-            parts.append(f"weight {self.config.float8_weights.value} in float8")
+        elif self._float8_held or self._float8_keeps_no_master:
+            parts.append(f"weight {self._float8_config.float8_weights.value} in float8")
         gathered = None
-        if self.shards.tokens_dim is not None:
-            gathered, once = "grad_output", self.plan.grad_output_rows_suffice
-        elif self.shards.gathers_input and not self.sums_over_ranks:
-            gathered, once = "input", self.plan.input_rows_suffice
+        if self._float8_shards.tokens_dim is not None:
+            gathered, once = "grad_output", self._float8_plan.grad_output_rows_suffice
+        elif self._float8_shards.gathers_input and not self._float8_sums_over_ranks:
+            gathered, once = "input", self._float8_plan.input_rows_suffice
         if gathered is not None:
             parts.append(f"{gathered} gathered in {'float8' if once else 'high precision'}")
         return ", ".join(parts)
@@ -285,7 +308,7 @@ class Float8Linear(Float8Layer, nn.Linear):
         config: ConfigOrRecipe | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.begin(config)
+        self._float8_begin(config)
 
 
 class Float8Conv1D(Float8Layer):
@@ -296,20 +319,20 @@ class Float8Conv1D(Float8Layer):
     fly also with `Float8Weights.HELD`.
     """
 
-    transposed = True
+    _float8_transposed = True
     in_features = out_features = 0
     __repr__ = nn.Module.__repr__
 
-    def set_up(self, config: Float8LinearConfig) -> None:
+    def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration, and the features that a `Conv1D` does not tell."""
-        super().set_up(config)
+        super()._float8_set_up(config)
         if not self.in_features:
             self.in_features, self.out_features = self.weight.shape
 
 
 def _base(mod: Any, cls: Any = Float8Linear) -> Any:
     """Return the class of ours that a layer becomes; `cls` is `Float8Linear` or a subclass."""
-    transposed = mod.transposed if isinstance(mod, Float8Layer) else is_conv1d(mod)
+    transposed = mod._float8_transposed if isinstance(mod, Float8Layer) else is_conv1d(mod)
     return Float8Conv1D if transposed else Float8Linear if cls is Float8Conv1D else cls
 
 

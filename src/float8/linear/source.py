@@ -4,6 +4,7 @@ import copy
 import functools
 import types
 from collections.abc import Collection
+from inspect import getattr_static
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,12 @@ _PICKLING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__s
 _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, dict | set)}
 """The attributes in which `nn.Module` keeps Parameters, buffers, submodules and hooks."""
 
+
+PREFIX = "_float8_"
+"""What layers and experts have of ours begins with it: all other names are their user's."""
+
+PUBLIC = ("config", "from_float")
+"""What a layer has besides, where its user's class has nothing of that name."""
 
 # ---------------------------------------------------------------- from one to the other
 
@@ -44,12 +51,6 @@ def become(mod: nn.Module, new: nn.Module) -> None:
         del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
     mod.__class__ = type(new)
-
-
-@functools.cache
-def own_names(base: type) -> frozenset[str]:
-    """Return the names that layers of class `base` use and `nn.Linear` does not."""
-    return frozenset({"config", "plan", *dir(base)} - {*dir(nn.Linear)})
 
 
 # ---------------------------------------------------------------- which layers can
@@ -119,7 +120,9 @@ def problem(
             f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
             f"pad_inner_dim=True to have them padded"
         )
-    holds_part = base.holds_part or (isinstance(mod, StatefulLayer) and mod.holds_part)
+    holds_part = base._float8_holds_part or (
+        isinstance(mod, StatefulLayer) and mod._float8_holds_part
+    )
     if holds_part and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
@@ -127,7 +130,7 @@ def problem(
         )
     if config.float8_weights is Float8Weights.ONLY:
         what = "a weight with requires_grad=True" if weight.requires_grad else None
-        what = "a Conv1D" if base.transposed else what
+        what = "a Conv1D" if base._float8_transposed else what
         what = "a weight that ranks share" if holds_part or is_dtensor(weight) else what
         if what is not None:
             return ValueError(
@@ -191,12 +194,14 @@ def not_in_high_precision(weight: Any) -> str | None:
 def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | None:
     """Say why a layer cannot be what `mod` is and a `base`, too, or return None."""
     cls, is_ours = type(mod), isinstance(mod, StatefulLayer)
-    names = {name for site in config.delayed_sites for name in site.buffers}
+    names, there = {name for site in config.delayed_sites for name in site.buffers}, {*dir(mod)}
     if is_ours:
-        names -= {name for site in mod.delayed for name in site.buffers}
+        names -= {name for site in mod._float8_delayed for name in site.buffers}
     else:
-        names |= own_names(base)
-    if taken := names & {*dir(mod)}:
+        names |= {name for name in there if name.startswith(PREFIX)}
+        # The class would hide what is registered under this name.
+        names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
+    if taken := names & there:
         name = min(taken)
         return f" with an attribute {name!r}, expected one without: {base.__name__} has one"
     if is_ours:
@@ -231,13 +236,15 @@ def class_of(base: Any, source: Any) -> Any:
 @functools.cache
 def _class_of_both(base: type, source: type) -> Any:
     name = f"{base.__name__}[{source.__qualname__}]"
-    members = {"__init__": _init, "base_class": base, "source_class": source}
+    members = {"__init__": _init, "_float8_base_class": base, "_float8_source_class": source}
+    # What the user's class calls so stays its own.
+    members |= {name: getattr_static(source, name) for name in PUBLIC if hasattr(source, name)}
     return new_class(name, (base, source), _class_of_both, (base, source), **members)
 
 
 def _init(layer: Any, *args: Any, config: Any = None, **more: Any) -> None:
-    layer.source_class.__init__(layer, *args, **more)
-    layer.begin(config)
+    layer._float8_source_class.__init__(layer, *args, **more)
+    layer._float8_begin(config)
 
 
 def new_class(

@@ -26,38 +26,42 @@ from float8.tensor.held_weights import PLAIN, Float8Module
 class StatefulLayer(Float8Module):
     """A linear layer with that state."""
 
-    config: Float8LinearConfig
-    plan: LinearPlan
+    _float8_config: Float8LinearConfig
+    _float8_plan: LinearPlan
     weight: Tensor
-    delayed: tuple[CastSite, ...] = ()
+    _float8_delayed: tuple[CastSite, ...] = ()
     """The sites with delayed scaling."""
-    agreed: frozenset[Any] = frozenset()
+    _float8_agreed: frozenset[Any] = frozenset()
     """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
-    transposed = False
+    _float8_transposed = False
     """Whether the weight is [K, N]."""
-    holds_part = False
+    _float8_holds_part = False
     """Whether the weight, though no DTensor, is the part of this rank."""
-    settled: frozenset[CastSite] = frozenset()
+    _float8_settled: frozenset[CastSite] = frozenset()
     """Sites whose scale is known to come from the history, on all ranks that share the layer."""
-    _passing = Float8Module._passing | {"agreed", "_seen", "_sample"}
-    _seen: dict[int, int] | None = None
+    _float8_passing = Float8Module._float8_passing | {
+        "_float8_agreed",
+        "_float8_seen",
+        "_float8_sample",
+    }
+    _float8_seen: dict[int, int] | None = None
     """The versions of the Parameters when the first amax since the last sync was recorded."""
-    _sample: tuple[Any, int, Tensor] | None = None
+    _float8_sample: tuple[Any, int, Tensor] | None = None
     """Which weight there was then, the version of the amax of gradients, and some values of it."""
-    _synced_version = -1
+    _float8_synced_version = -1
 
     # ---------------------------------------------------------------- the buffers
 
-    def _register_buffers(self) -> None:
-        for site in self.delayed:
-            for name, value in self.fresh_state(site, self.weight.device).items():
+    def _float8_register_buffers(self) -> None:
+        for site in self._float8_delayed:
+            for name, value in self._float8_fresh_state(site, self.weight.device).items():
                 self.register_buffer(name, value)
-        self._state_was_written()
+        self._float8_state_was_written()
 
-    def fresh_state(self, site: CastSite, device: torch.device) -> dict[str, Tensor]:
+    def _float8_fresh_state(self, site: CastSite, device: torch.device) -> dict[str, Tensor]:
         """Return new buffers of a site, by name, in their initial state."""
-        scale = torch.full((), self.first_scale, dtype=torch.float32, device=device)
-        history = scale.new_zeros(self.config.delayed_scaling_config.history_len)
+        scale = torch.full((), self._float8_first_scale, dtype=torch.float32, device=device)
+        history = scale.new_zeros(self._float8_config.delayed_scaling_config.history_len)
         return {site.amax: torch.zeros_like(scale), site.history: history, site.scale: scale}
 
     def register_forward_pre_hook(self, *args: Any, **more: Any) -> Any:
@@ -65,89 +69,89 @@ class StatefulLayer(Float8Module):
 
         Torch's tensor parallel calls it when it has made DTensors of them.
         """
-        for name, buffer in self._state().items():
+        for name, buffer in self._float8_state().items():
             self._buffers[name] = local_tensor(buffer)
         return super().register_forward_pre_hook(*args, **more)
 
-    def _leave_meta(self) -> bool:
+    def _float8_leave_meta(self) -> bool:
         """Make buffers anew that a checkpoint left on the meta device and the weight left."""
-        left = not self.weight.is_meta and any(x.is_meta for x in self._state().values())
+        left = not self.weight.is_meta and any(x.is_meta for x in self._float8_state().values())
         if left:
-            self._register_buffers()
+            self._float8_register_buffers()
         return left
 
     @torch.no_grad()
-    def reset_state(self) -> None:
+    def _float8_reset_state(self) -> None:
         """Set the buffers to their initial state, in place."""
-        for site in self.delayed:
+        for site in self._float8_delayed:
             self.get_buffer(site.amax).zero_()
             self.get_buffer(site.history).zero_()
-            self.get_buffer(site.scale).fill_(self.first_scale)
-        self._state_was_written()
+            self.get_buffer(site.scale).fill_(self._float8_first_scale)
+        self._float8_state_was_written()
 
     @property
-    def first_scale(self) -> float:
+    def _float8_first_scale(self) -> float:
         """The value of a scale before the first sync."""
-        return UNKNOWN_SCALE if self.config.enable_amax_init else 1.0
+        return UNKNOWN_SCALE if self._float8_config.enable_amax_init else 1.0
 
-    def _state_was_written(self) -> None:
-        self.settled = frozenset()
-        self.mark_synced()
+    def _float8_state_was_written(self) -> None:
+        self._float8_settled = frozenset()
+        self._float8_mark_synced()
 
     def reset_parameters(self) -> None:
         """Initialise weight and bias as the layer did before, and forget all amaxes."""
         super().reset_parameters()  # type: ignore[misc]
-        if "config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
-            self.reset_state()
+        if "_float8_config" in self.__dict__:  # not yet while nn.Linear.__init__ runs
+            self._float8_reset_state()
 
     @property
-    def keeps_no_master(self) -> bool:
+    def _float8_keeps_no_master(self) -> bool:
         """Whether the weight is in float8 only."""
-        return self.config.float8_weights is Float8Weights.ONLY
+        return self._float8_config.float8_weights is Float8Weights.ONLY
 
     # ---------------------------------------------------------------- which steps it is in
 
-    def knows_weight_scale(self) -> bool:
+    def _float8_knows_weight_scale(self) -> bool:
         """Whether a gather takes the scale from the history; asks the device until there is one."""
         site = CastSite.WEIGHT
-        if self.training and site not in self.settled:
-            self.settle({site: self.get_buffer(site.scale).item()})
-        return self.training and site in self.settled
+        if self.training and site not in self._float8_settled:
+            self._float8_settle({site: self.get_buffer(site.scale).item()})
+        return self.training and site in self._float8_settled
 
-    def settle(self, scales: Mapping[CastSite, float]) -> None:
+    def _float8_settle(self, scales: Mapping[CastSite, float]) -> None:
         """Note which of these scales come from the history."""
-        self.settled |= {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
+        self._float8_settled |= {site for site, scale in scales.items() if scale != UNKNOWN_SCALE}
 
-    def has_unsynced_amax(self) -> bool:
+    def _float8_has_unsynced_amax(self) -> bool:
         """Whether an amax was recorded since the last sync, compiled or not.
 
         That of the weight; where it has dynamic scaling that of the first site.
         """
-        return self._amax_version() != self._synced_version
+        return self._float8_amax_version() != self._float8_synced_version
 
-    def mark_synced(self) -> None:
+    def _float8_mark_synced(self) -> None:
         """Note that all amaxes recorded so far are in the history, or of no interest."""
-        if self._seen is not None:  # setting an attribute of a module takes long
-            self._seen = None
+        if self._float8_seen is not None:  # setting an attribute of a module takes long
+            self._float8_seen = None
         if not torch.compiler.is_compiling():
-            self._synced_version = self._amax_version()
+            self._float8_synced_version = self._float8_amax_version()
 
-    def detach(self) -> None:
+    def _float8_detach(self) -> None:
         """End one attachment, and what is held; writes to weights count from the next forward."""
-        super().detach()
-        self._seen = None
+        super()._float8_detach()
+        self._float8_seen = None
 
-    def agree(self, on: Any) -> None:
+    def _float8_agree(self, on: Any) -> None:
         """Note that a sync has compared this number of layers with all ranks of some groups."""
-        self.agreed |= {on}
+        self._float8_agreed |= {on}
 
-    def _amax_version(self) -> int:
+    def _float8_amax_version(self) -> int:
         amax = self._buffers.get(CastSite.WEIGHT.amax)
-        if amax is None and self.delayed:
-            amax = self._buffers[self.delayed[0].amax]
+        if amax is None and self._float8_delayed:
+            amax = self._buffers[self._float8_delayed[0].amax]
         return -1 if amax is None or amax.is_inference() else amax._version
 
-    def check_synced(self) -> None:
+    def _float8_check_synced(self) -> None:
         """Raise a `RuntimeError` before training on where a sync is missing.
 
         One is missing between two forwards with gradients if a trained Parameter of the layer was
@@ -157,7 +161,11 @@ class StatefulLayer(Float8Module):
         compared where a backward has run and its gradient is None by now. So they go unnoticed
         after `zero_grad(set_to_none=False)`, and where `torch.distributed` is initialised.
         """
-        checks = self.delayed and self.config.enable_pre_and_post_forward and not self.attached
+        checks = (
+            self._float8_delayed
+            and self._float8_config.enable_pre_and_post_forward
+            and not self._float8_attached
+        )
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         # Parameters only: other tensors may be computed, and gone by the next forward.
@@ -175,13 +183,15 @@ class StatefulLayer(Float8Module):
             if not (ranks or capturing or amax.is_meta or amax.is_inference()):
                 which = id(weight), weight.dtype, weight.device, weight.shape
                 sample = which, amax._version, weight.detach().diagonal()
-        if self._seen is None:
-            self._seen = versions
-            self._sample = sample and (*sample[:2], sample[2].clone())
+        if self._float8_seen is None:
+            self._float8_seen = versions
+            self._float8_sample = sample and (*sample[:2], sample[2].clone())
             return
-        written = any(self._seen.get(key, version) != version for key, version in versions.items())
-        if not written and sample and self._sample and weight.grad is None:
-            (now, backwards, values), (then, earlier, old) = sample, self._sample
+        written = any(
+            self._float8_seen.get(key, version) != version for key, version in versions.items()
+        )
+        if not written and sample and self._float8_sample and weight.grad is None:
+            (now, backwards, values), (then, earlier, old) = sample, self._float8_sample
             # Without a backward there was no step: to ask the device for values takes long.
             written = now == then and backwards != earlier
             written = written and not torch.equal(values.nan_to_num(), old.nan_to_num())
@@ -196,7 +206,7 @@ class StatefulLayer(Float8Module):
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         super().__setstate__(pickled)  # type: ignore[no-untyped-call]
-        self._state_was_written()  # new buffers count versions anew
+        self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter, as assigning one does, and forget what is held of the old one."""
@@ -207,13 +217,13 @@ class StatefulLayer(Float8Module):
                 f"high precision; call convert_to_high_precision(model), then quantise"
             )
         super().register_parameter(name, param)
-        self.held, self._seen = (), None
+        self._float8_held, self._float8_seen = (), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulLayer":
         weight: Any = self._parameters.get("weight")
-        left_meta = weight is not None and self._leave_meta()
-        before: dict[str, Tensor] = self._state()
-        in_float8 = self.keeps_no_master and isinstance(weight, Float8Tensor)
+        left_meta = weight is not None and self._float8_leave_meta()
+        before: dict[str, Tensor] = self._float8_state()
+        in_float8 = self._float8_keeps_no_master and isinstance(weight, Float8Tensor)
         if in_float8:  # another dtype would have it dequantised
             weight = nn.Parameter(moved(weight, fn), requires_grad=False)
             self._parameters["weight"] = None
@@ -225,12 +235,14 @@ class StatefulLayer(Float8Module):
             if new.dtype != torch.float32:  # `.half()`: move, but never through fewer bits
                 self._buffers[name] = old.to(new.device)
         if left_meta or any(old.is_meta for old in before.values()):
-            self.reset_state()  # after `to_empty()` they would be undefined
-        self._state_was_written()
+            self._float8_reset_state()  # after `to_empty()` they would be undefined
+        self._float8_state_was_written()
         return self
 
-    def _state(self) -> dict[str, Tensor]:
-        return {name: self.get_buffer(name) for site in self.delayed for name in site.buffers}
+    def _float8_state(self) -> dict[str, Tensor]:
+        return {
+            name: self.get_buffer(name) for site in self._float8_delayed for name in site.buffers
+        }
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -253,10 +265,10 @@ class StatefulLayer(Float8Module):
     ) -> None:
         key = prefix + "weight"
         values: Any = state_dict.get(key)
-        loadable = self._loadable_weight(values, local_metadata)
+        loadable = self._float8_loadable_weight(values, local_metadata)
         if loadable is not values:
             state_dict = {**state_dict, key: loadable}
-        before, old_weight = self._state(), self._parameters.get("weight")
+        before, old_weight = self._float8_state(), self._parameters.get("weight")
         state_dict = as_loadable(self, state_dict, prefix, error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -265,8 +277,8 @@ class StatefulLayer(Float8Module):
         weight = self._parameters.get("weight")  # none of its own where it is computed
         if weight is not old_weight and weight is not None:
             self._parameters["weight"] = gathered_like(weight, old_weight)
-        if not self._leave_meta():
-            for name, new in self._state().items():
+        if not self._float8_leave_meta():
+            for name, new in self._float8_state().items():
                 if new is not before[name]:  # it may lie in another's storage
                     self._buffers[name] = new.detach().to(torch.float32, copy=True)
         ours = {prefix + name for name in before}
@@ -274,12 +286,12 @@ class StatefulLayer(Float8Module):
             missing_keys[:] = [key for key in missing_keys if key not in ours]
             of_weight = {prefix + name for name, _ in self.named_parameters() if name != "bias"}
             if not of_weight.isdisjoint(state_dict):
-                self.reset_state()  # what they knew was of other weights
-        self._state_was_written()  # but no amax was recorded
+                self._float8_reset_state()  # what they knew was of other weights
+        self._float8_state_was_written()  # but no amax was recorded
 
-    def _loadable_weight(self, values: Any, local_metadata: dict[str, Any]) -> Any:
+    def _float8_loadable_weight(self, values: Any, local_metadata: dict[str, Any]) -> Any:
         """Return a weight of a checkpoint: in float8 if this layer has no other, else not."""
-        if not self.keeps_no_master:
+        if not self._float8_keeps_no_master:
             return dequantise(values) if isinstance(values, Float8Tensor) else values
         weight = self.weight
         fits = getattr(values, "shape", None) == weight.shape  # else torch says so
@@ -288,4 +300,4 @@ class StatefulLayer(Float8Module):
         if not local_metadata.get("assign_to_params_buffers", False):  # as `copy_` would round
             values = values.to(weight.dtype)
         values = values if weight.is_meta else values.to(weight.device)
-        return in_float8_only(values, self.plan.casts.weight)
+        return in_float8_only(values, self._float8_plan.casts.weight)

@@ -53,5 +53,5 @@ def require_no_join(model: nn.Module) -> None:
 
 
 def _of_each_rank(layer: Float8Layer) -> list[str]:
-    amaxes = [site.amax for site in layer.delayed]
-    return [*amaxes, "weight"] if layer.keeps_no_master else amaxes
+    amaxes = [site.amax for site in layer._float8_delayed]
+    return [*amaxes, "weight"] if layer._float8_keeps_no_master else amaxes

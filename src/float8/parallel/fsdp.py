@@ -75,9 +75,9 @@ def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight
         layer.weight: name
         for name, layer in model.named_modules()
         if isinstance(layer, Float8Linear)
-        and layer.config.enable_fsdp_float8_all_gather
-        and CastSite.WEIGHT not in layer.delayed
-        and layer.plan.casts.weight.spec.granularity.one_scale
+        and layer._float8_config.enable_fsdp_float8_all_gather
+        and CastSite.WEIGHT not in layer._float8_delayed
+        and layer._float8_plan.casts.weight.spec.granularity.one_scale
     }
     for weight, name in names.items():
         local = local_tensor(weight)
@@ -148,9 +148,9 @@ def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
     config: Float8LinearConfig | None = None
     if isinstance(part, Float8Experts):
         if name in names_to_gather(part):
-            config = part.float8_config
+            config = part._float8_config
     elif isinstance(part, Float8Linear) and name == "weight":
-        config = part.config
+        config = part._float8_config
     return config
 
 

@@ -54,7 +54,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = _require_layer(self, module, 0, device_mesh)
         if self.input_layouts != self.desired_input_layouts:
-            layer.shards = layer.shards._replace(gathers_input=True)
+            layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
         return super()._apply(layer, device_mesh)
 
 
@@ -68,7 +68,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer, (to,) = _require_layer(self, module, 1, device_mesh), self.output_layouts
         if isinstance(to, Shard) and to.dim != -1:
-            layer.shards = layer.shards._replace(tokens_dim=to.dim)
+            layer._float8_shards = layer._float8_shards._replace(tokens_dim=to.dim)
         return super()._apply(layer, device_mesh)
 
 
@@ -100,7 +100,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if self.input_layouts != self.desired_input_layouts:
             for name in names:
                 layer: Any = module.get_submodule(name)
-                layer.shards = layer.shards._replace(gathers_input=True)
+                layer._float8_shards = layer._float8_shards._replace(gathers_input=True)
         inner = vars(module).get("forward")
         inner = getattr(inner, "__func__", inner)  # a copy of the module is handed itself
 
@@ -136,7 +136,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"{type(self).__name__}: got {_named(next(iter(found.values())))}, expected a "
                 f"Float8Linear or a module that holds some; convert the model first"
             )
-        specs = {layer.plan.casts.input.spec for layer in layers.values()}
+        specs = {layer._float8_plan.casts.input.spec for layer in layers.values()}
         if len(specs) > 1:
             raise ValueError(
                 f"{type(self).__name__}: got layers that cast their input in {len(specs)} ways, "
@@ -165,10 +165,10 @@ def _cast(
         layer = module.get_submodule(name)
         if not isinstance(layer, Float8Linear):  # it was turned back into high precision
             continue
-        if layer.in_features == shape[-1] and not layer.sums_over_ranks:
+        if layer.in_features == shape[-1] and not layer._float8_sums_over_ranks:
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, (layout,))
-            return layer.in_float8(input)
+            return layer._float8_in_float8(input)
     return input  # positions, masks and the like
 
 
@@ -189,9 +189,9 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
             f"that nobody has shared; parallelize each layer once, and before fully_shard"
         )
-    granularity = module.plan.casts.weight.spec.granularity
+    granularity = module._float8_plan.casts.weight.spec.granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
-    if module.keeps_no_master and not parts_have_scales:
+    if module._float8_keeps_no_master and not parts_have_scales:
         raise ValueError(
             f"{type(style).__name__}: got a layer with float8_weights=ONLY whose weight has "
             f"{granularity} scales, expected one scale, or those of rows for a colwise style: "
@@ -199,7 +199,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"layer with another config"
         )
     _require_one_dim(style, mesh)
-    require_parts(module.weight.shape, dim, mesh.size(), module.plan)
+    require_parts(module.weight.shape, dim, mesh.size(), module._float8_plan)
     return module
 
 

@@ -288,7 +288,7 @@ class Float8GatherWeight(Wrapper):
             amax = torch.zeros((), dtype=torch.float32, device=shard.device)
         if known is not None:  # it may be offloaded
             cast = cast._replace(scale=known.scale.to(shard.device))
-        elif amax is not None and module.knows_weight_scale():
+        elif amax is not None and module._float8_knows_weight_scale():
             state = DelayedScale(module.get_buffer(CastSite.WEIGHT.scale).to(shard.device), amax)
             cast = cast._replace(state=state, record=True)  # the sync reduces what that records
         elif self.spec.granularity.one_scale:
@@ -301,7 +301,7 @@ class Float8GatherWeight(Wrapper):
             cast = cast._replace(reduce=of_all)
         row = quantize(shard, cast, row=True, via=owner.param_dtype).row
         made = Operand(row.data[: shard.shape[0], : shard.shape[1]], row.scale)
-        keep = module.config.float8_weights is Float8Weights.HELD and not delayed
+        keep = module._float8_config.float8_weights is Float8Weights.HELD and not delayed
         # Ranks must agree on who takes part in the all-reduce of a cast.
         if keep and on_all_ranks(weight):
             owner.keep(made, weight)

@@ -71,18 +71,20 @@ def is_current(made: Tensor, stamp: tuple[int, ...]) -> bool:
 class Float8Module(nn.Module):
     """The base of linear layers and experts in float8: what they have from step to step."""
 
-    held: tuple[HeldWeight, ...] = ()
+    _float8_held: tuple[HeldWeight, ...] = ()
     """The weights in float8, of those that `update_float8_weights` found can be held."""
-    attached = 0
+    _float8_attached = 0
     """The number of optimizers it is attached to; if any is, no sync can be missing."""
-    _passing: ClassVar[frozenset[str]] = frozenset({"held", "attached"})
+    _float8_passing: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
     """The attributes that copies do not have: of this training, and this optimizer."""
 
-    def hold_weights(self, *held: HeldWeight) -> None:
+    def _float8_hold_weights(self, *held: HeldWeight) -> None:
         """Keep these in float8 until they are written; all others are cast on the fly."""
-        self.held = held
+        self._float8_held = held
 
-    def held_weight(self, weight: Any, again: Callable[[], HeldWeight]) -> HeldWeight | None:
+    def _float8_held_weight(
+        self, weight: Any, again: Callable[[], HeldWeight]
+    ) -> HeldWeight | None:
         """Return a Parameter in float8 as this call may read it; None: it is cast on the fly.
 
         In compiled code the GEMMs see for themselves if it is what the weight is then.
@@ -98,7 +100,7 @@ class Float8Module(nn.Module):
         """
         if not self.training:
             return None
-        for held in self.held:
+        for held in self._float8_held:
             if held.weight is weight:
                 break
         else:
@@ -108,28 +110,30 @@ class Float8Module(nn.Module):
         if torch.compiler.is_compiling() or is_current(held.operand.row.data, stamp_of(weight)):
             return held
         made = again()
-        self.held = tuple(made if each is held else each for each in self.held)
+        self._float8_held = tuple(made if each is held else each for each in self._float8_held)
         return made
 
-    def expire_weights(self) -> None:
+    def _float8_expire_weights(self) -> None:
         """Have the next use cast held weights again, compiled or not."""
-        for held in self.held:
+        for held in self._float8_held:
             mark(None, held.operand.row.data, held.operand.col.data)
 
-    def attach(self) -> None:
+    def _float8_attach(self) -> None:
         """Note that one more optimizer steps the module."""
-        self.attached += 1
+        self._float8_attached += 1
 
-    def detach(self) -> None:
+    def _float8_detach(self) -> None:
         """End one attachment, and what is held."""
-        self.attached, self.held = max(self.attached - 1, 0), ()
+        self._float8_attached, self._float8_held = max(self._float8_attached - 1, 0), ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.held = ()
+        self._float8_held = ()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in self._passing}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in self._float8_passing
+        }
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
