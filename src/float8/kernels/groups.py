@@ -1,8 +1,8 @@
 """Where groups of rows lie: the one reading of ``offs``, [E] int32, whatever they hold.
 
-Group e is rows ``ends[e - 1]:ends[e]``, and ``ends`` are ``offs``, none below 0, above the number of
-rows, or below the one before. So each row is in one group at most, and no kernel leaves its tensors
-for offs that descend or are too large: on a GPU nobody sees those without waiting for them.
+Group e is rows ``ends[e - 1]:ends[e]``, and ``ends`` are ``offs``, none below 0, above the number
+of rows, or below the one before. So each row is in one group at most, and no kernel leaves its
+tensors for offs that descend or are too large: on a GPU nobody sees those without waiting for them.
 """
 
 from torch import Tensor
