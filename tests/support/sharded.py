@@ -262,8 +262,8 @@ class Traffic(TorchDispatchMode):
         if any(map(is_wrapper, types)):
             return NotImplemented  # it will call what it is made of
         name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name == "_allgather_base_":
-            self.sizes.append(args[1].nbytes)
+        if func.namespace == "fsdp" and name == "all_gather_copy_in":
+            self.sizes.append(args[3] * args[1].itemsize)
             self.gather_dtypes.add(args[1].dtype)
         if func.namespace == "_c10d_functional" and "wait" not in name:
             dtype = args[0].dtype

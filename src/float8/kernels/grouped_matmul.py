@@ -149,7 +149,7 @@ def _place(  # type: ignore[no-untyped-def]
 def _store(sums, out_ptr, a_scale_ptr, b_scale_ptr, r, end_row, c, N, some):  # type: ignore[no-untyped-def]
     """Scale sums, and store them as rows `r` and columns `c`."""
     inside = r < end_row
-    a_scale = tl.load(a_scale_ptr + r, mask=inside & some, other=0)
+    a_scale = tl.load(a_scale_ptr + r, mask=inside, other=0)
     b_scale = tl.load(b_scale_ptr + c, mask=c < N, other=0)
     # For an empty group a step has read of another one, which may be NaN.
     y = tl.where(some, sums * a_scale[:, None] * b_scale[None, :], 0.0)
