@@ -26,7 +26,7 @@ from support.configs import delayed, of_recipe
 from support.models import Block, fp8_state, seeded
 from support.spies import is_wrapper
 
-IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.15"
+IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.14"
 """Whether `fullgraph=True` takes a block with FSDP2's hooks; else they break it, float8 or not."""
 DIM = 24
 """Not divisible by 16: the gathered bytes are padded for the GEMMs."""
