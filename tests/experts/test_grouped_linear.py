@@ -1,5 +1,6 @@
 """`grouped_linear`: single layers in a loop, bit by bit, float64, odd groups, compiled code."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import Float8LinearConfig, grouped_linear, linear, save_gemm_outputs
+from float8.gemm.grouped import grouped_outer
 from sqnr import sqnr
 from support.devices import on_devices
 from support.models import seeded
@@ -211,6 +213,34 @@ def test_it_is_differentiable_once() -> None:
     (dx,) = torch.autograd.grad(grouped_linear(x, w, offs), x, g, create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         dx.sum().backward()
+
+
+WILD = [
+    ([10, 5, 20, 32], [10, 10, 20, 32]),
+    ([-1, 15, 20, 40], [0, 15, 20, 32]),
+    ([-(2**31), 2**31 - 1, 3, -7], [0, 32, 32, 32]),
+]
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("wild", "tame"), WILD, ids=str)
+def test_offs_that_lead_nowhere(device: str, recipe: str, wild: list[int], tame: list[int]) -> None:
+    """A CPU says so; a GPU, which nobody waits for, has the groups that the docstring names."""
+    x, w, offs, g = inputs([8] * 4, device=device)
+    offs.copy_(torch.tensor(wild))
+    a, b = x.detach()[:, :40].contiguous(), x.detach()
+    expected = grouped_outer(a, b, torch.tensor(tame, dtype=torch.int32, device=device))
+    assert grouped_outer(a, b, offs).equal(expected)
+    if device == "cuda":
+        made = run(x, w, offs, g, recipe), run(x, w, offs.new_tensor(tame), g, recipe)
+        assert all(got.equal(want) for got, want in zip(*made, strict=True))
+        return
+    torch._dynamo.reset()
+    compiled = torch.compile(grouped_linear, fullgraph=True, backend="aot_eager")
+    for call, rows in ((grouped_linear, x), (grouped_linear, x[:0]), (compiled, x)):
+        with pytest.raises(ValueError, match=re.escape(f"got offs {wild} for {len(rows)} rows")):
+            call(rows, w, offs, config=recipe)
 
 
 def test_bad_input_raises() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, ceil16, ceil128
+from float8.kernels import cast_groups as casts
+from float8.kernels import grouped_matmul as gemm
 from float8.kernels import strips
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
@@ -121,3 +124,62 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     for of in GRANULARITIES:
         col, ends = cast_groups(x, offs, CastSpec(E4M3, of), row=False, col=True)[1:]
         assert not ops.cuda.grouped_matmul(*col, *col, ends, False, True, torch.bfloat16).any()
+
+
+MIN, MAX, T = -(2**31), 2**31 - 1, 140
+WILD = [
+    [10, 5, 130, T, 7],
+    [-1, 15, T + 1, MAX - 126, MAX, MIN],
+    [-1539066660, 255357750, -168753601, 20, -1944681763, -2017449976],
+    [-53, 8, 81, 18, 59, 202, 60, 151, -110, 101, 79, 95, 145, 83, 159, 87, 186, -20, 59, 100],
+]
+MARGIN = 1 << 16
+
+
+@pytest.mark.parametrize("wild", WILD, ids=str)
+def test_no_offs_lead_out_of_the_tensors(
+    triton_device: torch.device, wild: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All lie between bytes that are NaN in each format, and that nobody may read or write."""
+    arenas = []
+
+    def guarded(x: Tensor) -> Tensor:
+        size = x.numel() * x.itemsize
+        arena = torch.full((size + 2 * MARGIN,), 255, dtype=torch.uint8, device=x.device)
+        arenas.append(arena[:MARGIN])
+        arenas.append(arena[MARGIN + size :])
+        return arena[MARGIN : MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
+
+    cast_fake, matmul_fake = casts.cast_groups_fake, gemm.grouped_matmul_fake
+    monkeypatch.setattr(casts, "cast_groups_fake", lambda *a: [*map(guarded, cast_fake(*a))])
+    monkeypatch.setattr(gemm, "grouped_matmul_fake", lambda *a: guarded(matmul_fake(*a)))
+
+    def ends(numbers: list[int]) -> Tensor:
+        return guarded(torch.tensor(numbers, device=triton_device, dtype=torch.int32))
+
+    def clean(numbers: list[int], most: int) -> list[int]:
+        return [*accumulate((min(max(n, 0), most) for n in numbers), max)]
+
+    E, N, C, tame = len(wild), 16, 48, clean(wild, T)
+    sizes = [end - begin for begin, end in zip([0, *tame], tame, strict=False)]
+    x = guarded(torch.randn(T, C, device=triton_device))
+    for one_scale in (False, True):
+        how = E4M3, True, True, sum(map(ceil128, sizes)), one_scale, False
+        made = ops.cuda.cast_groups(x, ends(wild), *how)
+        for offs in (wild, tame):
+            assert_same(made, casts.cast_groups_reference(x, ends(offs), *how))
+    b = guarded(torch.randn(E, N, C, device=triton_device).to(E4M3))
+    rows = *made[:2], b, guarded(torch.rand(E, N, device=triton_device))
+    padded = [n if n in (MIN, MAX) else min(max(n * 128, MIN), MAX // 128 * 128) for n in wild]
+    for case, offs, most in (
+        (rows, wild, T), ((*made[2:4], *made[2:4]), padded, made[2].shape[1])
+    ):  # fmt: skip
+        got, want = (
+            ops.cuda.grouped_matmul(*case, ends(numbers), False, False, torch.float32)
+            for numbers in (offs, clean(offs, most))
+        )
+        twin = gemm.grouped_matmul_reference(*case, ends(offs), False, False, torch.float32)
+        assert torch.equal(got, want)
+        assert torch.equal(got == 0, twin == 0)
+        assert not twin.any() or sqnr(twin, got) > 45
+    assert all(bool((arena == 255).all()) for arena in arenas)

@@ -26,7 +26,7 @@ from support.configs import delayed, of_recipe
 from support.models import Block, fp8_state, seeded
 from support.spies import is_wrapper
 
-IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.15"
+IN_ONE_GRAPH = TorchVersion(torch.__version__) < "2.14"
 """Whether `fullgraph=True` takes a block with FSDP2's hooks; else they break it, float8 or not."""
 DIM = 24
 """Not divisible by 16: the gathered bytes are padded for the GEMMs."""
@@ -260,8 +260,8 @@ class Traffic(TorchDispatchMode):
         if any(map(is_wrapper, types)):
             return NotImplemented  # it will call what it is made of
         name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name == "_allgather_base_":
-            self.sizes.append(args[1].nbytes)
+        if func.namespace == "fsdp" and name == "all_gather_copy_in":
+            self.sizes.append(args[3] * args[1].itemsize)
             self.gather_dtypes.add(args[1].dtype)
         if func.namespace == "_c10d_functional" and "wait" not in name:
             dtype = args[0].dtype

@@ -7,6 +7,7 @@ from torch import Tensor
 from float8.formats import lacks_float8_gemm
 from float8.gemm.matmul import Gemm
 from float8.kernels.grouped_matmul import GROUPED_GEMM
+from float8.kernels.groups import ends_of_groups
 from float8.kernels.runtime.ops import register
 from float8.quantize.spec import Operand
 
@@ -72,7 +73,7 @@ def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         return _outer_fake(a, b, ends).zero_()
     # Nor rows that are not of 16 bytes.
     a, b = (F.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x for x in (a, b))
-    return F.grouped_mm(a.t(), b, offs=ends)[:, :N, :K].contiguous()
+    return F.grouped_mm(a.t(), b, offs=ends_of_groups(ends, len(a)))[:, :N, :K].contiguous()
 
 
 def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

@@ -88,8 +88,9 @@ def _program(x: Slot, *wanted: Any) -> Program:
         along, across, makes = across, along, (col, row)
     hardware = has_float8_conversion(x.device)
     constants = (square, *makes, mantissa(dtype), power_of_2, hardware)
-    # Scales of columns take more registers: fewer, larger threads.
-    tiles = ((128, 128, 4 if col and not square else 8),)
+    # Scales of columns take more registers: fewer, larger threads, which masks would overfill.
+    large = col and not square and R % 128 == C % 128 == 0
+    tiles = ((128, 128, 4 if large else 8),)
     slots, integers = (x, *along, *across), (R, C, stride_r, stride_c)
     launch = tiled(_cast_blockwise_kernel, tiles, x.device, slots, integers, constants)
     return Program([x], parts, [launch])

@@ -16,6 +16,7 @@ from float8.kernels import quads, strips
 from float8.kernels.cast import check_cast, to_float8
 from float8.kernels.cast_finer import cast_finer
 from float8.kernels.cast_kernel import mantissa
+from float8.kernels.groups import ends_of_groups, groups_of
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words
 from float8.kernels.runtime.device import has_float8_conversion, launching_on
 from float8.kernels.runtime.ops import register
@@ -50,7 +51,8 @@ def cast_groups(
     Args:
         x: [R, C] float32, bfloat16 or float16, contiguous.
         offs: [E] int32, ascending: the row behind the last one of each group, on the device of
-            ``x``. Groups may be empty. Rows behind the last group are in none.
+            ``x``. Groups may be empty. Rows behind the last group are in none. What others mean,
+            `kernels.groups` says.
         spec: format, whether one scale covers all of a group, and whether scales are rounded up to
             powers of two.
         row: whether to return row data.
@@ -101,7 +103,7 @@ def cast_groups_reference(
     C, begin, at = x.shape[1], 0, 0
     if row:
         out[1].fill_(amax_to_scale(x.new_zeros(()).float(), dtype, power_of_2).item())
-    for group, end in enumerate(offs.tolist()):
+    for group, end in enumerate(ends_of_groups(offs, len(x)).tolist()):
         rows = x[begin:end].to(torch.float32)
         size = end - begin
         of_group = rows.abs().amax() if rows.numel() else rows.new_zeros(())
@@ -182,8 +184,7 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     many rows it has; its first row within the group; and where that begins in column data.
     """
     g = tl.arange(0, GROUPS)
-    end = tl.where(g < E, tl.load(offs_ptr + g, mask=g < E, other=0), R)
-    begin = tl.where(g == 0, 0, tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=R))
+    begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
     parts = tl.cdiv(size, 128)  # of column data, which are filled up with zeros
     tiles = tl.where(g <= E, tl.maximum(tl.cdiv(parts * 128, rows), 1), 0)  # one for a scale

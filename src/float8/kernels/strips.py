@@ -58,11 +58,11 @@ def measure_strip(  # type: ignore[no-untyped-def]
         # The last row again where there are no more: that raises nothing.
         r = tl.minimum(row + tl.arange(0, BLOCK_R), end - 1).to(tl.int64)
         bits = magnitude_bits(load(x_ptr + r[:, None] * stride_r, c[None, :] < C, EVEN))
+        if OF_COLUMNS or OF_ALL:
+            largest = tl.maximum(largest, bits)
         if OF_ROWS:
             of_rows = float32_bits(tl.max(bits, axis=1), element)
             tl.atomic_max(of_row_ptr + r, of_rows, sem="relaxed")
-        if OF_COLUMNS or OF_ALL:
-            largest = tl.maximum(largest, bits)
         row += BLOCK_R
     if OF_COLUMNS:
         of_columns = float32_bits(tl.max(largest, axis=0), element)

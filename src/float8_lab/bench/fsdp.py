@@ -49,7 +49,7 @@ class RanksStep(Step):
     ) -> None:
         self.size, self.device = size, device
         self._before = steps.allocated(device)
-        # FSDP2's hooks break graphs from torch 2.15 on.
+        # FSDP2's hooks break graphs from torch 2.14 on.
         super().__init__(variant, *build(), **{"one_graph": False, **how})
         # Of all ranks.
         self.tokens = {"tokens_per_s": dist.get_world_size() * self._x[..., 0].numel()}

@@ -43,7 +43,7 @@ def build_model(
     if config.compile:
         # Blocks are alike, so one compilation serves all; the names of parameters stay.
         for block in (*model.layers, model.norm):
-            # FSDP2's hooks break a graph from torch 2.15 on.
+            # FSDP2's hooks break a graph from torch 2.14 on.
             mode = "reduce-overhead" if config.cuda_graphs else None
             block.compile(fullgraph=not config.fsdp, dynamic=False, mode=mode)
     if config.fsdp:
