@@ -48,7 +48,7 @@ def test_a_run_is_resumed_bit_by_bit(recipe: str, settings: str, tmp_path: Path)
         rest = (hf.resumed, recipe, tmp_path / "whole/checkpoint-2", tmp_path / "rest", more)
         state = rest[0](*rest[1:]) if settings == "compiled" else in_fresh_process(*rest)
     assert not any(
-        layer._float8_attached for layer in model.modules() if hasattr(layer, "attached")
+        layer._float8_attached for layer in model.modules() if hasattr(layer, "_float8_attached")
     )
     if recipe == "delayed":
         histories = [x for name, x in fp8_state(model).items() if "history" in name]
@@ -186,7 +186,7 @@ def test_a_training_that_fails_leaves_nothing_attached(tmp_path: Path) -> None:
             raise OSError("disk full")
 
     model = hf.converted("delayed")
-    layers = [layer for layer in model.modules() if hasattr(layer, "attached")]
+    layers = [layer for layer in model.modules() if hasattr(layer, "_float8_attached")]
     trainer = hf.trainer(model, tmp_path)
     trainer.add_callback(Fails())
     with pytest.raises(OSError, match="disk full"):

@@ -346,6 +346,6 @@ def _fsdp_has_weights(part: Float8Layer | Float8Experts) -> bool:
         local = local_tensor(weight)
         if isinstance(local, Float8GatherWeight) and local is not weight:
             return True
-        if isinstance(local, Float8Tensor) and not getattr(part, "keeps_no_master", False):
+        if isinstance(local, Float8Tensor) and not getattr(part, "_float8_keeps_no_master", False):
             return True
     return False

@@ -198,7 +198,8 @@ def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | N
     if is_ours:
         names -= {name for site in mod._float8_delayed for name in site.buffers}
     else:
-        names |= {name for name in there if name.startswith(PREFIX)}
+        every = {"_float8_config", "_float8_plan", *dir(base)}
+        names |= {name for name in every if name.startswith(PREFIX)}
         # The class would hide what is registered under this name.
         names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
     if taken := names & there:
