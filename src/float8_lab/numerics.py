@@ -194,7 +194,7 @@ def _watch(
         stack.enter_context(_put_back(model))
         for name, layer in layers.items():
             if isinstance(layer, Float8Experts):  # `_put_back` takes it off again
-                layer.__dict__["float8_product"] = functools.partial(product, name, layer)
+                layer.__dict__["_float8_product"] = functools.partial(product, name, layer)
                 continue
             handle = layer.register_forward_hook(functools.partial(shown, name), with_kwargs=True)
             stack.callback(handle.remove)

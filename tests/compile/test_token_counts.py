@@ -16,7 +16,6 @@ from float8 import (
     all_linears,
     convert_to_float8_training,
     save_gemm_outputs,
-    swiglu_feed_forward,
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
@@ -122,17 +121,6 @@ def test_an_exported_model_takes_any_count(recipe: str, strict: bool, device: st
         for count in COUNTS:
             given = inputs(count, device, 64)
             assert same_bits(exported(*given), model(*given)), count
-
-
-def test_fused_layers_multiply_one_by_one_then() -> None:
-    gate, up, down = (nn.Linear(*dims, bias=False) for dims in ((64, 96), (64, 96), (96, 64)))
-    model = convert_to_float8_training(nn.ModuleList([gate, up, down]))
-    run = torch.compile(lambda x, mask: swiglu_feed_forward(x[mask], *model), backend="aot_eager")
-    for count in COUNTS:
-        x, mask = seeded(count, 160, 64), torch.arange(160) < count
-        y = x[mask]
-        wanted = model[2](nn.functional.silu(model[0](y)) * model[1](y))
-        assert same_bits(run(x, mask), wanted), count
 
 
 def test_counts_that_would_need_padding_that_is_forbidden_raise_when_they_come() -> None:

@@ -54,7 +54,9 @@ def test_it_trains_as_in_high_precision(recipe: str) -> None:
     report = conversion_report(model)
     assert len(report.converted) == 30
     assert [layer.fqn for layer in report.skipped] == ["lm_head"]
-    assert all(type(x) is titan.ConvertedLinear for x in model.modules() if hasattr(x, "_float8_plan"))
+    assert all(
+        type(x) is titan.ConvertedLinear for x in model.modules() if hasattr(x, "_float8_plan")
+    )
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q), name
     wanted, got = step(plain, optimizers, 0), step(model, ours, 0)

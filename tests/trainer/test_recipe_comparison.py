@@ -129,9 +129,23 @@ def test_resuming_over_a_damaged_file_says_what_to_do(
 ) -> None:
     config = make_config(steps=1)
     compare(config, ["tensorwise"])
-    file = Path(config.output) / "tensorwise" / "config.json"
-    file.unlink() if content is None else file.write_text(content)
-    with pytest.raises(ConfigError, match=rf"(?s)cannot read.*{file.parent}.*delete"):
+    run = Path(config.output) / "tensorwise"
+    file = run / "config.json"
+
+    def damage() -> None:
+        file.unlink(missing_ok=True) if content is None else file.write_text(content)
+
+    damage()
+    with pytest.raises(ConfigError, match=rf"(?s)cannot read.*{run}.*not touched") as caught:
         compare(config, ["tensorwise"], resume=True)
-    shutil.rmtree(file.parent)  # as the message says
+    assert "delete" not in str(caught.value)
+    elsewhere = run.with_name("elsewhere")  # as the message says
+    loop.train(config.replace(recipe="tensorwise", output=str(elsewhere), stop_after=1))
+    shutil.copy(elsewhere / "config.json", file)
+    assert compare(config, ["tensorwise"], resume=True)[1]["status"] == "finished"
+    damage()
+    shutil.rmtree(run / "checkpoints")  # nothing is lost now
+    with pytest.raises(ConfigError, match=rf"(?s)cannot read.*{run}.*delete"):
+        compare(config, ["tensorwise"], resume=True)
+    shutil.rmtree(run)
     assert compare(config, ["tensorwise"], resume=True)[1]["status"] == "finished"
