@@ -41,8 +41,8 @@ def sync_float8_amax_and_scale_history(
     needs nothing special, and a call where nothing was recorded changes nothing. Does nothing for
     a model without delayed scaling. In a single process `torch.compile` takes it whole.
 
-    A layer that trains on without a sync raises a `RuntimeError` where that can be noticed: see
-    `Float8Linear._float8_check_synced`.
+    A layer that trains on without a sync raises a `RuntimeError` where that can be noticed: see "A
+    missing sync" in docs/scaling.md.
 
     Once `torch.distributed` is initialised, amaxes are those of all ranks, through one all-reduce
     for everything: each rank must call it. At the first call ranks also compare their layers.

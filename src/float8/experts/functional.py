@@ -45,9 +45,9 @@ def grouped_linear(
             autocast. N and K are multiples of 16, unless the config says `emulate`. Weights that
             lie as [E, K, N] are given as `weight.transpose(1, 2)`, which is not copied.
         offs: [E] int32, ascending, on the same device: the row behind the last one of each expert.
-            Groups may have any size, and be empty. On a GPU nobody looks at them: each one stands
-            for the largest up to it, and none is below 0 or above T. So an expert whose number
-            descends has no rows, and nothing outside of the tensors is read or written.
+            Groups may have any size, and be empty. On a CPU offs that descend, are negative or
+            exceed T raise. On a GPU they are not checked: each is clamped to 0..T and raised to the
+            largest before it.
         config: a `Float8LinearConfig`, or the name of a recipe; None means `"rowwise"`, which
             grouped GEMMs are made for. Under `"tensorwise"` a scale covers what one expert has of a
             tensor. All casts are to e4m3, those of gradients, too: grouped GEMMs take nothing else.
@@ -59,10 +59,9 @@ def grouped_linear(
     Raises:
         TypeError: a dtype is not one of those named above, or `config` is neither a configuration
             nor a name.
-        ValueError: a shape is not one of those; on a CPU, offs descend, are negative or above T,
-            also in compiled code; or the config has delayed scaling, block scales,
-            weights that are held or in float8 only, or the GEMM of `output` or `grad_input` in high
-            precision.
+        ValueError: a shape is not one of those; on a CPU, offs descend, are negative or exceed T,
+            also in compiled code; or the config has delayed scaling, block scales, weights that are
+            held or in float8 only, or the GEMM of `output` or `grad_input` in high precision.
         RuntimeError: the device has no such GEMM and `config.emulate` is False.
     """
     config = as_config("rowwise" if config is None else config, keep=False)

@@ -51,8 +51,8 @@ def cast_groups(
     Args:
         x: [R, C] float32, bfloat16 or float16, contiguous.
         offs: [E] int32, ascending: the row behind the last one of each group, on the device of
-            ``x``. Groups may be empty. Rows behind the last group are in none. What others mean,
-            `kernels.groups` says.
+            ``x``. Groups may be empty. Rows behind the last group are in none. Offs that do not
+            ascend are read as `kernels.groups` says.
         spec: format, whether one scale covers all of a group, and whether scales are rounded up to
             powers of two.
         row: whether to return row data.

@@ -215,7 +215,7 @@ def with_leading_dims(
 ) -> Tensor:
     """Return [M, N] with the leading dims of `like` [..., K]; no view, as nobody else holds `rows`.
 
-    Of tokens that ranks share there are more than in `like`, or fewer.
+    With shared tokens the output has more rows than `like` (gathered) or fewer (scattered).
 
     FSDP2 warns of modules that return views, and writing into them in place is restricted.
     """

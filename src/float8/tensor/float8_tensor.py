@@ -210,11 +210,9 @@ def _has_scales_of_columns(data: Tensor, scale: Tensor) -> bool:
 
 
 CURE = (
-    "call .to_original_precision() first. A weight that FSDP2 gathers, and that a forward reads by "
-    "other ops than that of its layer, is to be gathered in high precision: before fully_shard "
-    "convert its layer once more, with enable_fsdp_float8_all_gather=False and a module_filter_fn "
-    "that takes this layer alone. For weights that are in float8 only call "
-    "convert_to_high_precision(model)"
+    "for a weight that FSDP2 gathers, convert its layer once more before fully_shard, with "
+    "enable_fsdp_float8_all_gather=False and a module_filter_fn that takes this layer alone; for "
+    "one in float8 only, call convert_to_high_precision(model); else call .to_original_precision()"
 )
 """What to do about an op that has no float8 meaning."""
 
