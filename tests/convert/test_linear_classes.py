@@ -212,6 +212,48 @@ def test_names_of_a_user_stay(config: Float8LinearConfig, where: str) -> None:
     assert all(getattr(model[1], name) is x for name, x in theirs.items())
 
 
+def test_a_config_of_the_user_is_the_users() -> None:
+    """As an argument of its class, and as what a compiled model reads."""
+
+    class Mine(nn.Linear):
+        def __init__(self, K: int, N: int, config: dict) -> None:
+            super().__init__(K, N)
+            self.config, self.rank = nn.Parameter(torch.ones(N)), config["rank"]
+
+        def again(self) -> "Mine":
+            return type(self)(self.in_features, self.out_features, config={"rank": self.rank})
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Mine(16, 16, {"rank": 3})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.layer.config
+
+    model = convert_to_float8_training(Scaling())
+    assert isinstance(model.layer, Float8Linear)
+    assert (model.layer.again().rank, type(model.layer.again())) == (3, type(model.layer))
+    x = seeded(0, 8, 16)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
+def test_what_one_conversion_leaves_the_next_may_take() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name == "0")
+    assert isinstance(Float8Linear.from_float(model[1]), Float8Linear)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name == "1")
+    assert all(isinstance(layer, Float8Linear) for layer in model)
+
+
+def test_a_layer_that_an_older_version_has_pickled_is_refused() -> None:
+    layer = convert_to_float8_training(nn.Linear(16, 16))
+    state = layer.__getstate__()
+    state["config"] = state.pop("_float8_config")  # as it was named
+    with pytest.raises(ValueError, match=r"version 0\.2 or older has pickled"):
+        copy.copy(layer).__setstate__(state)
+
+
 def test_our_names_have_one_prefix() -> None:
     """But for two that a user's own hide, buffers of delayed scaling, and what torch reads."""
     layer = convert_to_float8_training(nn.Linear(16, 16), config=delayed())

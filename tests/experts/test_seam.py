@@ -170,3 +170,29 @@ def test_weights_in_four_dims_are_gathered_in_high_precision() -> None:
     experts = convert_to_float8_training(FourDims(), config=config, module_filter_fn=all_linears)
     assert type(experts.w13) is nn.Parameter
     assert isinstance(experts.w2, GatherExperts)
+
+
+class Handling(SeamExperts):
+    """Has what cannot be pickled, and methods of names that layers of ours had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handle = (i for i in ())
+
+    def __getstate__(self) -> dict:
+        return {name: x for name, x in vars(self).items() if name != "handle"}
+
+    def detach(self) -> str:
+        return "mine"
+
+    held_weight = hold_weights = attach = set_up = become_high_precision = detach
+
+
+def test_methods_of_experts_stay_theirs() -> None:
+    model = nn.ModuleDict({"experts": Handling()})
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=all_linears)
+    for experts in (model["experts"], copy.deepcopy(model)["experts"]):
+        assert isinstance(experts, Float8Experts)
+        names = "detach", "held_weight", "hold_weights", "attach", "set_up", "become_high_precision"
+        assert {getattr(experts, name)() for name in names} == {"mine"}
+    assert not hasattr(copy.deepcopy(model)["experts"], "handle")

@@ -164,7 +164,7 @@ def convert_to_float8_training(
                 reasons[part] = "a router: converted only if a module_filter_fn takes it"
             if reasons[part] is None:
                 _require_changeable(part, fqn, config)
-                changes.linears[part] = Float8Linear._float8_made_of(part, config)
+                changes.linears[part] = Float8Linear._float8_made_of(part, config, True)
     keep_reasons(reasons)
     # From here on the model changes, and nothing raises but for want of memory.
     changes.make(config, values_dtype(module))
@@ -211,15 +211,14 @@ class _Changes(NamedTuple):
         """Give each its class and its config; `dtype`: of values that were loaded in float8."""
         # One by one: the weight that was there is freed before another one is made.
         for linear, new in self.linears.items():
-            new._float8_drop_master()
+            if new._float8_keeps_no_master:
+                new._float8_drop_master()
             become(linear, new)
         for part, own in self.loaded.items():
             become(part, Float8Linear._float8_made_of(as_linear(part, own, dtype), own))
         disable_float8_all_gather(self.again)
         for layer in self.again:
             layer._float8_set_up(config)
-            if isinstance(layer, Float8Layer):
-                layer._float8_drop_master()
         for part in self.experts:
             convert_experts(part, config)
 

@@ -215,6 +215,8 @@ class _GroupedLinear(torch.autograd.Function):
         elif held is not None:
             kept = KeptWeight(held.weight, None, *held.operand.col)
         y = call.output(x.row, kept, held, offs, input.dtype)
+        if not call.need_grad_input:
+            kept = KeptWeight()
         of_input: tuple[Tensor | None, ...] = (None, None, None)
         if in_float8:
             if not shared:

@@ -54,7 +54,7 @@ def grouped_matmul_reference(
 
 
 @functools.wraps(grouped_matmul_reference)
-def _grouped_matmul_checked(*given: Any) -> Tensor:
+def _grouped_matmul_checked(*given: Any, tokens: int | None = None) -> Tensor:
     """Run the twin; on a CPU, where that waits for nothing, after a look at ends of rows.
 
     Each grouped layer comes by in its forward, also a compiled one.
@@ -66,7 +66,7 @@ def _grouped_matmul_checked(*given: Any) -> Tensor:
 
 
 def grouped_matmul_fake(
-    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *how: Any
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, *how: Any, tokens: int | None = None
 ) -> Tensor:
     """Allocate the result, uninitialised; sizes may be symbolic."""
     of_rows = b.dim() == 3
@@ -90,7 +90,7 @@ _BLOCK = GROUP_ALIGNMENT  # of what is contracted, and of rows and columns of th
 _PANEL = 16  # tiles of rows that share what is read of `b`
 
 
-def _grouped_matmul_triton(*given: Any) -> Tensor:
+def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
     a, a_scale, b, b_scale, ends, emulate, use_fast_accum, *_ = given
     if emulate or a.numel() == 0:  # no rows, or no tokens that are contracted
         return grouped_matmul_reference(*given)

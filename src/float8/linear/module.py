@@ -43,8 +43,9 @@ class _Config:
     def __get__(self, layer: Any, cls: Any = None) -> Any:
         if layer is None:
             return self
-        if any("config" in each for each in (layer._parameters, layer._buffers, layer._modules)):
-            raise AttributeError("config")  # so that nn.Module finds that one
+        for each in (layer._parameters, layer._buffers, layer._modules):
+            if "config" in each:
+                return each["config"]
         return layer._float8_config
 
 
@@ -92,18 +93,18 @@ class Float8Layer(StatefulLayer):
         """
         config = as_config(config)
         require_supported(mod, config, linear_classes)
-        new = cls._float8_made_of(mod, config)
-        new._float8_drop_master()
-        return new
+        return cls._float8_made_of(mod, config)
 
     @classmethod
-    def _float8_made_of(cls, mod: nn.Module, config: Float8LinearConfig) -> "Float8Layer":
-        """Make a layer of `mod`, unchecked; `_float8_drop_master` is to be called next."""
+    def _float8_made_of(
+        cls, mod: nn.Module, config: Float8LinearConfig, keep_master: bool = False
+    ) -> "Float8Layer":
+        """Make a layer of `mod`, unchecked; for `keep_master` see `_float8_set_up`."""
         source = mod._float8_source_class if isinstance(mod, Float8Layer) else type(mod)
         new: Float8Layer = shallow_copy(mod, class_of(_base(mod, cls), source))
         for name in new._float8_passing & vars(new).keys():
             del new.__dict__[name]
-        new._float8_set_up(config)
+        new._float8_set_up(config, keep_master)
         return new
 
     def _float8_begin(self, config: ConfigOrRecipe | None) -> None:
@@ -111,25 +112,26 @@ class Float8Layer(StatefulLayer):
         config = as_config(config)
         require_supported(self, config)
         self._float8_set_up(config)
-        self._float8_drop_master()
 
     @torch.inference_mode(False)  # else it could not be saved for a backward
-    def _float8_set_up(self, config: Float8LinearConfig) -> None:
-        """Take this configuration, with state made anew; call `_float8_drop_master` next."""
+    def _float8_set_up(self, config: Float8LinearConfig, keep_master: bool = False) -> None:
+        """Take this configuration, with state made anew.
+
+        `keep_master`: a weight that is to be in float8 only is cast later.
+        """
         self._float8_drop_state()
-        self._float8_config, self._float8_plan, self._float8_delayed = (
-            config,
-            plan_linear(config),
-            config.delayed_sites,
-        )
+        self._float8_config, self._float8_plan = config, plan_linear(config)
+        self._float8_delayed = config.delayed_sites
         self._float8_held, self._float8_agreed = (), frozenset()
         self._float8_register_buffers()
+        if self._float8_keeps_no_master and not keep_master:
+            self._float8_drop_master()
 
+    @torch.inference_mode(False)
     def _float8_drop_master(self) -> None:
         """Cast a weight that is to be in float8 only, which takes the place of the Parameter."""
-        if self._float8_keeps_no_master:
-            weight = in_float8_only(self.weight.detach(), self._float8_plan.casts.weight)
-            self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        weight = in_float8_only(self.weight.detach(), self._float8_plan.casts.weight)
+        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
     @torch.inference_mode(False)
     def _float8_drop_state(self) -> None:
@@ -323,9 +325,9 @@ class Float8Conv1D(Float8Layer):
     in_features = out_features = 0
     __repr__ = nn.Module.__repr__
 
-    def _float8_set_up(self, config: Float8LinearConfig) -> None:
+    def _float8_set_up(self, config: Float8LinearConfig, keep_master: bool = False) -> None:
         """Take this configuration, and the features that a `Conv1D` does not tell."""
-        super()._float8_set_up(config)
+        super()._float8_set_up(config, keep_master)
         if not self.in_features:
             self.in_features, self.out_features = self.weight.shape
 

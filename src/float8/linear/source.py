@@ -4,7 +4,7 @@ import copy
 import functools
 import types
 from collections.abc import Collection
-from inspect import getattr_static
+from inspect import getattr_static, signature
 from typing import Any
 
 from torch import nn
@@ -51,6 +51,13 @@ def become(mod: nn.Module, new: nn.Module) -> None:
         del mod.__dict__[name]  # a forward, and what others know a layer in float8 by
     mod.__dict__.update({name: x for name, x in vars(new).items() if "_hooks" not in name})
     mod.__class__ = type(new)
+
+
+@functools.cache
+def _own_names(base: type) -> frozenset[str]:
+    """Return what layers of class `base` need for themselves."""
+    every = {"_float8_config", "_float8_plan", *dir(base)}
+    return frozenset(name for name in every if name.startswith(PREFIX))
 
 
 # ---------------------------------------------------------------- which layers can
@@ -198,8 +205,7 @@ def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | N
     if is_ours:
         names -= {name for site in mod._float8_delayed for name in site.buffers}
     else:
-        every = {"_float8_config", "_float8_plan", *dir(base)}
-        names |= {name for name in every if name.startswith(PREFIX)}
+        names |= _own_names(base)
         # The class would hide what is registered under this name.
         names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
     if taken := names & there:
@@ -243,8 +249,11 @@ def _class_of_both(base: type, source: type) -> Any:
     return new_class(name, (base, source), _class_of_both, (base, source), **members)
 
 
-def _init(layer: Any, *args: Any, config: Any = None, **more: Any) -> None:
-    layer._float8_source_class.__init__(layer, *args, **more)
+def _init(layer: Any, *args: Any, **more: Any) -> None:
+    make = layer._float8_source_class.__init__
+    # A `config` that the user's class takes is the user's.
+    config = None if "config" in signature(make).parameters else more.pop("config", None)
+    make(layer, *args, **more)
     layer._float8_begin(config)
 
 

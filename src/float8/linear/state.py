@@ -157,9 +157,11 @@ class StatefulLayer(Float8Module):
         One is missing between two forwards with gradients if a trained Parameter of the layer was
         written in between, by an optimizer or by hand, unless the layer is attached to an
         optimizer. Compiled code does not notice that. Versions of Parameters tell it. Fused
-        optimizers and writes through `.data` do not count: there values tell it, which are only
-        compared where a backward has run and its gradient is None by now. So they go unnoticed
-        after `zero_grad(set_to_none=False)`, and where `torch.distributed` is initialised.
+        optimizers and writes through `.data` do not count: there values of the weight tell it,
+        which are compared once after a backward whose gradient is None by now; that waits for the
+        device. So they go unnoticed after `zero_grad(set_to_none=False)`, where
+        `torch.distributed` is initialised, where grad_output has dynamic scaling, and where only
+        the bias is trained.
         """
         checks = (
             self._float8_delayed
@@ -175,26 +177,22 @@ class StatefulLayer(Float8Module):
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
         }
         weight: Any = self._parameters.get("weight")
-        amax, sample = self._buffers.get(CastSite.GRAD_OUTPUT.amax), None
-        # Of shards, gradients are None between microbatches, too.
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if type(weight) is nn.Parameter and id(weight) in versions and amax is not None:
-            capturing = amax.is_cuda and torch.cuda.is_current_stream_capturing()
-            if not (ranks or capturing or amax.is_meta or amax.is_inference()):
-                which = id(weight), weight.dtype, weight.device, weight.shape
-                sample = which, amax._version, weight.detach().diagonal()
-        if self._float8_seen is None:
+        trained = type(weight) is nn.Parameter and id(weight) in versions
+        seen = self._float8_seen
+        if seen is None:
             self._float8_seen = versions
-            self._float8_sample = sample and (*sample[:2], sample[2].clone())
+            self._float8_sample = self._float8_values(weight) if trained else None
             return
-        written = any(
-            self._float8_seen.get(key, version) != version for key, version in versions.items()
-        )
-        if not written and sample and self._float8_sample and weight.grad is None:
-            (now, backwards, values), (then, earlier, old) = sample, self._float8_sample
-            # Without a backward there was no step: to ask the device for values takes long.
-            written = now == then and backwards != earlier
-            written = written and not torch.equal(values.nan_to_num(), old.nan_to_num())
+        written = any(seen.get(key, version) != version for key, version in versions.items())
+        before = self._float8_sample
+        if not written and trained and before is not None and weight.grad is None:
+            # Without a backward there was no step: to compare values waits for the device.
+            amax = self._buffers[CastSite.GRAD_OUTPUT.amax]
+            if amax is not None and amax._version != before[1]:
+                now = self._float8_values(weight)
+                if now is not None and now[0] == before[0]:
+                    written = not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
+                self._float8_sample = now  # the next comparison is after another backward
         if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
@@ -202,10 +200,26 @@ class StatefulLayer(Float8Module):
                 "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
 
+    def _float8_values(self, weight: Tensor) -> tuple[Any, int, Tensor] | None:
+        """Return which weight it is, how often a backward has run, and some of its values.
+
+        None where nothing may be copied, or where that tells nothing: of what ranks share,
+        gradients are None between microbatches, too.
+        """
+        amax = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
+        if amax is None or amax.is_meta or amax.is_inference():
+            return None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None
+        if amax.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        which = id(weight), weight.dtype, weight.device, weight.shape
+        return which, amax._version, weight.detach().diagonal().clone()
+
     # ---------------------------------------------------------------- copies and moves
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        super().__setstate__(pickled)  # type: ignore[no-untyped-call]
+        super().__setstate__(pickled)
         self._float8_state_was_written()  # new buffers count versions anew
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

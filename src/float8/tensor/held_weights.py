@@ -130,10 +130,20 @@ class Float8Module(nn.Module):
         self._float8_held = ()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name not in self._float8_passing
-        }
+    def __getstate__(self) -> Any:
+        theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
+        state = self.__dict__ if theirs is None else theirs()
+        if not isinstance(state, dict):
+            return state
+        return {name: value for name, value in state.items() if name not in self._float8_passing}
+
+    def __setstate__(self, pickled: Any) -> None:
+        if isinstance(pickled, dict) and "_float8_config" not in pickled:
+            raise ValueError(
+                "float8: got a layer that version 0.2 or older has pickled, expected one of this "
+                "version; load it with that version, and save model.state_dict()"
+            )
+        super().__setstate__(pickled)  # type: ignore[no-untyped-call]
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
