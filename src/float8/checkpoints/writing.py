@@ -132,10 +132,10 @@ def quantization_config(
         ValueError: as `float8_weights`.
     """
     require_module(model, "model")
-    return _config_of_layout(model, _how(model, format, strategy))
+    return _quantization_config(model, _how(model, format, strategy))
 
 
-def _config_of_layout(model: nn.Module, how: "_How") -> dict[str, Any]:
+def _quantization_config(model: nn.Module, how: "_How") -> dict[str, Any]:
     """Return the `quantization_config` of `config.json`."""
     layout, published, in_float8 = how.layout, how.published, how.layers | how.experts
     by_tensor = layout.granularity.one_scale
@@ -226,7 +226,7 @@ def save_float8_checkpoint(
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
         how = _how(model, format, strategy, dtype, scale_dtype, param_dtype)
         described = _config_of(unwrapped(model), how.dtype)
-        described["quantization_config"] = _config_of_layout(model, how)
+        described["quantization_config"] = _quantization_config(model, how)
         config = json.dumps(described, indent=2)
         try:
             from safetensors.torch import save_file
@@ -407,11 +407,10 @@ def _how(
                 f"remove its parametrization"
             )
     (most, _), *_ = body.most_common(1)
-    stays: Callable[[str], bool] = lambda name: dtype is None  # noqa: E731
-    if dtype is None and most == torch.float32:
-        most, stays = torch.bfloat16, kept
-    most = dtype or most
-    how = _How(layout, most, scale_dtype, param_dtype, stays, published, layers, experts)
+    masters = dtype is None and most == torch.float32
+    rest = dtype or (torch.bfloat16 if masters else most)
+    stays = kept if masters else lambda name: dtype is None
+    how = _How(layout, rest, scale_dtype, param_dtype, stays, published, layers, experts)
     _require_own_names(model, how)
     return how
 
