@@ -306,8 +306,9 @@ def test_ranks_have_whole_experts(tmp_path: Path) -> None:
             notes = save_float8_checkpoint(model, folder, format, strategy=strategy)
             torch.distributed.barrier()
             again = save_float8_checkpoint(alone, tmp_path / "alone", format, strategy=strategy)
-            assert [n.name for n in notes] == [n.name for n in again]
-            for one, other in zip(notes, again, strict=True):
+            assert len(again) == (len(notes) if torch.distributed.get_rank() == 0 else 0)
+            for one, other in zip(notes, again, strict=False):
+                assert one.name == other.name
                 assert one.as_trained == other.as_trained
                 assert abs(one.sqnr - other.sqnr) < 0.01
             torch.distributed.barrier()
