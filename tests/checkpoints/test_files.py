@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrize
 
 from float8 import (
     Float8Linear,
@@ -342,10 +343,67 @@ def test_an_older_checkpoint_outlives_a_failure(
 
 
 def test_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
-    (tmp_path / ".float8_checkpoint_unfinished").mkdir()
-    (tmp_path / ".float8_checkpoint_unfinished" / "model-00001.safetensors").touch()
-    save_float8_checkpoint(built("blockwise"), tmp_path)
-    assert len([*tmp_path.iterdir()]) == 3
+    """A folder, or a file or link of the same name; what a link leads to stays."""
+    left, other = tmp_path / "new/.float8_checkpoint_unfinished", tmp_path / "other"
+    for folder in (left, other):
+        folder.mkdir(parents=True)
+        (folder / "model-00001.safetensors").touch()
+    for leave in (None, left.touch, partial(left.symlink_to, other)):
+        if leave is not None:
+            leave()
+        save_float8_checkpoint(built("blockwise"), left.parent)
+        assert len([*left.parent.iterdir()]) == 3
+    assert [*other.iterdir()]
+
+
+def test_older_files_that_cannot_be_removed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    unlink = Path.unlink
+
+    def fails(path: Path, **more: Any) -> None:
+        if path.name == "model.safetensors":
+            raise PermissionError("not yours")
+        unlink(path, **more)
+
+    monkeypatch.setattr(Path, "unlink", fails)
+    model = built("blockwise")
+    with pytest.warns(UserWarning, match=r"1 file\(s\).*/model.safetensors \(not yours\); remove"):
+        notes = save_float8_checkpoint(model, tmp_path)
+    assert len(notes) == 3
+    assert torch.equal(
+        load_float8_checkpoint(built(seed=1), tmp_path).ffn.w1.bias, model.ffn.w1.bias
+    )
+
+
+def test_views_of_one_memory_are_written(tmp_path: Path) -> None:
+    """Whole, overlapping and conjugated ones, in one file; they are no tied Parameters."""
+
+    def more(seed: int) -> Any:
+        model, x = built("blockwise", seed=seed), seeded(seed, 8) * (1 + 2j)
+        model.views = nn.ParameterList([x[:5], x[3:], x, x.conj(), x.imag, x.conj().imag])
+        return model
+
+    model = more(0)
+    save_float8_checkpoint(model, tmp_path)
+    tensors = _files(tmp_path)
+    for i, x in enumerate(model.views):
+        assert torch.equal(tensors[f"views.{i}"].to(x.dtype), x)
+
+
+def test_parametrized_layers_are_in_high_precision() -> None:
+    model = built("blockwise")
+    wanted = model.ffn.w2.weight
+    parametrize.register_parametrization(model.ffn.w2, "weight", nn.Identity())
+    model.ffn.w3.double()
+    tensors = dict(float8_weights(model))
+    assert quantization_config(model)["modules_to_not_convert"] == ["ffn.w2", "ffn.w3", "lm_head"]
+    assert torch.equal(tensors["ffn.w2.parametrizations.weight.original"], wanted)
+    assert torch.equal(tensors["ffn.w3.weight"], model.ffn.w3.weight)
+    parametrize.register_parametrization(model.ffn.w1, "weight", nn.Identity())
+    with pytest.raises(ValueError, match="nor parametrized"):
+        dict(float8_weights(model))
 
 
 def test_zeros_are_written_without_loss(tmp_path: Path) -> None:
@@ -465,6 +523,8 @@ def test_indices_that_say_nothing_and_files_that_say_it_twice(tmp_path: Path) ->
         ('{"weight_map": {}}', "got no weight_map"),
         ('{"weight_map": ["a"]}', "got no weight_map"),
         ('{"weight_map": {"a": null}}', "got None as the file of 'a'"),
+        ('{"weight_map": {"a": ""}}', "got '' as the file of 'a'"),
+        ('{"weight_map": {"a": "."}}', "got '.' as the file of 'a'"),
         (json.dumps({"weight_map": {"a": f"../{path.name}"}}), "expected one in this folder"),
         (json.dumps({"weight_map": {"a": str(outside)}}), "expected one in this folder"),
         ('{"weight_map": {"a": "b", "a": "c"}}', "got 'a' twice"),
@@ -532,6 +592,32 @@ def test_what_a_model_cannot_take_or_give(tmp_path: Path) -> None:
         for read in (partial(read_float8_checkpoint, tmp_path), load):
             with pytest.raises(ValueError, match=r"device: got .*, expected one that is here"):
                 read(device=device)
+
+
+BESIDE: dict[str, tuple[str, Any]] = {
+    "sparse": ("x", lambda: torch.eye(4).to_sparse()),
+    "rows": ("x", lambda: torch.eye(4).to_sparse_csr()),
+    "nested": ("x", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "complex128": ("x", lambda: torch.ones(3, dtype=torch.complex128)),
+    "qint8": ("x", lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+    "lazy": ("x", lambda: nn.UninitializedBuffer()),
+    "float8": ("x", lambda: built(only("blockwise")).ffn.w1.weight.data),
+    "scale": ("weight_scale_inv", lambda: torch.ones(3, 2)),
+    "scale of no weight": ("bias_scale_inv", lambda: torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_files_cannot_have_raises_before_they_are_written(what: str, tmp_path: Path) -> None:
+    name, make = BESIDE[what]
+    model = built("blockwise")
+    model.ffn.w1.register_buffer(name, make())
+    for write in (partial(save_float8_checkpoint, folder=tmp_path / "new"), float8_weights):
+        with pytest.raises(ValueError, match=rf"ffn\.w1\.{name}.*: got .* expected"):
+            [*write(model)]
+    assert not (tmp_path / "new").exists()
+    model.ffn.w1.register_buffer(name, make(), persistent=False)
+    assert len(save_float8_checkpoint(model, tmp_path / "new")) == 3
 
 
 def test_layers_in_high_precision_are_listed() -> None:

@@ -254,6 +254,23 @@ def test_what_one_rank_cannot_write_fails_on_all(of: Any, what: str, tmp_path: P
     save_float8_checkpoint(newer, folder, of[0], strategy=of[1])
 
 
+@on("either")
+def test_only_rank_0_casts_a_model_that_is_whole(tmp_path: Path) -> None:
+    """Other ranks check theirs, another one in a pipeline, and say that they wrote nothing."""
+    first = dist.get_rank() == 0
+    model = convert(plain(256, 128 if first else 384), "blockwise")
+    with pytest.MonkeyPatch.context() as patched:
+        if not first:
+            patched.setattr("float8.checkpoints.writing.in_float8_only", None)
+        notes = save_float8_checkpoint(model, tmp_path / "stages")
+        assert [note.name for note in notes] == (["0.weight"] if first else [])
+        with pytest.raises(ValueError, match="expected bytes"):
+            save_float8_checkpoint(model, tmp_path / "other", max_shard_size=0)
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["stages"]
+    load_float8_checkpoint(plain(256, 128), tmp_path / "stages")
+
+
 class Adapted(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

@@ -5,9 +5,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
@@ -19,40 +19,39 @@ _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 
 class NewFiles:
-    """Files that are written beside those in a folder, and then put in their place.
-
-    As a context it removes what is unfinished, also what a crash has left behind. Shards get names
-    that are free, so an older checkpoint is whole until the index is replaced.
-
-    Args:
-        folder: is made if it is not there.
-        save: `safetensors.torch.save_file`.
-    """
+    """Files that are written beside those in a folder, and then put in their place."""
 
     def __init__(self, folder: Path, save: Callable[..., None]) -> None:
         self._folder, self._new, self._save = folder, folder / _UNFINISHED, save
-        self._was_there = folder.exists()
         self._file_of: dict[str, str] = {}
-
-    def __enter__(self) -> "NewFiles":
-        self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._new, ignore_errors=True)
-        self._new.mkdir()
-        taken = {path.name for path in self._folder.iterdir()}
+        taken = {path.name for path in folder.iterdir()}
         names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
         self._free = (name for name in names if name not in taken)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        shutil.rmtree(self._new, ignore_errors=True)
-        if error is not None and not self._was_there:
-            with contextlib.suppress(OSError):  # there is more in it
-                self._folder.rmdir()
+    @classmethod
+    @contextlib.contextmanager
+    def beside(cls, folder: Path, save: Callable[..., None]) -> Iterator["NewFiles"]:
+        """Give new files for a folder; at the end remove what is unfinished, also of a crash.
+
+        Shards get names that are free, so an older checkpoint is whole until the index is replaced.
+
+        Args:
+            folder: the folder of the checkpoint; made if it does not exist.
+            save: `safetensors.torch.save_file`.
+        """
+        new, was_there = folder / _UNFINISHED, folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if new.is_dir() and not new.is_symlink():
+                shutil.rmtree(new)
+            new.unlink(missing_ok=True)
+            new.mkdir()
+            yield cls(folder, save)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            if not was_there:
+                with contextlib.suppress(OSError):  # the folder has files
+                    folder.rmdir()
 
     def add(self, shard: dict[str, Tensor]) -> None:
         """Write one more file of tensors, by their names."""
@@ -96,11 +95,22 @@ class NewFiles:
             for name in shards:
                 (self._folder / name).unlink(missing_ok=True)
             raise
+        left = []
         for path in older:
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError as error:  # no reason to fail: the new model stands
+                left.append(f"{path} ({error})")
+        if left:
+            warnings.warn(
+                f"float8: the new checkpoint is written, but {len(left)} file(s) of the older one "
+                f"could not be removed: {', '.join(left)}; remove them, since some readers prefer "
+                f"a model.safetensors to an index",
+                stacklevel=3,
+            )
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file is on the disk: only then does a full one say so everywhere."""
+    """Flush a file to the disk; some file systems report a full disk only then."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())

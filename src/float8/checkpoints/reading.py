@@ -202,7 +202,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         )
     for name, file in found.items():
         path = PurePath(file) if isinstance(file, str) else None
-        if path is None or path.is_absolute() or ".." in path.parts:
+        if path is None or not path.parts or path.is_absolute() or ".." in path.parts:
             raise ValueError(
                 f"{index}: got {file!r} as the file of {name!r}, expected one in this folder; "
                 f"fetch the checkpoint again, from somebody you trust"

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from float8.arguments import require_module
 from float8.checkpoints.files import NewFiles
@@ -107,7 +109,8 @@ def float8_weights(
             or `scale_dtype` none in which scales can be read.
         ValueError: `format` and `strategy` are none that is known, no layer is converted, one is in
             the float8 of another library or on the meta device, transformers could not load the
-            experts, or `scale_dtype` cannot hold a scale.
+            experts, or `scale_dtype` cannot hold a scale; safetensors cannot have a tensor (sparse,
+            nested, complex128), or two tensors have one name, such as that of a scale.
     """
     require_module(model, "model")
     ranks = Together(groups=groups_of(model))
@@ -128,10 +131,14 @@ def quantization_config(
         TypeError: `model` is no `nn.Module`.
         ValueError: as `float8_weights`.
     """
-    layout = _checked(model, format, strategy)
+    require_module(model, "model")
+    return _quantization_config(model, _how(model, format, strategy))
+
+
+def _quantization_config(model: nn.Module, how: "_How") -> dict[str, Any]:
+    """Return the `quantization_config` of `config.json`."""
+    layout, published, in_float8 = how.layout, how.published, how.layers | how.experts
     by_tensor = layout.granularity.one_scale
-    published = published_names(model)
-    in_float8 = _layers_in_float8(model) | _experts_in_float8(model, published)
     own_names = layout.format == COMPRESSED  # transformers looks for these among its modules
     left_out = [
         plain_name(name) if own_names else _published_module(plain_name(name), published)
@@ -181,15 +188,17 @@ def save_float8_checkpoint(
     `quantization_config`. Tied weights are written once. It holds one shard in memory.
 
     On several ranks rank 0 writes. All that share a sharded model must call, and what one of them
-    cannot do is an error on all. A model that is whole waits for nobody: other ranks may call, and
-    write nothing.
+    cannot do is an error on all. A model that is whole waits for nobody: the one of rank 0 is
+    written. Other ranks may call, which checks their model and writes nothing of it: join the
+    stages of a pipeline first.
 
     Files are written beside those of an older model in the folder, which go when the new ones are
-    on the disk. It has to have room for both. After an error the older ones are as they were.
+    on the disk. It has to have room for both. After an error the older ones are as they were. A
+    warning names older ones that cannot be removed.
 
     Args:
         model: as for `float8_weights`, as are all but the folder and the size.
-        folder: is made if it is not there.
+        folder: the folder of the checkpoint; made if it does not exist.
         format: see there.
         strategy: see there.
         dtype: see there.
@@ -198,7 +207,8 @@ def save_float8_checkpoint(
         max_shard_size: bytes of a file at most, but for a single tensor that is larger.
 
     Returns:
-        For each weight in float8 whether its bytes are those of training, and its SQNR.
+        For each weight in float8 whether its bytes are those of training, and its SQNR; of a model
+        that is whole empty on ranks other than 0, which write nothing.
 
     Raises:
         ImportError: the package safetensors is not installed.
@@ -209,19 +219,21 @@ def save_float8_checkpoint(
     """
     require_module(model, "model")
     rank, _ = rank_and_size()
-    writes, notes = rank == 0, []
-    ranks = Together(groups=groups_of(model))
+    writes, notes, groups = rank == 0, [], groups_of(model)
+    ranks = Together(groups=groups)
     with ranks, contextlib.ExitStack() as stack:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
         how = _how(model, format, strategy, dtype, scale_dtype, param_dtype)
         described = _config_of(unwrapped(model), how.dtype)
-        described["quantization_config"] = quantization_config(model, format, strategy=strategy)
+        described["quantization_config"] = _quantization_config(model, how)
         config = json.dumps(described, indent=2)
         try:
             from safetensors.torch import save_file
         except ImportError as error:
             raise ImportError(NO_SAFETENSORS) from error
+        if not writes and not groups:
+            return ()
         tensors = [(name, x.dtype, x.shape) for name, *_, x in saved_tensors(model)]
         mine = repr((how[:4], dtype, max_shard_size, tensors))
         if len({*ranks.agree(said=hashlib.sha256(mine.encode()).digest())}) > 1:
@@ -232,14 +244,16 @@ def save_float8_checkpoint(
         meshes = meshes_of(model)
         if meshes and not any(0 in each.mesh for each in meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
-        files = stack.enter_context(NewFiles(Path(folder), save_file)) if writes else None
+        files = stack.enter_context(NewFiles.beside(Path(folder), save_file)) if writes else None
         shard: dict[str, Tensor] = {}
+        storages: set[int] = set()
         size = total = 0
 
         def flush() -> None:
             if files is not None:
                 files.add(shard)
             shard.clear()
+            storages.clear()
             ranks.agree()
 
         for name, tensor, scale, note in _written(model, how, ranks, measured=True):
@@ -250,8 +264,12 @@ def save_float8_checkpoint(
             if size and size + adds > max_shard_size:
                 flush()
                 size = 0
-            if writes:
-                shard |= {key: x.detach().cpu().contiguous() for key, x in pair.items()}
+            for key, x in pair.items() if writes else ():
+                x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                if (storage := x.untyped_storage().data_ptr()) in storages:
+                    x = x.clone()  # safetensors refuses two views of one memory
+                shard[key] = x
+                storages.add(storage)
             size, total = size + adds, total + adds
             if note is not None:
                 notes.append(note)
@@ -274,24 +292,25 @@ def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 # ---------------------------------------------------------------- one after the other
 
 
-def _checked(model: nn.Module, format: str, strategy: str | None) -> Layout:
-    """Return the layout; raises unless the model can be written in it."""
-    require_module(model, "model")
-    layout = layout_named(format, strategy)
+_STORED = {
+    *(torch.float64, *HIGH_PRECISION_DTYPES, torch.complex64, torch.bool),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
+}
+"""The dtypes of tensors beside weights in float8 that safetensors has."""
+
+
+def _require_stored(model: nn.Module) -> None:
+    """Raise a `ValueError` unless files can have all tensors of a model."""
     if hasattr(model, "peft_config"):
         raise ValueError(
             "model: got one with adapters of PEFT, whose names no server knows, expected one "
             "without; call model.unload() for the base, and save adapters by PEFT"
         )
-    if not _layers_in_float8(model) and not any(
-        isinstance(x, Float8Experts) for x in _experts_in_float8(model, published_names(model))
-    ):
-        raise ValueError(
-            "model: got one without a Float8Linear or Float8Experts whose weights can be written "
-            "(not a Conv1D's), expected one; call convert_to_float8_training(model, config=...) "
-            "first"
-        )
     for name, module, _, x in saved_tensors(model):
+        if is_lazy(x):
+            raise ValueError(f"{name}: got a lazy tensor, expected values; run the model once")
         if x.dtype in FLOAT8_MAX:
             raise ValueError(
                 f"{name}: got float8 of a {type(module).__name__} of another library, expected "
@@ -299,17 +318,33 @@ def _checked(model: nn.Module, format: str, strategy: str | None) -> Layout:
             )
         if x.is_meta:
             raise ValueError(f"{name}: got a tensor on the meta device, expected one with values")
-    if found := replaced_by_transformers(model, layout.method):
+        if x.layout != torch.strided or x.is_nested or x.dtype not in _STORED:
+            raise ValueError(
+                f"{name}: got a tensor of {x.dtype} and {x.layout}{', nested' * x.is_nested}, "
+                f"expected a dense one of a dtype that safetensors has; convert it, or register "
+                f"the buffer with persistent=False"
+            )
+
+
+def _require_own_names(model: nn.Module, how: "_How") -> None:
+    """Raise a `ValueError` if two tensors, or a tensor and a scale, have one name in files."""
+    published, names = how.published, Counter[str]()
+    own = {id(x): (name, module) for name, module, _, x in reversed([*saved_tensors(model)])}
+    for name, module in own.values():
+        each = published.experts.get(name) if module in how.experts else None
+        names.update(itertools.chain(*each) if each else [published.names[name]])
+    suffix = how.layout.scale_suffix
+    scales = {name + suffix for name in names}  # also of none: readers take it for one
+    if taken := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
-            f"format: got {format!r} for a model with {found}, which transformers takes for linear "
-            f"layers when it loads that format, and finds no weights for; expected "
-            f"{FINE_GRAINED!r}"
+            f"{taken[0]}: got a tensor that has in files the name of another, or of its scale "
+            f"({suffix!r} is added to a name), expected one of its own; rename it, or register a "
+            f"buffer with persistent=False"
         )
-    return layout
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether it holds weights [E, N, K], which transformers would take to be in float8."""
+    """Return whether a module has weights [E, N, K], which transformers takes for float8."""
     return any(x is not None and x.dim() == 3 for x in module._parameters.values())
 
 
@@ -322,16 +357,21 @@ class _How(NamedTuple):
     param_dtype: torch.dtype | None
     stays: Callable[[str], bool]
     """Whether a tensor of this name keeps its dtype, in high precision, instead of `dtype`."""
+    published: PublishedNames
+    layers: set[nn.Module]
+    experts: set[nn.Module]
+    """Modules whose weights are written in float8."""
 
 
 def _how(
     model: nn.Module,
     format: str,
     strategy: str | None,
-    dtype: torch.dtype | None,
-    scale_dtype: torch.dtype,
-    param_dtype: torch.dtype | None,
+    dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype | None = None,
 ) -> _How:
+    """Return how a model is written; raises unless it can be."""
     for name, given, known in (
         ("dtype", dtype, (None, *HIGH_PRECISION_DTYPES)),
         ("param_dtype", param_dtype, (None, *HIGH_PRECISION_DTYPES)),
@@ -339,19 +379,40 @@ def _how(
     ):
         if given not in known:
             raise TypeError(f"{name}: got {given!r}, expected one of {known}")
-    layout = _checked(model, format, strategy)
-    if dtype is not None:
-        return _How(layout, dtype, scale_dtype, param_dtype, lambda name: False)
-    layers, experts = _layers_in_float8(model), _experts_in_float8(model, published_names(model))
+    layout = layout_named(format, strategy)
+    reshard(model)
+    _require_stored(model)
+    kept, published = _kept_in_float32(model), published_names(model)
+    layers, experts = _layers_in_float8(model, kept), _experts_in_float8(model, published, kept)
+    if not layers and not any(isinstance(each, Float8Experts) for each in experts):
+        raise ValueError(
+            "model: got one without a Float8Linear or Float8Experts whose weights can be written "
+            "(in 16 or 32 bits, not a Conv1D's, nor parametrized), expected one; call "
+            "convert_to_float8_training(model, config=...) first"
+        )
+    if found := replaced_by_transformers(model, layout.method):
+        raise ValueError(
+            f"format: got {format!r} for a model with {found}, which transformers takes for linear "
+            f"layers when it loads that format, and finds no weights for; expected "
+            f"{FINE_GRAINED!r}"
+        )
     body = Counter[torch.dtype]()
-    for _, module, own, x in saved_tensors(model):
+    for name, module, own, x in saved_tensors(model):
         if (own == "weight" and module in layers) or (x.dim() == 3 and module in experts):
             body[x.dtype] += x.numel()
+        elif hasattr(local_tensor(high_precision(x)), "__tensor_flatten__"):
+            raise ValueError(
+                f"{name}: got a {type(local_tensor(x)).__name__}, expected a plain tensor beside "
+                f"the weights in float8; load the model dequantised, or untie that weight, or "
+                f"remove its parametrization"
+            )
     (most, _), *_ = body.most_common(1)
-    if most == torch.float32:
-        kept = _kept_in_float32(model)
-        return _How(layout, torch.bfloat16, scale_dtype, param_dtype, kept)
-    return _How(layout, most, scale_dtype, param_dtype, lambda name: True)
+    masters = dtype is None and most == torch.float32
+    rest = dtype or (torch.bfloat16 if masters else most)
+    stays = kept if masters else lambda name: dtype is None
+    how = _How(layout, rest, scale_dtype, param_dtype, stays, published, layers, experts)
+    _require_own_names(model, how)
+    return how
 
 
 def _kept_in_float32(model: nn.Module) -> Callable[[str], bool]:
@@ -373,17 +434,14 @@ def _written(
     model: nn.Module, how: _How, ranks: Together, measured: bool = False
 ) -> Iterator[Written]:
     """Yield name, tensor, scale and note of each Parameter and buffer that is saved, once."""
-    reshard(model)
-    in_float8, published = _layers_in_float8(model), published_names(model)
-    experts = _experts_in_float8(model, published)
-    seen: set[int] = set()
+    published, seen = how.published, set[int]()
     for name, module, own, x in saved_tensors(model):
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if module in experts and name in published.experts:
+        if module in how.experts and name in published.experts:
             yield from _each_expert(published.experts[name], module, x, how, ranks, measured)
-        elif own == "weight" and module in in_float8:
+        elif own == "weight" and module in how.layers:
             yield _in_float8(published.names[name], module, how, ranks, measured)
         else:
             with ranks:
@@ -393,29 +451,31 @@ def _written(
             yield published.names[name], whole(values), None, None
 
 
-def _layers_in_float8(model: nn.Module) -> set[nn.Module]:
+def _layers_in_float8(model: nn.Module, kept: Callable[[str], bool]) -> set[nn.Module]:
     """Return the layers that multiply outputs in float8, and have a weight [N, K] for themselves.
 
-    One that is tied to an embedding is none of these, nor one that transformers keeps in float32,
-    such as `wo` of T5: it would read the bytes, and no scales.
+    One that is tied to an embedding is none of these, nor one that is parametrized or in float64,
+    nor one that transformers keeps in float32, such as `wo` of T5: it would read the bytes, and no
+    scales.
     """
-    kept = _kept_in_float32(model)
     found: set[nn.Module] = {
         layer
         for name, layer in unwrapped(model).named_modules()
         if isinstance(layer, Float8Layer)
         and not layer._float8_transposed
         and layer._float8_plan.output is not None
+        and getattr(layer._parameters.get("weight"), "dtype", None) in HIGH_PRECISION_DTYPES
         if not kept(plain_name(f"{name}.weight"))
     }
     of_others = {id(x) for m in model.modules() if m not in found for x in m._parameters.values()}
-    return {layer for layer in found if id(layer._parameters.get("weight")) not in of_others}
+    return {layer for layer in found if id(layer._parameters["weight"]) not in of_others}
 
 
-def _experts_in_float8(model: nn.Module, published: PublishedNames) -> set[nn.Module]:
+def _experts_in_float8(
+    model: nn.Module, published: PublishedNames, kept: Callable[[str], bool]
+) -> set[nn.Module]:
     """Return the modules of experts, converted or not, whose weights are published one by one."""
     cut: dict[nn.Module, list[bool]] = {}
-    kept = _kept_in_float32(model)
     for name, module, _, x in saved_tensors(model):
         if x.dim() == 3:
             in_16_bits = local_tensor(high_precision(x)).dtype in HIGH_PRECISION_DTYPES
@@ -436,7 +496,7 @@ def _each_expert(
 
     On several ranks each casts the experts that it has, if it has whole ones.
     """
-    layout, _, scale_dtype, param_dtype, _ = how
+    layout, _, scale_dtype, param_dtype, *_ = how
     spec, as_trained = CastSpec(E4M3, layout.granularity), False
     if isinstance(module, Float8Experts):
         of_module = module._float8_plan.casts.weight.spec
@@ -492,7 +552,7 @@ def _in_float8(name: str, layer: Any, how: _How, ranks: Together, measured: bool
 
     On several ranks from the part of each, if that has scales of its own.
     """
-    layout, _, scale_dtype, param_dtype, _ = how
+    layout, _, scale_dtype, param_dtype, *_ = how
     of_layer, granularity = layer._float8_plan.casts.weight.spec, layout.granularity
     spec = CastSpec(E4M3, granularity, power_of_2=of_layer.power_of_2)
     with ranks:
