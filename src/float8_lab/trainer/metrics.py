@@ -131,12 +131,12 @@ class TensorBoard(Observer):
             values["optimizer/learning_rate"] = record.learning_rate
             if record.timed:
                 values["speed/tokens_per_s"] = record.tokens / record.seconds
-                rates = {f"speed/{name}": getattr(record, name) for name in RATES}
-                values |= {name: rate for name, rate in rates.items() if rate is not None}
+                values |= {f"speed/{name}": getattr(record, name) for name in RATES}
             if record.memory_bytes is not None:
                 values["memory/peak_gib"] = record.memory_bytes / 2**30
             for name, value in values.items():
-                self._writer.add_scalar(name, value, record.step)
+                if value is not None:
+                    self._writer.add_scalar(name, value, record.step)
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Write the validation loss."""
