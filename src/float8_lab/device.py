@@ -22,9 +22,7 @@ def check_device(name: str) -> torch.device:
         raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N")
     device, gpus = torch.device(name), torch.cuda.device_count()
     if (device.index or 0) >= {"cpu": 1, "cuda": gpus}[device.type]:
-        hint = f"PyTorch sees {gpus} CUDA GPU(s)"
-        if not gpus:
-            hint = "no CUDA GPU here, use --device cpu and a small model or small sizes"
+        hint = f"PyTorch sees {gpus} CUDA GPU(s)" if gpus else "no CUDA GPU here, use --device cpu"
         raise ConfigError(f"device {name!r} is not there: {hint}")
     return device
 

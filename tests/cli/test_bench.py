@@ -237,6 +237,4 @@ def test_without_a_gpu_it_says_so(
     shapes = [] if name == "fsdp" else ["--mkn", "32,32,32"]
     expected = "device 'cuda' is not there: no CUDA GPU here, use --device cpu"
     assert refused("bench", name, *shapes).startswith(expected)
-    told = refused("train", "--device", "cuda")
-    assert expected in told
-    assert re.findall(r"--\w+", told) == ["--device"]  # which all commands have
+    assert refused("train", "--device", "cuda").endswith(f"{expected}\n")  # all have that option

@@ -5,7 +5,10 @@ import functools
 import gc
 import importlib
 import json
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +22,7 @@ from float8 import sync_float8_amax_and_scale_history as sync
 from sqnr import same_bits
 from support.fresh import ONE_WORKER, in_fresh_process
 from support.models import fp8_state
+from support.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -169,6 +173,26 @@ def test_the_state_that_is_saved_last_is_the_last(tmp_path: Path) -> None:
     ours = fp8_state(model)
     found = {f"{name}.{key}": x for name, state in saved.items() for key, x in state.items()}
     assert found == {name: x.tolist() for name, x in ours.items()}
+
+
+def resume_with_other_weights(entry: dict[str, Any]) -> str:
+    rank = torch.distributed.get_rank()
+    args, control = SimpleNamespace(world_size=2), None
+    state = SimpleNamespace(global_step=1, is_world_process_zero=rank == 0)
+    state.stateful_callbacks = {"Float8Callback": entry}
+    model = hf.converted("tensorwise", seed=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="weights are not those of the checkpoint") as caught:
+        Float8Callback().on_train_begin(args, state, control, model=model, optimizer=optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_all_ranks_raise_what_the_first_finds(two: Ranks) -> None:
+    callback, model = Float8Callback(), hf.converted("tensorwise")
+    callback._model = weakref.ref(model)
+    first, second = two.run(resume_with_other_weights, callback.state())
+    assert first == second
 
 
 def test_a_run_begun_without_the_callback_is_resumed_with_it(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs that stop, fail and go on; their checkpoints, and that a folder is free for the next one."""
 
+import json
 import resource
 import signal
 from collections.abc import Callable
@@ -14,7 +15,12 @@ from float8.convert import ConversionReport
 from float8.convert.report import LayerReport
 from float8_lab.errors import CheckpointError, ConfigError, OutOfMemoryError, TrainingDivergedError
 from float8_lab.trainer import build, loop
-from float8_lab.trainer.checkpoint import check_checkpoint, list_checkpoints, save_checkpoint
+from float8_lab.trainer.checkpoint import (
+    check_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from float8_lab.trainer.config import TrainConfig
 from float8_lab.trainer.data import Corpus
 from float8_lab.trainer.loop import train
@@ -189,10 +195,6 @@ def test_damage_is_told_before_anything_is_loaded(
     (good / "notes.txt").write_text("not of the checkpoint")
     check_checkpoint(good)
     damage(path / name)
-    if (name, damage) == ("checksums.json", gone):  # as of earlier trainers
-        with pytest.warns(UserWarning, match=r"step_00000002 has no checksums.json"):
-            check_checkpoint(path)
-        cut(path / ".metadata")
     for damaged in (path, empty):
         with pytest.raises(CheckpointError, match=r"is damaged: \S+ .*last good one") as caught:
             check_checkpoint(damaged)
@@ -201,6 +203,56 @@ def test_damage_is_told_before_anything_is_loaded(
     flipped(good / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="no other checkpoint that is intact"):
         check_checkpoint(path)
+
+
+def test_checksums_that_say_nothing_of_a_file(tmp_path: Path) -> None:
+    good, path = save(tmp_path, 1), save(tmp_path, 2)
+    listed = json.loads((path / "checksums.json").read_text())
+    del listed["__0_0.distcp"]
+    (path / "checksums.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match=rf"__0_0.distcp is not in check.*--resume {good}"):
+        check_checkpoint(path)
+
+
+@pytest.mark.parametrize("damage", [gone, cut, lambda file: file.write_bytes(b"")])
+def test_checkpoints_of_earlier_trainers_without_checksums(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    good, path, empty = (save(tmp_path, step) for step in (1, 2, 3))
+    for one in (good, path, empty):
+        gone(one / "checksums.json")
+    with pytest.warns(UserWarning, match=r"step_00000002 has no checksums.json"):
+        check_checkpoint(path)
+    gone(empty / "__0_0.distcp")
+    damage(path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=rf"is damaged: .* --resume {good}$"):
+        check_checkpoint(path)
+    file = path / "__0_0.distcp"
+    file.write_bytes(bytes((good / file.name).stat().st_size))  # as long as it was
+    with pytest.raises(CheckpointError, match=rf"if a file is damaged: .* --resume {good}$"):
+        load_checkpoint(path, tensors())
+
+
+@pytest.mark.parametrize("value", [None, [6], {}, float("nan"), "x", "6", 6.5, -1, True])
+def test_a_wrong_value_in_the_config_of_a_run(make_config: MakeConfig, value: object) -> None:
+    config = make_config()
+    path = Path(config.output)
+    path.mkdir()
+
+    def read(**wrong: object) -> TrainConfig:
+        saved = {"config": vars(config) | wrong, "corpus": {"fingerprint": ""}}
+        (path / "config.json").write_text(json.dumps(saved))
+        return saved_config(path / "checkpoints" / "step_00000001")
+
+    assert read() == config
+    fits = {"learning_rate": [6.5], "data": [None, "x", "6"]}
+    for name in ("learning_rate", "steps", "data", "recipe", "threads", "keep_checkpoints"):
+        if value not in fits.get(name, []):
+            with pytest.raises(ConfigError, match=rf"from config.json .*({name}|{value})"):
+                read(**{name: value})
+    (path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"from config.json"):
+        saved_config(path / "checkpoints" / "step_00000001")
 
 
 def test_a_run_does_not_go_on_from_damage_and_stays_as_it_was(make_config: MakeConfig) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -55,9 +56,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0:  # resumed
             entry = _last(entry)
-            if state.is_world_process_zero and (problem := self._not_loaded(entry)):
+            told = [self._not_loaded(entry) if state.is_world_process_zero else None]
+            if args.world_size > 1 and dist.is_initialized():
+                dist.broadcast_object_list(told)  # from rank 0: all of them raise, and none waits
+            if told[0]:
                 raise ValueError(
-                    f"Float8Callback: {problem}. Make the model from that checkpoint by its "
+                    f"Float8Callback: {told[0]}. Make the model from that checkpoint by its "
                     f"`from_pretrained`, convert it, and resume with it"
                 )
             self._take(entry["attributes"]["delayed"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, Debug, given, settings, takes
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.cli.table import print_table
 from float8_lab.errors import ConfigError
@@ -43,7 +43,6 @@ def compare_command(
     overwrite: Annotated[
         bool, _option("--overwrite", help="Replace an earlier one in the same folder.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Train high precision and each RECIPE from the same seed on the same data, and compare.
 

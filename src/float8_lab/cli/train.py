@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, Debug, given, settings, takes
+from float8_lab.cli.options import INTERRUPTED_EXIT, STOP_NOTICE, App, given, settings, takes
 from float8_lab.cli.progress import ConsoleProgress, make_console, stop_on_signals
 from float8_lab.trainer.config import OUTPUT, TrainConfig
 from float8_lab.trainer.metrics import FINISHED, INTERRUPTED, read_metrics
@@ -26,7 +26,6 @@ def train_command(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Train a Llama on bytes of text with a float8 recipe, or in high precision.
 

@@ -97,41 +97,49 @@ def check_checkpoint(path: Path, ranks: Ranks = ALONE) -> None:
     """Raise a `CheckpointError` if a file of it is damaged or missing; collective.
 
     It names the newest other checkpoint of the run that is not. Each rank reads some of the files.
-    A checkpoint without checksums, of an earlier trainer, cannot be checked, and a warning says so.
+    Of a checkpoint without checksums, of an earlier trainer, it checks sizes alone, and warns.
     """
 
     def check() -> None:
-        if (damage := _damage(path, ranks)) is None:
-            return
-        do = "the run has no other checkpoint that is intact: begin it anew with another --output"
-        for other in list_checkpoints(path.parent)[::-1]:
-            if other.name != path.name and _damage(other) is None:
-                unknown = "" if (other / _CHECKSUMS).exists() else ", which has no checksums,"
-                do = f"go on from the last good one{unknown} with float8 train --resume {other}"
-                break
-        raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; {do}")
+        if damage := _damage(path, ranks):
+            raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; {_way_on(path)}")
 
     ranks.together(check)
     if ranks.rank == 0 and not (path / _CHECKSUMS).exists():
         warnings.warn(
             f"float8: the checkpoint {path} has no {_CHECKSUMS}, as those of earlier versions: "
-            f"whether its files are intact was not checked",
+            f"only the sizes of its files were checked",
             stacklevel=3,
         )
 
 
+def _way_on(path: Path) -> str:
+    """Say what to do without that checkpoint."""
+    for other in list_checkpoints(path.parent)[::-1]:
+        if other.name != path.name and _damage(other) is None:
+            unknown = "" if (other / _CHECKSUMS).exists() else ", which has no checksums,"
+            return f"go on from the last good one{unknown} with float8 train --resume {other}"
+    return "the run has no other checkpoint that is intact: begin it anew with another --output"
+
+
 def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
     """Say which of this rank's share of the files is not as it was written; None if all are."""
-    name = _CHECKSUMS
+    name, listed = _CHECKSUMS, dict[str, int | None]()
     try:
-        if not (path / name).exists():
-            name = _METADATA
-            FileSystemReader(path).read_metadata()  # torch prints a traceback if it cannot
-            return None
-        listed = {_METADATA: None, **json.loads((path / name).read_text())}
+        if (path / name).exists():
+            listed = {_METADATA: None, **json.loads((path / name).read_text())}
+        elif any((other / name).exists() for other in list_checkpoints(path.parent)):
+            return f"{name} is not there, but other checkpoints of the run have theirs"
         for name in [*listed][ranks.rank :: ranks.size]:
             if _crc(path / name) != listed[name]:
                 return f"{name} has other bytes than were written"
+        name = _METADATA  # `load` prints a traceback if it cannot read it
+        parts = FileSystemReader(path).read_metadata().storage_data if ranks.rank == 0 else {}
+        for name, end in {(x.relative_path, x.offset + x.length) for x in parts.values()}:
+            if listed and name not in listed:
+                return f"{name} is not in {_CHECKSUMS}"
+            if not listed and (path / name).stat().st_size < end:
+                return f"{name} is cut"
     except Exception as error:  # whatever a pickle raises
         return f"{name} cannot be read: {error}"
     return None
@@ -147,8 +155,13 @@ def load_checkpoint(path: Path, values: dict[str, Any], ranks: Ranks = ALONE) ->
 
     A `CheckpointError` if names or shapes are not those of then. `check_checkpoint` comes first.
     """
-    with _explained(f"could not go on from the checkpoint {path}", ranks):
-        load(values, checkpoint_id=path, no_dist=ranks.size == 1)
+    try:
+        with _explained(f"could not go on from the checkpoint {path}", ranks):
+            load(values, checkpoint_id=path, no_dist=ranks.size == 1)
+    except CheckpointError as error:
+        if (path / _CHECKSUMS).exists():
+            raise
+        raise CheckpointError(f"{error}; if a file is damaged: {_way_on(path)}") from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -5,7 +5,9 @@ torch is imported where a run is made: `--help` shows these settings without its
 
 import dataclasses
 import functools
+import math
 import os
+import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,18 @@ MODEL, OPTIMIZER, DEVICE = "Model and data", "Optimizer", "Speed and memory"
 RANKS, OUTPUT = "Several ranks", "Output"
 
 _LARGEST = 2**63 - 1  # what PyTorch takes as a seed
+
+
+def check_types(record: Any) -> None:
+    """Raise a `ConfigError` unless each field of a dataclass has a value of its type.
+
+    A bool is no int, an int is a float.
+    """
+    for each in dataclasses.fields(record):
+        got, kinds = getattr(record, each.name), typing.get_args(each.type) or (each.type,)
+        if type(got) not in kinds and not (type(got) is int and float in kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{each.name}: got {got!r}, expected {expected}")
 
 
 def _setting(panel: str, text: str, default: Any = MISSING, shown: str = "", **bounds: Any) -> Any:
@@ -48,8 +62,7 @@ _model, _optimizer, _device, _ranks, _output = (
 class TrainConfig:
     """Everything that decides how a run goes. Build it with `TrainConfig.create`.
 
-    What cannot work is a `ConfigError`. Bounds of numbers (`min`, `max`) are checked by the command
-    line.
+    What cannot work is a `ConfigError`, as are values of another type or out of bounds.
     """
 
     recipe: str = _model(
@@ -103,6 +116,11 @@ class TrainConfig:
         from float8 import Float8Weights
         from float8_lab.device import check_device
 
+        check_types(self)
+        for name, option in OPTIONS.items():
+            low, high, got = option.min, option.max or math.inf, getattr(self, name)
+            if low is not None and not low <= got <= high:
+                raise ConfigError(f"{name}: got {got!r}, expected {low} to {high}")
         recipe, shape = float8_config(self.recipe), preset(self.model).model
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")

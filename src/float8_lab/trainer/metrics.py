@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from float8_lab.trainer.config import TrainConfig
+from float8_lab.errors import ConfigError
+from float8_lab.trainer.config import TrainConfig, check_types
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
@@ -130,12 +131,12 @@ class TensorBoard(Observer):
             values["optimizer/learning_rate"] = record.learning_rate
             if record.timed:
                 values["speed/tokens_per_s"] = record.tokens / record.seconds
-                rates = {f"speed/{name}": getattr(record, name) for name in RATES}
-                values |= {name: rate for name, rate in rates.items() if rate is not None}
+                values |= {f"speed/{name}": getattr(record, name) for name in RATES}
             if record.memory_bytes is not None:
                 values["memory/peak_gib"] = record.memory_bytes / 2**30
             for name, value in values.items():
-                self._writer.add_scalar(name, value, record.step)
+                if value is not None:
+                    self._writer.add_scalar(name, value, record.step)
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Write the validation loss."""
@@ -159,27 +160,36 @@ def read_metrics(path: Path) -> Metrics:
     """Read what `JsonLines` wrote, across resumes; of a file that is not there nothing.
 
     Steps taken again count once, as taken last; half-written lines of killed runs are passed over.
+    Lines that are whole and nothing that was written are a `ConfigError`.
     """
     metrics = Metrics()
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
         try:
-            event = json.loads(line)
-        except ValueError:
+            _add(metrics, **json.loads(line.decode()))
+        except json.JSONDecodeError:
             continue
-        kind, step = event.pop("kind"), event["step"]
-        if kind == "start":
-            metrics.train = [record for record in metrics.train if record.step <= step]
-            metrics.validation = [record for record in metrics.validation if record.step <= step]
-            metrics.status = ""
-        elif kind == "train":
-            del event["tokens_per_s"]
-            event["loss"], event["grad_norm"] = float(event["loss"]), float(event["grad_norm"])
-            metrics.train.append(StepRecord(**event))
-        elif kind == "validation":
-            metrics.validation.append(ValidationRecord(step, float(event["loss"])))
-        elif kind == "end":
-            metrics.status = event["status"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            got = f"{path}: got the line {line[:80]!r} (number {number})"
+            raise ConfigError(f"{got}, expected a record of a run: delete that line") from error
     return metrics
+
+
+def _add(metrics: Metrics, kind: str, step: int, **values: Any) -> None:
+    """Add one event as `JsonLines` writes it."""
+    values |= {name: float(x) for name, x in values.items() if x in ("nan", "inf", "-inf")}
+    if kind == "start":
+        metrics.train = [record for record in metrics.train if record.step <= step]
+        metrics.validation = [record for record in metrics.validation if record.step <= step]
+        metrics.status = ""
+    elif kind == "train":
+        del values["tokens_per_s"]
+        metrics.train.append(StepRecord(step, **values))
+        check_types(metrics.train[-1])
+    elif kind == "validation":
+        metrics.validation.append(ValidationRecord(step, **values))
+        check_types(metrics.validation[-1])
+    elif kind == "end":
+        metrics.status = values["status"]
 
 
 MEAN = "mean of the last tenth of the steps, at most 100"

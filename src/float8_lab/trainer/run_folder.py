@@ -105,7 +105,7 @@ def _read_config(folder: Path) -> tuple[TrainConfig, str]:
     try:
         saved = json.loads((folder / "config.json").read_text())
         return TrainConfig(**saved["config"]), saved["corpus"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         do = "delete that folder, which holds no checkpoint, to have the run done again"
         if RunFolder(folder).saved:
             do = "its checkpoints and metrics are not touched: start a run with the same settings "
