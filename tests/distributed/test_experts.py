@@ -219,7 +219,7 @@ def test_nothing_of_gathered_weights_is_kept(recipe: str) -> None:
     kept: list[Tensor] = []
     x, sizes = tokens(4)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        model(x, sizes)
+        model(x.requires_grad_(), sizes)
     of_weights = [t for t in kept if t.dim() == 3]
     assert [t.shape[1:] for t in of_weights] == [(N, K), (N, 1), (K, N), (K, 1)]
     assert all(t.untyped_storage().size() > 0 for t in of_weights)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from typing import Any, cast
 
 import pytest
 import torch
@@ -171,14 +172,13 @@ def test_no_offs_lead_out_of_the_tensors(
     b = guarded(torch.randn(E, N, C, device=triton_device).to(E4M3))
     rows = *made[:2], b, guarded(torch.rand(E, N, device=triton_device))
     padded = [n if n in (MIN, MAX) else min(max(n * 128, MIN), MAX // 128 * 128) for n in wild]
-    for case, offs, most in (
-        (rows, wild, T), ((*made[2:4], *made[2:4]), padded, made[2].shape[1])
-    ):  # fmt: skip
+    columns, reference = (*made[2:4], *made[2:4]), cast(Any, gemm.grouped_matmul_reference)
+    for case, offs, most in ((rows, wild, T), (columns, padded, made[2].shape[1])):
         got, want = (
             ops.cuda.grouped_matmul(*case, ends(numbers), False, False, torch.float32)
             for numbers in (offs, clean(offs, most))
         )
-        twin = gemm.grouped_matmul_reference(*case, ends(offs), False, False, torch.float32)
+        twin = reference(*case, ends(offs), False, False, torch.float32)
         assert torch.equal(got, want)
         assert torch.equal(got == 0, twin == 0)
         assert not twin.any() or sqnr(twin, got) > 45
