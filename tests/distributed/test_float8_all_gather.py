@@ -250,7 +250,8 @@ def test_a_weight_that_a_forward_reads_itself(recipe: str) -> None:
             fully_shard(model, mesh=mesh_of())
             x = seeded(0, 16, K, device=here())
             if gathers == (True,):
-                refused = pytest.raises((ValueError, NotImplementedError), match="once more, with")
+                error = ValueError, NotImplementedError
+                refused = pytest.raises(error, match="its layer once more before fully_shard, with")
                 with refused:
                     model(x)
                 continue
