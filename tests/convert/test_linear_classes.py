@@ -166,7 +166,7 @@ FORMER = (
     "delayed detach expire_weights first_scale fresh_state has_unsynced_amax held held_weight "
     "hold_weights holds_part in_float8 keeps_no_master made_of mark_synced plan ready_weight "
     "reset_state set_up settle settled shards source_class transposed _amax_version _drop_state "
-    "_passing _seen _state mesh why_never_held"
+    "_passing _seen _state mesh why_never_held _float8_mine"
 )
 """Names that a user's layer may well have, and that layers of ours had once."""
 
@@ -249,7 +249,7 @@ def test_what_one_conversion_leaves_the_next_may_take() -> None:
 def test_a_layer_that_an_older_version_has_pickled_is_refused() -> None:
     layer = convert_to_float8_training(nn.Linear(16, 16))
     state = layer.__getstate__()
-    state["config"] = state.pop("_float8_config")  # as it was named
+    state["plan"] = state.pop("_float8_plan")  # as it was named
     with pytest.raises(ValueError, match=r"version 0\.2 or older has pickled"):
         copy.copy(layer).__setstate__(state)
 

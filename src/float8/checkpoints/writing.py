@@ -296,7 +296,6 @@ _STORED = {
     *(torch.float64, *HIGH_PRECISION_DTYPES, torch.complex64, torch.bool),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
 }
 """The dtypes of tensors beside weights in float8 that safetensors has."""
 
@@ -404,7 +403,8 @@ def _how(
             raise ValueError(
                 f"{name}: got a {type(local_tensor(x)).__name__}, expected a plain tensor beside "
                 f"the weights in float8; load the model dequantised, or untie that weight, or "
-                f"remove its parametrization"
+                f"remove its parametrization; for one in float8 only call "
+                f"convert_to_high_precision on its layer"
             )
     (most, _), *_ = body.most_common(1)
     masters = dtype is None and most == torch.float32

@@ -28,10 +28,10 @@ from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
 from float8.linear.plan import LinearPlan
 from float8.linear.source import (
-    PREFIX,
     about_forward,
     class_like,
     not_in_high_precision,
+    own_names,
     replaced_forward,
 )
 from float8.tensor import (
@@ -70,7 +70,7 @@ class Float8Experts(Float8Module):
 
     def _float8_become_high_precision(self) -> None:
         """Turn this very object back into what it was."""
-        for name in [name for name in vars(self) if name.startswith(PREFIX)]:
+        for name in own_names(Float8Experts) & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = self._float8_source_class  # type: ignore[assignment]
 

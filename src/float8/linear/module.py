@@ -20,7 +20,7 @@ from float8.linear.functional import apply_linear, require_input
 from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
-from float8.linear.source import PREFIX, class_of, is_conv1d, problem, shallow_copy
+from float8.linear.source import class_of, is_conv1d, own_names, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import in_float8_only
 from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
@@ -151,7 +151,8 @@ class Float8Layer(StatefulLayer):
         self._float8_drop_state()
         self.__dict__.pop("forward", None)  # that of its class, which accelerate leaves behind
         source = self._float8_source_class  # may be the layer's own
-        for name in [name for name in vars(self) if name.startswith(PREFIX)]:
+        base: Any = self._float8_base_class or type(self)
+        for name in own_names(base) & vars(self).keys():
             del self.__dict__[name]
         self.__class__ = source  # type: ignore[assignment]
 

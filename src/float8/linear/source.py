@@ -54,7 +54,7 @@ def become(mod: nn.Module, new: nn.Module) -> None:
 
 
 @functools.cache
-def _own_names(base: type) -> frozenset[str]:
+def own_names(base: type) -> frozenset[str]:
     """Return what layers of class `base` need for themselves."""
     every = {"_float8_config", "_float8_plan", *dir(base)}
     return frozenset(name for name in every if name.startswith(PREFIX))
@@ -205,7 +205,7 @@ def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | N
     if is_ours:
         names -= {name for site in mod._float8_delayed for name in site.buffers}
     else:
-        names |= _own_names(base)
+        names |= own_names(base)
         # The class would hide what is registered under this name.
         names |= {"from_float"} & {*mod._parameters, *mod._buffers, *mod._modules}
     if taken := names & there:
@@ -235,7 +235,8 @@ def class_of(base: Any, source: Any) -> Any:
 
     Where `source` is a subclass of `nn.Linear`, a subclass of both: `isinstance` holds and the
     methods, properties and class attributes of `source` stay; forward is that of `base`. Its layers
-    are pickled as long as `source` can be. It is called as `source`, and with a `config`.
+    are pickled as long as `source` can be. It is called as `source`, and with a `config`; where
+    `source` takes a `config` of its own, a new layer has dynamic tensorwise scaling.
     """
     return base if issubclass(base, source) else _class_of_both(base, source)
 

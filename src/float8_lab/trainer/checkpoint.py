@@ -128,8 +128,8 @@ def _damage(path: Path, ranks: Ranks = ALONE) -> str | None:
     try:
         if (path / name).exists():
             listed = {_METADATA: None, **json.loads((path / name).read_text())}
-        elif any((other / name).exists() for other in list_checkpoints(path.parent)):
-            return f"{name} is not there, but other checkpoints of the run have theirs"
+        elif any((x / name).exists() for x in _earlier(path)):
+            return f"{name} is not there, but earlier checkpoints of the run have theirs"
         for name in [*listed][ranks.rank :: ranks.size]:
             if _crc(path / name) != listed[name]:
                 return f"{name} has other bytes than were written"
@@ -168,6 +168,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints below `folder`, oldest step first; unfinished ones are not among them."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in found if is_checkpoint(path)), key=step_of)
+
+
+def _earlier(path: Path) -> list[Path]:
+    """List checkpoints of the same run with fewer steps; of one elsewhere none are known."""
+    if not is_checkpoint(path):
+        return []
+    return [x for x in list_checkpoints(path.parent) if step_of(x) < step_of(path)]
 
 
 def is_checkpoint(path: Path) -> bool:
