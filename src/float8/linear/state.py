@@ -177,44 +177,35 @@ class StatefulLayer(Float8Module):
             if isinstance(p, nn.Parameter) and p.requires_grad and not p.is_inference()
         }
         weight: Any = self._parameters.get("weight")
+        amax: Any = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
         trained = type(weight) is nn.Parameter and id(weight) in versions
-        seen = self._float8_seen
-        if seen is None:
-            self._float8_seen = versions
-            self._float8_sample = self._float8_values(weight) if trained else None
-            return
-        written = any(seen.get(key, version) != version for key, version in versions.items())
-        before = self._float8_sample
-        if not written and trained and before is not None and weight.grad is None:
-            # Without a backward there was no step: to compare values waits for the device.
-            amax = self._buffers[CastSite.GRAD_OUTPUT.amax]
-            if amax is not None and amax._version != before[1]:
-                now = self._float8_values(weight)
-                if now is not None and now[0] == before[0]:
-                    written = not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
-                self._float8_sample = now  # the next comparison is after another backward
+        trained &= amax is not None and not (amax.is_meta or amax.is_inference())
+        seen, before, now = self._float8_seen, self._float8_sample, None
+        written = seen is not None and any(
+            seen.get(key, version) != version for key, version in versions.items()
+        )
+        # Without a backward there was no step: to compare values waits for the device.
+        first, looks = seen is None, seen is None
+        if trained and before is not None and not first:
+            looks = weight.grad is None and amax._version != before[1]
+        if looks and trained:
+            # Of what ranks share, gradients are None between microbatches, too.
+            ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
+                which = id(weight), weight.dtype, weight.device, weight.shape
+                now = which, amax._version, weight.detach().diagonal().clone()
+        if first:
+            self._float8_seen, self._float8_sample = versions, now
+        elif looks:
+            if now is not None and before is not None and now[0] == before[0]:
+                written |= not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
+            self._float8_sample = now  # the next comparison is after another backward
         if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "
                 "scaling was not synced; call sync_float8_amax_and_scale_history(model) once per "
                 "optimizer step, or attach_to_optimizer(model, optimizer) once before training"
             )
-
-    def _float8_values(self, weight: Tensor) -> tuple[Any, int, Tensor] | None:
-        """Return which weight it is, how often a backward has run, and some of its values.
-
-        None where nothing may be copied, or where that tells nothing: of what ranks share,
-        gradients are None between microbatches, too.
-        """
-        amax = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
-        if amax is None or amax.is_meta or amax.is_inference():
-            return None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return None
-        if amax.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        which = id(weight), weight.dtype, weight.device, weight.shape
-        return which, amax._version, weight.detach().diagonal().clone()
 
     # ---------------------------------------------------------------- copies and moves
 
