@@ -1,4 +1,4 @@
-"""What several ranks do together: what one of them cannot do fails on all of them, at once."""
+"""Work that several ranks do together: an error of one of them is raised on all, at once."""
 
 from collections.abc import Sequence
 from types import TracebackType

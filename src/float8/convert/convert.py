@@ -140,7 +140,7 @@ def convert_to_float8_training(
     reasons = changes.reasons
     for fqn, part in module.named_modules():
         if isinstance(part, Float8Layer | Float8Experts):
-            if _config_of(part) != config and _takes(module_filter_fn, part, fqn):
+            if part._float8_config != config and _takes(module_filter_fn, part, fqn):
                 _require_changeable(part, fqn, config)
                 changes.again.append(part)
         elif part in known:
@@ -319,10 +319,6 @@ def _require_changeable(
     else:
         return
     raise ValueError(f"layer {fqn or '(root)'!r}: got {got}, expected one to change; {do}")
-
-
-def _config_of(part: Float8Layer | Float8Experts) -> Float8LinearConfig:
-    return part._float8_config
 
 
 def _why_not_again(part: nn.Module, config: Float8LinearConfig) -> Any:

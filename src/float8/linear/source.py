@@ -23,10 +23,10 @@ _REGISTRIES = {name for name, x in vars(nn.Module()).items() if isinstance(x, di
 
 
 PREFIX = "_float8_"
-"""What layers and experts have of ours begins with it: all other names are their user's."""
+"""Names of ours on layers and experts begin with it: all others are their user's."""
 
 PUBLIC = ("config", "from_float")
-"""What a layer has besides, where its user's class has nothing of that name."""
+"""The two other names of ours, where the user's class has nothing of that name."""
 
 # ---------------------------------------------------------------- from one to the other
 

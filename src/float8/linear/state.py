@@ -184,9 +184,9 @@ class StatefulLayer(Float8Module):
         written = seen is not None and any(
             seen.get(key, version) != version for key, version in versions.items()
         )
-        # Without a backward there was no step: to compare values waits for the device.
-        first, looks = seen is None, seen is None
-        if trained and before is not None and not first:
+        looks = seen is None
+        if trained and before is not None and seen is not None:
+            # Without a backward there was no step: to compare values waits for the device.
             looks = weight.grad is None and amax._version != before[1]
         if looks and trained:
             # Of what ranks share, gradients are None between microbatches, too.
@@ -194,7 +194,7 @@ class StatefulLayer(Float8Module):
             if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
                 which = id(weight), weight.dtype, weight.device, weight.shape
                 now = which, amax._version, weight.detach().diagonal().clone()
-        if first:
+        if seen is None:
             self._float8_seen, self._float8_sample = versions, now
         elif looks:
             if now is not None and before is not None and now[0] == before[0]:
