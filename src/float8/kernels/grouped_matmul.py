@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from float8.formats import GROUP_ALIGNMENT
-from float8.kernels.groups import check_offs, ends_of_groups, groups_of
-from float8.kernels.runtime.device import launching_on, sm_count
+from float8.kernels.groups import check_offs, groups_of
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.triton import TensorDescriptor, jit, tl
+from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
 
 
 def grouped_matmul_reference(
@@ -37,9 +36,9 @@ def grouped_matmul_reference(
     """Multiply group by group in float32: the plain twin of `gemm.grouped.grouped_matmul`."""
     how = emulate, use_fast_accum, out_dtype
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *how).zero_()
-    begin = 0
-    ends = ends_of_groups(ends, a.shape[0 if b.dim() == 3 else 1])
+    begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
     for group, end in enumerate(ends.tolist()):
+        end = max(begin, min(end, last))  # as `kernels.groups` reads them
         if b.dim() == 3:
             x, w, scale = a[begin:end], b[group], a_scale[begin:end]
         else:
@@ -104,11 +103,10 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     kernel: Any = _grouped_matmul_kernel
-    with launching_on(a.device):
-        kernel[(2 * sm_count(a.device),)](
-            tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
-            groups, _BLOCK, _PANEL, num_warps=4, num_stages=3,
-        )  # fmt: skip
+    kernel[(2 * sm_count(a.device),)](
+        tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
+        groups, _BLOCK, _PANEL, num_warps=4, num_stages=3,
+    )  # fmt: skip
     return out
 
 

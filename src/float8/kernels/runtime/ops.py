@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from float8.kernels.runtime import private
@@ -63,7 +64,7 @@ def register(
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
-    on_cuda = triton if HAS_TRITON else without_triton(plain)
+    on_cuda = _on_its_device(triton if HAS_TRITON else without_triton(plain))
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", on_cuda)):
         _library.impl(name, body, key)
         setattr(device, name, body)
@@ -81,6 +82,19 @@ def register(
     torch.library.register_fake(f"float8::{name}", traced, lib=_library)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.float8, name))(flops)
+
+
+def _on_its_device(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Run with the GPU of the first argument as the current one, on which Triton launches."""
+
+    def op(x: Tensor, *args: Any, **named: Any) -> Any:
+        current = private.current_device or torch.cuda.current_device
+        if not x.is_cuda or x.device.index == current():
+            return body(x, *args, **named)
+        with torch.cuda.device(x.device):
+            return body(x, *args, **named)
+
+    return op
 
 
 _REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
