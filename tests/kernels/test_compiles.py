@@ -106,24 +106,24 @@ def grouped_matmul(x: Tensor) -> None:
 GROUPED = {"cast_groups": groups, "grouped_matmul": grouped_matmul}
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "amax": ops.cuda.amax,
-    "cast": lambda x: ops.cuda.cast(x, empty(), "tensorwise", E4M3, True, True),
-    "cast row": lambda x: ops.cuda.cast(x, empty(), "tensorwise", E4M3, True, False),
+    "cast": lambda x: ops.cuda.cast(x, empty(), None, None, E4M3, True, True),
+    "cast row": lambda x: ops.cuda.cast(x, empty(), None, None, E4M3, True, False),
     "cast of float32 by way of bfloat16": lambda x: ops.cuda.cast(
-        x.float(), empty(), "tensorwise", E4M3, True, True, False, False, BF16
+        x.float(), empty(), None, None, E4M3, True, True, False, False, BF16
     ),
     "cast under its own scale": lambda x: ops.cuda.cast(
-        x, None, "tensorwise", E5M2, True, True, True, True
+        x, None, None, None, E5M2, True, True, True, True
     ),
     "cast_delayed": lambda x: ops.cuda.cast_delayed(
         x, empty(), empty(), E4M3, True, True, False, False, True
     ),
-    "rows": lambda x: ops.cuda.cast(x, None, "axiswise", E4M3, True, False, False, True),
-    "rows and columns": lambda x: ops.cuda.cast(x, None, "axiswise", E4M3, True, True),
-    "columns": lambda x: ops.cuda.cast(x, None, "axiswise", E5M2, False, True, False, True),
-    "1x128": lambda x: ops.cuda.cast(x, None, "block_1x128", E4M3, True, True),
-    "1x128 columns": lambda x: ops.cuda.cast(x, None, "block_1x128", E4M3, False, True),
-    "1x128 of float32": lambda x: ops.cuda.cast(x.float(), None, "block_1x128", E4M3, True, True),
-    "128x128": lambda x: ops.cuda.cast(x, None, "block_128x128", E4M3, True, True),
+    "rows": lambda x: ops.cuda.cast(x, None, 1, None, E4M3, True, False, False, True),
+    "rows and columns": lambda x: ops.cuda.cast(x, None, 1, None, E4M3, True, True),
+    "columns": lambda x: ops.cuda.cast(x, None, 1, None, E5M2, False, True, False, True),
+    "1x128": lambda x: ops.cuda.cast(x, None, 1, 128, E4M3, True, True),
+    "1x128 columns": lambda x: ops.cuda.cast(x, None, 1, 128, E4M3, False, True),
+    "1x128 of float32": lambda x: ops.cuda.cast(x.float(), None, 1, 128, E4M3, True, True),
+    "128x128": lambda x: ops.cuda.cast(x, None, 128, 128, E4M3, True, True),
     "transpose": lambda x: ops.cuda.transpose(empty(*x.shape, dtype=E4M3)),
 }
 

@@ -44,14 +44,14 @@ def of_cast(device: str) -> Args:
     x, scale, _ = tensors(device)
     layouts = (True, True, True), (True, False, False), (False, True, False)
     for dtype, flags in itertools.product(FORMATS, layouts):
-        yield x, scale, "tensorwise", dtype, *flags
-        yield x.t(), scale, "tensorwise", dtype, *flags
-    yield x, None, "tensorwise", E4M3, True, False, False, True
-    yield x, scale, "tensorwise", E4M3, True, True, False, False, torch.bfloat16
+        yield x, scale, None, None, dtype, *flags
+        yield x.t(), scale, None, None, dtype, *flags
+    yield x, None, None, None, E4M3, True, False, False, True
+    yield x, scale, None, None, E4M3, True, True, False, False, torch.bfloat16
     x = torch.randn(17, 260, device=device)
-    for of, flags in itertools.product(("axiswise", "block_1x128", "block_128x128"), layouts):
+    for of, flags in itertools.product(((1, None), (1, 128), (128, 128)), layouts):
         for y, power_of_2 in ((x, True), (x.t(), False)):
-            yield y, None, of, E4M3, *flags, power_of_2
+            yield y, None, *of, E4M3, *flags, power_of_2
 
 
 def of_cast_delayed(device: str) -> Args:
@@ -170,9 +170,9 @@ class TestCast:
     def test_order_and_absence(self, device: str) -> None:
         x = torch.randn(20, 40, device=device, requires_grad=True)
         scale = torch.tensor(0.01, device=device, requires_grad=True)
-        twin = ops.cpu.cast(x, scale, "tensorwise", E4M3, True, True)
+        twin = ops.cpu.cast(x, scale, None, None, E4M3, True, True)
         own = amax_to_scale(kernels.amax(x), E4M3, True)
-        of_own = ops.cpu.cast(x, own, "tensorwise", E4M3, True, True)
+        of_own = ops.cpu.cast(x, own, None, None, E4M3, True, True)
         for row, col in ((True, True), (True, False), (False, True)):
             for given, spec, want in (
                 (scale, CastConfig(target_dtype=E4M3), twin),

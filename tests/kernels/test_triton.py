@@ -51,10 +51,12 @@ def delayed(ops: Any, x: Tensor, how: How, scale: float = 0.0) -> list[Tensor]:
     return [*ops.cast_delayed(x, one(x, scale), amax, *how, True), amax]
 
 
-def cast(of: str = "tensorwise", scale: float | None = None, via: Any = None) -> Any:
+def cast(
+    height: int | None = None, width: int | None = None, scale: float | None = None, via: Any = None
+) -> Any:
     """Return a kernel of `KERNELS` that casts so."""
     given = lambda x: None if scale is None else one(x, scale)  # noqa: E731
-    return lambda ops, x, how: ops.cast(x, given(x), of, *how, via)
+    return lambda ops, x, how: ops.cast(x, given(x), height, width, *how, via)
 
 
 KERNELS: dict[str, Callable[[Any, Tensor, How], list[Tensor]]] = {
@@ -64,9 +66,9 @@ KERNELS: dict[str, Callable[[Any, Tensor, How], list[Tensor]]] = {
     "measured": cast(),
     "unknown": delayed,
     "known": lambda ops, x, how: delayed(ops, x, how, 0.03),
-    "rows": cast("axiswise"),
-    "runs": cast("block_1x128"),
-    "squares": cast("block_128x128"),
+    "rows": cast(1),
+    "runs": cast(1, 128),
+    "squares": cast(128, 128),
     "transpose": lambda ops, x, how: [ops.transpose(x)],
 }
 CASTS = [name for name in KERNELS if name not in ("amax", "transpose")]
@@ -207,7 +209,7 @@ class TestRounding:
         numbers += [(awkward((17, 33), FP32), scale) for scale in SCALES]
         for x, scale in numbers:
             x = x.to(triton_device)
-            args = (x, one(x, scale), "tensorwise", dtype, True, True)
+            args = (x, one(x, scale), None, None, dtype, True, True)
             assert_same(ops.cuda.cast(*args), ops.cpu.cast(*args))
 
 

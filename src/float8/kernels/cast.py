@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import CastConfig, Granularity, ScalingGranularity
-from float8.formats import E4M3, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, ceil16
+from float8.config import CastConfig, Granularity
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels import tiles
 from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
 from float8.kernels.numeric import (
@@ -123,7 +123,7 @@ def cast(
         delayed = cuda.cast_delayed if direct else torch.ops.float8.cast_delayed.default
         out = delayed(x, scale, amax, dtype, row, col, pad_rows, how.power_of_2, record)
         return Operand(out[1], out[0]) if row else None, Operand(out[2], out[0]) if col else None
-    wanted = (scale, of.value, dtype, row, col, pad_rows, how.power_of_2, via)
+    wanted = (scale, of.height, of.width, dtype, row, col, pad_rows, how.power_of_2, via)
     # Nothing gained else, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
     if of.width is not None:
         traced = traced and x.shape[1] % of.width == 0 and x.stride(1) == 1
@@ -168,7 +168,8 @@ def refusal_of_scalar(name: str, scalar: Any, x: Tensor, of: Granularity) -> Exc
 
 def layouts(
     shape: tuple[int, ...],
-    of: Granularity,
+    height: int | None,
+    width: int | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
@@ -179,15 +180,19 @@ def layouts(
     None for what is not asked for, and for the one scale of a tensor. Sizes may be symbolic.
     """
     (R, C), made = shape, list[Layout | None]()
+    square = (height == width and width) or 16
     for wanted, rows, columns, pads in ((row, R, C, pad_rows), (col, C, R, True)):
-        if pads or of.by_blocks:
-            rows = _ceil(rows, (of.square and of.height) or GEMM_ALIGNMENT)
-        columns = _ceil(columns, of.width or GEMM_ALIGNMENT)
-        scales = of.scales((rows, columns))
-        # Scales of runs lie as those of the transposed tensor.
-        strides = (1, rows) if of.by_blocks and not of.square else (*scales[1:], 1)
+        if pads or width is not None:
+            rows = _ceil(rows, square)
+        columns = _ceil(columns, width or 16)
+        scales, strides = (rows, 1), (1, 1)
+        if width is not None:  # those of runs lie as those of the transposed tensor
+            scales, strides = (rows, columns // width), (1, rows)
+        if width is not None and height == width:
+            pitch = _ceil(columns // width, 4)
+            scales, strides = (rows // width, pitch), (pitch, 1)
         made.append(((rows, columns), (columns, 1), dtype) if wanted else None)
-        made.append((scales, strides, torch.float32) if wanted and not of.one_scale else None)
+        made.append((scales, strides, torch.float32) if wanted and height is not None else None)
     return made
 
 
@@ -218,7 +223,8 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def cast_reference(
     x: Tensor,
     scale: Tensor | None,
-    granularity: str,
+    height: int | None,
+    width: int | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
@@ -229,10 +235,11 @@ def cast_reference(
 ) -> list[Tensor]:
     """Plain-torch twin: what :func:`cast` returns, but for what was given and is not asked for.
 
-    The scale if there is one and it was not given, and the layouts; or each with its scales.
+    The scale if there is one and it was not given, and the layouts; or each with its scales. A
+    scale covers ``height`` rows and ``width`` columns of row data; None: all.
     """
-    of, x, (R, C) = ScalingGranularity(granularity), x.to(via or x.dtype), x.shape
-    if of.one_scale:
+    x, (R, C) = x.to(via or x.dtype), x.shape
+    if height is None:
         made = [] if scale is None else [scale.reshape(())]
         if scale is None:
             made = [amax_to_scale(amax_reference(x), dtype, power_of_2)]
@@ -245,20 +252,21 @@ def cast_reference(
         out = [codes.view(dtype) for codes in made[1:]]
         return made[:1] + out if scale is None else out
     # Blocks as `view` takes them: their number and extent down, those across; dims that they span.
-    k, R16, C16 = of.width or 16, (R + 15) // 16 * 16, (C + 15) // 16 * 16
+    k, R16, C16 = width or 16, (R + 15) // 16 * 16, (C + 15) // 16 * 16
     down, across = (1, R16), (1, C16)
-    if of.width is not None:
+    if width is not None:
         down, across = ((R + k - 1) // k, k), ((C + k - 1) // k, k)
-    rows = (R16 if pad_rows or of.by_blocks else R), 1
+    rows = (R16 if pad_rows or width is not None else R), 1
     casts: list[tuple[Any, ...]] = [((*rows, *across), (3,))] * row + [
         ((*down, C16, 1), (1,))
     ] * col
-    if of.square:
+    square = width is not None and width == height
+    if square:
         casts = [((*down, *across), (3, 1))]  # of runs first: that fuses into what produces x
     parts = []
     for blocks, dims in casts:
-        height, width = blocks[0] * blocks[1], blocks[2] * blocks[3]
-        pad = (0, width - C, 0, height - R)
+        Rp, Cp = blocks[0] * blocks[1], blocks[2] * blocks[3]
+        pad = (0, Cp - C, 0, Rp - R)
         # A compiler drops what pads by nothing. To ask it here would make it compile again for
         # sizes that need other padding.
         pads = torch.compiler.is_compiling() or pad[1] != 0 or pad[3] != 0
@@ -273,7 +281,7 @@ def cast_reference(
                 # would be cast under one scale and multiplied with the other.
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
         own = amax_to_scale(amax, dtype, power_of_2)
-        data = to_float8(y, own, dtype).reshape(height, width)
+        data = to_float8(y, own, dtype).reshape(Rp, Cp)
         if pads:  # once more: next to a NaN a zero has become NaN, too
             data = F.pad(data.view(torch.uint8)[:R, :C], pad).view(dtype)
         parts.append((data.contiguous(), own.squeeze((1, 3))))
@@ -285,10 +293,10 @@ def cast_reference(
         data, own = parts[-1]
         out += [torch.ops.float8.transpose.default(data, None), own.t()]
     for at in range(1, len(out), 2):
-        if of.square:  # contiguous, padded to 4
+        if square:  # contiguous, padded to 4
             own = F.pad(out[at], (0, -out[at].shape[1] % 4))
             out[at] = own.clone(memory_format=torch.contiguous_format)
-        elif of.by_rows:
+        elif width is None:
             out[at] = out[at].flatten().unsqueeze(1)
     return out
 
@@ -310,18 +318,15 @@ def cast_delayed_reference(
     if record:
         amax.copy_(torch.maximum(amax, own))
     used = torch.where(scale == 0.0, used, scale)
-    out = cast_reference(x, used, "tensorwise", dtype, row, col, pad_rows)
+    out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
     absent = x.new_empty((0,))
     return used, out[0] if row else absent, out[-1] if col else absent
 
 
-def _cast_fake(
-    x: Tensor, scale: Tensor | None, granularity: str, dtype: torch.dtype, *wanted: Any
-) -> list[Tensor]:
+def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *how: Any) -> list[Tensor]:
     """Uninitialised results of `cast_reference`."""
-    of = ScalingGranularity(granularity)
-    made = [_ONE if of.one_scale and scale is None else None]
-    made += layouts(x.shape, of, dtype, *wanted[:3])
+    made = [_ONE if height is None and scale is None else None]
+    made += layouts(x.shape, height, *how[:5])
     return [x.new_empty_strided(*each[:2], dtype=each[2]) for each in made if each is not None]
 
 
@@ -330,7 +335,7 @@ def _cast_delayed_fake(
 ) -> tuple[Tensor, ...]:
     # Ops that write an argument must return a fixed number: the compiler's functionalisation takes
     # no list. So there is an empty tensor for a layout that was not asked for.
-    along, _, across, _ = layouts(x.shape, ScalingGranularity.TENSORWISE, dtype, *wanted[:3])
+    along, _, across, _ = layouts(x.shape, None, None, dtype, *wanted[:3])
     made = (each or ((0,), (1,), x.dtype) for each in (_ONE, along, across))
     return tuple(x.new_empty_strided(*each[:2], dtype=each[2]) for each in made)
 
@@ -338,7 +343,9 @@ def _cast_delayed_fake(
 # ---------------------------------------------------------------- Triton
 
 ONE, LINES, RUNS, SQUARES = range(4)
-"""What a scale covers in the kernel, in the order of `ScalingGranularity`."""
+"""What a scale covers, as the kernel names it: the tensor; rows, or columns; parts of them."""
+
+_COVERS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
 
 GIVEN, MEASURED, HISTORY = range(3)
 """Where the kernel takes one scale from: it is given; measured, from amaxes to be joined; or from
@@ -351,7 +358,8 @@ WIDEST_ROW = 32768
 def _cast_triton(
     x: Tensor,
     scale: Tensor | None,
-    granularity: str,
+    height: int | None,
+    width: int | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
@@ -360,13 +368,13 @@ def _cast_triton(
     via: torch.dtype | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    wanted = granularity, dtype, row, col, pad_rows, power_of_2
+    wanted = height, width, dtype, row, col, pad_rows, power_of_2
     rounded = (x.dtype, via) == (torch.float32, torch.bfloat16) and scale is not None
     if via is not None and not rounded:
         x = x.to(via)
     if x.numel() == 0:
         return cast_reference(x, scale, *wanted)
-    source = MEASURED if scale is None and granularity == "tensorwise" else GIVEN
+    source = MEASURED if scale is None and height is None else GIVEN
     made = _run(x, scale, None, source, rounded, *wanted)
     return [each for each in made if each is not None]
 
@@ -378,7 +386,7 @@ def _cast_delayed_triton(
         return cast_delayed_reference(x, scale, amax, *how)
     *wanted, record = how
     state = scale, amax if record else None
-    used, along, _, across, _ = _run(x, *state, HISTORY, False, "tensorwise", *wanted)
+    used, along, _, across, _ = _run(x, *state, HISTORY, False, None, None, *wanted)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
     absent = x.new_empty((0,))
@@ -435,7 +443,8 @@ def _plan(
     source: int,
     rounded: bool,
     record: bool,
-    granularity: str,
+    height: int | None,
+    width: int | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
@@ -443,13 +452,17 @@ def _plan(
     power_of_2: bool,
 ) -> _Plan | None:
     """Plan a cast; None where it needs a contiguous copy."""
-    of = ScalingGranularity(granularity)
-    covers, measures = list(ScalingGranularity).index(of), source != GIVEN
+    covers, measures = _COVERS.get((height, width)), source != GIVEN
+    if covers is None:
+        raise ValueError(
+            f"cast: got scales of {height} x {width}, expected one of {list(_COVERS)}: there is no "
+            f"kernel"
+        )
     if measures and not is_dense(shape, strides):
         return None
     (R, C), (stride_r, stride_c) = shape, strides
-    made = layouts(shape, of, dtype, row, col, pad_rows)
-    makes, pads = (row, col), (pad_rows or of.by_blocks, True)
+    made = layouts(shape, height, width, dtype, row, col, pad_rows)
+    makes, pads = (row, col), (pad_rows or width is not None, True)
     if turned := stride_c != 1 and stride_r == 1:
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]

@@ -73,10 +73,10 @@ def _cases(device: torch.device) -> list[Case]:
     spec, state = CastConfig(target_dtype=E4M3), DelayedScale(scale, amax)
 
     def twin(x: Tensor, row: bool = True, col: bool = True) -> object:
-        return [(data, scale) for data in cast_reference(x, scale, "tensorwise", E4M3, row, col)]
+        return [(data, scale) for data in cast_reference(x, scale, None, None, E4M3, row, col)]
 
     def dynamic_twin(x: Tensor) -> object:
-        own, *made = cast_reference(x, None, "tensorwise", E4M3, True, True)
+        own, *made = cast_reference(x, None, None, None, E4M3, True, True)
         return [(data, own) for data in made]
 
     def cast(row: bool, col: bool) -> tuple[Call, Call]:
