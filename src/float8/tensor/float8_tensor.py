@@ -122,8 +122,8 @@ class Float8Tensor(Wrapper):
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
 
         Raises:
-            TypeError: a dtype is not one of those named above.
-            ValueError: a DTensor is a sum that is still to be made.
+            TypeError: the dtype of `x`, or of `scale`, is not one of those named above.
+            ValueError: `dtype` is no float8 format, or a DTensor is a sum still to be made.
         """
         spec = CastConfig(target_dtype=dtype, power_of_2=round_scales_to_power_of_2)
         if not is_dtensor(x):
