@@ -1,7 +1,7 @@
 """Configuration of one cast: scaling, granularity and format."""
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 import torch
@@ -24,14 +24,14 @@ def of_torchao(value: object) -> str:
 
 def require_types(config: Any) -> None:
     """Raise a `TypeError` if a field of a dataclass is not of the type that it is declared with."""
-    for field in fields(config):
-        value, kinds = getattr(config, field.name), get_args(field.type) or (field.type,)
+    for each in fields(config):
+        value, kinds = getattr(config, each.name), get_args(each.type) or (each.type,)
         if not isinstance(value, kinds):
             kind, example = kinds[0], ""
             if issubclass(kind, enum.Enum):
                 example = f", for example {next(iter(kind))}"
             raise TypeError(
-                f"{field.name}: got {value!r}, expected a {kind.__name__}{example}"
+                f"{each.name}: got {value!r}, expected a {kind.__name__}{example}"
                 f"{of_torchao(value)}"
             )
 
@@ -138,8 +138,11 @@ class CastConfig:
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
     power_of_2: bool = False
+    dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    """The format of the data: e4m3 where none is said."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", self.target_dtype or E4M3)
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
             expected = " or ".join(str(dtype) for dtype in FLOAT8_MAX)
             raise ValueError(
@@ -161,16 +164,6 @@ class CastConfig:
     def is_float8(self) -> bool:
         """Whether the tensor is cast at all."""
         return self.scaling_type is not ScalingType.DISABLED
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The format of the data: e4m3 where none is said."""
-        return self.target_dtype or E4M3
-
-    @property
-    def delayed(self) -> bool:
-        """Whether the scale comes from a history of amaxes."""
-        return self.scaling_type is ScalingType.DELAYED
 
     def short_str(self) -> str:
         """Return a few words for `repr`s: `dynamic/e4m3`, `axiswise/e4m3` or `high precision`."""

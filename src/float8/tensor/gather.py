@@ -278,7 +278,7 @@ class Float8GatherWeight(Wrapper):
         inside of that weight, until it is written.
         """
         weight, cast, amax = module.weight, Cast(self.spec), None
-        delayed = self.spec.delayed
+        delayed = self.spec.scaling_type is ScalingType.DELAYED
         known: Any = None if delayed else owner.known(weight)
         if isinstance(known, Operand):
             return Quantized(known)
