@@ -11,7 +11,7 @@ from float8.convert import (
     swap_linear_with_float8_linear,
 )
 from float8.convert.filters import DEFAULT_TOKENS, choose_filter
-from float8.linear import Float8Layer, is_conv1d
+from float8.linear import Float8Layer
 from float8.sync import sync_float8_amax_and_scale_history
 
 __all__ = [
@@ -45,7 +45,7 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
             return False
         if isinstance(mod, Float8Layer):
             return True
-        return (isinstance(mod, nn.Linear) or is_conv1d(mod)) and skip(mod, fqn) is None
+        return isinstance(mod, nn.Linear) and skip(mod, fqn) is None
 
     return takes
 

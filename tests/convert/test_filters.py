@@ -392,7 +392,7 @@ def test_nothing_converted_is_told() -> None:
     forgotten: Any = lambda mod, fqn: print(end="")  # noqa: E731, T201
     with pytest.warns(UserWarning, match="converted: module_filter_fn returned None"):
         convert_to_float8_training(WithHead("lm_head"), module_filter_fn=forgotten)
-    with pytest.warns(UserWarning, match="of ReLU was converted: it has no linear layers"):
+    with pytest.warns(UserWarning, match="of ReLU was converted: it has no nn.Linear"):
         convert_to_float8_training(nn.ReLU())
 
 

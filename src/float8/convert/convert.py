@@ -39,7 +39,7 @@ from float8.experts import (
     names_to_gather,
     unsupported_experts,
 )
-from float8.linear import Float8Layer, Float8Linear, is_conv1d, unsupported
+from float8.linear import Float8Layer, Float8Linear, unsupported
 from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import disable_float8_all_gather, enable_float8_all_gather
@@ -73,7 +73,7 @@ def convert_to_float8_training(
     was. `convert_to_high_precision(module)` is the way back.
 
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the layer is an
-    instance of both then. So is the `Conv1D` of transformers (GPT2), whose weight stays [K, N].
+    instance of both then. The `Conv1D` of transformers (GPT2) is none, and stays.
 
     Experts of transformers 5 and of torchtitan become `Float8Experts`, in place, too; a
     `module_filter_fn` is called with the module that holds their weights. Their three GEMMs for all
@@ -100,7 +100,7 @@ def convert_to_float8_training(
 
     Args:
         module: the model, or a single linear layer.
-        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear`, `Conv1D` and
+        module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and
             module of experts that can be converted; only those for which it returns True are,
             `all_linears` takes them all. Experts have no `in_features`: a filter that asks for it
             leaves them, as the report says. None: those described above.
@@ -158,7 +158,7 @@ def convert_to_float8_training(
                 reasons[part] = left
             if reasons[part] is None:
                 changes.loaded[part] = own
-        elif isinstance(part, nn.Linear) or is_conv1d(part):
+        elif isinstance(part, nn.Linear):
             reasons[part] = skip_reason(part, fqn)
             if module_filter_fn is None and is_router(part, fqn, known):
                 reasons[part] = "a router: converted only if a module_filter_fn takes it"
@@ -242,7 +242,7 @@ def _warn_if_nothing_is_converted(module: nn.Module) -> None:
         return
     report = conversion_report(module)
     every = *report.skipped, *report.experts
-    reasons = [layer.skip_reason for layer in every] or ["it has no linear layers"]
+    reasons = [layer.skip_reason for layer in every] or ["it has no nn.Linear"]
     why = "; ".join([*dict.fromkeys(map(str, reasons))][:3])
     warnings.warn(
         f"float8: no layer of {type(module).__name__} was converted: {why}. "
@@ -254,7 +254,7 @@ def _warn_if_nothing_is_converted(module: nn.Module) -> None:
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """Turn each `Float8Linear` of `module` back into what it was made of, in place.
 
-    An `nn.Linear`, a subclass of it, or a `Conv1D`; experts become what they were, too. Layers stay
+    An `nn.Linear` or a subclass of it; experts become what they were, too. Layers stay
     the same objects, as do their Parameters, hooks, training mode and attributes, so optimizers and
     wrappers of the model keep working. A weight that was in float8 only becomes a new Parameter,
     which stays frozen. The state of delayed scaling is dropped. Does nothing for a model in high

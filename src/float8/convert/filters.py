@@ -78,10 +78,8 @@ def like_a_router(out_features: int) -> str | None:
 
 
 def features(linear: Any) -> tuple[int, int]:
-    """Return K and N of an `nn.Linear`, or of a `Conv1D`, whose weight is [K, N]."""
-    has_features = hasattr(linear, "in_features")
-    K, N = (linear.in_features, linear.out_features) if has_features else linear.weight.shape
-    return K, N
+    """Return K and N of a linear layer."""
+    return linear.in_features, linear.out_features
 
 
 def gpu_for(device: torch.device) -> str | None:

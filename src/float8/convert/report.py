@@ -15,7 +15,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.filters import CHOSEN_FOR, LEFT_ALONE, features, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3
-from float8.linear import Float8Layer, is_conv1d
+from float8.linear import Float8Layer
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
 """Modules whose Parameters of two dims and more are not multiplied as matrices."""
@@ -51,9 +51,10 @@ class ExpertsReport(LayerReport):
 
 @dataclass(frozen=True)
 class OtherWeight:
-    """A weight that matrices are multiplied with, although no linear layer has it.
+    """A weight that matrices are multiplied with, although no `nn.Linear` has it.
 
-    Such as those of experts, and `in_proj_weight` of `nn.MultiheadAttention`.
+    Such as those of unknown experts, of the `Conv1D` of transformers (GPT2), and `in_proj_weight`
+    of `nn.MultiheadAttention`.
     """
 
     fqn: str
@@ -131,7 +132,7 @@ class ConversionReport:
             experts = f"{layer.experts}, " if isinstance(layer, ExpertsReport) else ""
             rows.append((layer.fqn, f"[{experts}{layer.out_features}, {layer.in_features}]", fate))
         for other in self.others:
-            fate = f"not converted: a weight of {other.module}, no linear layer"
+            fate = f"not converted: a weight of {other.module}, which is no nn.Linear"
             if len(other.shape) > 2:
                 fate = f"not seen: of {other.module}; in float8 if that calls grouped_linear"
             rows.append((other.fqn, str([*other.shape]), fate))
@@ -192,7 +193,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if kind_of(module) is not None:
             experts += _experts(fqn, module)
             continue
-        if not (isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module)):
+        if not isinstance(module, nn.Linear | Float8Layer):
             others += _other_weights(fqn, module)
             continue
         scaling = reason = None
