@@ -17,7 +17,7 @@ from torch import nn
 
 from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
-from float8.convert.filters import gpu_for, short_name
+from float8.convert.choice import gpu_for, short_name
 from float8.convert.report import percent
 from float8.convert.smallest import SMALLEST, judged_as
 from float8_lab.bench.estimate import estimate, stored
