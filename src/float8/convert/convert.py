@@ -1,7 +1,8 @@
 """Convert the linear layers of a model to `Float8Linear`, and back."""
 
+import functools
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -115,20 +116,17 @@ def convert_to_float8_training(
         module, config, module_filter_fn, tokens_per_step, gpu, cuda_graphs, linear_classes
     )
     choices: dict[nn.Module, Choice] = {}
+    changes: dict[nn.Module, Callable[[], None]] = {}
     for fqn, part in module.named_modules():
-        if (choice := chooser.choose(part, fqn)) is None:
-            continue
-        choices[part] = choice
-        if choice.reason is None and isinstance(part, Float8Layer | Float8Experts):
-            _require_changeable(part, fqn, chooser.config)
-        if choice.reason is None and chooser.config.enable_fsdp_float8_all_gather:
-            _require_gatherable(part, fqn)
+        if (choice := chooser.choose(part, fqn)) is not None:
+            choices[part] = choice
+            if choice.reason is None:
+                changes[part] = _change(part, fqn, chooser)
     # From here on the model changes, and nothing raises but for want of memory.
-    changed = [part for part, choice in choices.items() if choice.reason is None]
-    if again := [part for part in changed if isinstance(part, Float8Layer | Float8Experts)]:
+    if again := [part for part in changes if isinstance(part, Float8Layer | Float8Experts)]:
         disable_float8_all_gather(again)
-    for part in changed:  # one by one: a weight is freed before the next one is cast
-        _become_float8(part, chooser)
+    for change in changes.values():
+        change()
     if chooser.config.enable_fsdp_float8_all_gather:
         enable_float8_all_gather(module)
     leave_quantizers(module)
@@ -144,18 +142,33 @@ swap_linear_with_float8_linear = convert_to_float8_training
 """The name that float8_experimental gave it."""
 
 
-def _become_float8(part: Any, chooser: Chooser) -> None:
+def _change(part: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
+    """Return what will convert `part`, once all that may be refused, or may fail, has been done."""
     config = chooser.config
+    if config.enable_fsdp_float8_all_gather:
+        _require_gatherable(part, fqn)
     if isinstance(part, Float8Layer | Float8Experts):
-        part._float8_set_up(config)
-    elif part in chooser.experts:
-        convert_experts(part, config)
-    else:
-        linear = part
-        if strategy_of(part) is not None:
-            config = config_for(part, chooser.given)
-            linear = as_linear(part, config, values_dtype(chooser.model))
-        become(part, Float8Linear._float8_made_of(linear, config))
+        _require_changeable(part, fqn, config)
+        return functools.partial(part._float8_set_up, config)
+    if part in chooser.experts:
+        return functools.partial(convert_experts, part, config)
+    if strategy_of(part) is not None:
+        return functools.partial(_take, part, chooser)
+    return functools.partial(_become, part, Float8Linear._float8_made_of(part, config, True))
+
+
+def _take(loaded: nn.Module, chooser: Chooser) -> None:
+    """Convert a layer that others loaded in float8."""
+    config = config_for(loaded, chooser.given)
+    linear = as_linear(loaded, config, values_dtype(chooser.model))
+    become(loaded, Float8Linear._float8_made_of(linear, config))
+
+
+def _become(linear: nn.Module, new: Float8Layer) -> None:
+    """Turn a layer into what was made of it; weights are cast one by one: the old one is freed."""
+    if new._float8_keeps_no_master:
+        new._float8_drop_master()
+    become(linear, new)
 
 
 def _warn_if_nothing_is_converted(module: nn.Module) -> None:
