@@ -324,8 +324,7 @@ class Float8LinearConfig:
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each GEMM.
         enable_fsdp_float8_all_gather: under FSDP2, cast each rank's shard of the weight and
             gather it in float8. Needs one cast of the weight for both of its GEMMs. Without effect
-            on weights that are not sharded, on those of `Conv1D`, and on those of experts that lie
-            as [E, K, N].
+            on weights that are not sharded, and on those of experts that lie as [E, K, N].
         float8_weights: when weights are cast. Others than `ON_THE_FLY` need one cast of the weight
             for both of its GEMMs.
         pad_inner_dim: pad dims that are not divisible by 16, under block scales by 128, with zeros
