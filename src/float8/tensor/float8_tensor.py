@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.autograd import computed_before
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.quantize.quantize import Cast, quantize
@@ -44,11 +43,11 @@ class Float8Tensor(Wrapper):
 
     _data: Tensor
     _scale: Tensor
+    _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _has_column_scales: bool
-    """Whether each column has a scale, under `AXISWISE`, and not each row."""
-    _amax: Tensor | None
+    _tensors = "_data", "_scale", "_amax"
+    _values = "_orig_dtype", "_granularity"
 
     @staticmethod
     def __new__(
@@ -68,10 +67,9 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        axiswise = granularity.by_rows
-        fits = data.is_contiguous() and (data.dim() == 2 or (axiswise and data.dim() > 2))
-        fits = fits or (axiswise and data.dim() > 1 and data.mT.is_contiguous())
-        if not granularity.one_scale and not fits:
+        matrices = data.dim() == 2 or (granularity.by_rows and data.dim() > 2)
+        turned = granularity.by_rows and matrices and data.mT.is_contiguous()
+        if not granularity.one_scale and not turned and not (matrices and data.is_contiguous()):
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
@@ -93,7 +91,6 @@ class Float8Tensor(Wrapper):
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
-        self._has_column_scales = granularity.by_rows and _has_scales_of_columns(data, scale)
         return self
 
     def _like(
@@ -158,22 +155,14 @@ class Float8Tensor(Wrapper):
             "convert_to_high_precision(model) first"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"Float8Tensor(data={self._data}, scale={self._scale}, "
-            f"orig_dtype={self._orig_dtype}, granularity={self._granularity.value}, "
-            f"amax={self._amax})"
-        )
-
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        names = ["_data", "_scale"] if self._amax is None else ["_data", "_scale", "_amax"]
-        return names, {"orig_dtype": self._orig_dtype, "granularity": self._granularity}
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
-    ) -> "Float8Tensor":
-        return cls(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
+    @property
+    def _has_column_scales(self) -> bool:
+        """Whether each column has a scale, and not each row; those of one element have both."""
+        data, scale = self._data, self._scale
+        # In this order: a compiler is then asked about the features, not about the tokens.
+        alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
+        by_columns = alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
+        return self._granularity.by_rows and by_columns
 
     @property
     def _has_row_scales(self) -> bool:
@@ -189,25 +178,25 @@ class Float8Tensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         handler = OP_HANDLERS.get(func) or OP_HANDLERS.get(func.name())
         if handler is None:
             # In inference mode nobody has taken compound ops apart.
-            result = func.decompose(*args, **(kwargs or {}))
+            result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+            if func.is_view and func is not torch.ops.aten.view.dtype:
+                handler = OP_HANDLERS[VIEW]
+        if handler is None:
             raise NotImplementedError(
                 f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
                 f"(views, copies, cat, mm); {CURE}"
             )
-        return handler(func, args, kwargs or {})
+        return handler(func, args, kwargs)
 
 
-def _has_scales_of_columns(data: Tensor, scale: Tensor) -> bool:
-    """Whether matrices have a scale for each column; of ones with one element rows have it."""
-    # In this order: a compiler is then asked about the features, not about the tokens.
-    alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
-    return alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
-
+VIEW = "view"
+"""The key of the handler of views that have no other."""
 
 CURE = (
     "for a weight that FSDP2 gathers, convert its layer once more before fully_shard, with "
@@ -225,35 +214,32 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
     What delayed scaling has to record goes along with the result, for those who use it.
     """
-    computed = computed_before(_ToFloat8, x, cast) if torch.compiler.is_compiling() else None
-    return _ToFloat8.apply(x, cast, computed)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _ToFloat8(torch.autograd.Function):
-    @staticmethod
-    def compute(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
-        granularity, amax = cast.spec.granularity, None
-        if granularity.by_blocks:
-            raise ValueError(f"to_float8: got {granularity}, expected TENSORWISE or AXISWISE")
-        if cast.state is not None:
-            state = cast.state.apart()
-            cast, amax = cast._replace(state=state, record=True), state.amax
+    granularity, amax = cast.spec.granularity, None
+    if granularity.by_blocks:
+        raise ValueError(f"to_float8: got {granularity}, expected TENSORWISE or AXISWISE")
+    if cast.state is not None:
+        state = cast.state.apart()
+        cast, amax = cast._replace(state=state, record=True), state.amax
+    # Computed before the autograd function: see `computed_before`.
+    with torch.no_grad():
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
         data, scale = quantize(rows, cast, row=True).row
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
         if granularity.by_rows:
             scale = scale.reshape(*x.shape[:-1], 1)
-        return data.reshape(x.shape), scale, amax
+    made = data.reshape(x.shape), scale, x.dtype, granularity, amax
+    return _ToFloat8.apply(x, *made)  # type: ignore[no-any-return, no-untyped-call]
 
+
+class _ToFloat8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cast: Cast, computed: Any) -> Float8Tensor:
-        data, scale, amax = _ToFloat8.compute(x, cast) if computed is None else computed
-        return Float8Tensor(data, scale, x.dtype, cast.spec.granularity, amax)
+    def forward(ctx: Any, x: Tensor, *made: Any) -> Float8Tensor:
+        return Float8Tensor(*made)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None
+        return grad, None, None, None, None, None
 
 
 class _ToOriginalPrecision(torch.autograd.Function):
