@@ -14,7 +14,7 @@ from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, check_
 from float8.config import Float8LinearConfig, Float8Weights, as_config
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
-from float8.quantize.spec import Operand, dequantised
+from float8.scales import Operand, dequantised
 from float8.tensor import is_dtensor
 
 _CLASSES = ("Linear", "FP8Linear", "CompressedLinear")

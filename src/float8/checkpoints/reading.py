@@ -21,7 +21,7 @@ from float8.checkpoints.ranks import Together, groups_of
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
 from float8.linear.weight import in_float8_only
-from float8.quantize.spec import Operand, dequantised
+from float8.scales import Operand, dequantised
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
 from float8.tensor.wrapper import as_inference_as
 
@@ -410,7 +410,7 @@ def _require_place(
     if tuple(target.shape) != shape:
         raise ValueError(f"{name}: got shape {shape}, expected {tuple(target.shape)} of the model")
     if _keeps_bytes(module, own) and layout is not None:
-        of = module._float8_plan.casts.weight.spec.granularity  # type: ignore[union-attr]
+        of = module._float8_plan.casts.weight.how.scaling_granularity  # type: ignore[union-attr]
         if of is not layout.granularity:
             raise ValueError(
                 f"{name}: got scales of {layout.granularity}, expected those of the layer, which "

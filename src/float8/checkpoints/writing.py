@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +42,13 @@ from float8.checkpoints.names import (
 )
 from float8.checkpoints.ranks import Together, groups_of, meshes_of, rank_and_size
 from float8.checkpoints.reading import NO_SAFETENSORS
+from float8.config import CastConfig
 from float8.experts import Float8Experts
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer, is_conv1d
 from float8.linear.weight import in_float8_only
-from float8.quantize.quantize import Cast
-from float8.quantize.spec import CastSpec, Operand, dequantised
+from float8.quantize import Cast
+from float8.scales import Operand, dequantised
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
 from float8.tensor.ranks import amax_over, sharding_groups
 
@@ -497,12 +498,14 @@ def _each_expert(
     On several ranks each casts the experts that it has, if it has whole ones.
     """
     layout, _, scale_dtype, param_dtype, *_ = how
-    spec, as_trained = CastSpec(E4M3, layout.granularity), False
+    spec, as_trained = CastConfig(target_dtype=E4M3, scaling_granularity=layout.granularity), False
     if isinstance(module, Float8Experts):
-        of_module = module._float8_plan.casts.weight.spec
-        spec = spec._replace(power_of_2=of_module.power_of_2)
+        of_module = module._float8_plan.casts.weight.how
+        spec = replace(spec, power_of_2=of_module.power_of_2)
         # Under one scale training has the parts of a weight together.
-        as_trained = of_module == spec and (len(parts) == 1 or not spec.granularity.one_scale)
+        as_trained = of_module == spec and (
+            len(parts) == 1 or not spec.scaling_granularity.one_scale
+        )
     with ranks:
         weight = high_precision(weight.detach())
         weight = weight if param_dtype is None else weight.to(param_dtype)
@@ -553,8 +556,10 @@ def _in_float8(name: str, layer: Any, how: _How, ranks: Together, measured: bool
     On several ranks from the part of each, if that has scales of its own.
     """
     layout, _, scale_dtype, param_dtype, *_ = how
-    of_layer, granularity = layer._float8_plan.casts.weight.spec, layout.granularity
-    spec = CastSpec(E4M3, granularity, power_of_2=of_layer.power_of_2)
+    of_layer, granularity = layer._float8_plan.casts.weight.how, layout.granularity
+    spec = CastConfig(
+        target_dtype=E4M3, scaling_granularity=granularity, power_of_2=of_layer.power_of_2
+    )
     with ranks:
         weight: Any = high_precision(layer.weight.detach())
         if param_dtype is not None and not isinstance(local_tensor(weight), Float8Tensor):

@@ -22,9 +22,9 @@ class Wrapper(torch.Tensor):
     is what `tensor.data = new` does.
     """
 
-    _tensors: ClassVar[tuple[str, ...]]
+    _inner_tensors: ClassVar[tuple[str, ...]]
     """The attributes that are tensors. The first has the shape of the whole, others may be None."""
-    _values: ClassVar[tuple[str, ...]]
+    _context: ClassVar[tuple[str, ...]]
     """The other attributes."""
 
     @classmethod
@@ -42,11 +42,11 @@ class Wrapper(torch.Tensor):
 
     def _inside(self) -> dict[str, Tensor]:
         """Return the tensors inside by their names."""
-        named = {name: getattr(self, name) for name in self._tensors}
+        named = {name: getattr(self, name) for name in self._inner_tensors}
         return {name: x for name, x in named.items() if x is not None}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        values = {name.lstrip("_"): getattr(self, name) for name in self._values}
+        values = {name.lstrip("_"): getattr(self, name) for name in self._context}
         return [*self._inside()], values
 
     @classmethod
@@ -112,7 +112,7 @@ class Wrapper(torch.Tensor):
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     # Ops are dispatched below autograd; nothing to do above it, as for a Parameter.
-    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__
 
 
 def _rebuild(
