@@ -7,7 +7,7 @@ unless it is given, by the kernel of `amax`, those of rows and columns by one th
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,14 +53,12 @@ def cast(
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
     of the format and rounded to the nearest, ties to even. An element of ``x`` that is Inf or NaN
     becomes NaN in both formats, and so does a product that is NaN (0 * Inf): the NaN byte is
-    always 0x7f. What is not finite spoils what shares a scale that was measured with it. A scale is
-    that of the amax of what it covers, by `amax_to_scale`.
-
-    `TENSORWISE`: one scale. `AXISWISE`: row data have a scale per row of ``x``, column data one per
-    column. `BLOCK_1x128`: one for each run of 128 elements along the contraction dim, so of a row
-    of ``x`` for row data, of a column for column data. `BLOCK_128x128`: one for each square, and
-    column data are the transposed bytes and scales of row data. A block that crosses the end of
-    ``x`` covers what is there.
+    always 0x7f. A scale that is not given is that of the amax of what it covers, by
+    `amax_to_scale`: what is not finite spoils what shares it. Under `AXISWISE` row data have a
+    scale per row of ``x``, column data one per column. Under `BLOCK_1x128` it covers 128 elements
+    along the contraction dim, so of a row of ``x`` for row data, of a column for column data; under
+    `BLOCK_128x128` a square, and column data are the transposed bytes and scales of row data. A
+    block that crosses the end of ``x`` covers what is there.
 
     Args:
         x: [R, C] float32, bfloat16 or float16; any strides. Slow, but right, where no dim is
@@ -99,49 +97,41 @@ def cast(
         ValueError: ``x`` is not 2-D, neither layout is asked for, a scale or a state has not one
             element, is on another device, or comes with finer scales.
     """
-    of, dtype, amax = how.scaling_granularity, how.target_dtype or E4M3, None
-    if (
-        not isinstance(x, Tensor)
-        or x.dtype not in HIGH_PRECISION_DTYPES
-        or x.dim() != 2
-        or not (row or col)
-    ):
+    if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal("cast", x)
+    of, amax = how.scaling_granularity, None
     if state is not None:
         scale, amax = state
-    for name, scalar in (("scale", scale), ("amax", amax)):
-        if scalar is not None and (
-            not isinstance(scalar, Tensor)
-            or scalar.dtype != torch.float32
-            or scalar.numel() != 1
-            or scalar.device != x.device
-            or not of.one_scale
-        ):
-            raise refusal_of_scalar(name, scalar, x, of)
+    for one in (scale, amax):
+        if one is None:
+            continue
+        fits = one.dtype == torch.float32 and one.numel() == 1 and one.device == x.device
+        if not (fits and of.one_scale):
+            raise refusal_of_scale(one, x, of)
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
+    wanted = row, col, pad_rows, how.power_of_2
     if state is not None:
         delayed = cuda.cast_delayed if direct else torch.ops.float8.cast_delayed.default
-        out = delayed(x, scale, amax, dtype, row, col, pad_rows, how.power_of_2, record)
+        out = delayed(x, scale, amax, how.dtype, *wanted, record)
         return Operand(out[1], out[0]) if row else None, Operand(out[2], out[0]) if col else None
-    wanted = (scale, of.height, of.width, dtype, row, col, pad_rows, how.power_of_2, via)
-    # Nothing gained else, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
     if of.width is not None:
+        # Nothing gained, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
         traced = traced and x.shape[1] % of.width == 0 and x.stride(1) == 1
+    given = scale, of.height, of.width, how.dtype, *wanted, via
     if traced and not of.one_scale and surely(x.numel() != 0):
-        out = cast_reference(x.detach(), *wanted)
+        out = cast_reference(x.detach(), *given)
     else:
-        out = (cuda.cast if direct else torch.ops.float8.cast.default)(x, *wanted, after)
+        out = (cuda.cast if direct else torch.ops.float8.cast.default)(x, *given, after)
     if of.one_scale:
         used = out[0] if scale is None else scale
-        return Operand(out[-1 - col], used) if row else None, Operand(
-            out[-1], used
-        ) if col else None
+        of_row = Operand(out[-1 - col], used) if row else None
+        return of_row, Operand(out[-1], used) if col else None
     return Operand(out[0], out[1]) if row else None, Operand(out[-2], out[-1]) if col else None
 
 
-def refusal(op: str, x: Any) -> Exception:
+def refusal(op: str, x: Tensor) -> Exception:
     """Return the error of a cast of ``x``, or of one to no layout."""
-    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
+    if x.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError(f"{op}: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
         return ValueError(
@@ -151,56 +141,14 @@ def refusal(op: str, x: Any) -> Exception:
     return ValueError(f"{op}: got row=False, col=False; expected at least one of them True.")
 
 
-def refusal_of_scalar(name: str, scalar: Any, x: Tensor, of: Granularity) -> Exception:
-    """Return the error of a cast of ``x`` under a given scale or amax."""
-    got = f"cast: {name} is {describe(scalar)}"
-    if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32:
-        return TypeError(
-            f"{got}; expected a float32 tensor with one element. Convert it first, e.g. "
-            f"{name}.to(torch.float32)."
-        )
+def refusal_of_scale(scale: Tensor, x: Tensor, of: Granularity) -> Exception:
+    """Return the error of a cast of ``x`` under a given scale, or with a given amax."""
+    got = f"cast: scale is {describe(scale)}"
     if not of.one_scale:
         return ValueError(f"{got}; expected none: scales of {of} come from the tensor at hand")
-    return ValueError(
-        f"{got}; expected one element on {x.device}: that of the whole tensor, where the tensor is"
-    )
-
-
-def layouts(
-    shape: tuple[int, ...],
-    height: int | None,
-    width: int | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-) -> list[Layout | None]:
-    """Describe row data and their scales, column data and theirs, of a tensor [R, C].
-
-    None for what is not asked for, and for the one scale of a tensor. Sizes may be symbolic.
-    """
-    (R, C), made = shape, list[Layout | None]()
-    square = (height == width and width) or 16
-    for wanted, rows, columns, pads in ((row, R, C, pad_rows), (col, C, R, True)):
-        if pads or width is not None:
-            rows = _ceil(rows, square)
-        columns = _ceil(columns, width or 16)
-        scales, strides = (rows, 1), (1, 1)
-        if width is not None:  # those of runs lie as those of the transposed tensor
-            scales, strides = (rows, columns // width), (1, rows)
-        if width is not None and height == width:
-            pitch = _ceil(columns // width, 4)
-            scales, strides = (rows // width, pitch), (pitch, 1)
-        made.append(((rows, columns), (columns, 1), dtype) if wanted else None)
-        made.append((scales, strides, torch.float32) if wanted and height is not None else None)
-    return made
-
-
-def _ceil(n: int, to: int) -> int:
-    return (n + to - 1) // to * to  # not -(-n // to): torch 2.11 fails on negative symbols
-
-
-_ONE: Layout = ((), (), torch.float32)
+    if scale.dtype != torch.float32:
+        return TypeError(f"{got}; expected a float32 tensor: scale.to(torch.float32)")
+    return ValueError(f"{got}; expected one element on {x.device}, that of the whole tensor")
 
 
 # ---------------------------------------------------------------- plain-torch twins
@@ -240,37 +188,35 @@ def cast_reference(
     """
     x, (R, C) = x.to(via or x.dtype), x.shape
     if height is None:
-        made = [] if scale is None else [scale.reshape(())]
+        out, below, right = [], -R % 16, -C % 16
         if scale is None:
-            made = [amax_to_scale(amax_reference(x), dtype, power_of_2)]
-        codes = to_float8(x, made[0], dtype).view(torch.uint8)
-        below, right = -R % 16, -C % 16
+            scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
+            out = [scale]
+        codes = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
         if row:
-            made.append(F.pad(codes, (0, right, 0, below if pad_rows else 0)).contiguous())
+            pads = (0, right, 0, below if pad_rows else 0)
+            out.append(F.pad(codes, pads).contiguous().view(dtype))
         if col:
-            made.append(F.pad(codes.t().contiguous(), (0, below, 0, right)))
-        out = [codes.view(dtype) for codes in made[1:]]
-        return made[:1] + out if scale is None else out
+            out.append(F.pad(codes.t().contiguous(), (0, below, 0, right)).view(dtype))
+        return out
     # Blocks as `view` takes them: their number and extent down, those across; dims that they span.
     k, R16, C16 = width or 16, (R + 15) // 16 * 16, (C + 15) // 16 * 16
     down, across = (1, R16), (1, C16)
     if width is not None:
         down, across = ((R + k - 1) // k, k), ((C + k - 1) // k, k)
     rows = (R16 if pad_rows or width is not None else R), 1
-    casts: list[tuple[Any, ...]] = [((*rows, *across), (3,))] * row + [
-        ((*down, C16, 1), (1,))
-    ] * col
-    square = width is not None and width == height
-    if square:
+    casts: list[tuple[Any, Any]] = [((*rows, *across), (3,))] * row
+    casts += [((*down, C16, 1), (1,))] * col
+    if square := width is not None and width == height:
         casts = [((*down, *across), (3, 1))]  # of runs first: that fuses into what produces x
-    parts = []
+    parts, out = [], []
     for blocks, dims in casts:
         Rp, Cp = blocks[0] * blocks[1], blocks[2] * blocks[3]
         pad = (0, Cp - C, 0, Rp - R)
         # A compiler drops what pads by nothing. To ask it here would make it compile again for
         # sizes that need other padding.
-        pads = torch.compiler.is_compiling() or pad[1] != 0 or pad[3] != 0
-        y = (F.pad(x, pad) if pads else x).view(blocks)
+        differs = torch.compiler.is_compiling() or pad[1] != 0 or pad[3] != 0
+        y = (F.pad(x, pad) if differs else x).view(blocks)
         amax = y
         for dim in dims:
             if amax.shape[dim] == 0:
@@ -282,22 +228,21 @@ def cast_reference(
                 amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
         own = amax_to_scale(amax, dtype, power_of_2)
         data = to_float8(y, own, dtype).reshape(Rp, Cp)
-        if pads:  # once more: next to a NaN a zero has become NaN, too
+        if differs:  # once more: next to a NaN a zero has become NaN, too
             data = F.pad(data.view(torch.uint8)[:R, :C], pad).view(dtype)
         parts.append((data.contiguous(), own.squeeze((1, 3))))
-    out = []
-    if row:
-        data, own = parts[0]
-        out += [data, own.t().clone(memory_format=torch.contiguous_format).t()]
-    if col:
-        data, own = parts[-1]
-        out += [torch.ops.float8.transpose.default(data, None), own.t()]
-    for at in range(1, len(out), 2):
-        if square:  # contiguous, padded to 4
-            own = F.pad(out[at], (0, -out[at].shape[1] % 4))
-            out[at] = own.clone(memory_format=torch.contiguous_format)
+    for wanted, transposed, (data, own) in ((row, False, parts[0]), (col, True, parts[-1])):
+        if not wanted:
+            continue
+        if transposed:
+            data, own = torch.ops.float8.transpose.default(data, None), own.t()
+        if square:
+            own = F.pad(own, (0, -own.shape[1] % 4)).clone(memory_format=torch.contiguous_format)
         elif width is None:
-            out[at] = out[at].flatten().unsqueeze(1)
+            own = own.flatten().unsqueeze(1)
+        elif not transposed:
+            own = own.t().clone(memory_format=torch.contiguous_format).t()
+        out += [data, own]
     return out
 
 
@@ -323,6 +268,42 @@ def cast_delayed_reference(
     return used, out[0] if row else absent, out[-1] if col else absent
 
 
+def layouts(
+    shape: tuple[int, ...],
+    height: int | None,
+    width: int | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+) -> list[Layout | None]:
+    """Describe row data and their scales, column data and theirs, of a tensor [R, C].
+
+    None for what is not asked for, and for the one scale of a tensor. Sizes may be symbolic.
+    """
+    (R, C), made = shape, list[Layout | None]()
+    for wanted, rows, columns, pads in ((row, R, C, pad_rows), (col, C, R, True)):
+        if pads or width is not None:
+            rows = _ceil(rows, (height == width and width) or 16)
+        columns = _ceil(columns, width or 16)
+        scales, strides = (rows, 1), (1, 1)
+        if width is not None and height == width:
+            pitch = _ceil(columns // width, 4)
+            scales, strides = (rows // width, pitch), (pitch, 1)
+        elif width is not None:  # as those of the transposed tensor
+            scales, strides = (rows, columns // width), (1, rows)
+        made.append(((rows, columns), (columns, 1), dtype) if wanted else None)
+        made.append((scales, strides, torch.float32) if wanted and height is not None else None)
+    return made
+
+
+def _ceil(n: int, to: int) -> int:
+    return (n + to - 1) // to * to  # not -(-n // to): torch 2.11 fails on negative symbols
+
+
+_ONE: Layout = ((), (), torch.float32)
+
+
 def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *how: Any) -> list[Tensor]:
     """Uninitialised results of `cast_reference`."""
     made = [_ONE if height is None and scale is None else None]
@@ -330,12 +311,10 @@ def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *how: Any) -
     return [x.new_empty_strided(*each[:2], dtype=each[2]) for each in made if each is not None]
 
 
-def _cast_delayed_fake(
-    x: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, *wanted: Any
-) -> tuple[Tensor, ...]:
+def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *how: Any) -> tuple[Tensor, ...]:
     # Ops that write an argument must return a fixed number: the compiler's functionalisation takes
     # no list. So there is an empty tensor for a layout that was not asked for.
-    along, _, across, _ = layouts(x.shape, None, None, dtype, *wanted[:3])
+    along, _, across, _ = layouts(x.shape, None, None, *how[:4])
     made = (each or ((0,), (1,), x.dtype) for each in (_ONE, along, across))
     return tuple(x.new_empty_strided(*each[:2], dtype=each[2]) for each in made)
 
@@ -375,8 +354,8 @@ def _cast_triton(
     if x.numel() == 0:
         return cast_reference(x, scale, *wanted)
     source = MEASURED if scale is None and height is None else GIVEN
-    made = _run(x, scale, None, source, rounded, *wanted)
-    return [each for each in made if each is not None]
+    way = _way(x.dtype, x.shape, x.stride(), x.device, source, rounded, False, *wanted)
+    return [made for made in way(x, scale, None) if made is not None]
 
 
 def _cast_delayed_triton(
@@ -384,58 +363,17 @@ def _cast_delayed_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return cast_delayed_reference(x, scale, amax, *how)
-    *wanted, record = how
-    state = scale, amax if record else None
-    used, along, _, across, _ = _run(x, *state, HISTORY, False, None, None, *wanted)
+    *wanted, record = None, None, *how
+    way = _way(x.dtype, x.shape, x.stride(), x.device, HISTORY, False, record, *wanted)
+    used, of_row, _, of_col, _ = way(x, scale, amax if record else None)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
     absent = x.new_empty((0,))
-    return used, absent if along is None else along, absent if across is None else across
-
-
-def _run(
-    x: Tensor, scale: Tensor | None, amax: Tensor | None, source: int, rounded: bool, *wanted: Any
-) -> tuple[Any, ...]:
-    """Return the scale, row data and scales, column data and scales: those that are made."""
-    how = source, rounded, amax is not None
-    plan = _plan(x.dtype, x.shape, x.stride(), x.device, *how, *wanted)
-    if plan is None:
-        return _run(x.contiguous(), scale, amax, source, rounded, *wanted)
-    make, launch = plan.allocate, plan.cast
-    used, parts, along, along_scale, across, across_scale = (
-        None if each is None else make(*each) for each in plan.made
-    )
-    if plan.whole_rows:
-        launch(x, along, along_scale)
-    else:
-        if plan.measure_lines is not None:
-            plan.measure_lines(x, parts.zero_())  # type: ignore[union-attr]
-        if plan.measure is not None:
-            plan.measure(x, parts, scale)
-        launch(x, along, along_scale, across, across_scale, scale, parts, used, amax)
-    if plan.turned:
-        return used, across, across_scale, along, along_scale
-    return used, along, along_scale, across, across_scale
-
-
-class _Plan(NamedTuple):
-    """What to allocate and to launch for tensors of one shape, layout, dtype and device."""
-
-    allocate: Callable[..., Tensor]
-    made: tuple[Layout | None, ...]
-    """The scale, amaxes of parts, data along rows of what the kernel reads and their scales, data
-    across and theirs."""
-    turned: bool
-    """Whether the kernel reads x.t(), so that row data are those across."""
-    cast: Launch
-    measure: Launch | None = None
-    """Of one amax."""
-    measure_lines: Launch | None = None
-    whole_rows: bool = False
+    return used, absent if of_row is None else of_row, absent if of_col is None else of_col
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
+def _way(
     element: torch.dtype,
     shape: tuple[int, int],
     strides: tuple[int, int],
@@ -443,56 +381,72 @@ def _plan(
     source: int,
     rounded: bool,
     record: bool,
-    height: int | None,
-    width: int | None,
-    dtype: torch.dtype,
-    row: bool,
-    col: bool,
-    pad_rows: bool,
-    power_of_2: bool,
-) -> _Plan | None:
-    """Plan a cast; None where it needs a contiguous copy."""
-    covers, measures = _COVERS.get((height, width)), source != GIVEN
+    *wanted: Any,
+) -> Callable[..., tuple[Any, ...]]:
+    """Plan the way from a tensor, a scale and an amax to what is made, None for what is not.
+
+    That is the scale, row data and their scales, column data and theirs.
+    """
+    height, width, dtype, row, col, pad_rows, power_of_2 = wanted
+    covers = _COVERS.get((height, width))
     if covers is None:
         raise ValueError(
-            f"cast: got scales of {height} x {width}, expected one of {list(_COVERS)}: there is no "
-            f"kernel"
+            f"cast: got scales of {height} x {width} elements, for which there is no kernel; "
+            f"expected one of {list(_COVERS)}"
         )
-    if measures and not is_dense(shape, strides):
-        return None
+    if source != GIVEN and not is_dense(shape, strides):
+        dense = (shape[1], 1)
+        of_copy = _way(element, shape, dense, device, source, rounded, record, *wanted)
+        return lambda x, *state: of_copy(x.contiguous(), *state)
     (R, C), (stride_r, stride_c) = shape, strides
-    made = layouts(shape, height, width, dtype, row, col, pad_rows)
+    made = layouts(shape, *wanted[:6])
     makes, pads = (row, col), (pad_rows or width is not None, True)
-    if turned := stride_c != 1 and stride_r == 1:
+    if turned := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
         R, C, stride_r, stride_c = C, R, stride_c, stride_r
         made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]
-    integers, block = (R, C, stride_r, stride_c), (tiles.ALONG_ALONE, tiles.ALONG_AND_ACROSS)
-    shapes = block[makes[1]]
+    make, integers = allocator(device), (R, C, stride_r, stride_c)
     how = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
-    used = parts = measure = measure_lines = None
-    joined = 0
-    if covers == LINES and not makes[1] and C <= WIDEST_ROW:
-        whole = _casting_rows(device, integers, (pads[0], *how))
-        return _Plan(allocator(device), (None, None, *made), turned, whole, whole_rows=True)
-    if covers == LINES:
-        parts = ((R + C,), (1,), torch.int32)
-        measure_lines = _measuring_lines(element, device, integers, makes)
+    measure, of_parts, joined = None, None, 0
+    shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
+    if whole_rows := covers == LINES and not makes[1] and C <= WIDEST_ROW:
+        cast = _casting_rows(device, integers, (pads[0], *how))
+    elif covers == LINES:
+        measure = _measuring(element, device, integers, makes)
+        of_parts = (R + C,), (1,), torch.int32
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])
     elif covers != ONE:
         # Scales of columns take more registers: fewer, larger threads, which masks would overfill.
         large = covers == RUNS and col and R % 128 == C % 128 == 0
         shapes = ((128, 128, 4 if large else 8),)
-    elif measures:
+    elif source != GIVEN:
         measure = measuring(R * C, element, device, source == HISTORY)
         joined = measure.programs
-        used, parts = _ONE, ((joined,), (1,), torch.float32)
-    constants = (
-        covers, *makes, *pads, source, 1 << (joined - 1).bit_length() if joined else 1, record,
-        rounded, *how,
-    )  # fmt: skip
-    launch = tiles.tiled(_cast_kernel, shapes, device, (*integers, joined), constants)
-    return _Plan(allocator(device), (used, parts, *made), turned, launch, measure, measure_lines)
+        of_parts = (joined,), (1,), torch.float32
+    if not whole_rows:
+        above = 1 << max(joined - 1, 0).bit_length()
+        constants = (covers, *makes, *pads, source, above, record, rounded, *how)
+        cast = tiles.tiled(_cast_kernel, shapes, device, (*integers, joined), constants)
+
+    def way(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
+        along, along_scale, across, across_scale = [each and make(*each) for each in made]
+        used = parts = None
+        if of_parts is not None and measure is not None:
+            parts = make(*of_parts)
+            if covers == LINES:
+                measure(x, parts.zero_())
+            else:
+                used = make(*_ONE)
+                measure(x, parts, scale)
+        if whole_rows:
+            cast(x, along, along_scale)
+        else:
+            cast(x, along, along_scale, across, across_scale, scale, parts, used, amax)
+        if turned:
+            return used, across, across_scale, along, along_scale
+        return used, along, along_scale, across, across_scale
+
+    return way
 
 
 def _casting_rows(
@@ -503,12 +457,11 @@ def _casting_rows(
     block_c = max(1 << (C - 1).bit_length(), 16)
     rows = max(4096 // block_c, 1)
     num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
-    even = R % max(rows, 16) == 0 and block_c == C
-    constants = (*constants, even, rows, block_c)
+    constants = (*constants, R % max(rows, 16) == 0 and block_c == C, rows, block_c)
     return Launch(_cast_rows_kernel, device, -(-ceil16(R) // rows), integers, constants, num_warps)
 
 
-def _measuring_lines(
+def _measuring(
     element: torch.dtype, device: torch.device, integers: tuple[int, ...], of: tuple[bool, bool]
 ) -> Launch:
     """Plan the kernel that measures rows and columns; its programs go down strips."""
@@ -530,28 +483,17 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # of ONE [parts] float32; of LINES [R + C] int32: bits of amaxes of rows, of columns
     used_ptr,
     amax_ptr,  # is raised to the amax of x
-    R,
-    C,
-    stride_r,
-    stride_c,
-    parts,
-    COVERS: tl.constexpr,
-    ALONG: tl.constexpr,
-    ACROSS: tl.constexpr,
+    R, C, stride_r, stride_c, parts,
+    COVERS: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
     PAD_ALONG: tl.constexpr,  # whether rows are padded
     PAD_ACROSS: tl.constexpr,
     SOURCE: tl.constexpr,
     PARTS: tl.constexpr,  # a power of two, not below parts
     RECORD: tl.constexpr,
     ROUNDED: tl.constexpr,  # whether x is rounded to bfloat16 first
-    MANTISSA: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     K: tl.constexpr = 128 if COVERS >= 2 else 16  # what contracted dims are padded to
     PAD: tl.constexpr = 128 if COVERS == 3 else 16  # and the others
     Rk, Ck = tl.cdiv(R, K) * K, tl.cdiv(C, K) * K
@@ -577,7 +519,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         if RECORD:
             bits = tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0)
             record_amax(amax_ptr, float32_bits(bits, element))
-        v = scaled(v, tl.div_rn(1.0, scale), inside, EVEN)
+        v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
     if COVERS == 3:
         bits = float32_bits(tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0), element)
         scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
@@ -586,7 +528,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         if ACROSS:
             store_square(across_scale_ptr, scale, tile_c, tile_r, tl.cdiv(R, 128))
         inverse = reciprocal(scale, HARDWARE)
-        v = tiles.times(v, (inverse, inverse, inverse, inverse), inside, EVEN)
+        v = tiles.times(v, [inverse for _ in v], inside, EVEN)
     if ALONG:  # before ACROSS, which takes more registers
         w = v
         if COVERS == 1 or COVERS == 2:
@@ -611,7 +553,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
             if COVERS == 2 or tile_r == 0:
                 tl.store(across_scale_ptr + c, scale, mask=c < columns)
             inverse = reciprocal(scale, HARDWARE)
-            w = tiles.times(v, (inverse, inverse, inverse, inverse), inside, EVEN)
+            w = tiles.times(v, [inverse for _ in v], inside, EVEN)
         tiles.store_across(across_ptr, w, quad, c, columns, Rk, MANTISSA, HARDWARE, EVEN)
 
 
@@ -622,7 +564,7 @@ def of_row(x, element: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def scaled(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply four float32 by the ``inverse`` of any scale; zero where not ``inside``."""
     # An Inf in v must become NaN, though a product that overflows saturates. Inf * 0 is NaN, and
     # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
@@ -646,24 +588,17 @@ def choose_scale(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Choose the decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
     if SOURCE == 1:
-        scale = measured_scale(parts_ptr, parts, PARTS, MANTISSA, POWER_OF_2)
+        scale = tl.full((), 0.0, tl.float32)
     else:
         scale = tl.load(scale_ptr)
-        if SOURCE == 2:
-            if scale == 0.0:
-                scale = measured_scale(parts_ptr, parts, PARTS, MANTISSA, POWER_OF_2)
+    if SOURCE != 0:
+        if scale == 0.0:
+            at = tl.arange(0, PARTS)
+            bits = tl.load(
+                parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, at < parts, 0
+            )
+            scale = scale_of_amax(tl.max(bits), MANTISSA, POWER_OF_2)
     return scale
-
-
-@jit
-def measured_scale(  # type: ignore[no-untyped-def]
-    parts_ptr, parts, PARTS: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr
-):
-    """Return the scale of the largest of some amaxes."""
-    at = tl.arange(0, PARTS)
-    parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    bits = tl.max(tl.load(parts_ptr + at, mask=at < parts, other=0))
-    return scale_of_amax(bits, MANTISSA, POWER_OF_2)
 
 
 @jit
@@ -683,18 +618,11 @@ def _cast_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     data_ptr,  # [rows, C padded to 16]
     scale_ptr,  # [rows]
-    R,
-    C,
-    stride_r,
-    stride_c,
+    R, C, stride_r, stride_c,
     PAD: tl.constexpr,  # whether rows are padded
-    MANTISSA: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     rows, Cp = tl.cdiv(R, 16) * 16 if PAD else R, tl.cdiv(C, 16) * 16
     # 64-bit, so that offsets are.
     r = (tiles.tile_of_program() * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -713,17 +641,11 @@ def _cast_rows_kernel(  # type: ignore[no-untyped-def]
 def _measure_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     amax_ptr,  # [R + C] int32, zeros: is raised to the bits of amaxes, of rows, then of columns
-    R,
-    C,
-    stride_r,
-    stride_c,
+    R, C, stride_r, stride_c,
     rows,  # of a program
-    OF_ROWS: tl.constexpr,
-    OF_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     across = tl.cdiv(C, BLOCK_C)
     walk = tiles.tile_of_program()
     begin = walk // across * rows
