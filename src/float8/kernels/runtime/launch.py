@@ -1,10 +1,9 @@
 """Launching Triton kernels cheaply: what Triton compiled is kept in front of `kernel[grid]`.
 
-A `Launch` is all of a launch that follows from the shape, layout, dtype and device of its tensors;
-whoever plans one keeps it for tensors alike. Triton launches it first, and compiles its kernel.
-From then on PyTorch's launcher for code that Inductor makes does so: Triton's own inspects every
-argument, which takes several times as long. Triton's launch hooks are not called then;
-``FLOAT8_PLAIN_LAUNCH=1`` has them called.
+A `Launch` is what follows from the shape, layout, dtype and device of its tensors; whoever plans
+one keeps it for tensors alike. Triton launches it first, and compiles its kernel. From then on
+PyTorch's launcher for code that Inductor makes does so: Triton's own inspects every argument, which
+takes several times as long, but calls Triton's launch hooks. ``FLOAT8_PLAIN_LAUNCH=1`` uses that.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class Launch:
         device: of the tensors; the current one at a launch, as `ops.register` makes it.
         programs: how many run.
         integers: sizes and strides.
-        constants: the rest, of which the kernel is compiled.
+        constants: for which the kernel is compiled.
         num_warps: of each program.
     """
 

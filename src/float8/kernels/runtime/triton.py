@@ -1,7 +1,6 @@
-"""Triton, or a stand-in that lets the kernel files import where Triton is not installed.
+"""Triton, or a stand-in where it is not installed; and what kernels ask of a device.
 
-Triton has no builds for some platforms, and float8 on a CPU does not need it. Beside it what
-kernels ask of a device.
+Triton has no builds for some platforms, and float8 on a CPU does not need it.
 """
 
 import functools
@@ -24,13 +23,11 @@ try:
 except ImportError:
 
     class _Language:
-        """Stand in for what signatures of kernels need that are defined and never launched."""
+        """Has what signatures need of kernels that are never launched."""
 
         constexpr = object
 
-    HAS_TRITON = False
-    tl = _Language
-    TensorDescriptor = None
+    HAS_TRITON, tl, TensorDescriptor = False, _Language, None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leave the kernel as it is."""
