@@ -78,12 +78,11 @@ def amax_triton(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = False) -> Launch:
-    """Plan the launch that measures ``n`` elements, some, dense in any order of their dims.
+    """Plan the launch that measures ``n`` elements, dense in any order of their dims.
 
-    Its tensors are they; the amaxes of the parts that its programs read, float32, one of each; and
-    a scale, with ``history``: where that is not 0, nothing is read and nothing is written. The
-    maximum of parts is left to the kernel that follows, which needs it anyway: to join them here
-    would take another launch.
+    Its tensors are they; float32 amaxes of the parts that its programs read, one of each; and with
+    ``history`` a scale: where that is not 0, nothing is read or written. To join the parts is left
+    to the kernel that follows: here it would take another launch.
     """
     # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
     block = 16384 // dtype.itemsize
@@ -121,15 +120,9 @@ def even_shares(n: int, block: int, sms: int) -> tuple[int, int, int]:
 
 @jit(do_not_specialize_on_alignment=["scale_ptr"])
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    parts_ptr,
-    scale_ptr,
-    n,
-    rounds,
-    BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-    ONLY_IF_UNKNOWN: tl.constexpr,
-):
+    x_ptr, parts_ptr, scale_ptr, n, rounds,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, ONLY_IF_UNKNOWN: tl.constexpr,
+):  # fmt: skip
     if ONLY_IF_UNKNOWN:
         if tl.load(scale_ptr) != 0.0:
             return
@@ -156,8 +149,5 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
 
 
 register(
-    "amax",
-    amax_reference,
-    triton=amax_triton,
-    fake=lambda x: x.new_empty((), dtype=torch.float32),
+    "amax", amax_reference, triton=amax_triton, fake=lambda x: x.new_empty((), dtype=torch.float32)
 )

@@ -76,7 +76,7 @@ def cast_groups(
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     one_scale = how.scaling_granularity.one_scale
     out = torch.ops.float8.cast_groups.default(
-        x, offs, how.target_dtype or E4M3, row, col, width, one_scale, how.power_of_2
+        x, offs, how.dtype, row, col, width, one_scale, how.power_of_2
     )
     return GroupsInFloat8(
         Operand(out[0], out[1]) if row else None, Operand(out[-3], out[-2]) if col else None,
@@ -111,10 +111,8 @@ def cast_groups_reference(
         out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
         out[1].copy_(scale[:, 0])
     if col:
-        scale, sizes = (
-            amax_to_scale(amaxes, dtype, power_of_2),
-            ends.diff(prepend=ends.new_zeros(1)),
-        )
+        scale = amax_to_scale(amaxes, dtype, power_of_2)
+        sizes = ends.diff(prepend=ends.new_zeros(1))
         padded = (sizes + 127) // 128 * 128
         behind = padded.cumsum(0)
         rows = (group < E).nonzero().view(-1)
@@ -185,11 +183,11 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
     parts = tl.cdiv(size, 128)  # of column data, which are filled up with zeros
-    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(parts * 128, rows), 1), 0)  # one for a scale
-    behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
+    count = tl.where(g <= E, tl.maximum(tl.cdiv(parts * 128, rows), 1), 0)  # one for a scale
+    behind = tl.cumsum(count, 0)  # the tile behind the last one of each group
     group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
     here = g == group
-    first = tl.sum(tl.where(here, behind - tiles, 0), 0)
+    first = tl.sum(tl.where(here, behind - count, 0), 0)
     at = tl.sum(tl.where(g < group, parts, 0), 0) * 128
     begin = tl.sum(tl.where(here, begin, 0), 0)
     size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
@@ -201,18 +199,11 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
     amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of columns
-    R,
-    C,
-    E,
+    R, C, E,
     rows,  # of a program
-    ONE_SCALE: tl.constexpr,
-    OF_ROWS: tl.constexpr,
-    OF_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    ONE_SCALE: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     across = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
@@ -238,21 +229,12 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     col_ptr,  # [Cp, width]
     col_scale_ptr,  # [E, Cp]
     ends_ptr,  # [E]
-    R,
-    C,
-    E,
-    width,
-    ONE_SCALE: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    R, C, E, width,
+    ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, MANTISSA: tl.constexpr,
+    POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
-    GROUPS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
@@ -282,7 +264,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                     tl.store(ends_ptr + group, at + padded)
             inverse = reciprocal(scale, HARDWARE)
             # Names of their own: none may change its type in a branch that a value decides.
-            q = tiles.times(v, (inverse, inverse, inverse, inverse), inside, EVEN)
+            q = tiles.times(v, [inverse for _ in v], inside, EVEN)
             words = to_float8_words(q, MANTISSA, HARDWARE)
             # A byte of each word is a row: those behind the group are zero.
             bytes_ = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
@@ -314,9 +296,4 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             tiles.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
 
 
-register(
-    "cast_groups",
-    cast_groups_reference,
-    triton=_cast_groups_triton,
-    fake=cast_groups_fake,
-)
+register("cast_groups", cast_groups_reference, triton=_cast_groups_triton, fake=cast_groups_fake)

@@ -1,8 +1,8 @@
 """The grouped GEMM of a Hopper GPU: each group of rows by a matrix of its own, or by another group.
 
-`torch._scaled_grouped_mm` computes the same. This is 0.93 to 1.35 times as fast, in the mean of 24
-products of four models 1.07 times (docs/experts.md): two programs on a multiprocessor hide each
-other's beginnings and ends. It also returns float32, and writes zeros where nothing else does.
+`torch._scaled_grouped_mm` computes the same. This is 1.07 times as fast in the mean of 24 products
+(docs/experts.md): two programs on a multiprocessor hide each other's beginnings and ends. It also
+returns float32, and writes zeros where nothing else does.
 
 Two products, of which the kernel's names are:
 
@@ -112,25 +112,13 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
 
 @jit
 def _place(  # type: ignore[no-untyped-def]
-    tile,
-    behind,
-    tiles,
-    begins,
-    ends,
-    R,
-    C,
-    tiles_n,
-    E,
-    OF_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PANEL: tl.constexpr,
-):
+    tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PANEL: tl.constexpr,
+):  # fmt: skip
     """Place a tile.
 
-    Returns:
-        Its group, first row, the row behind the last one of its group, and first column; where it
-        begins along C, and in how many steps it goes; and whether there is anything to add up.
+    Returns its group, first row, the row behind the last one of its group, and first column; where
+    it begins along C, and in how many steps it goes; and whether there is anything to add up.
     """
     g = tl.arange(0, GROUPS)
     group = tl.sum((behind <= tile).to(tl.int32), 0)
@@ -174,18 +162,10 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     b_scale_ptr,  # [E, N]
     ends_ptr,  # [E]: of rows, or of what is contracted
     out_ptr,  # [R, N], or [E, R, N]
-    R,
-    N,
-    C,
-    E,
-    a_scale_stride,
-    b_scale_stride,
-    OF_ROWS: tl.constexpr,
-    FAST: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    R, N, C, E, a_scale_stride, b_scale_stride,
+    OF_ROWS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     PANEL: tl.constexpr,
-):
+):  # fmt: skip
     """Run through the tiles of this program as one loop, which loads ahead from tile to tile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     g = tl.arange(0, GROUPS)

@@ -236,19 +236,11 @@ def measure_strip(  # type: ignore[no-untyped-def]
     x_ptr,  # the matrix: where row 0 lies
     of_row_ptr,  # int32 of row 0: is raised to the bits of the amaxes of rows; or that of all
     of_column_ptr,  # int32 of column 0: the same of columns
-    begin,
-    end,
-    strip,
-    C,
-    stride_r,
-    stride_c,
-    OF_ROWS: tl.constexpr,
-    OF_COLUMNS: tl.constexpr,
+    begin, end, strip, C, stride_r, stride_c, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr,
     OF_ALL: tl.constexpr,  # neither of both, but the largest of all
     EVEN: tl.constexpr,  # strips fill the columns exactly
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Measure the rows from ``begin`` to ``end``, in the columns of this strip."""
     element: tl.constexpr = x_ptr.dtype.element_ty
     # 64-bit, so that offsets are.

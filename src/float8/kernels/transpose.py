@@ -76,15 +76,9 @@ def _launch(dtype: torch.dtype, device: torch.device, *integers: int) -> Launch:
 def _transpose_kernel(  # type: ignore[no-untyped-def]
     in_ptr,  # [R, C]
     out_ptr,  # [Cp, Rp], padded to multiples of 16
-    R,
-    C,
-    stride_r,
-    stride_c,
-    EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    R, C, stride_r, stride_c,
+    EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     tile_r, tile_c = tiles.tile_at(tiles.tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
     quad, c = tiles.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
