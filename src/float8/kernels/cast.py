@@ -15,20 +15,8 @@ from torch import Tensor
 
 from float8.config import CastConfig, Granularity
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
-from float8.kernels import tiles
+from float8.kernels import cast_kernels, tiles
 from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
-from float8.kernels.cast_kernels import (
-    GIVEN,
-    HISTORY,
-    LINES,
-    MEASURED,
-    ONE,
-    RUNS,
-    SQUARES,
-    cast_kernel,
-    cast_rows_kernel,
-    measure_kernel,
-)
 from float8.kernels.runtime.launch import Launch, Layout, allocator, takes_triton_directly
 from float8.kernels.runtime.ops import cuda, register
 from float8.kernels.runtime.private import surely
@@ -323,8 +311,6 @@ def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *how: Any) -> tup
 
 # ---------------------------------------------------------------- Triton
 
-_COVERS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
-
 WIDEST_ROW = 32768
 """Programs hold rows of up to this many elements in registers; longer ones are read twice."""
 
@@ -348,7 +334,7 @@ def _cast_triton(
         x = x.to(via)
     if x.numel() == 0:
         return cast_reference(x, scale, *wanted)
-    source = MEASURED if scale is None and height is None else GIVEN
+    source = cast_kernels.MEASURED if scale is None and height is None else cast_kernels.GIVEN
     way = _way(x.dtype, x.shape, x.stride(), x.device, source, rounded, False, *wanted)
     return [made for made in way(x, scale, None) if made is not None]
 
@@ -359,7 +345,7 @@ def _cast_delayed_triton(
     if x.numel() == 0:
         return cast_delayed_reference(x, scale, amax, *how)
     *wanted, record = None, None, *how
-    way = _way(x.dtype, x.shape, x.stride(), x.device, HISTORY, False, record, *wanted)
+    way = _way(x.dtype, x.shape, x.stride(), x.device, cast_kernels.HISTORY, False, record, *wanted)
     used, of_row, _, of_col, _ = way(x, scale, amax if record else None)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
@@ -383,13 +369,13 @@ def _way(
     That is the scale, row data and their scales, column data and theirs.
     """
     height, width, dtype, row, col, pad_rows, power_of_2 = wanted
-    covers = _COVERS.get((height, width))
+    covers = cast_kernels.COVERS.get((height, width))
     if covers is None:
         raise ValueError(
             f"cast: got scales of {height} x {width} elements, for which there is no kernel; "
-            f"expected one of {list(_COVERS)}"
+            f"expected one of {list(cast_kernels.COVERS)}"
         )
-    if source != GIVEN and not is_dense(shape, strides):
+    if source != cast_kernels.GIVEN and not is_dense(shape, strides):
         dense = (shape[1], 1)
         of_copy = _way(element, shape, dense, device, source, rounded, record, *wanted)
         return lambda x, *state: of_copy(x.contiguous(), *state)
@@ -403,32 +389,32 @@ def _way(
     how = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
     measure, of_parts, joined = None, None, 0
     shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
-    if whole_rows := covers == LINES and not makes[1] and C <= WIDEST_ROW:
+    if whole_rows := covers == cast_kernels.LINES and not makes[1] and C <= WIDEST_ROW:
         cast = _casting_rows(device, integers, (pads[0], *how))
-    elif covers == LINES:
+    elif covers == cast_kernels.LINES:
         measure = _measuring(element, device, integers, makes)
         of_parts = (R + C,), (1,), torch.int32
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])
-    elif covers != ONE:
+    elif covers != cast_kernels.ONE:
         # Scales of columns take more registers: fewer, larger threads, which masks would overfill.
-        large = covers == RUNS and col and R % 128 == C % 128 == 0
+        large = covers == cast_kernels.RUNS and col and R % 128 == C % 128 == 0
         shapes = ((128, 128, 4 if large else 8),)
-    elif source != GIVEN:
-        measure = measuring(R * C, element, device, source == HISTORY)
+    elif source != cast_kernels.GIVEN:
+        measure = measuring(R * C, element, device, source == cast_kernels.HISTORY)
         joined = measure.programs
         of_parts = (joined,), (1,), torch.float32
     if not whole_rows:
         above = 1 << max(joined - 1, 0).bit_length()
         constants = (covers, *makes, *pads, source, above, record, rounded, *how)
-        cast = tiles.tiled(cast_kernel, shapes, device, (*integers, joined), constants)
+        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, joined), constants)
 
     def way(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
         along, along_scale, across, across_scale = [each and make(*each) for each in made]
         used = parts = None
         if of_parts is not None and measure is not None:
             parts = make(*of_parts)
-            if covers == LINES:
+            if covers == cast_kernels.LINES:
                 measure(x, parts.zero_())
             else:
                 used = make(*_ONE)
@@ -453,7 +439,9 @@ def _casting_rows(
     rows = max(4096 // block_c, 1)
     num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
     constants = (*constants, R % max(rows, 16) == 0 and block_c == C, rows, block_c)
-    return Launch(cast_rows_kernel, device, -(-ceil16(R) // rows), integers, constants, num_warps)
+    return Launch(
+        cast_kernels.cast_rows_kernel, device, -(-ceil16(R) // rows), integers, constants, num_warps
+    )
 
 
 def _measuring(
@@ -464,7 +452,9 @@ def _measuring(
     rows, block_c, across = tiles.strips_of(R, C, element, device)
     integers, programs = (*integers, rows), -(-R // rows) * across
     constants = (*of, C % block_c == 0, tiles.STRIP_R, block_c)
-    return Launch(measure_kernel, device, programs, integers, constants, tiles.STRIP_WARPS)
+    return Launch(
+        cast_kernels.measure_kernel, device, programs, integers, constants, tiles.STRIP_WARPS
+    )
 
 
 register("cast", cast_reference, triton=_cast_triton, fake=_cast_fake)

@@ -101,13 +101,10 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round to float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
+    """Round float32 to float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
 
-    Args:
-        v: float32.
-        MANTISSA: mantissa bits of the format: 3 for e4m3fn, 2 for e5m2.
-        HARDWARE: convert by instruction rather than by integer arithmetic; see
-            ``has_float8_conversion``.
+    ``MANTISSA``: bits of the format, 3 of e4m3fn, 2 of e5m2. ``HARDWARE``: by instruction rather
+    than by integer arithmetic, see ``has_float8_conversion``.
     """
     if HARDWARE:
         if MANTISSA == 3:

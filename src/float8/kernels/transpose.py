@@ -24,14 +24,13 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
         after: what a compiler must have computed first, as in :func:`cast`; not read.
 
     Returns:
-        [ceil16(C), ceil16(R)], contiguous, same dtype; padding is zero. No gradient flows through
-        it.
+        [ceil16(C), ceil16(R)], contiguous, same dtype, padded with zeros, without a gradient.
 
     Raises:
         TypeError: the dtype is another one.
         ValueError: ``data`` is not 2-D.
     """
-    if not isinstance(data, Tensor) or data.dtype not in BYTE_DTYPES:
+    if data.dtype not in BYTE_DTYPES:
         raise TypeError(
             f"transpose_bytes: data is {describe(data)}; expected float8_e4m3fn, float8_e5m2, "
             f"uint8 or int8. For wider elements use data.t().contiguous()."

@@ -24,15 +24,9 @@ _DIRECT = HAS_TRITON and None not in (private.dispatch_modes, private.functorch_
 
 
 class Launch:
-    """A Triton kernel, and all of its launch but its tensors.
+    """A Triton kernel, whose parameters are tensors, integers and constants, without its tensors.
 
-    Args:
-        kernel: its parameters are tensors, then integers, then constants.
-        device: of the tensors; the current one at a launch, as `ops.register` makes it.
-        programs: how many run.
-        integers: sizes and strides.
-        constants: for which the kernel is compiled.
-        num_warps: of each program.
+    They are on `device`, which is the current one at a launch: `ops.register` makes it that.
     """
 
     def __init__(
