@@ -14,7 +14,7 @@ from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load, or_zero, store
 
 ONE, LINES, RUNS, SQUARES = range(4)
-COVERS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
+BLOCKS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
 """What a scale covers, by the rows and columns of its block: all; a line; 128 of one; a square."""
 
 GIVEN, MEASURED, HISTORY = range(3)
@@ -88,9 +88,10 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             else:
                 bits = [of_row(each, element) for each in x]
                 along_scale_ptr += tile_c.to(tl.int64) * rows
-            w, scales = tiles.in_scales(v, bits, inside, MANTISSA, POWER_OF_2, HARDWARE, EVEN)
+            scales = tiles.scales_of(bits, MANTISSA, POWER_OF_2, HARDWARE)
             if COVERS == 2 or tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
+            w = tiles.divided(v, scales, inside, HARDWARE, EVEN)
         tiles.store_along(along_ptr, w, quad, c, rows, Ck, MANTISSA, HARDWARE, EVEN)
     if ACROSS:
         w = v
