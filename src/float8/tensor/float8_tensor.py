@@ -11,7 +11,7 @@ from float8.gemm import Gemm, matmul
 from float8.quantize import Cast, padded, quantize
 from float8.scales import Operand, check_scale, dequantised
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
-from float8.tensor.wrapper import Wrapper, as_inference_as, instances, mapped
+from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
 
@@ -35,11 +35,10 @@ class Float8Tensor(Wrapper):
 
     Args:
         data: float8, any shape and strides; 2-D and contiguous under finer scales, of which
-            `AXISWISE` allows more leading dims, or that the last two of a contiguous one are
-            turned.
-        scale: float32, the decode scales, in the shape of their granularity (`check_scale`), with
-            the leading dims of `data`. For a matrix [R, C] under `AXISWISE` also [1, C]: one for
-            each column, as `.t()` makes them of those of rows.
+            `AXISWISE` allows more leading dims, or that the last two are turned.
+        scale: float32, the decode scales, in the shape of their granularity (`check_scale`). For a
+            matrix [R, C] under `AXISWISE` also [1, C]: one for each column, as `.t()` makes them of
+            those of rows.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
         granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
             and dequantised, but not cut into views; under `AXISWISE` transposed, and where rows
@@ -57,7 +56,9 @@ class Float8Tensor(Wrapper):
     _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _inner_tensors = "_data", "_scale", "_amax"
+    _has_column_scales: bool
+    """Whether each column has a scale, under `AXISWISE`, and not each row."""
+    _tensors_inside = "_data", "_scale", "_amax"
     _context = "_orig_dtype", "_granularity"
 
     @staticmethod
@@ -92,16 +93,16 @@ class Float8Tensor(Wrapper):
 
     @classmethod
     def _unchecked(
-        cls,
-        data: Tensor,
-        scale: Tensor,
-        orig_dtype: torch.dtype,
-        granularity: Granularity,
-        amax: Tensor | None,
+        cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: Granularity, amax: Any
     ) -> "Float8Tensor":
-        self: Float8Tensor = cls._around(data, orig_dtype)
+        self: Float8Tensor = cls._around(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
-        self._orig_dtype, self._granularity = orig_dtype, granularity
+        self._orig_dtype, self._granularity = dtype, granularity
+        # In this order: a compiler is then asked about the features, not about the tokens. Those of
+        # one element are rows.
+        alike = granularity.by_rows and data.dim() == scale.dim() > 1
+        alike = alike and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
+        self._has_column_scales = alike and data.shape[-2:] != (1, 1)
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
@@ -162,15 +163,6 @@ class Float8Tensor(Wrapper):
             "model.save_pretrained(path, state_dict=high_precision_state_dict(model)), or call "
             "convert_to_high_precision(model) first"
         )
-
-    @property
-    def _has_column_scales(self) -> bool:
-        """Whether each column has a scale, and not each row; those of one element have both."""
-        data, scale = self._data, self._scale
-        # In this order: a compiler is then asked about the features, not about the tokens.
-        alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
-        by_columns = alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
-        return self._granularity.by_rows and by_columns
 
     @property
     def _has_row_scales(self) -> bool:
@@ -278,23 +270,17 @@ def _scales_of_parts(
     func: Any, x: Float8Tensor, parts: Any, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Return the scales of the parts that `func` made of the data of `x`."""
-    dims, rows = x.dim(), x._granularity.by_rows
     if x._granularity.one_scale:
         return [x._scale] * len(parts)
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return [func(x._scale, rest[0], 1.0)]
-    if func is aten.transpose.int:  # scales of rows become those of columns
-        rows = rows and (dims == 2 or {dim % dims for dim in rest} == {dims - 2, dims - 1})
-    elif func is aten.permute.default:
-        rows = rows and dims == 2
-    if rows and func not in _ANY_STRIDES:
-        # Scales go where the elements go over which they are spread.
+    if x._granularity.by_rows and func is not aten.as_strided.default:
         size = x.shape[-2 if x._has_column_scales else -1]
-        try:
+        try:  # scales go where the elements go over which they are spread
             spread = func(x._scale.expand(x.shape), *rest, **kwargs)
         except RuntimeError:  # no view of them: it would cut rows, and join the pieces
             spread = []
-        found = [_gathered(s, size) for s in ([spread] if isinstance(spread, Tensor) else spread)]
+        found = [_of_rows(s, size) for s in ([spread] if isinstance(spread, Tensor) else spread)]
         if found and all(scale is not None for scale in found):
             return found
     elif (parts[0].shape, parts[0].stride()) == (x.shape, x.stride()):
@@ -305,22 +291,12 @@ def _scales_of_parts(
     )
 
 
-_ANY_STRIDES = (
-    aten.alias.default,
-    aten.detach.default,
-    aten.as_strided.default,
-    aten.expand.default,
-)
-"""Views that keep all scales, or none."""
-
-
-def _gathered(spread: Tensor, size: int) -> Tensor | None:
-    """Return scales that are spread over `size` elements each as one for each; None: over others.
-
-    Along the last dim, or the one before it.
-    """
+def _of_rows(spread: Tensor, size: int) -> Tensor | None:
+    """Return scales that are spread over rows, or columns, of a size as one for each, or None."""
     for dim in (-1, -2) if spread.dim() > 1 else ():
-        if spread.shape[dim] == size and (size == 1 or spread.stride(dim) == 0):
+        order = [*spread.stride()]
+        one = order.pop(dim) == 0 or size == 1
+        if one and spread.shape[dim] == size and order == sorted(order, reverse=True):
             return spread.narrow(dim, 0, 1)
     return None
 
@@ -339,28 +315,29 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return x._like(*[func(each, **(kwargs if each is x._data else rest)) for each in inside])
 
 
-def _require_alike(op: str, a: Any, b: Any, *, scale: bool = False, amax: bool = True) -> None:
-    """Raise a `ValueError` if `a`, a Float8Tensor, cannot take what `b` holds.
+def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = True) -> None:
+    """Raise a `ValueError` if tensors are not all `Float8Tensor`s of one kind.
 
-    `scale`: they must have one scale. `amax`: they must have an amax to record, or both not.
+    `scale`: with one scale, too. `amax`: all with an amax to record, or none.
     """
-    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
+    if not all(isinstance(x, Float8Tensor) for x in tensors):
         raise ValueError(
             f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
             f"call .to_original_precision() or Float8Tensor.from_high_precision() first"
         )
-    got, other = (
-        f"{x._data.dtype} {'' if op == 'copy_' else f'for {x._orig_dtype} '}under {x._scaling}"
-        + f", with{'out' if x._amax is None else ''} an amax to record" * amax
-        for x in (a, b)
-    )
-    if got != other:
+    kinds = {}
+    for x in tensors:
+        dtype = "" if op == "copy_" else f"for {x._orig_dtype} "
+        records = f" with{'out' * (x._amax is None)} an amax to record" * amax
+        kinds[f"{x._data.dtype} {dtype}under {x._scaling}{records}"] = x
+    if len(kinds) > 1:
+        more = ", all with an amax to record or all without one" * amax
         raise ValueError(
-            f"{op}: got Float8Tensors of {got}, and of {other}, expected equal ones"
-            f"{', all with an amax or none' * amax}; clone the source instead"
+            f"{op}: got Float8Tensors of {' and of '.join(kinds)}, expected equal{more}"
         )
     # Pieces of one tensor share the scale object; only others cost a look at the values.
-    if scale and a._scale is not b._scale and not torch.equal(a._scale, b._scale):
+    first, *others = (x._scale for x in tensors)
+    if scale and not all(other is first or torch.equal(other, first) for other in others):
         raise ValueError(
             f"{op}: got Float8Tensors with different scales, expected one scale for all, or for "
             f"all parts of one; call .to_original_precision() first, or cast all with one scale"
@@ -369,8 +346,7 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool = False, amax: bool =
 
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
-    for piece in pieces:
-        _require_alike("cat", pieces[0], piece, amax=False)
+    _require_alike("cat", *pieces, amax=False)
     first: Float8Tensor = pieces[0]
     dim = (*rest, *kwargs.values(), 0)[0] % first.dim()
     data = func([piece._data for piece in pieces], *rest, **kwargs)
@@ -381,8 +357,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
             f"rows under AXISWISE; call .to_original_precision() first"
         )
-    for piece in pieces:
-        _require_alike("cat", first, piece, scale=True, amax=False)
+    _require_alike("cat", *pieces, scale=True, amax=False)
     whole = first._like(data, first._scale.clone())  # a write in place reaches it, too
     amaxes = [piece._amax for piece in pieces]
     if any(amax is not amaxes[0] for amax in amaxes):
@@ -392,7 +367,7 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_whole(x: Float8Tensor) -> bool:
-    """Whether it is no part of a tensor, which all have one scale."""
+    """Whether it is no part of a tensor, of which others have the same scale."""
     return x._data.nbytes == x._data.untyped_storage().nbytes()
 
 
@@ -403,9 +378,8 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     whole = _is_whole(target)
     _require_alike("copy_", target, source, scale=not whole)
     if target.shape != source.shape:
-        raise ValueError(
-            f"copy_: got shape {tuple(source.shape)}, expected shape {tuple(target.shape)}"
-        )
+        got, expected = tuple(source.shape), tuple(target.shape)
+        raise ValueError(f"copy_: got shape {got}, expected shape {expected}")
     for name, inner in target._inside().items():
         if whole or name == "_data":
             inner.copy_(getattr(source, name), *rest)
@@ -417,7 +391,7 @@ def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     targets, sources, weight = args
     others = []
     for target, source in zip(targets, sources, strict=True):
-        if not instances(Float8Tensor, (target, source)):
+        if not isinstance(target, Float8Tensor) and not isinstance(source, Float8Tensor):
             others.append((target, source))
             continue
         _require_alike(str(func), target, source, scale=True)
@@ -436,7 +410,8 @@ def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on the values: a new tensor is plain, as its values may be any."""
-    return func(*mapped(dequantise, Float8Tensor, args), **kwargs)
+    plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
+    return func(*plain, **kwargs)
 
 
 def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -473,10 +448,10 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
     if not bias:
         return product
-    (bias,), beta, alpha = bias, kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    bias = mapped(dequantise, Float8Tensor, bias)
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     # As in torch, a NaN in the bias counts for nothing if beta is 0.
-    return torch.add(product * alpha, bias, alpha=beta) if beta else product * alpha
+    product = product * alpha
+    return _of_values(torch.add, (product, *bias), {"alpha": beta}) if beta else product
 
 
 def _contiguous(operand: Operand, granularity: Granularity) -> Operand:
@@ -508,10 +483,8 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     One after the other: bytes, scales, and amaxes where there are some, on all ranks alike.
     """
-    tensors, written = instances(Tensor, (args, kwargs)), instances(Float8Tensor, args[0])
-    first = next(x for x in tensors if isinstance(x, Float8Tensor))
-    for x in tensors:
-        _require_alike(str(func), first, x)
+    tensors, written = _tensors_in(args), _tensors_in(args[0])
+    _require_alike(str(func), *tensors)
     if not all(map(_is_whole, written)) or len({id(x._scale) for x in written}) < len(written):
         raise ValueError(
             f"{func}: got parts of a Float8Tensor to write into, expected tensors with scales of "
@@ -522,17 +495,26 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if len(args) > at:
         args = (*args[:at], True, *args[at + 1 :])
     work: Any = None
-    for name in first._inside():
-
-        def inside(x: Any, name: str = name) -> Tensor:
-            inner: Tensor = getattr(x, name)
-            return inner.view(torch.uint8) if inner.dtype in FLOAT8_MAX else inner
-
+    for name in tensors[0]._inside():
         if work is not None:
             work.wait()
-        result = func(*mapped(inside, Float8Tensor, args), **kwargs)
+        result = func(*_sent(name, args), **kwargs)
         work = result[1] if isinstance(result, tuple) else result
     return (args[0], work) if isinstance(result, tuple) else work
+
+
+def _tensors_in(tree: Any) -> list[Any]:
+    if isinstance(tree, list | tuple):
+        return [x for each in tree for x in _tensors_in(each)]
+    return [tree] if isinstance(tree, Tensor) else []
+
+
+def _sent(name: str, tree: Any) -> Any:
+    """Return arguments of an op with a tensor inside of each `Float8Tensor`, float8 as bytes."""
+    if isinstance(tree, list | tuple):
+        return [_sent(name, each) for each in tree]
+    inner = getattr(tree, name) if isinstance(tree, Float8Tensor) else tree
+    return inner.view(torch.uint8) if name == "_data" and isinstance(inner, Tensor) else inner
 
 
 # ---------------------------------------------------------------- which op is what
