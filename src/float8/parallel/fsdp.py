@@ -1,7 +1,7 @@
 """FSDP2 with float8 all-gather: scales ahead of the gathers, and which weights are gathered so."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import CastSite, Float8LinearConfig
+from float8.config import Float8LinearConfig
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
@@ -57,29 +57,27 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """
     require_module(model, "model")
     alike: dict[Any, dict[Any, Tensor]] = {}
-    for weight, shard in _sharded_weights(model):
+    for weight, shard in _shards(model).items():
         where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
         of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.spec), {})
         of_one[weight] = shard.high_precision
-    for (groups, device_type, _, _, param_dtype, spec), shards in alike.items():
+    for (groups, device_type, _, _, param_dtype, how), shards in alike.items():
         reduce = amax_over(groups, device_type)
-        scales = scales_of(list(shards.values()), spec, param_dtype, reduce)
+        scales = scales_of(list(shards.values()), how, param_dtype, reduce)
         for weight, scale in zip(shards, scales, strict=True):
-            local_tensor(weight).keep(Cast(spec, scale=scale), weight)
+            weight._local_tensor.keep(Cast(how, scale=scale), weight)
 
 
-def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight]]:
-    """Yield the weights with a scale to compute ahead, each once, and their shards."""
-    names = {
-        layer.weight: name
-        for name, layer in model.named_modules()
-        if isinstance(layer, Float8Linear)
-        and layer._float8_config.enable_fsdp_float8_all_gather
-        and CastSite.WEIGHT not in layer._float8_delayed
-        and layer._float8_plan.casts.weight.how.scaling_granularity.one_scale
-    }
-    for weight, name in names.items():
-        local = local_tensor(weight)
+def _shards(model: nn.Module) -> dict[Any, Float8GatherWeight]:
+    """Return the weights with a scale to compute ahead, and their shards."""
+    shards = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Float8Linear):
+            continue
+        how, weight, local = layer._float8_plan.casts.weight.how, layer.weight, None
+        one_dynamic_scale = how.scaling_granularity.one_scale and not how.delayed
+        if one_dynamic_scale and layer._float8_config.enable_fsdp_float8_all_gather:
+            local = local_tensor(weight)
         if isinstance(local, Float8Tensor):
             raise ValueError(
                 f"layer {name!r}: got a weight that is gathered at the moment, expected its "
@@ -95,7 +93,8 @@ def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight
             and not local.counted.is_inference()
             and all_ranks_have_some(weight)
         ):
-            yield weight, local
+            shards[weight] = local
+    return shards
 
 
 # ---------------------------------------------------------------- which weights
@@ -144,13 +143,10 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 
 def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
     """Return the configuration of a module for a Parameter that it may be given in float8."""
-    config: Float8LinearConfig | None = None
+    names = ["weight"] if isinstance(part, Float8Linear) else []
     if isinstance(part, Float8Experts):
-        if name in names_to_gather(part):
-            config = part._float8_config
-    elif isinstance(part, Float8Linear) and name == "weight":
-        config = part._float8_config
-    return config
+        names = names_to_gather(part)
+    return part._float8_config if name in names else None
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:

@@ -34,21 +34,18 @@ class Float8Tensor(Wrapper):
     meaning raise and name `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides; 2-D and contiguous under finer scales, of which
-            `AXISWISE` allows more leading dims, or that the last two are turned.
-        scale: float32, the decode scales, in the shape of their granularity (`check_scale`). For a
-            matrix [R, C] under `AXISWISE` also [1, C]: one for each column, as `.t()` makes them of
-            those of rows.
+        data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE`
+            allows more leading dims, or that the last two are turned.
+        scale: float32, the decode scales, in the shape of their granularity (`check_scale`). Under
+            `AXISWISE` also [..., 1, C], one for each column, as `.t()` makes them of those of rows.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
         granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
-            and dequantised, but not cut into views; under `AXISWISE` transposed, and where rows
-            have the scales cut into whole rows.
-        amax: 0-dim float32: what delayed scaling has to record at each use in training, if
-            anything.
+            and dequantised; under `AXISWISE` transposed, and cut into whole rows, or columns.
+        amax: 0-dim float32: what delayed scaling has to record at each use in training, if any.
 
     Raises:
         TypeError: a dtype is not one of those named above.
-        ValueError: `scale` has another shape than the granularity says.
+        ValueError: `data` or `scale` lies otherwise, or has another shape.
     """
 
     _data: Tensor
@@ -79,9 +76,9 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        matrices = data.dim() == 2 or (granularity.by_rows and data.dim() > 2)
-        turned = granularity.by_rows and matrices and data.mT.is_contiguous()
-        if not granularity.one_scale and not turned and not (matrices and data.is_contiguous()):
+        straight, rows = data.is_contiguous(), granularity.by_rows and data.dim() > 1
+        lies = straight and (rows or data.dim() == 2)
+        if not (granularity.one_scale or lies or (rows and data.mT.is_contiguous())):
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
@@ -244,9 +241,6 @@ def dequantise(x: Float8Tensor) -> Tensor:
     return dequantised(Operand(x._data, x._scale), x._granularity).to(x._orig_dtype)
 
 
-torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])
-
-
 # ---------------------------------------------------------------- views
 
 
@@ -346,21 +340,21 @@ def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = Tru
 
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
-    _require_alike("cat", *pieces, amax=False)
-    first: Float8Tensor = pieces[0]
-    dim = (*rest, *kwargs.values(), 0)[0] % first.dim()
-    data = func([piece._data for piece in pieces], *rest, **kwargs)
-    if first._has_row_scales and dim != first.dim() - 1:
-        return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
-    if not first._granularity.one_scale:
+    first, dim = pieces[0], (*rest, *kwargs.values(), 0)[0]
+    rows = isinstance(first, Float8Tensor) and first._has_row_scales
+    rows = rows and dim % first.dim() != first.dim() - 1
+    _require_alike("cat", *pieces, scale=not rows, amax=False)
+    if not rows and not first._granularity.one_scale:
         raise ValueError(
             f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
             f"rows under AXISWISE; call .to_original_precision() first"
         )
-    _require_alike("cat", *pieces, scale=True, amax=False)
+    data = func([piece._data for piece in pieces], *rest, **kwargs)
+    if rows:
+        return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
     whole = first._like(data, first._scale.clone())  # a write in place reaches it, too
     amaxes = [piece._amax for piece in pieces]
-    if any(amax is not amaxes[0] for amax in amaxes):
+    if any(amax is not first._amax for amax in amaxes):
         # To be recorded of the whole is the largest; unknown, if that of a piece is.
         whole._amax = None if any(a is None for a in amaxes) else torch.stack(amaxes).amax()
     return whole
@@ -419,24 +413,23 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     *bias, a, b = args
     if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
         return _of_values(func, args, kwargs)
-    if a._orig_dtype != b._orig_dtype:
-        raise ValueError(
-            f"mm: got Float8Tensors of original dtypes {a._orig_dtype} and {b._orig_dtype}, "
-            f"expected equal"
-        )
-    if a._data.dtype == b._data.dtype == E5M2:
-        raise ValueError(
-            f"mm: got two Float8Tensors of {E5M2}, expected at least one {E4M3}: tensor cores have "
-            f"no e5m2 x e5m2; call .to_original_precision() on one of them"
-        )
     # What the GEMM sums over must have one scale.
     fits_a = a._granularity.one_scale or a._has_row_scales
-    fits_b = b._granularity.one_scale or b._has_column_scales or (fits_a and b.numel() == 1)
-    if not fits_a or not fits_b:
+    fits_b = b._granularity.one_scale or b._has_column_scales
+    fits_b = fits_b or (b._has_row_scales and b.numel() == 1)
+    problem = None
+    if a._orig_dtype != b._orig_dtype:
+        problem = f"of original dtypes {a._orig_dtype} and {b._orig_dtype}, expected equal"
+    elif a._data.dtype == b._data.dtype == E5M2:
+        problem = f"of {E5M2}, expected one {E4M3}: tensor cores have no e5m2 x e5m2"
+    elif not fits_a or not fits_b:
+        problem = (
+            f"under {a._scaling} and under {b._scaling}, expected TENSORWISE, or AXISWISE by rows "
+            f"and by columns, which leaves one scale for what is summed up"
+        )
+    if problem:
         raise ValueError(
-            f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
-            f"TENSORWISE, or AXISWISE by rows and by columns, which leaves one scale for what "
-            f"is summed up; call .to_original_precision() first, or float8.linear"
+            f"mm: got Float8Tensors {problem}; call .to_original_precision(), or float8.linear"
         )
     turned = Operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale)
     product = matmul(
@@ -558,3 +551,5 @@ if torch.distributed.is_available():
         # Made when DTensor is imported.
         "_c10d_functional::_wrap_tensor_autograd": lambda func, args, kwargs: args[0],
     }
+
+torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])

@@ -71,11 +71,9 @@ class Float8GatherWeight(Wrapper):
     _context = ("spec",)
 
     @staticmethod
-    def __new__(
-        cls, inner: Tensor, spec: CastConfig, counted: Tensor | None = None
-    ) -> "Float8GatherWeight":
+    def __new__(cls, inner: Tensor, spec: CastConfig, counted: Tensor | None = None) -> Any:
         """See the class."""
-        self: Float8GatherWeight = cls._around(inner, inner.dtype)
+        self: Any = cls._around(inner, inner.dtype)
         self._inner, self.spec = inner, spec
         self.counted = inner if counted is None else counted
         return self
@@ -122,7 +120,7 @@ class Float8GatherWeight(Wrapper):
         plain = [*map(_plain, args)], dict(zip(kwargs, map(_plain, kwargs.values()), strict=True))
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _KEEP):
             # In inference mode nobody has taken compound ops apart.
-            result = func.decompose(*args, **kwargs)
+            result: Any = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
             # FSDP2 shards and pads in its first forward, which may be an evaluation in inference
@@ -132,7 +130,8 @@ class Float8GatherWeight(Wrapper):
                 if isinstance(result, Tensor):
                     return weight._like(func, result)
                 return [weight._like(func, x) for x in result]
-        result, written = func(*plain[0], **plain[1]), {}
+        result = func(*plain[0], **plain[1])
+        written: dict[int, Any] = {}
         for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
             if argument.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -151,7 +150,7 @@ class Float8GatherWeight(Wrapper):
         if result.dtype not in HIGH_PRECISION_DTYPES:
             return result
         shares = func.is_view and result.dtype == self.dtype
-        new = type(self)(result, self.spec, self.counted if shares else None)
+        new: Float8GatherWeight = type(self)(result, self.spec, self.counted if shares else None)
         new.param_dtype = self.param_dtype
         return new
 
@@ -237,13 +236,10 @@ class Float8GatherWeight(Wrapper):
             cast, ahead = Cast(how), made is not None
             if ahead:  # it may be offloaded
                 cast = cast._replace(scale=made.scale.to(shard.device))
-            if delayed:
+            elif delayed:
                 amax = shard.new_zeros((), dtype=torch.float32)
-                scale, ahead = (
-                    torch.full_like(amax, UNKNOWN_SCALE),
-                    module._float8_knows_weight_scale(),
-                )
-                if ahead:
+                scale = torch.full_like(amax, UNKNOWN_SCALE)
+                if ahead := module._float8_knows_weight_scale():
                     scale = module.get_buffer(CastSite.WEIGHT.scale).to(shard.device)
                 cast = cast._replace(state=DelayedScale(scale, amax), record=True)
             if not ahead and how.scaling_granularity.one_scale:

@@ -72,14 +72,8 @@ def local_tensor(x: Any) -> Any:
 
 def dtensor_like(local: Any, like: Any) -> Any:
     """Return `local` as this rank's part of a DTensor of the shape and placements of `like`."""
-    return type(like).from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    whole = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return type(like).from_local(local, like.device_mesh, like.placements, **whole)
 
 
 def is_fsdp_module(module: Any) -> bool:
