@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, ScalingType
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
@@ -75,8 +75,8 @@ def _shards(model: nn.Module) -> dict[Any, Float8GatherWeight]:
         if not isinstance(layer, Float8Linear):
             continue
         how, weight, local = layer._float8_plan.casts.weight.how, layer.weight, None
-        one_dynamic_scale = how.scaling_granularity.one_scale and not how.delayed
-        if one_dynamic_scale and layer._float8_config.enable_fsdp_float8_all_gather:
+        dynamic = how.scaling_type is ScalingType.DYNAMIC and how.scaling_granularity.one_scale
+        if dynamic and layer._float8_config.enable_fsdp_float8_all_gather:
             local = local_tensor(weight)
         if isinstance(local, Float8Tensor):
             raise ValueError(

@@ -229,7 +229,8 @@ class Float8GatherWeight(Wrapper):
         `Float8Weights.HELD` a dynamic cast is kept until the weight is written.
         """
         weight, how, shard, amax = module.weight, self.spec, self.high_precision, None
-        owner, delayed = getattr(weight, "_local_tensor", weight), how.delayed
+        owner = getattr(weight, "_local_tensor", weight)
+        delayed = how.scaling_type is ScalingType.DELAYED
         owner.gather_in(dtype)
         made: Any = None if delayed else owner.known(weight)
         if not isinstance(made, Operand):
