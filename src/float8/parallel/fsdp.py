@@ -27,9 +27,6 @@ def shard_amax(weight: Tensor) -> Tensor | None:
     return kernels.amax(local.high_precision.to(local.param_dtype or local.dtype))
 
 
-# ---------------------------------------------------------------- scales ahead of the hooks
-
-
 @untraced
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -37,10 +34,10 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Compute the scales of all weights with dynamic scaling and float8 all-gather at once.
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so: one all-reduce then
-    serves all weights of a dtype (one per mesh dim that shards them). Without it, each gather does
-    an all-reduce of its own, with the same result; so it remains before the first forward, and for
-    weights with so few rows that some ranks hold none. Does nothing for a model without such
-    weights or not sharded. All ranks must call it.
+    serves all weights of a dtype (one per mesh dim that shards them). Without it each gather does
+    one of its own, with the same result; so it is before the first forward, and for weights with so
+    few rows that some ranks hold none. Does nothing for a model without such weights or not
+    sharded. All ranks must call it.
 
     A scale counts until the weight is written again, by an optimizer's step, an op on the Parameter
     or on a view of it, loading, or a write into a tensor of a state dict. Call it again after what
