@@ -1,5 +1,6 @@
 """`Float8Tensor`, float8 data and their scale as one tensor, and what each aten op does to it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ class Float8Tensor(Wrapper):
     _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
+    _has_row_scales: bool
     _has_column_scales: bool
-    """Whether each column has a scale, under `AXISWISE`, and not each row."""
+    """Whether each row has a scale under `AXISWISE`, or each column."""
     _tensors_inside = "_data", "_scale", "_amax"
     _context = "_orig_dtype", "_granularity"
 
@@ -100,6 +102,7 @@ class Float8Tensor(Wrapper):
         alike = granularity.by_rows and data.dim() == scale.dim() > 1
         alike = alike and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
         self._has_column_scales = alike and data.shape[-2:] != (1, 1)
+        self._has_row_scales = granularity.by_rows and not self._has_column_scales
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
@@ -143,7 +146,7 @@ class Float8Tensor(Wrapper):
 
     def to_original_precision(self) -> Tensor:
         """Dequantise; differentiable, the gradient passes through unchanged."""
-        return _ToOriginalPrecision.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Straight.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
     def _assign(self, new: Tensor) -> None:
         """Refuse a tensor that would take the place of data and scale, which would not notice."""
@@ -160,11 +163,6 @@ class Float8Tensor(Wrapper):
             "model.save_pretrained(path, state_dict=high_precision_state_dict(model)), or call "
             "convert_to_high_precision(model) first"
         )
-
-    @property
-    def _has_row_scales(self) -> bool:
-        """Whether each row has a scale."""
-        return self._granularity.by_rows and not self._has_column_scales
 
     @property
     def _scaling(self) -> str:
@@ -213,27 +211,20 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
         if granularity.by_rows:
             scale = scale.reshape(*x.shape[:-1], 1)
     made = data.reshape(x.shape), scale, x.dtype, granularity, amax
-    return _ToFloat8.apply(x, *made)  # type: ignore[no-any-return, no-untyped-call]
+    return _Straight.apply(x, Float8Tensor, *made)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _ToFloat8(torch.autograd.Function):
+class _Straight(torch.autograd.Function):
+    """Return what `make` makes of `x`; the gradient of that is the gradient of `x`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *made: Any) -> Float8Tensor:
-        return Float8Tensor(*made)
+    def forward(ctx: Any, x: Tensor, make: Callable[..., Tensor], *made: Any) -> Tensor:
+        ctx.others = 1 + len(made)
+        return make(*made) if made else make(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None, None
-
-
-class _ToOriginalPrecision(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Float8Tensor) -> Tensor:
-        return dequantise(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+        return (grad, *[None] * ctx.others)
 
 
 def dequantise(x: Float8Tensor) -> Tensor:
