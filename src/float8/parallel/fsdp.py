@@ -94,9 +94,6 @@ def _shards(model: nn.Module) -> dict[Any, Float8GatherWeight]:
     return shards
 
 
-# ---------------------------------------------------------------- which weights
-
-
 def enable_float8_all_gather(module: nn.Module) -> None:
     """Make the weights of converted layers whose configuration asks for it gather in float8.
 

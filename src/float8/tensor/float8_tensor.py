@@ -174,7 +174,7 @@ class Float8Tensor(Wrapper):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func) or _HANDLERS.get(func.name())
+        handler = _HANDLERS.get(func.name())
         if handler is None:
             # In inference mode nobody has taken compound ops apart.
             result = func.decompose(*args, **kwargs)
@@ -503,44 +503,27 @@ def _sent(name: str, tree: Any) -> Any:
 
 # ---------------------------------------------------------------- which op is what
 
-_HANDLERS: dict[Any, Any] = {
-    aten._unsafe_view.default: _view,
-    aten.constant_pad_nd.default: _view,
-    aten.clone.default: _copy,
-    aten.empty_like.default: _copy,
-    aten._to_copy.default: _copy,
-    aten.cat.default: _cat,
-    aten.copy_.default: _copy_,
-    aten._foreach_lerp_.Scalar: _foreach_lerp_,
-    aten.equal.default: _of_values,
-    aten.is_same_size.default: _of_values,
-    aten.zeros_like.default: _of_values,
-    aten.ones_like.default: _of_values,
-    aten.mm.default: _product,
-    aten.addmm.default: _product,
+_OPS: dict[Any, tuple[str, ...]] = {
+    _view: ("aten::_unsafe_view", "aten::constant_pad_nd"),  # and all that are views
+    _copy: ("aten::clone", "aten::empty_like", "aten::_to_copy"),
+    _cat: ("aten::cat",),
+    _copy_: ("aten::copy_",),
+    _foreach_lerp_: ("aten::_foreach_lerp_.Scalar",),
+    _of_values: ("aten::equal", "aten::is_same_size", "aten::zeros_like", "aten::ones_like"),
+    _product: ("aten::mm", "aten::addmm"),
     # torch.distributed.checkpoint asks.
-    aten.is_pinned.default: lambda func, args, kwargs: func(args[0]._data, *args[1:]),
+    lambda func, args, kwargs: func(args[0]._data, *args[1:]): ("aten::is_pinned",),
+    _exchange: tuple(
+        f"c10d::{name}_" for name in ("broadcast", "scatter", "gather", "allgather", "alltoall")
+    ),
+    # DTensors gather with these, and wait for what has arrived by then.
+    _send: ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_to_all_single"),
+    lambda func, args, kwargs: args[0]: (
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    ),
 }
-"""aten op, or its name -> what is done; views that it does not have are `_view`s, too."""
-
-if torch.distributed.is_available():
-    _HANDLERS |= dict.fromkeys(
-        (
-            torch.ops.c10d.broadcast_.default,
-            torch.ops.c10d.scatter_.default,
-            torch.ops.c10d.gather_.default,
-            torch.ops.c10d.allgather_.default,
-            torch.ops.c10d.alltoall_.default,
-        ),
-        _exchange,
-    )
-    # DTensors gather with these, and wait for what has arrived already.
-    _HANDLERS |= {
-        torch.ops._c10d_functional.all_gather_into_tensor.default: _send,
-        torch.ops._c10d_functional.all_to_all_single.default: _send,
-        torch.ops._c10d_functional.wait_tensor.default: lambda func, args, kwargs: args[0],
-        # Made when DTensor is imported.
-        "_c10d_functional::_wrap_tensor_autograd": lambda func, args, kwargs: args[0],
-    }
+_HANDLERS = {name: handler for handler, names in _OPS.items() for name in names}
+"""Name of an op -> handler(func, args, kwargs)."""
 
 torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])

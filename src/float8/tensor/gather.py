@@ -48,9 +48,8 @@ class Float8GatherWeight(Wrapper):
     views, and the plain tensors that `high_precision` gives, count their writes in one version
     counter, which tells whether a scale that was computed ahead is still that of the values.
 
-    Scales finer than one per tensor are sent with the data, as a second tensor. FSDP2 takes one of
-    even shards only. Of others, and where a scale would cover elements of two ranks, the weight is
-    gathered in high precision, with a warning.
+    Scales finer than one per tensor are sent with the data. FSDP2 takes those of even shards only.
+    Others are gathered in high precision, as are those of which a scale covers parts of two ranks.
 
     Args:
         inner: float32, bfloat16 or float16; shared, not copied.
