@@ -375,12 +375,10 @@ def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Average the tensors of whole models: equal float8 tensors stay as they are."""
     targets, sources, weight = args
     others = []
-    for target, source in zip(targets, sources, strict=True):
-        if not isinstance(target, Float8Tensor) and not isinstance(source, Float8Tensor):
-            others.append((target, source))
-            continue
-        _require_alike(str(func), target, source, scale=True)
-        if not torch.equal(target._data.view(torch.uint8), source._data.view(torch.uint8)):
+    for pair in zip(targets, sources, strict=True):
+        if not any(isinstance(x, Float8Tensor) for x in pair):
+            others.append(pair)
+        elif not torch.equal(*pair):
             raise ValueError(
                 f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
                 f"weights: the average has no bytes under their scale; average them in high "

@@ -115,7 +115,7 @@ class Float8GatherWeight(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, weight = kwargs or {}, args[0]
+        kwargs, weight = kwargs or {}, args[0] if args else None
         plain = [*map(_plain, args)], dict(zip(kwargs, map(_plain, kwargs.values()), strict=True))
         if isinstance(weight, Float8GatherWeight) and (func.is_view or func in _KEEP):
             # In inference mode nobody has taken compound ops apart.
