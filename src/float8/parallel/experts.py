@@ -43,9 +43,8 @@ def all_to_all_in_float8(
         ValueError: `input` is not [T, K], or the splits are not those of T rows and all ranks.
     """
     if input.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(
-            f"all_to_all_in_float8: got {input.dtype}, expected one of {HIGH_PRECISION_DTYPES}"
-        )
+        expected = f"one of {HIGH_PRECISION_DTYPES}"
+        raise TypeError(f"all_to_all_in_float8: got dtype {input.dtype}, expected {expected}")
     if input.dim() != 2 or input.shape[1] % GEMM_ALIGNMENT:
         raise ValueError(
             f"all_to_all_in_float8: got shape {tuple(input.shape)}, expected [T, K] with K a "
