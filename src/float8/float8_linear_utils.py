@@ -5,11 +5,7 @@ from collections.abc import Callable, Collection
 from torch import nn
 
 from float8.config import ConfigOrRecipe, linear_requires_sync
-from float8.convert import (
-    ModuleFilter,
-    convert_to_float8_training,
-    swap_linear_with_float8_linear,
-)
+from float8.convert import ModuleFilter, convert_to_float8_training, swap_linear_with_float8_linear
 from float8.convert.choice import Chooser
 from float8.linear import Float8Layer
 from float8.step import sync_float8_amax_and_scale_history

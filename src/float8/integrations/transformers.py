@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from float8.convert.choice import WRAPPERS
+from float8.checkpoints.names import plain_name
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
 from float8.step import Attachment, attach_to_optimizer
-
-_HIDDEN = {name for name in WRAPPERS if name.startswith("_")}  # not in the names of checkpoints
 
 
 class Float8Callback(TrainerCallback, ExportableState):
@@ -68,7 +66,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         ours = {
             f"{each}.{key}"
             for name, layer in self._delayed().items()
-            for each in (name, _plain(name))
+            for each in (name, plain_name(name))
             for key in _buffers(layer)
         }
         theirs = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -93,7 +91,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return the state that the `Trainer` writes into `trainer_state.json`."""
         saved = {
-            _plain(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
+            plain_name(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
             for name, layer in self._delayed().items()
         }
         weights = {name: values.tolist() for name, values in self._samples().items()}
@@ -105,7 +103,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._attachment = None
 
     def _take(self, saved: dict[str, dict[str, Any]]) -> None:
-        layers = {_plain(name): layer for name, layer in self._delayed().items()}
+        layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if others := sorted(layers.keys() ^ saved.keys()):
             warnings.warn(
                 f"float8: the checkpoint and the model have delayed scaling in different layers: "
@@ -143,7 +141,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Return a few values of each plain Parameter, by its name and shape."""
         model = None if self._model is None else self._model()
         return {
-            f"{_plain(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
+            f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
             for name, x in ([] if model is None else model.named_parameters())
             if type(x) is nn.Parameter and x.dtype in HIGH_PRECISION_DTYPES and not x.is_meta
         }
@@ -162,11 +160,6 @@ class Float8Callback(TrainerCallback, ExportableState):
 def _last(entry: Any) -> Any:
     """Return what was written last: given twice, a callback has a list."""
     return entry[-1] if isinstance(entry, list) else entry
-
-
-def _plain(name: str) -> str:
-    """Return the name of a module without its wrappers, as state dicts have it."""
-    return ".".join(part for part in name.split(".") if part not in _HIDDEN)
 
 
 def _buffers(layer: Float8Layer) -> list[str]:
