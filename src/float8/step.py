@@ -156,7 +156,9 @@ def _hold_weights(model: nn.Module) -> None:
         return
     alike: dict[Any, dict[Tensor, list[Float8Layer]]] = {}
     others: list[str] = []
-    under_fsdp = _under_fsdp(model)
+    fsdp1 = "summon_full_params"  # a method of its modules; FSDP writes past version counters
+    wraps = (x.modules() for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1))
+    under_fsdp = set(itertools.chain(*wraps))
     for part, name in parts.items():
         if isinstance(part, Float8Experts):
             why = part._float8_hold("gathered by FSDP" if part in under_fsdp else None)
@@ -205,13 +207,6 @@ def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | 
     if under_fsdp or weight.is_meta or can_hold(weight):
         return None
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
-
-
-def _under_fsdp(model: nn.Module) -> set[nn.Module]:
-    """Return the modules whose weights FSDP1 or FSDP2 writes past version counters."""
-    fsdp1 = "summon_full_params"  # a method of its modules
-    wrappers = [x for x in model.modules() if is_fsdp_module(x) or hasattr(type(x), fsdp1)]
-    return {module for wrapper in wrappers for module in wrapper.modules()}
 
 
 class Attachment:
