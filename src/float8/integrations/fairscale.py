@@ -71,10 +71,8 @@ class Float8ParallelLinear(Float8Linear):
         if self._float8_delayed:
             self._float8_check_synced()
         before, of_weight, of_bias, after = self._float8_placements
-        x, weight = (
-            self._float8_on_mesh(input, before),
-            self._float8_on_mesh(self.weight, of_weight),
-        )
+        x = self._float8_on_mesh(input, before)
+        weight = self._float8_on_mesh(self.weight, of_weight)
         bias = None if self.bias is None else self._float8_on_mesh(self.bias, of_bias)
         if of_weight.is_shard(1) and before.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])

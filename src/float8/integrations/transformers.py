@@ -21,18 +21,15 @@ from float8.step import Attachment, attach_to_optimizer
 class Float8Callback(TrainerCallback, ExportableState):
     """Runs at every optimizer step what the scaling of a converted model needs once per step.
 
-    With whatever optimizer the `Trainer` makes: `Trainer(model, ..., callbacks=[Float8Callback()])`
-    for a model that `convert_to_float8_training` converted. Needed for delayed scaling and for
-    `Float8Weights.HELD`, and for the speed of weights that FSDP2 gathers in float8; harmless else.
+    `Trainer(model, ..., callbacks=[Float8Callback()])`, for a converted model. Needed for delayed
+    scaling and for `Float8Weights.HELD`, and for the speed of weights that FSDP2 gathers in float8.
 
-    After a training has begun, a `PreTrainedModel` saves the weights alone, as the plain model
-    does: `model.save_pretrained`, and the `Trainer`. Checkpoints have the state of delayed scaling
-    in `trainer_state.json`, from where `train(resume_from_checkpoint=...)` takes it.
-
-    Beside it are a few values of each weight: the `Trainer` passes over weights that a checkpoint
-    has under other names, as those of experts, which are published one by one. A resumed training
-    with such weights raises a `ValueError` before its first step; where `load_best_model_at_end`
-    has left some out, a warning says so.
+    After a training has begun, the model saves the weights alone, as the plain one does. The state
+    of delayed scaling is in `trainer_state.json`, from where `train(resume_from_checkpoint=...)`
+    takes it, and beside it are a few values of each weight: the `Trainer` passes over weights that
+    a checkpoint has under other names, as those of experts. A resumed training with such weights
+    raises a `ValueError` before its first step; where `load_best_model_at_end` has left some out, a
+    warning says so.
 
     Args:
         group: of the sync, as in `attach_to_optimizer`. `restore_callback_states_from_checkpoint`
@@ -63,14 +60,9 @@ class Float8Callback(TrainerCallback, ExportableState):
                     f"`from_pretrained`, convert it, and resume with it"
                 )
             self._take(entry["attributes"]["delayed"])
-        ours = {
-            f"{each}.{key}"
-            for name, layer in self._delayed().items()
-            for each in (name, plain_name(name))
-            for key in _buffers(layer)
-        }
+        ours = [f"{name}.{key}" for name, x in self._delayed().items() for key in _buffers(x)]
         theirs = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        model._keys_to_ignore_on_save = {*theirs, *ours}  # type: ignore[assignment]
+        model._keys_to_ignore_on_save = {*theirs, *ours, *map(plain_name, ours)}  # type: ignore[assignment]
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -134,7 +126,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             return None
         return (
             f"{len(wrong)} weights are not those of the checkpoint, as {wrong[0]!r}: the Trainer "
-            f"loads none that the checkpoint has under another name, such as those of experts"
+            f"loads none that have another name there, such as those of experts"
         )
 
     def _samples(self) -> dict[str, Tensor]:
