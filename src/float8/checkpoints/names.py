@@ -21,7 +21,8 @@ from float8.linear import Float8Layer
 
 def plain_name(name: str) -> str:
     """Return the name of a module or tensor without what wrappers within a model add to it."""
-    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):  # of torch.compile, of checkpoints
+    # Of torch.compile, of activation checkpointing, of FSDP1.
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
         name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
     return name
 
