@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, check_pair
+from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, values_of
 from float8.config import Float8LinearConfig, Float8Weights, as_config
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
-from float8.quantize.spec import Operand, dequantised
 from float8.tensor import is_dtensor
 
 _CLASSES = ("Linear", "FP8Linear", "CompressedLinear")
@@ -22,15 +21,6 @@ _CLASSES = ("Linear", "FP8Linear", "CompressedLinear")
 
 _OTHERS = ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale")
 """The Parameters that such a layer may have beside weight and bias."""
-
-RECIPE = {
-    (FINE_GRAINED, "block"): "blockwise",
-    (FINE_GRAINED, "tensor"): "tensorwise",
-    (COMPRESSED, "channel"): "rowwise",
-    (COMPRESSED, "tensor"): "tensorwise",
-}
-"""The recipe that multiplies the bytes of each layout as they are."""
-
 
 def strategy_of(mod: Any) -> tuple[str, str] | None:
     """Return format and strategy of a linear layer that is in float8; None: it is not.
@@ -61,8 +51,8 @@ def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfi
     """Return the configuration of a layer that is in float8; None: that which keeps its bytes."""
     if config is not None:
         return config
-    format, strategy = strategy_of(mod) or ("", "")
-    recipe = as_config(RECIPE.get((format, strategy), "tensorwise"))
+    layout = LAYOUTS.get(strategy_of(mod) or ("", ""))
+    recipe = as_config(layout.recipe if layout else "tensorwise")
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
@@ -80,21 +70,18 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
             "got a layer with a `forward` of its own as attribute, expected one without; load the "
             "model onto one device"
         )
-    scale, weight = mod._parameters["weight" + layout.scale_suffix], mod.weight
-    if is_dtensor(weight):
+    if is_dtensor(mod.weight):
         return "got a weight in float8 that ranks share, expected a whole one; load it dequantised"
+    pair = mod.weight, mod._parameters["weight" + layout.scale_suffix]
     try:
-        check_pair(
-            layout, "weight", (weight.dtype, weight.shape), (scale.dtype, tuple(scale.shape))
-        )
+        layout.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
     except ValueError as error:
         return f"{error}; load it dequantised"
     of = config.cast_config_weight.scaling_granularity
     if config.float8_weights is Float8Weights.ONLY and of is not layout.granularity:
-        recipe = RECIPE[format, strategy]
         return (
             f"got float8_weights=ONLY with scales of {of} for a weight in float8 that has those of "
-            f"{layout.granularity}, expected the recipe {recipe!r}"
+            f"{layout.granularity}, expected the recipe {layout.recipe!r}"
         )
     return None
 
@@ -117,7 +104,7 @@ def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Li
     weight: Any = layout.weight(mod.weight, scale, dtype)
     only = config.float8_weights is Float8Weights.ONLY
     if not only:
-        weight = dequantised(Operand(weight._data, weight._scale), layout.granularity).to(dtype)
+        weight = values_of(weight).to(dtype)
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
     for name in _OTHERS:
         new._parameters.pop(name, None)

@@ -52,23 +52,30 @@ _STATE = ("fp8_amax_", "fp8_scale_")
 # ---------------------------------------------------------------- as published
 
 
+Names = list[list[str]]
+"""For each part of the rows of weights [E, parts * N, K]: names of all experts, in order."""
+
+
 class PublishedNames(NamedTuple):
-    """The names that the tensors of a model have in files."""
+    """The names that the tensors of a model have in files, by their own names."""
 
     names: dict[str, str]
-    """By their own names: of those that are one tensor in files, too."""
+    """Of all tensors: where experts are not published one by one, too."""
 
-    experts: dict[str, list[list[str]]]
-    """By the names of Parameters [E, parts * N, K]: for each part of the rows, the names of the
-    weights [N, K] of all experts, in order."""
+    experts: dict[str, Names]
+    """Of those that are published one by one: the names of weights [N, K]."""
 
 
 def published_names(model: nn.Module) -> PublishedNames:
     """Return the names under which the tensors of a model are published.
 
     Of a model that is not transformers', and where a name would be lost, they are its own.
+
+    Raises:
+        ImportError: the version of transformers does not tell how it publishes experts.
     """
-    found = PublishedNames({name: name for name, *_ in saved_tensors(model)}, {})
+    saved = [*saved_tensors(model)]
+    found = PublishedNames({name: name for name, *_ in saved}, {})
     root: Any = unwrapped(model)
     if not _is_of_transformers(root):
         return found
@@ -76,7 +83,7 @@ def published_names(model: nn.Module) -> PublishedNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
     except ImportError as error:
-        if any(_are_experts(module, x) for _, module, _, x in saved_tensors(model)):
+        if any(_are_experts(module, x) for _, module, _, x in saved):
             raise ImportError(
                 f"transformers: got a version that does not tell how experts are published "
                 f"({error}), expected one like 5.17 or 5.23; install that"
@@ -97,18 +104,16 @@ def published_names(model: nn.Module) -> PublishedNames:
                 name, _ = each.rename_source_key(name)
         return name
 
-    def published(name: str, scales: bool) -> str:
-        """Return another name only if that, and those of scales beside it, are read as this one."""
-        new = renamed(name, saving)
-        ends = ("", "_scale", "_scale_inv") if scales else ("",)
-        return new if all(renamed(new + end, loading) == name + end for end in ends) else name
-
-    for name, module, own, x in saved_tensors(model):
+    for name, module, own, x in saved:
         matches = ((each, *each.rename_source_key(name)) for each in converters)
         converter, first, pattern = next((m for m in matches if m[2]), (None, name, None))
         if converter is None:
             in_float8 = own == "weight" and isinstance(module, Float8Layer)
-            found.names[name] = published(name, scales=in_float8)
+            ends = ("", "_scale", "_scale_inv") if in_float8 else ("",)
+            new = renamed(name, saving)
+            # Only if that, and the names of scales beside it, are read as this one.
+            if all(renamed(new + end, loading) == name + end for end in ends):
+                found.names[name] = new
         elif _are_experts(module, x) and len(converter.source_patterns) == 1:
             parts = _parts_of(copy.deepcopy(converter), name, first, pattern, x.shape[0], root)
             if parts and x.shape[1] % len(parts) == 0:
@@ -151,8 +156,8 @@ _ROWS = 12
 
 def _parts_of(
     converter: Any, name: str, first: str, pattern: str, experts: int, root: Any
-) -> list[list[str]] | None:
-    """Return how transformers takes apart weights [E, N, K], as `PublishedNames.experts`.
+) -> Names | None:
+    """Return the names under which transformers publishes weights [E, N, K], taken apart.
 
     Told by what it makes of numbers; None: no weights [n, K], such as transposed or mixed ones.
     """
