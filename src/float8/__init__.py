@@ -31,7 +31,7 @@ from float8.convert import (
 from float8.experts import grouped_linear
 from float8.linear import Float8Linear, linear
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
-from float8.sync import (
+from float8.step import (
     attach_to_optimizer,
     forget_float8_amax,
     sync_float8_amax_and_scale_history,

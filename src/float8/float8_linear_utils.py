@@ -12,7 +12,7 @@ from float8.convert import (
 )
 from float8.convert.filters import DEFAULT_TOKENS, choose_filter
 from float8.linear import Float8Layer, is_conv1d
-from float8.sync import sync_float8_amax_and_scale_history
+from float8.step import sync_float8_amax_and_scale_history
 
 __all__ = [
     "_auto_filter_for_recipe",

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Float8Tensor
-from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS
+from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastConfig
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.experts.functional import no_grouped_gemm
 from float8.formats import E4M3, FLOAT8_MAX
 from float8.linear.functional import autocast_dtype, check_input
 from float8.linear.plan import Casts, plan_linear
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, dequantised
+from float8.quantize import Cast, quantize
+from float8.scales import dequantised
 
 _ROUNDING = 1 + 2.0**-20  # a float32 scale is rounded, and its amax so not quite the largest value
 ROLES = ("input", "weight", "grad_output")
@@ -37,7 +37,7 @@ class MeasuredCast(NamedTuple):
 
     role: str  # of `ROLES`
     gemms: tuple[str, ...]  # that read it
-    spec: CastSpec
+    how: CastConfig
     col: bool  # whether scales run along columns
     site: str  # of `Casts`: the one that owns it
 
@@ -49,13 +49,13 @@ def casts_of(config: Float8LinearConfig) -> list[MeasuredCast]:
     for site in CAST_SITES:
         if not config.cast_config(site).is_float8:
             continue
-        spec: CastSpec = getattr(plan.casts, site.value).spec
-        col = site in BASE_SITE and not spec.granularity.square
+        how: CastConfig = getattr(plan.casts, site.value).how
+        col = site in BASE_SITE and not how.scaling_granularity.square
         owner = config.owner(site).value
         same = found.get((owner, col))
         gemms = (*(same.gemms if same else ()), read_by[site])
         role = BASE_SITE.get(site, site).value
-        found[owner, col] = MeasuredCast(role, gemms, spec, col, owner)
+        found[owner, col] = MeasuredCast(role, gemms, how, col, owner)
     return list(found.values())
 
 
@@ -68,14 +68,17 @@ def measure_cast(x: Tensor, cast: MeasuredCast, casts: Casts | None = None) -> T
         although they are not, that become the largest value although they are larger; then what
         `compare` returns. All but amax may be added up over several tensors.
     """
-    how = Cast(cast.spec) if casts is None else getattr(casts, cast.site)
+    how = Cast(cast.how) if casts is None else getattr(casts, cast.site)
     made = quantize(x, how, row=not cast.col, col=cast.col)
     part = made.col if cast.col else made.row
     assert part is not None
     x = (x.t() if cast.col else x).float()
     R, C = x.shape
-    values, data = dequantised(part, cast.spec.granularity)[:R, :C], part.data[:R, :C].float()
-    nonzero, largest = x != 0, data.abs() == FLOAT8_MAX[cast.spec.dtype]
+    values, data = (
+        dequantised(part, cast.how.scaling_granularity)[:R, :C],
+        part.data[:R, :C].float(),
+    )
+    nonzero, largest = x != 0, data.abs() == FLOAT8_MAX[cast.how.dtype]
     counts = nonzero, nonzero & (data == 0), largest & (x.abs() > values.abs() * _ROUNDING)
     sums = torch.stack([x.abs().max().double(), *(count.sum().double() for count in counts)])
     return torch.cat([sums, compare(x, values)])
@@ -284,7 +287,7 @@ def numerics_report(
     differ = {name: casts_of(config) for name, config in configs.items()}
     for name, layer in layers.items():
         if isinstance(layer, Float8Experts):  # their casts are all to e4m3
-            differ[name] = [c._replace(spec=c.spec._replace(dtype=E4M3)) for c in differ[name]]
+            differ[name] = [c._replace(how=replace(c.how, target_dtype=E4M3)) for c in differ[name]]
     found: dict[tuple[str, MeasuredCast], Tensor] = {}
 
     def see(

@@ -42,7 +42,7 @@ SIGNAL = 448.0**2 + 1 + 1.0625**2 + 2.0**-22
 
 def test_a_cast_by_hand() -> None:
     cast = casts_of(tensorwise())[0]
-    assert (cast.role, cast.spec.dtype) == ("input", E4M3)
+    assert (cast.role, cast.how.dtype) == ("input", E4M3)
     noise = 0.0625**2 + 2.0**-22
     columns = (0.0625 / 1.0625) ** 2 + 1  # relative errors: the fourth is lost, the last is zero
     sums = [448.0, 4, 1, 0, SIGNAL, noise, noise / SIGNAL, 1, columns, 4]

@@ -22,8 +22,8 @@ from float8 import (
     convert_to_float8_training,
     save_gemm_outputs,
 )
-from float8.quantize.quantize import recast
-from float8.quantize.spec import CastSpec
+from float8.config import CastConfig
+from float8.quantize import recast
 from sqnr import same_bits, sqnr
 from support.configs import FINER, RECIPES, delayed, of_recipe, tensorwise
 from support.devices import E4M3, E5M2, on_devices
@@ -187,8 +187,8 @@ def test_what_is_made_again_has_the_same_bits(dtype: torch.dtype, device: str) -
     torch._dynamo.reset()
     compiled = torch.compile(recast, fullgraph=True, dynamic=False)
     for scale in (1.0, 0.0123, 3.3e5, 2.0**-108, float("inf"), float("nan")):
-        args = (x, CastSpec(dtype), torch.tensor(scale, device=device))
+        args = (x, CastConfig(target_dtype=dtype), torch.tensor(scale, device=device))
         assert same_bits(compiled(*args).data, recast(*args).data), scale
-    odd = (x[:19, :37], CastSpec(dtype), torch.tensor(0.01, device=device))
+    odd = (x[:19, :37], CastConfig(target_dtype=dtype), torch.tensor(0.01, device=device))
     assert compiled(*odd).data.shape == (48, 32)
     assert same_bits(compiled(*odd).data, recast(*odd).data)

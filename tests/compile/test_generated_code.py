@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from float8 import all_linears, convert_to_float8_training, kernels
+from float8.config import CastConfig
 from float8.kernels.runtime import private
-from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import Cast, scale_of
-from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec
+from float8.quantize import Cast, scale_of
+from float8.scales import DelayedScale, amax_to_scale
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
 
-SPEC = CastSpec(E4M3)
+SPEC = CastConfig(target_dtype=E4M3)
 
 
 def scale(x: Tensor) -> Tensor:
@@ -29,7 +28,13 @@ def scale(x: Tensor) -> Tensor:
 OPS: dict[str, Callable[..., Any]] = {
     "cast": lambda x, after: kernels.cast(x * 2, SPEC, scale=scale(x), row=True, col=True),
     "cast of x.t()": lambda x, after: kernels.cast(
-        x.t(), CastSpec(E5M2), scale=scale(x), row=True, col=False, pad_rows=True, after=after
+        x.t(),
+        CastConfig(target_dtype=E5M2),
+        scale=scale(x),
+        row=True,
+        col=False,
+        pad_rows=True,
+        after=after,
     ),
     "cast under its own scale": lambda x, after: kernels.cast(x * 2, SPEC, row=True, col=True),
     "transpose": lambda x, after: kernels.transpose_bytes(x.view(torch.uint8)),
@@ -92,7 +97,9 @@ KINDS = [(format, to_power_of_2) for format in (E4M3, E5M2) for to_power_of_2 in
 @on_devices
 def test_dynamic_scales_under_inductor(device: str) -> None:
     def scales(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        casts = [Cast(CastSpec(format, power_of_2=rounded)) for format, rounded in KINDS]
+        casts = [
+            Cast(CastConfig(target_dtype=format, power_of_2=rounded)) for format, rounded in KINDS
+        ]
         return [scale_of(x, cast) for x in inputs for cast in casts]
 
     compiled = torch.compile(scales, fullgraph=True)

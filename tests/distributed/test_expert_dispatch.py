@@ -7,15 +7,19 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from float8 import grouped_linear
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.parallel.experts import all_to_all_in_float8
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, dequantised
+from float8.quantize import Cast, quantize
+from float8.scales import dequantised
 from support.models import seeded
 from support.ranks import on
 from support.sharded import Traffic
 
-ROWS = CastSpec(torch.float8_e4m3fn, ScalingGranularity.AXISWISE, power_of_2=True)
+ROWS = CastConfig(
+    target_dtype=torch.float8_e4m3fn,
+    scaling_granularity=ScalingGranularity.AXISWISE,
+    power_of_2=True,
+)
 K = 32
 SENT = [[3, 5], [0, 7]]
 """Rows from each rank to each."""
@@ -26,7 +30,7 @@ def device_here() -> str:
 
 
 def in_float8(x: Tensor) -> Tensor:
-    return dequantised(quantize(x, Cast(ROWS), row=True).row, ROWS.granularity, x.dtype)
+    return dequantised(quantize(x, Cast(ROWS), row=True).row, ROWS.scaling_granularity, x.dtype)
 
 
 @on("either")

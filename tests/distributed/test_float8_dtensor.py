@@ -12,9 +12,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import Float8Tensor, Float8Weights
-from float8.config import ScalingGranularity
-from float8.quantize.quantize import Cast
-from float8.quantize.spec import CastSpec
+from float8.config import CastConfig, ScalingGranularity
+from float8.quantize import Cast
 from float8.tensor.float8_tensor import to_float8
 from support.models import seeded
 from support.parallel import STYLES, off, part
@@ -94,7 +93,9 @@ def same(a: Float8Tensor, b: Float8Tensor) -> bool:
 
 
 def by_rows(seed: int, *shape: int) -> Float8Tensor:
-    spec = CastSpec(torch.float8_e4m3fn, ScalingGranularity.AXISWISE)
+    spec = CastConfig(
+        target_dtype=torch.float8_e4m3fn, scaling_granularity=ScalingGranularity.AXISWISE
+    )
     return to_float8(seeded(seed, *shape, device=here()), Cast(spec))
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.experts import grouped_linear
 from float8.experts.functional import plan_linear
 from float8.experts.gather import GatheredExperts, GatherExperts
 from float8.experts.weight import cast_weights
-from float8.quantize.spec import CastSpec
 from sqnr import same_bits, sqnr
 from support.configs import of_recipe
 from support.devices import E4M3, on_devices
@@ -60,7 +59,7 @@ def test_gathered_weights_multiply_as_others(
 
 
 def test_its_views_and_copies_are_of_its_class() -> None:
-    spec = CastSpec(E4M3, ScalingGranularity.AXISWISE)
+    spec = CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.AXISWISE)
     x = nn.Parameter(GatherExperts(seeded(0, 4, 6, 8), spec), requires_grad=False)
     torch.save(x, file := io.BytesIO())
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import Float8LinearConfig, grouped_linear, linear, save_gemm_outputs
-from float8.gemm.grouped import grouped_outer
+from float8.gemm import grouped_outer
 from sqnr import sqnr
 from support.devices import on_devices
 from support.models import seeded

@@ -16,9 +16,9 @@ from float8 import (
     grouped_linear,
     update_float8_weights,
 )
-from float8.experts.functional import plan_grouped
 from float8.experts.weight import hold_groups, product_with_held
 from float8.kernels.cast_groups import cast_groups
+from float8.linear.plan import plan_linear
 from support.configs import of_recipe
 from support.microbatches import with_weights
 from support.models import FeedForward, seeded
@@ -89,12 +89,12 @@ def test_layers(recipe: str) -> None:
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_held_weights_of_experts(columns: bool) -> None:
-    plan, weight = plan_grouped(of_recipe("rowwise")), seeded(0, 4, 96, 64)
+    plan, weight = plan_linear(of_recipe("rowwise"), grouped=True), seeded(0, 4, 96, 64)
     cast = plan.casts.weight
     made = hold_groups(weight, weight, cast).operand
     held = made.col if columns else made.row
     x = seeded(1, 40, 96 if columns else 64)
-    a = cast_groups(x, OFFS, cast.spec, row=True, col=False).row
+    a = cast_groups(x, OFFS, cast.how, row=True, col=False).row
 
     def run() -> Tensor:
         gemm: Any = plan.output

@@ -8,7 +8,7 @@ import torch
 import tolerances
 from float8.formats import lacks_float8_gemm
 from float8.gemm import Gemm, matmul
-from float8.quantize.spec import Operand
+from float8.scales import Operand
 from sqnr import sqnr
 from support.devices import DTYPES, E4M3, E5M2, on_devices
 from support.models import seeded
@@ -45,7 +45,7 @@ def test_product(device, format_a, format_b, out_dtype, gemm) -> None:
 
 
 def test_a_device_without_float8_names_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("float8.gemm.matmul")
+    module = importlib.import_module("float8.gemm")
     monkeypatch.setattr(module, "lacks_float8_gemm", lambda *_: "an old GPU")
     a = Operand(torch.empty(16, 16, dtype=E4M3, device="meta"), torch.empty((), device="meta"))
     with pytest.raises(RuntimeError, match=r"an old GPU; set emulate=True"):

@@ -1,5 +1,7 @@
 """`cast_finer` as a function: eager, traced by a compiler, and what it refuses."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,14 +9,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.torch_version import TorchVersion
 
 from float8 import kernels
-from float8.config import ScalingGranularity, ScalingType
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, Operand, Quantized, dequantised
+from float8.config import CastConfig, ScalingGranularity
+from float8.quantize import Cast, quantize
+from float8.scales import Operand, Quantized, dequantised
 from kernels.float8_codes import assert_same
 
 E4M3 = torch.float8_e4m3fn
 ROWS, RUNS, SQUARES = (
-    CastSpec(E4M3, ScalingGranularity[name])
+    CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity[name])
     for name in ("AXISWISE", "BLOCK_1x128", "BLOCK_128x128")
 )
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -29,7 +31,7 @@ def flat(parts: tuple[Operand | None, Operand | None]) -> list[Tensor]:
 @on_devices
 @finer
 @pytest.mark.parametrize("traced", [False, True])
-def test_order_and_absence(device: str, spec: CastSpec, traced: bool) -> None:
+def test_order_and_absence(device: str, spec: CastConfig, traced: bool) -> None:
     x = torch.randn(20, 128, device=device, requires_grad=True)
     want = flat(kernels.cast_finer(x, spec, row=True, col=True, pad_rows=True))
     for row, col in ((True, True), (True, False), (False, True)):
@@ -44,11 +46,11 @@ def test_order_and_absence(device: str, spec: CastSpec, traced: bool) -> None:
 def test_wrong_input_says_what_to_do(device: str, traced: bool) -> None:
     x = torch.randn(4, 4, device=device)
 
-    def cast(x: Tensor = x, spec: CastSpec = ROWS, row: bool = True) -> None:
+    def cast(x: Tensor = x, spec: CastConfig = ROWS, row: bool = True) -> None:
         kernels.cast_finer(x, spec, row=row, col=row, traced=traced)
 
     with pytest.raises(ValueError, match=r"expected AXISWISE or a BLOCK"):
-        cast(spec=CastSpec(E4M3))
+        cast(spec=CastConfig(target_dtype=E4M3))
     with pytest.raises(ValueError, match=r"row=False, col=False"):
         cast(row=False)
     with pytest.raises(TypeError, match=r"torch\.float64 tensor"):
@@ -69,13 +71,13 @@ def test_wrong_input_says_what_to_do(device: str, traced: bool) -> None:
         pytest.param(SQUARES, "inductor", 256, marks=pytest.mark.exhaustive),
     ],
 )
-def test_one_graph_for_all_sizes(device: str, spec: CastSpec, backend: str, C: int) -> None:
+def test_one_graph_for_all_sizes(device: str, spec: CastConfig, backend: str, C: int) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     # Inductor of torch 2.11 divides 1 by a scale that it has not yet rounded to float32: a
     # product next to a tie may then go the other way. A power of two needs no rounding.
     if spec is ROWS and backend == "inductor" and TorchVersion(torch.__version__) < "2.13":
-        spec = spec._replace(power_of_2=True)
+        spec = dataclasses.replace(spec, power_of_2=True)
 
     def cast(x: Tensor, traced: bool = True) -> list[Tensor]:
         how = {"row": True, "col": True, "pad_rows": True, "traced": traced}
@@ -90,7 +92,7 @@ def test_one_graph_for_all_sizes(device: str, spec: CastSpec, backend: str, C: i
 
 @on_devices
 @finer
-def test_a_compiler_sees_all_but_the_transposition(device: str, spec: CastSpec) -> None:
+def test_a_compiler_sees_all_but_the_transposition(device: str, spec: CastConfig) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -118,7 +120,7 @@ def compiled_cast(granularity: ScalingGranularity, device: str) -> tuple[Quantiz
     x[(at[:, None] + at) % 64 == 0] = 1.0625
     weight = torch.full((LONG,), 3.296875, device=device, dtype=torch.bfloat16)
     assert product(x, weight).max() == 3.5 < 1.0625 * 3.296875
-    spec = CastSpec(E4M3, granularity, ScalingType.DYNAMIC, power_of_2=True)
+    spec = CastConfig(target_dtype=E4M3, scaling_granularity=granularity, power_of_2=True)
 
     def cast(x: Tensor, weight: Tensor) -> Quantized:
         return quantize(product(x, weight), Cast(spec), row=True, col=True, traced=True)

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.formats import E4M3, ceil16, ceil128
 from float8.kernels import cast_groups as casts
 from float8.kernels import grouped_matmul as gemm
 from float8.kernels import strips
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec
+from float8.quantize import Cast, quantize
 from kernels.float8_codes import HIGH_PRECISION, assert_same, awkward
 from sqnr import sqnr
 
@@ -39,7 +38,11 @@ def tensor(sizes: list[int], C: int, source: torch.dtype = torch.bfloat16) -> tu
 def test_each_group_is_cast_by_itself(
     sizes: list[int], of: ScalingGranularity, power_of_2: bool
 ) -> None:
-    spec, C, at = CastSpec(E4M3, of, power_of_2=power_of_2), 24, 0
+    spec, C, at = (
+        CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=power_of_2),
+        24,
+        0,
+    )
     x, offs = tensor(sizes, C)
     made = cast_groups(x, offs, spec, row=True, col=True)
     for group, (rows, end) in enumerate(
@@ -123,7 +126,9 @@ def test_no_tokens_at_all(triton_device: torch.device) -> None:
     x = torch.empty(0, 32, device=triton_device, dtype=torch.bfloat16)
     offs = torch.zeros(1, device=triton_device, dtype=torch.int32)
     for of in GRANULARITIES:
-        col, ends = cast_groups(x, offs, CastSpec(E4M3, of), row=False, col=True)[1:]
+        col, ends = cast_groups(
+            x, offs, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=False, col=True
+        )[1:]
         assert not ops.cuda.grouped_matmul(*col, *col, ends, False, True, torch.bfloat16).any()
 
 

@@ -10,8 +10,8 @@ from torch._inductor.codegen import custom_extern_kernel_codegen, wrapper
 from torch._inductor.utils import run_and_get_code
 
 from float8 import kernels
+from float8.config import CastConfig
 from float8.kernels.runtime import private
-from float8.quantize.spec import CastSpec
 from kernels.float8_codes import same_bytes
 from support.forks import run_program
 
@@ -117,7 +117,7 @@ def generated(x: Tensor) -> str:
     torch._dynamo.reset()
 
     def cast(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        spec = CastSpec(torch.float8_e4m3fn)
+        spec = CastConfig(target_dtype=torch.float8_e4m3fn)
         row, col = kernels.cast(x * 2, spec, scale=x[0, 0], row=True, col=True)
         assert row is not None
         assert col is not None

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.formats import ceil16
 from float8.kernels import amax
 from float8.kernels.runtime import ops
 from float8.kernels.transpose import BYTE_DTYPES
-from float8.quantize.spec import CastSpec, Operand, dequantised
+from float8.scales import Operand, dequantised
 from kernels.float8_codes import (
     FORMATS,
     HIGH_PRECISION,
@@ -140,7 +140,7 @@ def expected_part(
 def test_finer_casts(
     power_of_2: bool, of: ScalingGranularity, source: torch.dtype, dtype: torch.dtype
 ) -> None:
-    spec = CastSpec(dtype, of, power_of_2=power_of_2)
+    spec = CastConfig(target_dtype=dtype, scaling_granularity=of, power_of_2=power_of_2)
     pad_rows = of is not FINER[0] or power_of_2  # blocks are padded always
     for x in (special(source).repeat(4, 4), *(awkward(shape, source) for shape in SHAPES)):
         for y in (x, x.t()):
@@ -161,7 +161,9 @@ def test_what_is_not_finite_spoils_what_shares_its_scale(
     x = special(source).repeat(4, 4)
     x[:128, 128:] = 1.0
     bad = ~x.isfinite()
-    row, col = kernels.cast_finer(x, CastSpec(E4M3, of), row=True, col=True)
+    row, col = kernels.cast_finer(
+        x, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=True, col=True
+    )
     assert row is not None
     assert col is not None
     if of is ScalingGranularity.AXISWISE:
@@ -179,11 +181,13 @@ def test_a_hot_row_costs_what_shares_its_scale() -> None:
     # 2**-9 apart.
     theory = 10 * torch.log10(torch.tensor(12 / (2.0**-9 * 2.0**16 / 448) ** 2)).item()
     assert theory < CAST_E4M3 - 5
-    row, _ = kernels.cast(x, CastSpec(E4M3), row=True, col=False)
+    row, _ = kernels.cast(x, CastConfig(target_dtype=E4M3), row=True, col=False)
     assert row is not None
     assert abs(sqnr(x[101:], row.data.float()[101:] * row.scale) - theory) < 1
     for of in FINER:
-        row, col = kernels.cast_finer(x, CastSpec(E4M3, of), row=True, col=True)
+        row, col = kernels.cast_finer(
+            x, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=True, col=True
+        )
         for part, transposed in ((row, False), (col, True)):
             assert isinstance(part, Operand)
             values = dequantised(part, of)

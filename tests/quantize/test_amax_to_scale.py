@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from float8 import Float8Tensor
-from float8.quantize.scale import SMALLEST_AMAX, amax_to_scale
+from float8.scales import SMALLEST_AMAX, amax_to_scale
 from sqnr import same_bits
 from support.devices import DTYPES, E4M3, E5M2, FLOAT8_MAX, on_devices
 

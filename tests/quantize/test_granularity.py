@@ -4,13 +4,12 @@ import pytest
 import torch
 
 import tolerances
-from float8.config import Float8LinearConfig, Granularity, ScalingGranularity
-from float8.formats import E4M3
+from float8.config import CastConfig, Float8LinearConfig, Granularity, ScalingGranularity
 from float8.gemm import Gemm
 from float8.linear.functional import apply_linear
 from float8.linear.plan import Casts, plan_linear
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, dequantised
+from float8.quantize import Cast, quantize
+from float8.scales import dequantised
 from sqnr import sqnr
 from support.models import seeded
 from support.reference import reference_values
@@ -23,9 +22,15 @@ class Finer(Granularity):
     SQUARES_OF_32 = "squares_of_32", 32, 32
 
 
+def cast_under(granularity: Granularity) -> Cast:
+    how = CastConfig()  # which takes no granularity but its own
+    object.__setattr__(how, "scaling_granularity", granularity)
+    return Cast(how)
+
+
 @pytest.mark.parametrize(("M", "K", "N"), [(64, 96, 128), (33, 50, 41)])
 def test_a_linear_layer_under_a_new_granularity(M: int, K: int, N: int) -> None:
-    runs, squares = (Cast(CastSpec(E4M3, each)) for each in Finer)
+    runs, squares = map(cast_under, Finer)
     of_runs, of_squares = Finer
     casts = Casts(runs, squares, runs, runs, squares, runs)
     with_squares, without = (
@@ -49,7 +54,7 @@ def test_a_linear_layer_under_a_new_granularity(M: int, K: int, N: int) -> None:
 
 @pytest.mark.parametrize("granularity", [*ScalingGranularity, *Finer])
 def test_scales_have_the_shape_that_follows_from_the_block(granularity: Granularity) -> None:
-    made = quantize(seeded(0, 140, 300), Cast(CastSpec(E4M3, granularity)), row=True, col=True)
+    made = quantize(seeded(0, 140, 300), cast_under(granularity), row=True, col=True)
     for part in (made.row, made.col):
         assert tuple(part.scale.shape) == granularity.scales(tuple(part.data.shape))
     if granularity.square:

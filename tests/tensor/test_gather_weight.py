@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8.quantize.quantize import Cast
-from float8.quantize.spec import CastSpec
+from float8.config import CastConfig
+from float8.quantize import Cast
 from float8.tensor import Float8GatherWeight, high_precision
 from support.configs import RECIPES
 from support.devices import E4M3, on_devices
 from support.models import FeedForward, forward_backward, seeded
 from support.sharded import convert
 
-SPEC = CastSpec(E4M3)
+SPEC = CastConfig(target_dtype=E4M3)
 
 
 def weight(seed: int = 0, scale: float | None = None, **more) -> Float8GatherWeight:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3
-from float8.quantize.spec import Operand, dequantised
+from float8.scales import Operand, dequantised
 from float8.tensor import Float8Tensor
 
 FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
@@ -153,7 +153,7 @@ def layout_of(config: Any) -> Layout:
         ValueError: it is none of the layouts above.
     """
     config = _object(config)
-    method = config.get("quant_method")
+    method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
     if method == "fp8":
         blocks = config.get("weight_block_size")
         key = FINE_GRAINED, "tensor" if blocks is None else "block"

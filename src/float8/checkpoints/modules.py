@@ -22,6 +22,7 @@ _CLASSES = ("Linear", "FP8Linear", "CompressedLinear")
 _OTHERS = ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale")
 """The Parameters that such a layer may have beside weight and bias."""
 
+
 def strategy_of(mod: Any) -> tuple[str, str] | None:
     """Return format and strategy of a linear layer that is in float8; None: it is not.
 

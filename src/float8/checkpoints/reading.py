@@ -63,7 +63,6 @@ def _checked_device(device: Any) -> torch.device:
         raise ValueError(f"device: got {device!r}, expected one that is here: {error}") from error
 
 
-@torch.no_grad()
 def load_float8_checkpoint(
     model: nn.Module, folder: str | Path, *, device: Any = None
 ) -> nn.Module:
@@ -254,7 +253,7 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     if shape != place.shape:
         raise ValueError(f"{name}: got shape {shape}, expected {place.shape} of the model")
     for layer in takes:
-        of = layer._float8_plan.casts.weight.spec.granularity
+        of = layer._float8_plan.casts.weight.how.scaling_granularity
         if of is not layout.granularity:
             raise ValueError(
                 f"{name}: got scales of {layout.granularity}, expected those of the layer, which "

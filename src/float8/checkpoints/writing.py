@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,12 +39,12 @@ from float8.checkpoints.names import (
     unwrapped,
 )
 from float8.checkpoints.ranks import Together, parts_have_own_scales, this_rank, whole, whole_of
+from float8.config import CastConfig
 from float8.experts import Float8Experts
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer, is_conv1d
 from float8.linear.weight import in_float8_only
-from float8.quantize.quantize import Cast
-from float8.quantize.spec import CastSpec
+from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
 from float8.tensor.ranks import amax_over, sharding_groups
 
@@ -186,7 +186,7 @@ def save_float8_checkpoint(
         if not writes and not ranks.meshes:
             return ()
         tensors = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
-        mine = repr((plan.layout, plan.scale_dtype, max_shard_size, tensors))
+        mine = repr((*plan[:3], max_shard_size, tensors))
         if len({*ranks.agree(said=hashlib.sha256(mine.encode()).digest())}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
@@ -232,7 +232,7 @@ class _Source(NamedTuple):
     dtype: torch.dtype | None
     """To which values are rounded first, or as they are written; None: they stay."""
 
-    spec: CastSpec | None = None
+    how: CastConfig | None = None
     """Of the cast to float8; None: it is written in high precision."""
 
     as_trained: bool = False
@@ -374,7 +374,7 @@ def _in_float8(
     read the bytes, and no scales.
     """
 
-    def can_be(name: str, module: nn.Module, own: str, x: Tensor) -> bool:
+    def can_be(name: str, module: Any, own: str, x: Tensor) -> bool:
         if kept(name) or local_tensor(high_precision(x)).dtype not in HIGH_PRECISION_DTYPES:
             return False
         if x.dim() == 3:
@@ -390,15 +390,15 @@ def _in_float8(
     return {id(x) for *_, x in saved} - stay
 
 
-def _cast_of(module: Any, layout: Layout, parts: int) -> tuple[CastSpec, bool]:
+def _cast_of(module: Any, layout: Layout, parts: int) -> tuple[CastConfig, bool]:
     """Return the cast of the weights of a module, and whether training casts them so, too."""
-    spec = CastSpec(E4M3, layout.granularity)
+    how = CastConfig(target_dtype=E4M3, scaling_granularity=layout.granularity)
     if not isinstance(module, Float8Layer | Float8Experts):
-        return spec, False
-    of_training = module._float8_plan.casts.weight.spec
-    spec = spec._replace(power_of_2=of_training.power_of_2)
+        return how, False
+    of_training = module._float8_plan.casts.weight.how
+    how = replace(how, power_of_2=of_training.power_of_2)
     # Under one scale training has the parts of the weights of experts together.
-    return spec, of_training == spec and (parts == 1 or not spec.granularity.one_scale)
+    return how, of_training == how and (parts == 1 or not layout.granularity.one_scale)
 
 
 def _left_out(
@@ -452,12 +452,12 @@ def _written(
             in_8_bits = isinstance(local_tensor(x), Float8Tensor)
             if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
                 x = x.to(source.dtype)
-        if source.spec is None:
+        if source.how is None:
             yield {source.names[0][0]: whole(x)}, None
             continue
         if is_dtensor(x) and not parts_have_own_scales(x, layout):
             x = whole(x)
-        cast = partial(_cast, layout=layout, spec=source.spec, measured=measured)
+        cast = partial(_cast, layout=layout, how=source.how, measured=measured)
         if x.dim() == 3:
             made = _of_experts(x, len(source.names), cast, layout, ranks)
         else:
@@ -520,7 +520,7 @@ def _of_experts(
 def _cast(
     values: Tensor,
     layout: Layout,
-    spec: CastSpec,
+    how: CastConfig,
     measured: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Cut:
@@ -530,7 +530,7 @@ def _cast(
         if values._granularity is layout.granularity:
             return *layout.published(values), powers
         values = values.to_original_precision()
-    made = in_float8_only(values, Cast(spec, reduce=reduce))
+    made = in_float8_only(values, Cast(how, reduce=reduce))
     return *layout.published(made), _powers(made, values) if measured else powers
 
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import torch
 
-from float8.formats import FLOAT8_MAX, SHORT_NAME
+from float8.formats import E4M3, FLOAT8_MAX, SHORT_NAME
 
 
 def of_torchao(value: object) -> str:
@@ -125,6 +125,8 @@ class CastConfig:
         scaling_granularity: what one scale covers. Scales finer than `TENSORWISE` are dynamic.
         target_dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, or None for the default: e5m2
             for a grad_output with one scale, else e4m3. Where nothing is cast it becomes None.
+        power_of_2: round the scale up to a power of two. `round_scales_to_power_of_2` of
+            `Float8LinearConfig` does so for all casts.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -135,6 +137,7 @@ class CastConfig:
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
+    power_of_2: bool = False
 
     def __post_init__(self) -> None:
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_MAX:
@@ -159,6 +162,16 @@ class CastConfig:
         """Whether the tensor is cast at all."""
         return self.scaling_type is not ScalingType.DISABLED
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of the data: e4m3 where none is said."""
+        return self.target_dtype or E4M3
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the scale comes from a history of amaxes."""
+        return self.scaling_type is ScalingType.DELAYED
+
     def short_str(self) -> str:
         """Return a few words for `repr`s: `dynamic/e4m3`, `axiswise/e4m3` or `high precision`."""
         if not self.is_float8:
@@ -166,7 +179,7 @@ class CastConfig:
         dtype = "default" if self.target_dtype is None else SHORT_NAME[self.target_dtype]
         one_scale = self.scaling_granularity.one_scale
         how = self.scaling_type if one_scale else self.scaling_granularity
-        return f"{how.value}/{dtype}"
+        return f"{how.value}/{dtype}{'/power_of_2' if self.power_of_2 else ''}"
 
 
 @dataclass(frozen=True)

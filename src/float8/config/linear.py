@@ -255,7 +255,8 @@ class Float8LinearConfig:
                 f"operand of these GEMMs"
             )
         granularity = weight.scaling_granularity
-        lossy = granularity is _B1 or (granularity is _A and not self.round_scales_to_power_of_2)
+        power_of_2 = weight.power_of_2 or self.round_scales_to_power_of_2
+        lossy = granularity is _B1 or (granularity is _A and not power_of_2)
         if row_only and lossy:
             raise ValueError(
                 f"{name}: got {value} with a weight under {granularity} and "

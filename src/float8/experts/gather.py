@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from float8.config import ScalingGranularity
 from float8.experts.weight import cast_weights
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.quantize.quantize import Cast
+from float8.quantize import Cast
 from float8.tensor import Float8GatherWeight, Float8Tensor
 from float8.tensor.gather import GatherMetadata, padded_shard
 from float8.tensor.ranks import SharedTokens
@@ -70,7 +70,7 @@ class GatherExperts(Float8GatherWeight):
             experts = -(-outer_size[0] // ranks)
         shard = self.high_precision.to(mp_policy.param_dtype or self.dtype)
         shard = padded_shard(shard, experts)
-        if dim == 2 or (dim == 1 and self.spec.granularity.one_scale):
+        if dim == 2 or (dim == 1 and self.spec.scaling_granularity.one_scale):
             warnings.warn(
                 f"float8: weights of experts of {tuple(outer_size)} are gathered in high "
                 f"precision: they are sharded along dim {dim}, which would cut what one scale "

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from float8.config import Float8LinearConfig
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm, plan_grouped
+from float8.config import CastSite, Float8LinearConfig
+from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
 from float8.experts.weight import hold_groups
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
-from float8.linear.plan import LinearPlan
+from float8.linear.plan import LinearPlan, plan_linear
 from float8.linear.source import (
     about_forward,
     class_like,
@@ -65,7 +65,7 @@ class Float8Experts(Float8Module):
 
     def _float8_set_up(self, config: Float8LinearConfig) -> None:
         """Take this configuration."""
-        self._float8_config, self._float8_plan = config, plan_grouped(config)
+        self._float8_config, self._float8_plan = config, plan_linear(config, grouped=True)
         self._float8_hold_weights()
 
     def _float8_become_high_precision(self) -> None:
@@ -136,14 +136,15 @@ class Float8Experts(Float8Module):
 
     def extra_repr(self) -> str:
         """Return what its class says, the recipe, and what runs otherwise than in a layer."""
-        plan, parts = self._float8_plan, [super().extra_repr(), self._float8_config.short_str()]
-        casts = plan.casts.grad_output, plan.casts.grad_output_for_grad_weight
-        if any(cast.spec.dtype == E5M2 for cast in casts):
+        config = self._float8_config
+        parts = [super().extra_repr(), config.short_str()]
+        sites = CastSite.GRAD_OUTPUT, CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT
+        if any(config.cast_config(site).dtype == E5M2 for site in sites):
             parts.append("grad_output in e4m3")
-        parts.append(f"use_fast_accum={self._float8_config.gemm_config_output.use_fast_accum}")
+        parts.append(f"use_fast_accum={config.gemm_config_output.use_fast_accum}")
         if self._float8_held:
             parts.append("weights held in float8")
-        if self._float8_config.enable_fsdp_float8_all_gather and not names_to_gather(self):
+        if config.enable_fsdp_float8_all_gather and not names_to_gather(self):
             parts.append("weights gathered in high precision")
         return ", ".join(filter(None, parts))
 

@@ -5,15 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.formats import E4M3, ceil16, ceil128
-from float8.gemm import Gemm
-from float8.gemm.grouped import grouped_matmul
+from float8.gemm import Gemm, grouped_matmul
 from float8.kernels import transpose_bytes
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime.ops import register
-from float8.quantize.quantize import Cast
-from float8.quantize.spec import CastSpec, Operand, Quantized
+from float8.quantize import Cast
+from float8.scales import Operand, Quantized
 from float8.tensor.held_weights import HeldWeight, still_holds, until_written
 
 
@@ -29,7 +28,7 @@ def cast_weights(weight: Tensor, cast: Cast, *, row: bool = False, col: bool = F
         row: make row data: [E, N, ceil16(K)], scales [E, N].
         col: make column data: [E, K, ceil16(N)], scales [E, K].
     """
-    weight, spec = weight.detach(), cast.spec._replace(dtype=E4M3)
+    weight, spec = weight.detach(), cast.how
     if transposed := weight.transpose(1, 2).is_contiguous():
         weight, row, col = weight.transpose(1, 2), col, row
     E, R, C = weight.shape
@@ -59,8 +58,8 @@ def column_data(rows: Operand, cast: Cast, after: Tensor | None = None) -> Opera
     As `quantize.columns` does: under one scale for each expert bytes are transposed; else values
     are cast again. `after`: what a compiler must have computed first.
     """
-    (E, N, K), spec = rows.data.shape, cast.spec
-    if not spec.granularity.one_scale:
+    (E, N, K), spec = rows.data.shape, cast.how
+    if not spec.scaling_granularity.one_scale:
         dtype = torch.bfloat16 if spec.power_of_2 else torch.float32
         values = rows.data.to(dtype).mul_(rows.scale.to(dtype))
         return cast_weights(values, cast, col=True).col
@@ -107,9 +106,10 @@ def product_with_held(
     The Parameter itself tells when it is written: compiled code may turn a view into another one.
     It lies as [E, K, N] if `turned`.
     """
+    how = cast.how
     return HELD_GROUPED_GEMM(  # type: ignore[no-any-return]
-        *a, *held, parameter.detach(), turned, offs, columns, cast.spec.granularity.one_scale,
-        cast.spec.power_of_2, gemm.use_fast_accum, gemm.emulate, out_dtype,
+        *a, *held, parameter.detach(), turned, offs, columns, how.scaling_granularity.one_scale,
+        how.power_of_2, gemm.use_fast_accum, gemm.emulate, out_dtype,
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def held_grouped_matmul(
     b = Operand(data, scale)
     if not still_holds(data, weight):
         of = ScalingGranularity.TENSORWISE if one_scale else ScalingGranularity.AXISWISE
-        cast = Cast(CastSpec(E4M3, of, power_of_2=power_of_2))
+        cast = Cast(CastConfig(target_dtype=E4M3, scaling_granularity=of, power_of_2=power_of_2))
         weight = weight.transpose(1, 2) if turned else weight
         made = cast_weights(weight, cast, row=not columns, col=columns)
         b = made.col if columns else made.row

@@ -21,7 +21,7 @@ from float8.convert.filters import left_out
 from float8.experts import convert_experts, no_grouped_gemm, unsupported_experts
 from float8.linear import Float8Linear
 from float8.parallel.fsdp import enable_float8_all_gather
-from float8.sync import attach_to_optimizer
+from float8.step import attach_to_optimizer
 
 
 class ConvertedLinear(Float8Linear, Linear):

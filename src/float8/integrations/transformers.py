@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from float8.convert.filters import WRAPPERS
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
-from float8.sync import Attachment, attach_to_optimizer
+from float8.step import Attachment, attach_to_optimizer
 
 _HIDDEN = {name for name in WRAPPERS if name.startswith("_")}  # not in the names of checkpoints
 

@@ -11,20 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.config import CastConfig
+from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels.amax import amax_reference, is_dense, measuring
 from float8.kernels.cast_kernel import casting, layouts
 from float8.kernels.checks import check_high_precision, describe
 from float8.kernels.runtime.launch import Program, Slot, empty, new, planned, takes_triton_directly
 from float8.kernels.runtime.ops import register
-from float8.quantize.history import DelayedScale
-from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec, Operand
+from float8.scales import DelayedScale, Operand, amax_to_scale
 
 
 def cast(
     x: Tensor,
-    spec: CastSpec,
+    spec: CastConfig,
     *,
     scale: Tensor | None = None,
     row: bool,
@@ -67,7 +66,7 @@ def cast(
         ValueError: ``x`` is not 2-D, ``scale`` has not one element or is on another device, or
             neither layout is asked for.
     """
-    check_cast("cast", x, spec.dtype, row, col, None if scale is None else {"scale": scale})
+    check_cast("cast", x, row, col, None if scale is None else {"scale": scale})
     how = (spec.dtype, row, col, pad_rows, after, spec.power_of_2, via)
     direct = x.is_cuda and takes_triton_directly(x, scale)
     out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, scale, *how)
@@ -77,7 +76,7 @@ def cast(
 
 def cast_delayed(
     x: Tensor,
-    spec: CastSpec,
+    spec: CastConfig,
     state: DelayedScale,
     *,
     row: bool,
@@ -92,7 +91,7 @@ def cast_delayed(
     tensor. All else as :func:`cast`.
     """
     scale, amax = state
-    check_cast("cast_delayed", x, spec.dtype, row, col, {"scale": scale, "amax": amax})
+    check_cast("cast_delayed", x, row, col, {"scale": scale, "amax": amax})
     args = (x, scale, amax, spec.dtype, row, col, pad_rows, spec.power_of_2, record)
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
     out = (_cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default)(*args)
@@ -102,7 +101,6 @@ def cast_delayed(
 def check_cast(
     op: str,
     x: Tensor,
-    dtype: torch.dtype,
     row: bool,
     col: bool,
     scalars: Mapping[str, Tensor] | None = None,
@@ -112,7 +110,6 @@ def check_cast(
     Args:
         op: is named in errors.
         x: must be [R, C] in high precision.
-        dtype: must be a float8 format.
         row: whether row data is asked for; one of both must be.
         col: whether column data is.
         scalars: each a scale or an amax of all of ``x``; by their names.
@@ -123,10 +120,6 @@ def check_cast(
         raise ValueError(
             f"{op}: x is {describe(x)}; expected 2 dimensions [R, C]. "
             f"Flatten the leading dimensions first: x.reshape(-1, x.shape[-1])."
-        )
-    if dtype not in FLOAT8_MAX:
-        raise TypeError(
-            f"{op}: dtype is {dtype}; expected torch.float8_e4m3fn or torch.float8_e5m2."
         )
     if not (row or col):
         raise ValueError(f"{op}: got row=False, col=False; expected at least one of them True.")

@@ -6,17 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8.config import CastConfig
 from float8.kernels.cast import check_cast
 from float8.kernels.cast_axiswise import cast_axiswise_reference, cast_axiswise_triton
 from float8.kernels.cast_blockwise import cast_blockwise_reference, cast_blockwise_triton
 from float8.kernels.runtime.launch import takes_triton_directly
 from float8.kernels.runtime.private import surely
-from float8.quantize.spec import CastSpec, Operand
+from float8.scales import Operand
 
 
 def cast_finer(
     x: Tensor,
-    spec: CastSpec,
+    spec: CastConfig,
     *,
     row: bool,
     col: bool,
@@ -64,10 +65,10 @@ def cast_finer(
         TypeError: a dtype is not one of those above.
         ValueError: ``x`` is not 2-D, neither layout is asked for, or the granularity is another.
     """
-    check_cast("cast_finer", x, spec.dtype, row, col)
+    check_cast("cast_finer", x, row, col)
     how: tuple[Any, ...]
     twin: Callable[..., list[Tensor]]
-    granularity = spec.granularity
+    granularity = spec.scaling_granularity
     if granularity.by_rows:
         how = (spec.dtype, row, col, pad_rows, spec.power_of_2)
         twin, triton = cast_axiswise_reference, cast_axiswise_triton

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8.config import CastConfig
 from float8.formats import GROUP_ALIGNMENT, ceil16, ceil128
 from float8.kernels import quads, strips
 from float8.kernels.cast import check_cast, to_float8
@@ -22,8 +23,7 @@ from float8.kernels.runtime.device import has_float8_conversion, launching_on
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load
-from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec, Operand
+from float8.scales import Operand, amax_to_scale
 
 
 class GroupsInFloat8(NamedTuple):
@@ -41,7 +41,7 @@ class GroupsInFloat8(NamedTuple):
 
 
 def cast_groups(
-    x: Tensor, offs: Tensor, spec: CastSpec, *, row: bool, col: bool, width: int | None = None
+    x: Tensor, offs: Tensor, spec: CastConfig, *, row: bool, col: bool, width: int | None = None
 ) -> GroupsInFloat8:
     """Cast ``x`` to float8 with the scales of groups of rows.
 
@@ -64,19 +64,19 @@ def cast_groups(
         TypeError: a dtype is not one of those above.
         ValueError: ``x`` is not a contiguous matrix, or neither layout is asked for.
     """
-    check_cast("cast_groups", x, spec.dtype, row, col)
+    check_cast("cast_groups", x, row, col)
     if not x.is_contiguous():
         raise ValueError(
             f"cast_groups: x has strides {x.stride()}, expected a contiguous matrix; call "
             f"x.contiguous()"
         )
-    if not col and spec.granularity.by_rows:  # a row is the same in any group
+    if not col and spec.scaling_granularity.by_rows:  # a row is the same in any group
         made: Any = cast_finer(x, spec, row=True, col=False)[0]
         return GroupsInFloat8(Operand(made.data, made.scale.view(-1)))
     if width is None:
         most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-    one_scale = spec.granularity.one_scale
+    one_scale = spec.scaling_granularity.one_scale
     out = torch.ops.float8.cast_groups.default(
         x, offs, spec.dtype, row, col, width, one_scale, spec.power_of_2
     )

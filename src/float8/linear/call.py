@@ -14,8 +14,8 @@ from float8.formats import FLOAT8_MAX
 from float8.gemm import matmul
 from float8.linear.held_matmul import product_with_held
 from float8.linear.plan import Casts, LinearPlan
-from float8.quantize.quantize import Cast, columns, padded, quantize
-from float8.quantize.spec import Operand, Quantized
+from float8.quantize import Cast, columns, padded, quantize
+from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor
 from float8.tensor.ranks import SharedTokens
 
@@ -75,12 +75,12 @@ class LinearCall(NamedTuple):
             w, kept = ready.row, KeptWeight(weight, None, *ready.col)
             if torch.compiler.is_compiling():  # the op sees if they are what the weight is now
                 y = product_with_held(
-                    x, weight, w, shape, cast.spec, columns=False, gemm=gemm, out_dtype=dtype
+                    x, weight, w, shape, cast.how, columns=False, gemm=gemm, out_dtype=dtype
                 )
                 return y, kept
         else:
             record(cast, ready.amax)
-            w, kept = padded(ready.row, cast.spec.granularity), KeptWeight(*ready.row)
+            w, kept = padded(ready.row, cast.how.scaling_granularity), KeptWeight(*ready.row)
         return matmul(x, w, shape, gemm=gemm, out_dtype=dtype), kept
 
     def grad_input(self, g: Operand, kept: KeptWeight, dtype: torch.dtype, M: int) -> Tensor:
@@ -97,10 +97,10 @@ class LinearCall(NamedTuple):
             w = Operand(kept.col_data, kept.col_scale)
             if torch.compiler.is_compiling():
                 return product_with_held(
-                    g, kept.data, w, shape, cast.spec, columns=True, gemm=gemm, out_dtype=dtype
+                    g, kept.data, w, shape, cast.how, columns=True, gemm=gemm, out_dtype=dtype
                 )
         elif kept.data.dtype in FLOAT8_MAX:
-            w = columns(Operand(kept.data, kept.scale), cast.spec, after)
+            w = columns(Operand(kept.data, kept.scale), cast.how, after)
         else:
             w = quantize(kept.data, cast.known(kept.scale), col=True, after=after).col
         return matmul(g, w, shape, gemm=gemm, out_dtype=dtype)
@@ -132,15 +132,15 @@ def input_in_float8(input: Float8Tensor, plan: LinearPlan) -> Quantized:
     """Return the operand of an input that was cast for several layers at once."""
     cast, other = plan.casts.input, None if plan.input_rows_suffice else "grad_weight"
     operand = _operand_of("input", input, cast, other)
-    return operand._replace(row=padded(operand.row, cast.spec.granularity, pad_rows=False))
+    return operand._replace(row=padded(operand.row, cast.how.scaling_granularity, pad_rows=False))
 
 
 def _operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Quantized:
     """Return the operand of `x`; `other`: a GEMM for which it is to be cast in another way."""
-    spec = cast.spec
-    same = x._data.dtype == spec.dtype and x._granularity is spec.granularity
+    spec = cast.how
+    same = x._data.dtype == spec.dtype and x._granularity is spec.scaling_granularity
     if not same or x._has_column_scales or other is not None:
-        expected = f"{spec.dtype} under {spec.granularity}"
+        expected = f"{spec.dtype} under {spec.scaling_granularity}"
         raise ValueError(
             f"Float8Linear: got {role} in {x._data.dtype} under {x._scaling}, expected one in high "
             f"precision: it is to be cast to {expected}"
@@ -158,11 +158,11 @@ def cast_and_gather(
     Under one scale for all ranks, or under one for each row, which are gathered, too: see
     `LinearPlan.input_rows_suffice`.
     """
-    spec, mine = cast.spec, quantize(x, cast, row=True, traced=traced).row
+    spec, mine = cast.how, quantize(x, cast, row=True, traced=traced).row
     data = tokens.gather(mine.data[:, : x.shape[1]])
-    scale = mine.scale if spec.granularity.one_scale else tokens.gather(mine.scale)
+    scale = mine.scale if spec.scaling_granularity.one_scale else tokens.gather(mine.scale)
     whole = Operand(data, scale)
     return Quantized(
-        padded(whole, spec.granularity, pad_rows=False) if row else None,
+        padded(whole, spec.scaling_granularity, pad_rows=False) if row else None,
         columns(whole, spec) if col else None,
     )

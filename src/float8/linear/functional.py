@@ -30,8 +30,8 @@ from float8.linear.call import (
     weight_in_float8,
 )
 from float8.linear.plan import Casts, LinearPlan, plan_linear
-from float8.quantize.quantize import quantize, recast
-from float8.quantize.spec import Operand, Quantized
+from float8.quantize import quantize, recast
+from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.ranks import SharedTokens, arrived
 
@@ -357,7 +357,7 @@ class _Linear(torch.autograd.Function):
             g_col = g.col if shared_col else quantize(grad_output, other, col=True).col
             x = Operand(saved_input, input_scale)
             if not ctx.input_is_transposed:
-                x = recast(saved_input, casts.input.spec, input_scale)
+                x = recast(saved_input, casts.input.how, input_scale)
             dw = call.grad_weight(g_col, x)
         elif call.need_grad_weight:
             dw = (grad_output.t() @ saved_input).to(call.weight_dtype)

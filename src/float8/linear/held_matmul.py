@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.config import ScalingGranularity
-from float8.gemm import Gemm
-from float8.gemm.matmul import matmul_of_any_size
+from float8.config import CastConfig, ScalingGranularity
+from float8.gemm import Gemm, matmul_of_any_size
 from float8.kernels.runtime.ops import register
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, Operand
+from float8.quantize import Cast, quantize
+from float8.scales import Operand
 from float8.tensor.held_weights import still_holds
 
 
@@ -23,7 +22,7 @@ def product_with_held(
     weight: Tensor,
     held: Operand,
     shape: tuple[int, int],
-    spec: CastSpec,
+    spec: CastConfig,
     *,
     columns: bool,
     gemm: Gemm,
@@ -77,7 +76,9 @@ def held_matmul(
     """
     of_b, b = ScalingGranularity(granularity), Operand(data, scale)
     if not still_holds(data, weight):
-        cast = Cast(CastSpec(data.dtype, of_b, power_of_2=power_of_2))
+        cast = Cast(
+            CastConfig(target_dtype=data.dtype, scaling_granularity=of_b, power_of_2=power_of_2)
+        )
         made = quantize(weight, cast, row=not columns, col=columns, pad_rows=True)
         b = made.col if columns else made.row
     return matmul_of_any_size(

@@ -23,9 +23,8 @@ from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
 from float8.linear.source import class_of, is_conv1d, own_names, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import in_float8_only
-from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
-from float8.quantize.quantize import Reduction
-from float8.quantize.spec import Quantized
+from float8.quantize import Reduction
+from float8.scales import UNKNOWN_SCALE, DelayedScale, Quantized
 from float8.tensor import Float8Tensor, dequantise, local_tensor
 from float8.tensor.held_weights import hold
 from float8.tensor.ranks import amax_over, sharding_groups

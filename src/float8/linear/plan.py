@@ -1,6 +1,7 @@
 """The plan of a linear layer: its configuration, resolved once instead of at every call."""
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,7 @@ from float8.config import (
 )
 from float8.formats import E4M3
 from float8.gemm import Gemm
-from float8.quantize.quantize import Cast
-from float8.quantize.spec import CastSpec
+from float8.quantize import Cast
 
 
 class Casts(NamedTuple):
@@ -51,46 +51,45 @@ class LinearPlan(NamedTuple):
     """Likewise of grad_output."""
 
 
-def _serves_columns(cast: Cast) -> bool:
-    """Whether column data are made of row data without rounding again: see `columns`."""
-    of = cast.spec.granularity
-    return of.one_scale or (of.by_rows and cast.spec.power_of_2)
+def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearPlan:
+    """Resolve `config`; it is frozen, so layers of equal ones share a plan.
 
-
-def plan_linear(config: Float8LinearConfig) -> LinearPlan:
-    """Resolve `config`; it is frozen, so layers of equal ones share a plan."""
+    Args:
+        config: the configuration.
+        grouped: the plan is of grouped GEMMs, which take e4m3 alone. All three add as fast as that
+            of the output: in float32 after each step they take 1.1 to 1.6 times as long, for at
+            most 0.07 dB of SQNR.
+    """
     # Dynamo looks through a cache, but warns of it.
-    return _resolved(config) if torch.compiler.is_compiling() else _cached(config)
+    resolve = _resolved if torch.compiler.is_compiling() else _cached
+    return resolve(config, grouped)
 
 
-def _resolved(config: Float8LinearConfig) -> LinearPlan:
+def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
     def cast(site: CastSite) -> Cast:
         how = config.cast_config(site)
-        return Cast(
-            CastSpec(
-                how.target_dtype or E4M3,
-                how.scaling_granularity,
-                how.scaling_type,
-                config.round_scales_to_power_of_2,
-            )
-        )
+        dtype = E4M3 if grouped else how.dtype
+        power_of_2 = how.power_of_2 or config.round_scales_to_power_of_2
+        return Cast(replace(how, target_dtype=dtype, power_of_2=power_of_2))
 
     def gemm(name: str) -> Gemm | None:
         if not config.runs_in_float8(name):
             return None
         a, b = (config.cast_config(site).scaling_granularity for site in GEMM_OPERANDS[name])
-        fast = getattr(config, f"gemm_config_{name}").use_fast_accum
+        fast = getattr(config, f"gemm_config_{'output' if grouped else name}").use_fast_accum
         return Gemm(fast, config.emulate, (a, b))
 
     def shared(site: CastSite) -> bool:
         return config.owner(site) is BASE_SITE[site]
 
+    def rows_suffice(cast: Cast, *gemms: Gemm | None) -> bool:
+        of = cast.how.scaling_granularity
+        return None not in gemms and (of.one_scale or (of.by_rows and cast.how.power_of_2))
+
     casts = Casts(*map(cast, CAST_SITES))
     output, grad_input, grad_weight = gemm("output"), gemm("grad_input"), gemm("grad_weight")
     share_input = shared(CastSite.INPUT_FOR_GRAD_WEIGHT)
     share_grad_output = shared(CastSite.GRAD_OUTPUT_FOR_GRAD_WEIGHT)
-    input_once = share_input and None not in (output, grad_weight)
-    grad_output_once = share_grad_output and None not in (grad_input, grad_weight)
     return LinearPlan(
         casts,
         share_input,
@@ -101,8 +100,8 @@ def _resolved(config: Float8LinearConfig) -> LinearPlan:
         grad_weight,
         config.pad_inner_dim,
         config.alignment,
-        input_rows_suffice=input_once and _serves_columns(casts.input),
-        grad_output_rows_suffice=grad_output_once and _serves_columns(casts.grad_output),
+        share_input and rows_suffice(casts.input, output, grad_weight),
+        share_grad_output and rows_suffice(casts.grad_output, grad_input, grad_weight),
     )
 
 

@@ -21,7 +21,7 @@ from float8.linear.functional import (
     require_input,
 )
 from float8.linear.plan import Casts, LinearPlan
-from float8.quantize.quantize import Cast
+from float8.quantize import Cast
 from float8.tensor import Float8Tensor, dtensor_like
 from float8.tensor.dtensor import all_have_some
 from float8.tensor.float8_tensor import to_float8
@@ -200,7 +200,7 @@ def dtensor_in_float8(x: Any, plan: LinearPlan, cast: Cast) -> Any:
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
     if (
         placement.is_partial()
-        or (cuts_rows and cast.spec.granularity.by_rows)
+        or (cuts_rows and cast.how.scaling_granularity.by_rows)
         or not plan.input_rows_suffice
         or isinstance(local, Float8Tensor)
     ):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.quantize.quantize import Cast, quantize
+from float8.quantize import Cast, quantize
 from float8.tensor import Float8Tensor
 
 
@@ -18,7 +18,7 @@ def in_float8_only(weight: Tensor, cast: Cast) -> Float8Tensor:
         return weight
     made = quantize(weight, cast, row=True).row
     data = made.data[: weight.shape[0], : weight.shape[1]].contiguous()
-    return Float8Tensor(data, made.scale, weight.dtype, cast.spec.granularity)
+    return Float8Tensor(data, made.scale, weight.dtype, cast.how.scaling_granularity)
 
 
 def moved(weight: Float8Tensor, fn: Callable[[Tensor], Tensor]) -> Float8Tensor:

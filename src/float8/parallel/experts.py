@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from float8.autograd import once_differentiable
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.formats import E4M3, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, Operand, dequantised
+from float8.quantize import Cast, quantize
+from float8.scales import Operand, dequantised
 
-_ROWS = Cast(CastSpec(E4M3, ScalingGranularity.AXISWISE, power_of_2=True))
+_ROWS = Cast(
+    CastConfig(target_dtype=E4M3, scaling_granularity=ScalingGranularity.AXISWISE, power_of_2=True)
+)
 """Under such scales a token that has arrived is cast once more without another rounding."""
 
 
@@ -86,4 +88,4 @@ def _sent(x: Tensor, output_splits: list[int], input_splits: list[int], group: s
         )
         arrived.append(torch.ops._c10d_functional.wait_tensor(got))
     data, scale = arrived
-    return dequantised(Operand(data.view(E4M3), scale), _ROWS.spec.granularity, x.dtype)
+    return dequantised(Operand(data.view(E4M3), scale), _ROWS.how.scaling_granularity, x.dtype)

@@ -13,7 +13,7 @@ from float8.config import CastSite, Float8LinearConfig
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
-from float8.quantize.quantize import Cast, scales_of
+from float8.quantize import Cast, scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 from float8.tensor.gather import on_all_ranks
 from float8.tensor.ranks import amax_over, sharding_groups
@@ -77,7 +77,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight
         if isinstance(layer, Float8Linear)
         and layer._float8_config.enable_fsdp_float8_all_gather
         and CastSite.WEIGHT not in layer._float8_delayed
-        and layer._float8_plan.casts.weight.spec.granularity.one_scale
+        and layer._float8_plan.casts.weight.how.scaling_granularity.one_scale
     }
     for weight, name in names.items():
         local = local_tensor(weight)
@@ -122,7 +122,7 @@ def enable_float8_all_gather(module: nn.Module) -> None:
         ):
             kind = Float8GatherWeight if weight.dim() == 2 else GatherExperts
             # `.data`: no view that refers to the weight.
-            made[weight] = kind(weight.data, plan_linear(config).casts.weight.spec)
+            made[weight] = kind(weight.data, plan_linear(config).casts.weight.how)
     _take_places(made, users)
 
 

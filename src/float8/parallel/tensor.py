@@ -136,7 +136,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"{type(self).__name__}: got {_named(next(iter(found.values())))}, expected a "
                 f"Float8Linear or a module that holds some; convert the model first"
             )
-        specs = {layer._float8_plan.casts.input.spec for layer in layers.values()}
+        specs = {layer._float8_plan.casts.input.how for layer in layers.values()}
         if len(specs) > 1:
             raise ValueError(
                 f"{type(self).__name__}: got layers that cast their input in {len(specs)} ways, "
@@ -189,7 +189,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
             f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
             f"that nobody has shared; parallelize each layer once, and before fully_shard"
         )
-    granularity = module._float8_plan.casts.weight.spec.granularity
+    granularity = module._float8_plan.casts.weight.how.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
     if module._float8_keeps_no_master and not parts_have_scales:
         raise ValueError(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from float8.autograd import computed_before
-from float8.config import Granularity, ScalingGranularity
+from float8.config import CastConfig, Granularity, ScalingGranularity
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, Operand, check_scale, dequantised
+from float8.quantize import Cast, quantize
+from float8.scales import Operand, check_scale, dequantised
 from float8.tensor.dtensor import dtensor_like, is_dtensor
 from float8.tensor.ranks import amax_over, sharding_groups
 from float8.tensor.wrapper import Wrapper
@@ -122,10 +122,10 @@ class Float8Tensor(Wrapper):
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
 
         Raises:
-            TypeError: a dtype is not one of those named above.
-            ValueError: a DTensor is a sum that is still to be made.
+            TypeError: the dtype of `x`, or of `scale`, is not one of those named above.
+            ValueError: `dtype` is no float8 format, or a DTensor is a sum still to be made.
         """
-        spec = CastSpec(dtype, power_of_2=round_scales_to_power_of_2)
+        spec = CastConfig(target_dtype=dtype, power_of_2=round_scales_to_power_of_2)
         if not is_dtensor(x):
             return to_float8(x, Cast(spec, scale=scale))
         whole: Any = x
@@ -232,7 +232,7 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 class _ToFloat8(torch.autograd.Function):
     @staticmethod
     def compute(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
-        granularity, amax = cast.spec.granularity, None
+        granularity, amax = cast.how.scaling_granularity, None
         if granularity.by_blocks:
             raise ValueError(f"to_float8: got {granularity}, expected TENSORWISE or AXISWISE")
         if cast.state is not None:
@@ -249,7 +249,7 @@ class _ToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cast: Cast, computed: Any) -> Float8Tensor:
         data, scale, amax = _ToFloat8.compute(x, cast) if computed is None else computed
-        return Float8Tensor(data, scale, x.dtype, cast.spec.granularity, amax)
+        return Float8Tensor(data, scale, x.dtype, cast.how.scaling_granularity, amax)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from float8.config import CastSite, Float8Weights, ScalingGranularity, ScalingType
+from float8.config import CastConfig, CastSite, Float8Weights, ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.quantize.history import DelayedScale
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec, Operand, Quantized
+from float8.quantize import Cast, quantize
+from float8.scales import DelayedScale, Operand, Quantized
 from float8.tensor.dtensor import all_have_some, dtensor_like, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor
 from float8.tensor.held_weights import is_current, mark, stamp_of
@@ -63,7 +62,7 @@ class Float8GatherWeight(Wrapper):
             `inner`.
     """
 
-    spec: CastSpec
+    spec: CastConfig
     param_dtype: torch.dtype | None = None
     """It is rounded to before the cast; known from the first gather on, of views and copies, too:
     FSDP2 copies shards on some ranks only, and all must know the same."""
@@ -75,7 +74,7 @@ class Float8GatherWeight(Wrapper):
 
     @staticmethod
     def __new__(
-        cls, inner: Tensor, spec: CastSpec, counted: Tensor | None = None
+        cls, inner: Tensor, spec: CastConfig, counted: Tensor | None = None
     ) -> "Float8GatherWeight":
         """See the class."""
         self: Float8GatherWeight = cls._around(inner, inner.dtype)
@@ -206,7 +205,7 @@ class Float8GatherWeight(Wrapper):
         rows, whole_rows = self.shape[0], self.shape[1] == outer_size[1]
         if whole_rows and rows != outer_size[0]:
             rows = -(-outer_size[0] // mesh.size())
-        granularity, problem = self.spec.granularity, None
+        granularity, problem = self.spec.scaling_granularity, None
         if granularity.one_scale:
             pass
         elif not whole_rows:
@@ -267,7 +266,7 @@ class Float8GatherWeight(Wrapper):
     def _gathered(
         self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None
     ) -> Float8Tensor:
-        return Float8Tensor(data, scale, dtype, self.spec.granularity, amax)
+        return Float8Tensor(data, scale, dtype, self.spec.scaling_granularity, amax)
 
     def _cast(self, module: Any, owner: "Float8GatherWeight") -> Quantized:
         """Cast the shard [rows, K] of the weight of `module`, rounded to `param_dtype` first.
@@ -291,7 +290,7 @@ class Float8GatherWeight(Wrapper):
         elif amax is not None and module._float8_knows_weight_scale():
             state = DelayedScale(module.get_buffer(CastSite.WEIGHT.scale).to(shard.device), amax)
             cast = cast._replace(state=state, record=True)  # the sync reduces what that records
-        elif self.spec.granularity.one_scale:
+        elif self.spec.scaling_granularity.one_scale:
 
             def of_all(own: Tensor) -> Tensor:
                 if amax is not None:
@@ -338,7 +337,7 @@ def _plain(args: Any) -> Any:
 
 
 torch.serialization.add_safe_globals(
-    [Float8GatherWeight, CastSpec, ScalingGranularity, ScalingType]
+    [Float8GatherWeight, CastConfig, ScalingGranularity, ScalingType]
 )
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import Quantized
+from float8.quantize import Cast, quantize
+from float8.scales import Quantized
 
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 """Weights that are data in memory and nothing else: no shards, no wrappers."""

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.config import Granularity
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
-from float8.quantize.quantize import padded
-from float8.quantize.spec import Operand
+from float8.quantize import padded
+from float8.scales import Operand
 from float8.tensor.float8_tensor import CURE, OP_HANDLERS, Float8Tensor, dequantise
 from float8.tensor.wrapper import as_inference_as
 

@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
-from float8.config import ScalingGranularity
+from float8.config import CastConfig, ScalingGranularity
 from float8.convert.measure import WrongResultError
 from float8.formats import E4M3
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast import cast_reference
 from float8.kernels.transpose import transpose_reference
-from float8.quantize.history import DelayedScale
-from float8.quantize.spec import CastSpec
+from float8.scales import DelayedScale
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.step import Row
 from float8_lab.bench.timing import input_sets, kernel_sampler, take_turns
@@ -71,7 +70,7 @@ def distinct_tensors(shapes: Sequence[Shape]) -> list[tuple[int, int]]:
 def _cases(device: torch.device) -> list[Case]:
     """The kernels as the library calls them, the copy first."""
     scale, amax = (torch.tensor(value, device=device) for value in (0.01, 0.0))
-    spec, state = CastSpec(E4M3), DelayedScale(scale, amax)
+    spec, state = CastConfig(target_dtype=E4M3), DelayedScale(scale, amax)
 
     def twin(x: Tensor, row: bool = True, col: bool = True) -> object:
         return [(data, scale) for data in cast_reference(x, scale, E4M3, row, col)]
@@ -86,7 +85,7 @@ def _cases(device: torch.device) -> list[Case]:
         return op, functools.partial(twin, row=row, col=col)
 
     def finer(granularity: ScalingGranularity, row: bool, col: bool) -> tuple[Call, Call]:
-        spec = CastSpec(E4M3, granularity)
+        spec = CastConfig(target_dtype=E4M3, scaling_granularity=granularity)
         op = functools.partial(kernels.cast_finer, spec=spec, row=row, col=col)
         return op, functools.partial(op, traced=True)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from float8.config import Float8Weights
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm, plan_grouped
+from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
 from float8.experts.weight import cast_weights, hold_groups
-from float8.gemm.grouped import grouped_matmul
+from float8.gemm import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import plan_linear
 from float8.tensor.held_weights import HeldWeight
@@ -96,7 +96,7 @@ def _swiglu(h: Tensor) -> Tensor:
 
 def _product(variant: Variant) -> Callable[..., Tensor]:
     if config := variant.config:
-        plan = plan_grouped(config)
+        plan = plan_linear(config, grouped=True)
         return lambda x, w, offs, held: apply_grouped(x, w, offs, plan, config.emulate, held)
     multiply: Any = F.grouped_mm
     if not variant.is_reference:
@@ -208,12 +208,12 @@ def _layers(
 
 def _gemms(weights: Any, offs: Tensor, rows: int, rounds: int) -> Iterator[Row]:
     """Products of both weights; float8 with scales of rows, as all recipes read them."""
-    plan = plan_grouped(recipe_config("rowwise"))
+    plan = plan_linear(recipe_config("rowwise"), grouped=True)
     for name, w in zip(("w13", "w2"), weights, strict=True):
         _, N, K = w.shape
         x, g = (torch.randn(rows, n, dtype=w.dtype, device=w.device) for n in (K, N))
         cast = plan.casts.weight
-        x8, g8 = (cast_groups(t, offs, cast.spec, row=True, col=True) for t in (x, g))
+        x8, g8 = (cast_groups(t, offs, cast.how, row=True, col=True) for t in (x, g))
         w8: Any = cast_weights(w, cast, row=True, col=True)
         for gemm, plain, ours in (
             ("output", (x, w.transpose(1, 2)), (x8.row, w8.row, offs)),
@@ -235,7 +235,7 @@ def _casts(weights: Any, offs: Tensor, x: Tensor, h: Tensor, rounds: int) -> Ite
     """Casts to both layouts, which read twice and write two bytes, beside copies."""
     for recipe in ("tensorwise", "rowwise"):
         cast = plan_linear(recipe_config(recipe)).casts.weight
-        tokens = functools.partial(cast_groups, offs=offs, spec=cast.spec, row=True, col=True)
+        tokens = functools.partial(cast_groups, offs=offs, spec=cast.how, row=True, col=True)
         whole = functools.partial(cast_weights, cast=cast, row=True, col=True)
         cases: list[tuple[str, Tensor, Callable[..., object]]] = [
             ("x", x, tokens),

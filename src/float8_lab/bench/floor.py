@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, Float8Weights
-from float8.formats import E4M3
+from float8.config import CastConfig, Float8LinearConfig, Float8Weights
 from float8.gemm import Gemm, matmul
 from float8.linear.plan import plan_linear
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec
+from float8.quantize import Cast, quantize
 from float8_lab.bench.step import Step
 from float8_lab.bench.timing import kernel_sampler
 from float8_lab.bench.variants import Variant
@@ -64,7 +62,8 @@ def measure_rates(configs: Iterable[Float8LinearConfig | None], device: torch.de
             if gemm is None:
                 calls[gemm] = functools.partial(torch.mm, x, x.t())
                 continue
-            casts = (Cast(CastSpec(E4M3, each)) for each in gemm.granularities)
+            of: Any = gemm.granularities
+            casts = (Cast(CastConfig(scaling_granularity=each)) for each in of)
             a, b = (quantize(x, cast, row=True).row for cast in casts)
             calls[gemm] = functools.partial(matmul, a, b, gemm=gemm, out_dtype=x.dtype)
     best = {}
@@ -134,7 +133,7 @@ def least_work(
         if own is None:
             continue
         plan, held = plan_linear(own), own.float8_weights is Float8Weights.HELD
-        x, w, g, x_again, w_again, g_again = (cast.spec for cast in plan.casts)
+        x, w, g, x_again, w_again, g_again = (cast.how for cast in plan.casts)
         output, grad_input, grad_weight = (
             need and gemm is not None for gemm, need in zip(_gemms(own), needed, strict=True)
         )
@@ -158,12 +157,12 @@ def _gemms(config: Float8LinearConfig | None) -> tuple[Gemm | None, ...]:
     return plan.output, plan.grad_input, plan.grad_weight
 
 
-def _both(first: CastSpec, other: CastSpec, at_once: bool, row: bool, col: bool) -> int:
+def _both(first: CastConfig, other: CastConfig, at_once: bool, row: bool, col: bool) -> int:
     return _bytes(first, row, col) if at_once else _bytes(first, row) + _bytes(other, False, col)
 
 
-def _bytes(spec: CastSpec, row: bool, col: bool = False, known: bool = False) -> int:
+def _bytes(spec: CastConfig, row: bool, col: bool = False, known: bool = False) -> int:
     """Return the bytes that a cast moves for each element of a 16-bit tensor."""
-    of = spec.granularity
+    of = spec.scaling_granularity
     measured = col if of.by_rows else of.one_scale and not (known or spec.delayed)
     return 2 * (1 + measured) + row + col if row or col else 0

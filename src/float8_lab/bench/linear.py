@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.config import CastConfig
 from float8.formats import E4M3, E5M2
 from float8.gemm import Gemm, matmul
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec
+from float8.quantize import Cast, quantize
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.step import Row, Step, compare, with_speedups
 from float8_lab.bench.timing import Sampler, input_sets, kernel_sampler, steady_sampler
@@ -90,7 +90,9 @@ def _rows(
 def _gemms_sampler(weight: Tensor, x: Tensor, grad: Tensor) -> Sampler:
     """Samples the three float8 GEMMs of a layer alone, which casts could be hidden behind."""
     formats = ((x, E4M3), (weight, E4M3), (grad, E5M2))
-    casts: list[Any] = [quantize(t, Cast(CastSpec(to)), row=True, col=True) for t, to in formats]
+    casts: list[Any] = [
+        quantize(t, Cast(CastConfig(target_dtype=to)), row=True, col=True) for t, to in formats
+    ]
     x8, w8, g8 = casts
     gemms = ((x8.row, w8.row, True), (g8.row, w8.col, False), (g8.col, x8.col, False))
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8.config import CastConfig
 from float8.formats import E4M3
 from float8.gemm import Gemm, matmul
-from float8.quantize.quantize import Cast, quantize
-from float8.quantize.spec import CastSpec
+from float8.quantize import Cast, quantize
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.step import Row, check
 from float8_lab.bench.timing import input_sets, kernel_sampler, take_turns
@@ -40,7 +40,9 @@ def _rows(shape: Shape, device: torch.device, rounds: int) -> list[Row]:
     for _ in range(input_sets(2 * (M * K + N * K), device)):
         plain = [torch.randn(R, K, device=device, dtype=torch.bfloat16) for R in (M, N)]
         sets[BF16].append(plain)
-        sets[NO_FAST].append([quantize(x, Cast(CastSpec(E4M3)), row=True).row for x in plain])
+        sets[NO_FAST].append(
+            [quantize(x, Cast(CastConfig(target_dtype=E4M3)), row=True).row for x in plain]
+        )
     sets[FAST] = sets[NO_FAST]
     # Rows spread over the whole product, against float64 on the same operands.
     picked = torch.arange(0, M, max(1, M // _CHECKED_ROWS), device=device)

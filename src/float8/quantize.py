@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Granularity
+from float8.config import CastConfig, Granularity
 from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
-from float8.quantize.history import UNKNOWN_SCALE, DelayedScale
-from float8.quantize.scale import amax_to_scale
-from float8.quantize.spec import CastSpec, Operand, Quantized, dequantised
+from float8.scales import (
+    UNKNOWN_SCALE,
+    DelayedScale,
+    Operand,
+    Quantized,
+    amax_to_scale,
+    dequantised,
+)
 
 Reduction = Callable[[Tensor], Tensor]
 """Takes the amax of this rank's part of a tensor, returns that of the whole; collective."""
@@ -20,7 +25,7 @@ Reduction = Callable[[Tensor], Tensor]
 class Cast(NamedTuple):
     """One cast of one tensor in one call: bound once, handed on whole."""
 
-    spec: CastSpec
+    how: CastConfig
     """Format, granularity and scaling."""
 
     state: DelayedScale | None = None
@@ -40,7 +45,7 @@ class Cast(NamedTuple):
 
     def known(self, scale: Tensor) -> "Cast":
         """Return the cast of the same tensor once more: under that scale, if there is one only."""
-        return Cast(self.spec, scale=scale if self.spec.granularity.one_scale else None)
+        return Cast(self.how, scale=scale if self.how.scaling_granularity.one_scale else None)
 
 
 def quantize(
@@ -80,13 +85,15 @@ def quantize(
     """
     spec, state, record, reduce, scale = cast
     traced = traced and torch.compiler.is_compiling()
-    if via is not None and (via is x.dtype or state is not None or not spec.granularity.one_scale):
+    if via is not None and (
+        via is x.dtype or state is not None or not spec.scaling_granularity.one_scale
+    ):
         x, via = x.to(via), None
-    if not spec.granularity.one_scale:
+    if not spec.scaling_granularity.one_scale:
         if state is not None or scale is not None:
             raise ValueError(
-                f"quantize: got {spec.granularity} with a state or a scale, expected none: finer "
-                f"scales come from the tensor at hand"
+                f"quantize: got {spec.scaling_granularity} with a state or a scale, expected none: "
+                f"finer scales come from the tensor at hand"
             )
         return Quantized(
             *kernels.cast_finer(
@@ -112,7 +119,7 @@ def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
     if cast.state is not None and cast.record:
         cast.state.record(amax)
     amax = amax if cast.reduce is None else cast.reduce(amax)
-    scale = amax_to_scale(amax, cast.spec.dtype, cast.spec.power_of_2)
+    scale = amax_to_scale(amax, cast.how.dtype, cast.how.power_of_2)
     if cast.state is None:
         return scale
     return torch.where(cast.state.scale == UNKNOWN_SCALE, scale, cast.state.scale)
@@ -120,7 +127,7 @@ def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
 
 def scales_of(
     tensors: Sequence[Tensor],
-    spec: CastSpec,
+    spec: CastConfig,
     dtype: torch.dtype,
     reduce: Reduction | None = None,
 ) -> list[Tensor]:
@@ -145,7 +152,7 @@ def scales_of(
     return list(torch._foreach_abs(scales.unbind()))
 
 
-def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Operand:
+def recast(x: Tensor, spec: CastConfig, scale: Tensor) -> Operand:
     """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
 
     Under one scale a compiler casts `x` by plain torch code before it is transposed: so it need not
@@ -163,7 +170,7 @@ def recast(x: Tensor, spec: CastSpec, scale: Tensor) -> Operand:
     """
     if x.dtype in FLOAT8_MAX:
         return columns(Operand(x, scale), spec)
-    if spec.granularity.one_scale and torch.compiler.is_compiling():
+    if spec.scaling_granularity.one_scale and torch.compiler.is_compiling():
         row = Operand(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
         return columns(row, spec)
     return quantize(x.detach(), Cast(spec).known(scale), col=True).col
@@ -182,7 +189,7 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
     return Operand(bytes_.view(data.dtype), scale)
 
 
-def columns(row: Operand, spec: CastSpec, after: Tensor | None = None) -> Operand:
+def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Operand:
     """Return column data of row data [R, C] that were cast by `spec`; `after` as `kernels.cast`.
 
     Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
@@ -192,7 +199,7 @@ def columns(row: Operand, spec: CastSpec, after: Tensor | None = None) -> Operan
     Raises:
         ValueError: scales are of parts of rows, which no weight has.
     """
-    granularity = spec.granularity
+    granularity = spec.scaling_granularity
     if granularity.one_scale:
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:

@@ -17,8 +17,8 @@ from float8.linear import Float8Layer, Float8Module
 from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.parallel.groups import mesh_device_type, sync_groups, unlike
-from float8.quantize.history import next_history_and_scale
-from float8.quantize.quantize import scales_of
+from float8.quantize import scales_of
+from float8.scales import next_history_and_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.held_weights import can_hold, hold
 from float8.tensor.ranks import amax_over
@@ -82,14 +82,13 @@ def sync_float8_amax_and_scale_history(
     # What is updated as one tensor: the buffers, by the largest value of each format.
     alike: dict[Any, dict[float, list[list[Tensor]]]] = {}
     for layer in layers:
-        config, history = layer._float8_config, layer._float8_config.delayed_scaling_config
-        kind = history.history_len, history.scale_fn_name, config.round_scales_to_power_of_2
+        history = layer._float8_config.delayed_scaling_config
         for site in layer._float8_delayed:
             buffers: list[Any] = [layer._buffers[name] for name in site.buffers]
-            dtype = getattr(layer._float8_plan.casts, site.value).spec.dtype
-            formats = alike.setdefault((*kind, buffers[0].device), {})
-            formats.setdefault(FLOAT8_MAX[dtype], []).append(buffers)
-    for (_, scale_fn_name, rounds, device), formats in alike.items():
+            how = getattr(layer._float8_plan.casts, site.value).how
+            kind = history, how.power_of_2, buffers[0].device
+            alike.setdefault(kind, {}).setdefault(FLOAT8_MAX[how.dtype], []).append(buffers)
+    for (history, rounds, device), formats in alike.items():
         every = [buffers for of_format in formats.values() for buffers in of_format]
         amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
         # Made on the device: a copy from the host would wait for it.
@@ -102,7 +101,7 @@ def sync_float8_amax_and_scale_history(
             torch.stack(histories),
             torch.stack(scales),
             torch.cat(maxima),
-            scale_fn_name=scale_fn_name,
+            scale_fn_name=history.scale_fn_name,
             round_to_power_of_2=rounds,
         )
         torch._foreach_copy_(histories, new_histories.unbind())
@@ -200,8 +199,8 @@ def update_float8_weights(model: nn.Module) -> None:
             alike.setdefault(kind, {}).setdefault(weight, []).append(layer)
     for (_, dtype, cast), readers in alike.items():
         scales: list[Tensor] | list[None] = [None] * len(readers)
-        if cast.spec.granularity.one_scale:
-            scales = scales_of(list(readers), cast.spec, dtype)
+        if cast.how.scaling_granularity.one_scale:
+            scales = scales_of(list(readers), cast.how, dtype)
         for (weight, of_weight), scale in zip(readers.items(), scales, strict=True):
             held = hold(weight, cast._replace(scale=scale))
             for layer in of_weight:

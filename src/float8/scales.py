@@ -1,0 +1,171 @@
+"""Below the kernels: amax -> scale, histories of amaxes, and what casts and GEMMs hand on."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.config import Granularity
+from float8.formats import E4M3
+
+SMALLEST_AMAX = 2.0**-100
+"""Floor of amax, so that neither the scale nor its reciprocal leaves float32's normal range."""
+
+
+def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2: bool) -> Tensor:
+    """Return the decode scale that maps `amax` to the largest value of a float8 format.
+
+    `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
+    format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
+    up, so that nothing saturates.
+
+    Args:
+        amax: float32, any shape, >= 0. NaN gives NaN and Inf gives Inf.
+        dtype: a float8 format; or float64, shape of `amax`: the largest value of each one's format.
+        round_to_power_of_2: round the scale up to a power of two.
+
+    Returns:
+        float32, shape of `amax`.
+    """
+    # Literals, here and for SMALLEST_AMAX: with dynamic=True, Dynamo makes floats of a module
+    # symbolic and then fails on them.
+    largest = dtype if isinstance(dtype, Tensor) else 448.0 if dtype == E4M3 else 57344.0
+    # float64 makes the quotient, once rounded to float32, the correctly rounded one whether a
+    # backend divides or multiplies by the reciprocal: eager, Inductor, CPU and GPU agree bitwise.
+    scale = (amax.clamp(min=7.888609052210118e-31).to(torch.float64) / largest).to(torch.float32)
+    if not round_to_power_of_2:
+        return scale
+    # Carry any mantissa bit into the exponent, then drop the mantissa. Inf stays Inf; NaN, whose
+    # bits would overflow, is passed by. The scale is a normal number (SMALLEST_AMAX).
+    bits = scale.view(torch.int32)
+    rounded = ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scale.isnan(), scale, rounded)
+
+
+# ---------------------------------------------------------------- delayed scaling
+
+UNKNOWN_SCALE = 0.0
+"""Marks a scale that no sync has set yet: the cast then takes its scale from the data. It is a
+value and not a flag, so that compiled graphs and checkpoints carry it."""
+
+
+class DelayedScale(NamedTuple):
+    """The state that a cast with delayed scaling reads and writes: two 0-dim float32 tensors."""
+
+    scale: Tensor
+    """Decode scale for this step, or `UNKNOWN_SCALE`."""
+
+    amax: Tensor
+    """Largest amax seen since the last sync: over microbatches, repeated calls, recomputation."""
+
+    def record(self, amax: Tensor) -> None:
+        """Raise the amax to `amax`, 0-dim float32; a NaN stays."""
+        self.amax.copy_(torch.maximum(self.amax, amax))
+
+    def apart(self) -> "DelayedScale":
+        """Return the same scale with a fresh amax, which the caller records afterwards.
+
+        So a cast reads nothing that it wrote: compiled code may do it again, as it does for
+        activation checkpointing.
+        """
+        # Not `zeros_like`, for which a compiler would keep the amax.
+        fresh = torch.zeros((), dtype=torch.float32, device=self.amax.device)
+        return self._replace(amax=fresh)
+
+
+def next_history_and_scale(
+    amax: Tensor,
+    history: Tensor,
+    scale: Tensor,
+    float8_max: Tensor,
+    *,
+    scale_fn_name: str,
+    round_to_power_of_2: bool,
+) -> tuple[Tensor, Tensor]:
+    """Push the amaxes of a step into their histories, and compute the next scales.
+
+    Where the amax is 0 (nothing was recorded since the last update, or only zeros) history and
+    scale stay as they were, so an update too many forgets nothing. A non-finite amax is recorded
+    as 0, so that one overflowing step does not spoil the scales of the next `history_len` steps;
+    where the reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is
+    less than twice the largest before it: gradients grow by orders of magnitude in the first step
+    where weights begin near zero.
+
+    Args:
+        amax: [S] float32, recorded since the last update.
+        history: [S, history_len] float32, most recent first.
+        scale: [S] float32.
+        float8_max: [S] float64, the largest value of each cast's format.
+        scale_fn_name: `"max"` or `"most_recent"`, as in `DelayedScalingConfig`.
+        round_to_power_of_2: round the scales up to powers of two.
+
+    Returns:
+        history and scale, new tensors of the same shapes.
+    """
+    latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
+    settled = (latest - before).abs() < before  # 0 < latest < 2 * before
+    known = settled | (scale != UNKNOWN_SCALE)
+    pushed = torch.cat([latest.unsqueeze(1), history[:, :-1]], dim=1)
+    history = torch.where((amax != 0).unsqueeze(1), pushed, history)
+    peak = history.amax(dim=1) if scale_fn_name == "max" else history[:, 0]
+    fresh = amax_to_scale(peak, float8_max, round_to_power_of_2)
+    return history, torch.where(known & (peak > 0), fresh, scale)
+
+
+# ---------------------------------------------------------------- float8 data with their scales
+
+
+class Operand(NamedTuple):
+    """One operand of a GEMM: float8 data and their scale."""
+
+    data: Tensor
+    """[R, C] float8, contiguous along C, the contraction dim; C is padded to 16."""
+
+    scale: Tensor
+    """float32 decode scales, laid out as GEMMs read them; their shapes are in `check_scale`."""
+
+
+class Quantized(NamedTuple):
+    """A tensor [R, C] in float8, in the layouts that were asked for; the others are None.
+
+    `| Any`: a type checker is not to ask of those who know which.
+    """
+
+    row: Operand | Any = None
+    """[R, C], contracted over C."""
+
+    col: Operand | Any = None
+    """The transposed copy [C, R], contracted over R: cast from high precision (`quantize`), or made
+    of row data where only those exist (`columns`, `recast`)."""
+
+    amax: Tensor | None = None
+    """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
+
+
+def check_scale(operand: Operand, granularity: Granularity) -> None:
+    """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
+
+    One element for one scale, else `Granularity.scales`; rows may have more leading dims.
+    """
+    if granularity.one_scale:
+        right, expected = operand.scale.numel() == 1, "one element"
+    elif torch.compiler.is_compiling():  # sizes may be symbols, of which nothing should be asked
+        return
+    else:
+        wanted = granularity.scales(tuple(operand.data.shape))
+        right, expected = tuple(operand.scale.shape) == wanted, f"shape {wanted}"
+    if not right:
+        got = f"shape {tuple(operand.scale.shape)} for data of {tuple(operand.data.shape)}"
+        raise ValueError(f"scale: got {got}, expected {expected} under {granularity}")
+
+
+def dequantised(
+    operand: Operand, granularity: Granularity, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return `data * scale` in `dtype`; of any shape under one scale or rows, else [R, C]."""
+    scale = operand.scale
+    if granularity.width is not None:
+        scale = scale.repeat_interleave(granularity.width, dim=1)[:, : operand.data.shape[1]]
+    if granularity.height not in (None, 1):
+        scale = scale.repeat_interleave(granularity.height, dim=0)[: operand.data.shape[0]]
+    return operand.data.to(dtype) * scale.to(dtype)
