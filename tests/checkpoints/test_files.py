@@ -343,17 +343,15 @@ def test_an_older_checkpoint_outlives_a_failure(
 
 
 def test_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
-    """A folder, or a file or link of the same name; what a link leads to stays."""
-    left, other = tmp_path / "new/.float8_checkpoint_unfinished", tmp_path / "other"
-    for folder in (left, other):
-        folder.mkdir(parents=True)
-        (folder / "model-00001.safetensors").touch()
-    for leave in (None, left.touch, partial(left.symlink_to, other)):
-        if leave is not None:
-            leave()
+    """A file, or a link of the same name; what a link leads to stays."""
+    left, other = tmp_path / "new/model-00001.safetensors.float8_unfinished", tmp_path / "other"
+    left.parent.mkdir()
+    other.touch()
+    for leave in (left.touch, partial(left.symlink_to, other)):
+        leave()
         save_float8_checkpoint(built("blockwise"), left.parent)
         assert len([*left.parent.iterdir()]) == 3
-    assert [*other.iterdir()]
+    assert other.read_bytes() == b""
 
 
 def test_older_files_that_cannot_be_removed_are_named(

@@ -25,16 +25,14 @@ def import_safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError(
-            "checkpoints in float8 are safetensors: pip install safetensors"
-        ) from error
+        raise ImportError("safetensors: got no such package; pip install safetensors") from error
     return safetensors
 
 
 # ---------------------------------------------------------------- read
 
 
-class Checkpoint(contextlib.ExitStack):
+class Checkpoint:
     """The safetensors files of a folder, each opened once, and what their headers say.
 
     Raises:
@@ -42,15 +40,11 @@ class Checkpoint(contextlib.ExitStack):
     """
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
-        super().__init__()
         self.layout = layout_of(_read_json(folder / CONFIG).get("quantization_config"))
         listed = _read_index(folder / INDEX) if (folder / INDEX).exists() else {}
-        paths = sorted(listed or folder.glob("*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"{folder}: got no safetensors file, expected one or an index")
         self._file_of: dict[str, Any] = {}
-        for path in paths:
-            file = self._opened(path, device)
+        for path in sorted(listed or folder.glob("*.safetensors")):
+            file = _opened(path, device)
             there = {*file.keys()}
             if missing := listed.get(path, there) - there:
                 raise ValueError(f"{path}: got no {min(missing)!r}, which the index says is in it")
@@ -61,6 +55,8 @@ class Checkpoint(contextlib.ExitStack):
                     f"remove the files that are not of this checkpoint"
                 )
             self._file_of |= dict.fromkeys(there, file)
+        if not self._file_of:
+            raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
         self.in_float8, suffix = set[str](), self.layout.scale_suffix
         for name in self._file_of:
             weight: Any = self.described(name)
@@ -68,24 +64,8 @@ class Checkpoint(contextlib.ExitStack):
             if scale is not None or weight[0] in FLOAT8_MAX:
                 self.layout.require_pair(name, weight, scale)
                 self.in_float8.add(name)
-        beside = {name + suffix for name in self.in_float8}
-        self.names = [
-            name
-            for name in sorted(self._file_of.keys() - beside)
-            if not name.endswith(_OF_ACTIVATIONS)
-        ]
-
-    def _opened(self, path: Path, device: Any) -> Any:
-        safetensors = import_safetensors()
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: the index names this file, and it is not there")
-        try:
-            return self.enter_context(safetensors.safe_open(path, "pt", str(device)))
-        except safetensors.SafetensorError as error:
-            raise ValueError(
-                f"{path}: got a file that is cut or damaged ({error}), expected a whole one; fetch "
-                f"it again"
-            ) from error
+        others = self._file_of.keys() - {name + suffix for name in self.in_float8}
+        self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
 
     def described(self, name: str) -> tuple[Any, tuple[int, ...]] | None:
         """Return dtype and shape of a tensor, of the header alone; None: it is not there."""
@@ -119,6 +99,17 @@ _DTYPES = {
 """Names that safetensors gives to dtypes of numbers with a point; others stay names."""
 
 
+def _opened(path: Path, device: Any) -> Any:
+    safetensors = import_safetensors()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: the index names this file, and it is not there")
+    try:
+        return safetensors.safe_open(path, "pt", str(device))
+    except safetensors.SafetensorError as error:
+        got = f"a file that is cut or damaged ({error})"
+        raise ValueError(f"{path}: got {got}, expected a whole one; fetch it again") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file.
 
@@ -147,9 +138,7 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     """Return the names of the tensors in each file, all of them in the folder of the index."""
     found = _read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise ValueError(
-            f"{index}: got no weight_map of names and files, expected one; fetch it again"
-        )
+        raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
     names: dict[Path, set[str]] = {}
     for name, file in found.items():
         path = PurePath(file if isinstance(file, str) else "")
@@ -165,7 +154,9 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
 # ---------------------------------------------------------------- written
 
 
-_UNFINISHED = ".float8_checkpoint_unfinished"
+_UNFINISHED = ".float8_unfinished"
+"""The end of the names of files that are not in their place yet."""
+
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 """Names that files with weights of an older model have, by this library or transformers."""
 
@@ -174,41 +165,38 @@ class NewFiles:
     """Files that are written beside those in a folder, and then put in their place.
 
     Shards get names that are free, so an older checkpoint is whole until the index is replaced.
+
+    Args:
+        folder: the folder of the checkpoint.
+        max_shard_size: bytes of a file at most, but for tensors that are larger.
     """
 
     def __init__(self, folder: Path, max_shard_size: int) -> None:
-        self._folder, self._new, self._max = folder, folder / _UNFINISHED, max_shard_size
-        self._older = [path for path in folder.iterdir() if not path.is_dir()]
-        taken = {path.name for path in folder.iterdir()}
+        self._folder, self._max, self._size, self._total = folder, max_shard_size, 0, 0
+        there = {path.name: path for path in folder.iterdir()}
+        shards = (path for name, path in there.items() if _SHARDS.fullmatch(name))
+        self._older = [path for path in shards if not path.is_dir()]
         names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
-        self._free = (name for name in names if name not in taken)
+        self._free = (name for name in names if name not in there)
         self._file_of: dict[str, str] = {}
         self._shard: dict[str, Tensor] = {}
         self._storages: set[int] = set()
-        self._size = self._total = 0
 
     @classmethod
     @contextlib.contextmanager
     def beside(cls, folder: Path, max_shard_size: int) -> Iterator["NewFiles"]:
-        """Give new files for a folder; at the end remove what is unfinished, also of a crash.
+        """Give new files for a folder; remove what is unfinished at the end, and of a crash."""
 
-        Args:
-            folder: the folder of the checkpoint; made if it does not exist.
-            max_shard_size: bytes of a file at most, but for tensors that are larger.
-        """
-        new, was_there = folder / _UNFINISHED, folder.exists()
+        def clear() -> None:
+            for path in folder.glob(f"*{_UNFINISHED}"):
+                path.unlink()
+
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            if new.is_dir() and not new.is_symlink():
-                shutil.rmtree(new)
-            new.unlink(missing_ok=True)
-            new.mkdir()
+            clear()
             yield cls(folder, max_shard_size)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
-            if not was_there:
-                with contextlib.suppress(OSError):  # the folder has files
-                    folder.rmdir()
+            clear()
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors by their names, to one file."""
@@ -225,11 +213,15 @@ class NewFiles:
 
     def _write(self) -> None:
         """Write a file of the tensors that were added last."""
-        path = self._new / next(self._free)
+        name = next(self._free)
+        path = self._new(name)
         import_safetensors().torch.save_file(self._shard, path, metadata={"format": "pt"})
         _to_disk(path)
-        self._file_of |= dict.fromkeys(self._shard, path.name)
+        self._file_of |= dict.fromkeys(self._shard, name)
         self._shard, self._storages, self._size = {}, set(), 0
+
+    def _new(self, name: str) -> Path:
+        return self._folder / f"{name}{_UNFINISHED}"
 
     def replace(self, config: str) -> None:
         """Put the files in the place of those of an older model; if that fails, these stay.
@@ -240,23 +232,22 @@ class NewFiles:
         self._write()
         index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
         for name, text in ((INDEX, json.dumps(index, indent=2)), (CONFIG, config)):
-            (self._new / name).write_text(text, encoding="utf-8")
-            _to_disk(self._new / name)
+            self._new(name).write_text(text, encoding="utf-8")
+            _to_disk(self._new(name))
         with contextlib.ExitStack() as undo:
             for name in (*sorted({*self._file_of.values()}), INDEX, CONFIG):
-                path, kept = self._folder / name, self._new / f"older {name}"
+                path, kept = self._folder / name, self._new(f"older {name}")
                 if path.exists():
                     shutil.copy2(path, kept)
                     undo.callback(kept.replace, path)
                 else:
                     undo.callback(path.unlink, missing_ok=True)
-                (self._new / name).replace(path)
+                self._new(name).replace(path)
             undo.pop_all()
         left = []
         for path in self._older:
             try:
-                if _SHARDS.fullmatch(path.name):
-                    path.unlink()
+                path.unlink()
             except OSError as error:  # no reason to fail: the new model stands
                 left.append(f"{path} ({error})")
         if left:

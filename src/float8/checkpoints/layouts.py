@@ -54,32 +54,28 @@ class Layout(NamedTuple):
         Of each its dtype and shape are given; None for `scale`: there is none.
         """
         (dtype, shape), scale_name = weight, name + self.scale_suffix
+        kind, size = scale or (None, None)
+        right = [self.scale_shape(shape)] if len(shape) == 2 else []
+        right += [(), (1,), (1, 1)] if self.granularity.one_scale else []
         if dtype != E4M3:
-            raise ValueError(f"{name}: got dtype {dtype}, expected {E4M3}")
-        if len(shape) != 2:
-            raise ValueError(f"{name}: got float8 of shape {shape}, expected two dims")
-        if scale is None:
-            raise ValueError(f"{name}: got float8 without {scale_name}, expected a scale for it")
-        of, got = scale
-        if of not in SCALE_DTYPES:
-            known = ", ".join(map(str, SCALE_DTYPES))
-            raise ValueError(f"{scale_name}: got dtype {of}, expected one of {known}")
-        wanted = self.scale_shape(shape)
-        if got != wanted and not (self.granularity.one_scale and got in ((), (1,), (1, 1))):
-            raise ValueError(
-                f"{scale_name}: got shape {got} for a weight of shape {shape}, expected {wanted} "
-                f"under {self.granularity}"
-            )
+            got, expected = f"dtype {dtype}", f"{E4M3}"
+        elif len(shape) != 2:
+            got, expected = f"float8 of shape {shape}", "two dims"
+        elif scale is None:
+            got, expected = f"float8 without {scale_name}", "a scale for it"
+        elif kind not in SCALE_DTYPES:
+            name, got, expected = scale_name, f"dtype {kind}", f"one of {SCALE_DTYPES}"
+        elif size not in right:
+            name, got = scale_name, f"shape {size} for a weight of shape {shape}"
+            expected = f"{right[0]} under {self.granularity}"
+        else:
+            return
+        raise ValueError(f"{name}: got {got}, expected {expected}")
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return published bytes [N, K] and scales as a tensor of this library.
+        """Return published e4m3 bytes [N, K] and scales as a tensor that stands for `dtype`.
 
         Nothing is rounded: bytes stay, scales become float32.
-
-        Args:
-            data: e4m3.
-            scale: `scale_shape`, one of `SCALE_DTYPES`.
-            dtype: that of the values that it stands for.
         """
         scale = scale.detach().to(torch.float32)
         if self.granularity.one_scale:

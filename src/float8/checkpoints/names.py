@@ -33,11 +33,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
-def saved_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+Saved = tuple[str, nn.Module, str, Tensor]
+"""A Parameter or buffer: its name, the module that has it, its name there, and itself."""
+
+
+def saved_tensors(model: nn.Module) -> Iterator[Saved]:
     """Yield the Parameters and buffers that are saved, tied ones under each of their names.
 
-    Each with its name, and the module that has it, and its name there. The state of delayed scaling
-    is none of them.
+    The state of delayed scaling is none of them.
     """
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set

@@ -1,6 +1,6 @@
 """Models that ranks share: work that they do together, and weights of which each has a part."""
 
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,21 +10,16 @@ from torch import Tensor, nn
 from float8.checkpoints.layouts import Layout
 from float8.formats import FLOAT8_MAX
 from float8.tensor import is_dtensor
-from float8.tensor.ranks import ranks_of_dims
+from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
 
 _KINDS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
-
-
-def this_rank() -> int:
-    """Return the number of this rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class Together:
     """Work that the ranks that share a model do together: an error of one is raised on all.
 
-    As a context it ends with `agree`. Within it ranks call `agree` before each collective of
-    theirs: one that failed on its own is there, too, and no other waits for it in a collective.
+    As a context it ends with `agree`, and within it ranks call `agree` before collectives: one that
+    failed on its own is there, too, and no other waits for it.
 
     Args:
         model: the ranks are those of its meshes; nobody waits for a model that is whole.
@@ -36,6 +31,7 @@ class Together:
         groups = [mesh.get_group(dim) for mesh in self.meshes for dim in range(mesh.ndim)]
         self._groups = [*{group.group_name: group for group in groups}.values()]
         self._failed = False
+        self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def agree(self, error: BaseException | None = None, said: Any = None) -> list[Any]:
         """Wait for all ranks, and return what each of them said; collective.
@@ -48,35 +44,44 @@ class Together:
             OSError, ImportError, TypeError, ValueError, RuntimeError: the error of the first rank
                 that had one, if this rank has none: of the same kind, as far as that is known.
         """
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+        why = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+        failure = None if error is None else (kind, f"rank {self.number}: {why}")
         heard: list[Any] = []
-        if not self._groups or self._failed:
-            return heard
-        failure: Any = None
-        if error is not None:
-            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
-            why = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
-            failure = kind, f"rank {this_rank()}: {why}"
-        for group in self._groups:  # each hears of what the one before has heard
+        for group in self._groups if not self._failed else ():
             told: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(told, (failure, said), group)
             heard += [value for _, value in told]
+            # Ranks in the next group hear of it, too.
             failure = next((each for each, _ in told if each is not None), failure)
-        self._failed = failure is not None
-        if self._failed and error is None:
-            kind, why = failure
-            raise kind(why)
+        if failure is not None and error is None:
+            self._failed = True
+            raise failure[0](failure[1])
         return heard
 
     def __enter__(self) -> "Together":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.agree(error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if kind is not GeneratorExit:  # all stop to iterate alike
+            self.agree(error)
+
+    def whole(self, x: Any) -> Tensor:
+        """Return a tensor of which ranks may have parts; collective if they do."""
+        if is_dtensor(x):
+            self.agree()
+            x = x.full_tensor()
+        return x  # type: ignore[no-any-return]
+
+    def amax_of_all(self, x: Any) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes amaxes those of all of a DTensor; collective."""
+        reduce = amax_over(sharding_groups(x))
+
+        def of_all(amax: Tensor) -> Tensor:
+            self.agree()
+            return reduce(amax)
+
+        return of_all
 
 
 # ---------------------------------------------------------------- parts of a weight
@@ -89,18 +94,13 @@ def parts_have_own_scales(weight: Any, layout: Layout) -> bool:
     """
     if weight.dim() == 3:
         return has_whole_experts(weight)
-    granularity = layout.granularity
-    if granularity.one_scale:
-        return True
-    for dim, ranks in ranks_of_dims(weight).items():
+    granularity, even = layout.granularity, True
+    for dim, ranks in ranks_of_dims(weight).items() if not granularity.one_scale else ():
         size, block = weight.shape[dim], (granularity.height, granularity.width)[dim]
-        if block is None:
-            return False
         # Torch's chunks of chunks are whole blocks only where all are of one size.
         uneven = size % ranks and weight.device_mesh.ndim > 1
-        if block > 1 and (-(-size // ranks) % block or uneven):
-            return False
-    return True
+        even &= block == 1 or (block is not None and -(-size // ranks) % block == 0 and not uneven)
+    return even
 
 
 def has_whole_experts(weight: Any) -> bool:
@@ -110,17 +110,13 @@ def has_whole_experts(weight: Any) -> bool:
 
 def whole_of(part: Tensor, weight: Any, shape: tuple[int, ...]) -> Tensor:
     """Return the tensor of which each rank has a part, as it has one of `weight`; collective."""
-    if part.dtype in FLOAT8_MAX:  # Gloo knows no float8
-        return whole_of(part.view(torch.uint8), weight, shape).view(part.dtype)
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = weight.device_mesh, weight.placements
-    return whole(
-        type(weight).from_local(
-            part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+    sent = part.view(torch.uint8) if part.dtype in FLOAT8_MAX else part  # Gloo knows no float8
+    whole = type(weight).from_local(
+        sent,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
-
-
-def whole(x: Any) -> Tensor:
-    """Return a tensor of which ranks may have parts; collective if they do."""
-    return x.full_tensor() if is_dtensor(x) else x  # type: ignore[no-any-return]
+    return whole.full_tensor().view(part.dtype)  # type: ignore[no-any-return]

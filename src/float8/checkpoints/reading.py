@@ -48,12 +48,7 @@ def read_float8_checkpoint(
         raise TypeError(f"dtype: got {dtype}, expected one of {HIGH_PRECISION_DTYPES}")
     checkpoint = Checkpoint(Path(folder), _checked_device(device))
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        with checkpoint:
-            for name in checkpoint.names:
-                yield name, checkpoint.read(name, dtype)
-
-    return tensors()
+    return ((name, checkpoint.read(name, dtype)) for name in checkpoint.names)
 
 
 def _checked_device(device: Any) -> torch.device:
@@ -99,10 +94,9 @@ def load_float8_checkpoint(
     reshard(model)
     # As transformers: of layers that predict more tokens, which it has not.
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
-    with Together(model) as ranks, contextlib.ExitStack() as files:
+    with Together(model) as ranks:
         device = _checked_device("cpu" if device is None else device)
-        places = _places(model)
-        checkpoint = files.enter_context(Checkpoint(Path(folder)))
+        places, checkpoint = _places(model), Checkpoint(Path(folder))
         names = [
             name
             for name in checkpoint.names
@@ -112,7 +106,7 @@ def load_float8_checkpoint(
         ranks.agree()  # nothing is changed where another rank has no such file
         for name in names:
             # In inference mode only what is an inference tensor by now.
-            with as_inference_as(places[name].tensor), torch.no_grad():
+            with as_inference_as(places[name].target.tensor), torch.no_grad():
                 _put(places[name], partial(checkpoint.read, name), device)
     left = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
     if left:
@@ -127,52 +121,43 @@ def load_float8_checkpoint(
 # ---------------------------------------------------------------- the places of tensors
 
 
-class _Place(NamedTuple):
-    """A Parameter or buffer, or the part [N, K] of one expert in one [E, parts * N, K]."""
+class _Target:
+    """A Parameter or buffer of a model."""
 
-    of: list[tuple[nn.Module, str]]
-    """The modules that have it, several if it is tied, each with its name there."""
-
-    expert: int | None = None
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def key(self) -> Any:
-        """The same for all names of tied Parameters, and of one expert of these."""
-        return id(self.of), self.expert, self.part
+    def __init__(self) -> None:
+        self.uses: list[tuple[nn.Module, str]] = []
+        """The modules that have it, several if it is tied, each with its name there."""
 
     @property
     def tensor(self) -> Any:
-        """The Parameter or buffer that the modules have now."""
-        module, own = self.of[0]
-        parameter = module._parameters.get(own)
-        return module._buffers[own] if parameter is None else parameter
+        """What the modules have now."""
+        module, name = self.uses[0]
+        parameter = module._parameters.get(name)
+        return module._buffers[name] if parameter is None else parameter
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of a tensor that goes here."""
-        shape = tuple(self.tensor.shape)
-        return shape if self.expert is None else (shape[1] // self.parts, shape[2])
-
-    @property
-    def keep_bytes(self) -> list[Any]:
-        """Layers that take bytes and scales as they are."""
-        return [
-            module
-            for module, own in self.of
-            if own == "weight" and isinstance(module, Float8Layer)
-            if module._float8_keeps_no_master
-        ]
-
-    def put(self, new: Tensor) -> None:
-        """Give all modules a tensor in the place of theirs."""
+    @tensor.setter
+    def tensor(self, new: Tensor) -> None:
         old = self.tensor
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
-        for each, name in self.of:
-            registry: Any = each._parameters if name in each._parameters else each._buffers
+        for module, name in self.uses:
+            registry: Any = module._parameters if name in module._parameters else module._buffers
             registry[name] = new
+
+    @property
+    def layers(self) -> list[Any]:
+        """Those that have it as weight, and take bytes and scales as they are."""
+        layers = (x for x, name in self.uses if name == "weight" and isinstance(x, Float8Layer))
+        return [layer for layer in layers if layer._float8_keeps_no_master]
+
+
+class _Place(NamedTuple):
+    """A whole Parameter or buffer, or the part [N, K] of one expert in one [E, parts * N, K]."""
+
+    target: _Target
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
@@ -181,17 +166,16 @@ def _places(model: nn.Module) -> dict[str, _Place]:
     Tied ones are in several modules, and a checkpoint has them under one name or under all.
     """
     places: dict[str, _Place] = {}
-    by_tensor: dict[int, _Place] = {}
+    targets: dict[int, _Target] = {}
     for name, module, inner, x in saved_tensors(model):
-        places[name] = by_tensor.setdefault(id(x), _Place([]))
-        places[name].of.append((module, inner))
+        places[name] = _Place(targets.setdefault(id(x), _Target()))
+        places[name].target.uses.append((module, inner))
     published = published_names(model)
     places |= {new: places[name] for name, new in published.names.items()}
     for name, parts in published.experts.items():
-        of = places[name].of
         for part, names in enumerate(parts):
             for expert, new in enumerate(names):
-                places[new] = _Place(of, expert, part, len(parts))
+                places[new] = _Place(places[name].target, expert, part, len(parts))
     return places
 
 
@@ -208,31 +192,31 @@ def _fitting(
             f"checkpoint: got {len(unknown)} name(s) that {model} has not, such as {unknown[0]!r}, "
             f"expected those of its Parameters and buffers"
         )
-    there: dict[Any, list[str]] = {}
+    given: dict[_Place, list[str]] = {}
     for name in names:
-        there.setdefault(places[name].key, []).append(name)
-    one_by_one = {id(places[name].of) for name in names if places[name].expert is not None}
+        given.setdefault(places[name], []).append(name)
+    one_by_one = {place.target for place in given if place.expert is not None}
     missing = {
-        place.key: name
+        place: name
         for name, place in places.items()
-        if place.key not in there and (id(place.of) in one_by_one) is (place.expert is not None)
+        if place not in given and (place.target in one_by_one) is (place.expert is not None)
     }
     if missing:
         raise ValueError(
             f"checkpoint: got nothing for {len(missing)} Parameter(s) or buffer(s) of {model}, "
             f"such as {min(missing.values())!r}, expected all of them"
         )
-    for name in names:
-        if places[name].expert is None and id(places[name].of) in one_by_one:
+    for place, tied in given.items():
+        if place.expert is None and place.target in one_by_one:
             raise ValueError(
-                f"{name}: got these experts joined and one by one, too, expected one of the two; "
-                f"fetch the checkpoint again, or remove one"
+                f"{tied[0]}: got these experts joined and one by one, too, expected one of the "
+                f"two; fetch the checkpoint again, or remove one"
             )
-        _require_fitting(name, places[name], checkpoint)
-    for tied in there.values():
         tied.sort(key=lambda name: name not in checkpoint.in_float8)  # whose bytes a layer may take
+        for name in tied:
+            _require_fitting(name, place, checkpoint)
         for name in tied[1:]:
-            dtype = places[name].tensor.dtype
+            dtype = place.target.tensor.dtype
             a, b = (values_of(checkpoint.read(each)).to(dtype) for each in (tied[0], name))
             if not ((a == b) | (a != a) & (b != b)).all():
                 raise ValueError(
@@ -240,33 +224,34 @@ def _fitting(
                     f"they are one tensor of {model}; untie them (tie_word_embeddings=False in the "
                     f"config of transformers), or remove one"
                 )
-    return [name for name, *_ in there.values()]
+    return [name for name, *_ in given.values()]
 
 
 def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
-    """Raise a `ValueError` unless the modules of a place can take the tensor of a name."""
+    """Raise a `ValueError` unless a place can take the tensor of a name."""
     described: Any = checkpoint.described(name)
-    (dtype, shape), target, layout = described, place.tensor, checkpoint.layout
-    takes = place.keep_bytes if name in checkpoint.in_float8 else []
+    (dtype, shape), target, parts = described, place.target.tensor, place.parts
+    wanted = tuple(target.shape)
+    if place.expert is not None:
+        wanted = wanted[1] // parts, wanted[2]
     if isinstance(dtype, torch.dtype) != target.dtype.is_floating_point:
         raise ValueError(f"{name}: got dtype {dtype}, expected numbers like {target.dtype}")
-    if shape != place.shape:
-        raise ValueError(f"{name}: got shape {shape}, expected {place.shape} of the model")
-    for layer in takes:
-        of = layer._float8_plan.casts.weight.how.scaling_granularity
-        if of is not layout.granularity:
+    if shape != wanted:
+        raise ValueError(f"{name}: got shape {shape}, expected {wanted} of the model")
+    layers = place.target.layers if name in checkpoint.in_float8 else []
+    for layer in layers:
+        of, got = layer._float8_plan.casts.weight.how.scaling_granularity, checkpoint.layout
+        if of is not got.granularity:
             raise ValueError(
-                f"{name}: got scales of {layout.granularity}, expected those of the layer, which "
-                f"has float8_weights=ONLY and {of}; convert it by the recipe for this checkpoint"
+                f"{name}: got scales of {got.granularity}, expected those of the layer, which has "
+                f"float8_weights=ONLY and {of}; convert it by the recipe for this checkpoint"
             )
-    if not is_dtensor(target):
-        return
-    if target.is_meta and len(takes) < len(place.of):
+    if is_dtensor(target) and target.is_meta and len(layers) < len(place.target.uses):
         raise ValueError(
             f"{name}: got a sharded Parameter on the meta device, expected memory to load into; "
             f"call model.to_empty(device=...) first"
         )
-    if place.expert is not None and not has_whole_experts(target):
+    if is_dtensor(target) and place.expert is not None and not has_whole_experts(target):
         raise ValueError(
             f"{name}: got a model with experts that are placed {tuple(target.placements)}, "
             f"expected Shard(0) or Replicate(): load it before it is sharded"
@@ -278,32 +263,32 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
 
 def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
     """Put a tensor of a checkpoint into its place, as that takes it."""
-    target, layers = place.tensor, place.keep_bytes
-    if place.expert is None and len(layers) == len(place.of):
-        new = read(target.dtype).to(device if target.is_meta else target.device, target.dtype)
+    target, old, layers = place.target, place.target.tensor, place.target.layers
+    if len(layers) == len(target.uses):
+        new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
         new = in_float8_only(new, layers[0]._float8_plan.casts.weight)
         # A part without the memory of the whole.
-        place.put(_shared(new, target).clone() if is_dtensor(target) else new)
+        target.tensor = _shared(new, old).clone() if is_dtensor(old) else new
         return
-    if target.is_meta:
-        place.put(torch.empty_like(target, device=device))
-        target = place.tensor
+    if old.is_meta:
+        target.tensor = torch.empty_like(old, device=device)
+    new = target.tensor
     if place.expert is None:
-        _copy(target, read())
+        _copy(new, read())
         return
-    here, numbers = local_tensor(high_precision(target)), torch.arange(len(target))
-    if is_dtensor(target):
-        numbers = _shared(numbers, target).to_local()
+    here, numbers = local_tensor(high_precision(new)), torch.arange(len(new))
+    if is_dtensor(new):
+        numbers = _shared(numbers, new).to_local()
     for expert in (numbers == place.expert).nonzero().flatten().tolist():  # if it is on this rank
         _copy(here[expert].chunk(place.parts)[place.part], read())
 
 
-def _copy(target: Any, tensor: Tensor) -> None:
+def _copy(to: Any, tensor: Tensor) -> None:
     """Write a tensor of a checkpoint into another one, of which a rank may have a part."""
-    values = values_of(tensor.to(target.device)).to(target.dtype)
+    values = values_of(tensor.to(to.device)).to(to.dtype)
     # An inference tensor can be written in that mode alone.
-    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
-        target.copy_(_shared(values, target) if is_dtensor(target) else values)
+    with torch.inference_mode() if to.is_inference() else contextlib.nullcontext():
+        to.copy_(_shared(values, to) if is_dtensor(to) else values)
 
 
 def _shared(whole: Tensor, like: Any) -> Any:

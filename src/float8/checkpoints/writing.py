@@ -3,15 +3,12 @@
 What is written is listed first, as a `_Plan`, and all that can be refused is. Then it is made.
 """
 
-import contextlib
 import hashlib
-import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +29,14 @@ from float8.checkpoints.layouts import (
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
+    Saved,
     plain_name,
     published_names,
     replaced_by_transformers,
     saved_tensors,
     unwrapped,
 )
-from float8.checkpoints.ranks import Together, parts_have_own_scales, this_rank, whole, whole_of
+from float8.checkpoints.ranks import Together, parts_have_own_scales, whole_of
 from float8.config import CastConfig
 from float8.experts import Float8Experts
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
@@ -46,7 +44,7 @@ from float8.linear import Float8Layer, is_conv1d
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
-from float8.tensor.ranks import amax_over, sharding_groups
+from float8.tensor.ranks import sharding_groups
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,12 @@ def float8_weights(
     """Yield names and tensors of a converted model as servers of float8 read them.
 
     Weights of `Float8Linear` come as e4m3 bytes, each followed by its scales; all else as `dtype`
-    says.
-    Names are those under which transformers publishes the model; of other models those of
-    `model.state_dict()`, without what torch.compile and DDP add. Experts of transformers that are
-    published one by one come so, in float8, converted or not. One tensor is made at a time. With
-    the granularity of the recipe the bytes are those that training multiplies;
-    `save_float8_checkpoint` says which are. What is not cast may share the memory of the model:
-    copy it before the next step.
+    says. With the granularity of the recipe the bytes are those that training multiplies;
+    `save_float8_checkpoint` says which are. Names are those under which transformers publishes the
+    model; of other models those of `model.state_dict()`, without what torch.compile and DDP add.
+    Experts of transformers that are published one by one come so, in float8, converted or not. One
+    tensor is made at a time. What is not cast may share the memory of the model: copy it before the
+    next step.
 
     Of weights that ranks share (FSDP2, tensor parallel) each rank casts its own part, and ranks
     gather bytes and scales: the same as of one rank. Where a scale would cover parts of two ranks,
@@ -112,8 +109,8 @@ def float8_weights(
     require_module(model, "model")
     with Together(model) as ranks:
         plan = _plan(model, format, strategy, dtype, scale_dtype, param_dtype)
-    for tensors, _ in _written(plan, ranks):
-        yield from tensors.items()
+        for tensors, _ in _written(plan, ranks):
+            yield from tensors.items()
 
 
 def quantization_config(
@@ -176,14 +173,14 @@ def save_float8_checkpoint(
             have other models or arguments.
     """
     require_module(model, "model")
-    writes, notes = this_rank() == 0, list[WrittenWeight]()
-    with Together(model) as ranks, contextlib.ExitStack() as stack:
+    with Together(model) as ranks:
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ValueError(f"max_shard_size: got {max_shard_size!r}, expected bytes, 1 or more")
         plan = _plan(model, format, strategy, dtype, scale_dtype, param_dtype)
-        config = json.dumps(_config_of(unwrapped(model), plan), indent=2)
+        described = _config_of(unwrapped(model), plan.dtype)
+        config = json.dumps(described | {"quantization_config": plan.config}, indent=2)
         import_safetensors()
-        if not writes and not ranks.meshes:
+        if ranks.number != 0 and not ranks.meshes:
             return ()
         tensors = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
         mine = repr((*plan[:3], max_shard_size, tensors))
@@ -194,28 +191,28 @@ def save_float8_checkpoint(
             )
         if ranks.meshes and not any(0 in mesh.mesh for mesh in ranks.meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
-        files = (
-            stack.enter_context(NewFiles.beside(Path(folder), max_shard_size)) if writes else None
-        )
-        for pair, note in _written(plan, ranks, measured=True):
-            notes += [note] if note else []
-            if files is not None:
-                files.add(pair)
-        ranks.agree()
-        if files is not None:
-            files.replace(config)
-    return tuple(notes)
+        written, notes = _written(plan, ranks, measured=True), list[WrittenWeight | None]()
+        if ranks.number == 0:
+            with NewFiles.beside(Path(folder), max_shard_size) as files:
+                for tensors_of_one_file, note in written:
+                    files.add(tensors_of_one_file)
+                    notes.append(note)
+                ranks.agree()
+                files.replace(config)
+        else:
+            notes = [note for _, note in written]
+            ranks.agree()
+    return tuple(note for note in notes if note)
 
 
-def _config_of(model: nn.Module, plan: "_Plan") -> dict[str, Any]:
-    """Return what `config.json` says: `model.config` as transformers saves it, if there is one."""
+def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """Return `model.config` as transformers saves it beside weights of `dtype`; none: {}."""
     config: Any = getattr(model, "config", None)
-    said: dict[str, Any] = {}
-    if hasattr(config, "to_dict"):
-        cls = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
-        dtype = str(plan.dtype).removeprefix("torch.")
-        said = config.to_dict() | {"architectures": [cls], "dtype": dtype}
-    return said | {"quantization_config": plan.config}
+    if not hasattr(config, "to_dict"):
+        return {}
+    cls = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
+    plain: dict[str, Any] = config.to_dict()
+    return plain | {"architectures": [cls], "dtype": str(dtype).removeprefix("torch.")}
 
 
 # ---------------------------------------------------------------- what will be written
@@ -239,16 +236,13 @@ class _Source(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is written of a model, and how; nothing of it can be refused any more."""
+    """What is written of a model."""
 
     layout: Layout
     scale_dtype: torch.dtype
-
     dtype: torch.dtype
     """Of most of what is not in float8."""
-
     sources: list[_Source]
-
     config: dict[str, Any]
     """The `quantization_config` of `config.json`."""
 
@@ -277,8 +271,6 @@ def _plan(
             "without; call model.unload() for the base, and save adapters by PEFT"
         )
     saved = [*saved_tensors(model)]
-    for name, module, _, x in saved:
-        _require_stored(name, module, x)
     kept, published = _kept_in_float32(model), published_names(model)
     in_float8 = _in_float8(saved, published, kept)
     modules = {module for _, module, _, x in saved if id(x) in in_float8}
@@ -295,12 +287,13 @@ def _plan(
             f"layers when it loads that format, and finds no weights for; expected "
             f"{FINE_GRAINED!r}"
         )
-    once: dict[int, tuple[str, nn.Module, str, Tensor]] = {}
-    for each in saved:
-        once.setdefault(id(each[-1]), each)
+    once: dict[int, Saved] = {}
     body = Counter[torch.dtype]()
-    for *_, x in once.values():
-        body[x.dtype] += x.numel() * (id(x) in in_float8)
+    for name, module, own, x in saved:
+        _require_stored(name, module, x, id(x) in in_float8)
+        if id(x) not in once:
+            once[id(x)] = name, module, own, x
+            body[x.dtype] += x.numel() * (id(x) in in_float8)
     ((most, _),) = body.most_common(1)
     masters = dtype is None and most == torch.float32
     rest, sources = dtype or (torch.bfloat16 if masters else most), list[_Source]()
@@ -309,16 +302,9 @@ def _plan(
         if key in in_float8:
             names = published.experts.get(name, names)
             sources.append(_Source(x, names, param_dtype, *_cast_of(module, layout, len(names))))
-            continue
-        if hasattr(local_tensor(high_precision(x)), "__tensor_flatten__"):
-            raise ValueError(
-                f"{name}: got a {type(local_tensor(x)).__name__}, expected a plain tensor beside "
-                f"the weights in float8; load the model dequantised, or untie that weight, or "
-                f"remove its parametrization; for one in float8 only call "
-                f"convert_to_high_precision on its layer"
-            )
-        stays = kept(name) if masters else dtype is None
-        sources.append(_Source(x, names, None if stays else rest))
+        else:
+            stays = kept(name) if masters else dtype is None
+            sources.append(_Source(x, names, None if stays else rest))
     _require_own_names(sources, layout.scale_suffix)
     return _Plan(layout, scale_dtype, rest, sources, config)
 
@@ -331,7 +317,7 @@ _STORED = {
 """The dtypes of tensors beside weights in float8 that safetensors has."""
 
 
-def _require_stored(name: str, module: nn.Module, x: Tensor) -> None:
+def _require_stored(name: str, module: nn.Module, x: Tensor, in_float8: bool) -> None:
     """Raise a `ValueError` unless files can have a tensor of a module."""
     if is_lazy(x):
         got, do = "a lazy tensor", "run the model once"
@@ -342,29 +328,33 @@ def _require_stored(name: str, module: nn.Module, x: Tensor) -> None:
     elif x.layout != torch.strided or x.is_nested or x.dtype not in _STORED:
         got = f"a tensor of {x.dtype} and {x.layout}{', nested' * x.is_nested}"
         do = "convert it, or register the buffer with persistent=False"
+    elif not in_float8 and hasattr(local_tensor(high_precision(x)), "__tensor_flatten__"):
+        got = f"a {type(local_tensor(x)).__name__} beside the weights in float8"
+        do = (
+            "load the model dequantised, untie that weight, or remove its parametrization; for one "
+        )
+        do += "in float8 only call convert_to_high_precision on its layer"
     else:
         return
     raise ValueError(
-        f"{name}: got {got}, expected a dense one with values, of a dtype that safetensors has; "
+        f"{name}: got {got}, expected a plain tensor with values, of a dtype that safetensors has; "
         f"{do}"
     )
 
 
-def _kept_in_float32(model: nn.Module) -> Callable[[str], bool]:
-    """Return whether transformers keeps the tensor of a name in float32 in a model of 16 bits."""
+def _kept_in_float32(model: nn.Module) -> Callable[[str], Any]:
+    """Return what tells if transformers keeps a name in float32 in a model of 16 bits."""
     kept = {
-        each.replace("*", ".*")  # as it matches
+        each.replace("*", ".*")
         for module in model.modules()
         for names in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for each in getattr(module, names, None) or ()
     }
-    return lambda name: any(re.search(each, name) for each in kept)
+    return re.compile("|".join(kept) or "(?!)").search  # as it matches
 
 
 def _in_float8(
-    saved: list[tuple[str, nn.Module, str, Tensor]],
-    published: PublishedNames,
-    kept: Callable[[str], bool],
+    saved: list[Saved], published: PublishedNames, kept: Callable[[str], Any]
 ) -> set[int]:
     """Return the ids of tensors that are written in float8.
 
@@ -375,18 +365,16 @@ def _in_float8(
     """
 
     def can_be(name: str, module: Any, own: str, x: Tensor) -> bool:
-        if kept(name) or local_tensor(high_precision(x)).dtype not in HIGH_PRECISION_DTYPES:
+        dtype = local_tensor(high_precision(x)).dtype
+        if is_lazy(x) or kept(name) or dtype not in HIGH_PRECISION_DTYPES:
             return False
-        if x.dim() == 3:
+        if own != "weight" or not isinstance(module, Float8Layer):
             return name in published.experts
-        is_weight = own == "weight" and isinstance(module, Float8Layer)
-        return (
-            is_weight and not module._float8_transposed and module._float8_plan.output is not None
-        )
+        return not module._float8_transposed and module._float8_plan.output is not None
 
     others = [each for each in saved if not can_be(*each)]
-    mixed = {module for _, module, _, x in others if x.dim() == 3}
-    stay = {id(x) for *_, x in others} | {id(x) for _, m, _, x in saved if m in mixed}
+    cut = {module for _, module, _, x in others if not is_lazy(x) and x.dim() == 3}
+    stay = {id(x) for *_, x in others} | {id(x) for _, module, _, x in saved if module in cut}
     return {id(x) for *_, x in saved} - stay
 
 
@@ -433,7 +421,7 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 # ---------------------------------------------------------------- one after the other
 
 
-Cut = tuple[Tensor, Tensor, Tensor]
+Cast8 = tuple[Tensor, Tensor, Tensor]
 """Bytes [N, K] and scales as they are published, and what `_powers` returns."""
 
 
@@ -447,91 +435,72 @@ def _written(
     """
     layout = plan.layout
     for source in plan.sources:
-        with ranks:
-            x: Any = high_precision(source.x.detach())
-            in_8_bits = isinstance(local_tensor(x), Float8Tensor)
-            if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
-                x = x.to(source.dtype)
+        x: Any = high_precision(source.x.detach())
+        in_8_bits = isinstance(local_tensor(x), Float8Tensor)
+        if source.dtype and x.dtype in HIGH_PRECISION_DTYPES and not in_8_bits:
+            x = x.to(source.dtype)
         if source.how is None:
-            yield {source.names[0][0]: whole(x)}, None
+            yield {source.names[0][0]: ranks.whole(x)}, None
             continue
         if is_dtensor(x) and not parts_have_own_scales(x, layout):
-            x = whole(x)
-        cast = partial(_cast, layout=layout, how=source.how, measured=measured)
-        if x.dim() == 3:
-            made = _of_experts(x, len(source.names), cast, layout, ranks)
-        else:
-            made = iter([_of_layer(x, cast, layout, ranks)])
-        for name, (data, scale, powers) in zip(itertools.chain(*source.names), made, strict=True):
-            if x.dim() == 3 and scale.dim() == 0:
-                scale = scale.reshape(1, 1)  # transformers joins these
-            stored = scale.to(plan.scale_dtype)
-            if stored.dtype != torch.float32 and not torch.equal(stored.float(), scale):
-                raise ValueError(
-                    f"scale_dtype: got {stored.dtype}, expected torch.float32: it would round the "
-                    f"scales, and so change all values"
-                )
-            note = WrittenWeight(name, source.as_trained, _sqnr(powers)) if measured else None
-            yield {name: data, name + layout.scale_suffix: stored}, note
+            x = ranks.whole(x)
+        shape, experts = (x.shape[-2] // len(source.names), x.shape[-1]), x.dim() == 3
+        cast = Cast(
+            source.how, reduce=ranks.amax_of_all(x) if is_dtensor(x) and not experts else None
+        )
+        parts = local_tensor(x).split(shape[0], 1) if experts else [[local_tensor(x)]]
+        for names, part in zip(source.names, parts, strict=True):
+            made: Iterable[Cast8] = (_cast(each, cast, layout, measured) for each in part)
+            if is_dtensor(x):
+                made = _of_all_ranks([*made], x, shape, layout, ranks)
+            for name, (data, scale, powers) in zip(names, made, strict=True):
+                if experts and scale.dim() == 0:
+                    scale = scale.reshape(1, 1)  # transformers joins these
+                stored = scale.to(plan.scale_dtype)
+                if stored.dtype != torch.float32 and not torch.equal(stored.float(), scale):
+                    raise ValueError(
+                        f"scale_dtype: got {stored.dtype}, expected torch.float32: it would round "
+                        f"the scales, and so change all values"
+                    )
+                note = WrittenWeight(name, source.as_trained, _sqnr(powers)) if measured else None
+                yield {name: data, name + layout.scale_suffix: stored}, note
 
 
-def _of_layer(x: Any, cast: Callable[..., Cut], layout: Layout, ranks: Together) -> Cut:
-    """Return the cast of a weight [N, K]."""
-    if not is_dtensor(x):
-        with ranks:
-            return cast(x)
-    groups = sharding_groups(x)
-    amax_of_all = amax_over(groups)
-
-    def reduce(amax: Tensor) -> Tensor:
-        ranks.agree()  # a rank that could not measure its part is not in this collective
-        return amax_of_all(amax)
-
-    with ranks:
-        data, scale, powers = cast(local_tensor(x), reduce=reduce)
-    data = whole_of(data, x, tuple(x.shape))
-    if not layout.granularity.one_scale:
-        scale = whole_of(scale, x, layout.scale_shape(tuple(x.shape)))
-    for group in groups:
-        dist.all_reduce(powers, group=group)
-    return data, scale, powers
-
-
-def _of_experts(
-    x: Any, parts: int, cast: Callable[..., Cut], layout: Layout, ranks: Together
-) -> Iterator[Cut]:
-    """Yield the casts of weights [E, parts * N, K], part by part: of each one, of all experts."""
-    shape = x.shape[1] // parts, x.shape[2]
-    for rows in local_tensor(x).split(shape[0], 1):
-        if not is_dtensor(x):
-            yield from map(cast, rows)
-            continue
-        with ranks:
-            made, stacked = [cast(each) for each in rows], list[Tensor]()
-        sizes = (shape, E4M3), (layout.scale_shape(shape), torch.float32), ((2,), torch.float64)
-        for i, (size, dtype) in enumerate(sizes):
-            mine = torch.empty(len(made), *size, dtype=dtype, device=x.device)
-            for row, each in zip(mine, made, strict=True):
-                row.copy_(each[i])
-            stacked.append(whole_of(mine, x, (len(x), *size)))
-        yield from zip(*stacked, strict=True)
-
-
-def _cast(
-    values: Tensor,
-    layout: Layout,
-    how: CastConfig,
-    measured: bool,
-    reduce: Callable[[Tensor], Tensor] | None = None,
-) -> Cut:
+def _cast(values: Tensor, cast: Cast, layout: Layout, measured: bool) -> Cast8:
     """Cast a weight [N, K], or a part of one; bytes that have these scales stay."""
     powers = torch.zeros(2, dtype=torch.float64, device=values.device)
     if isinstance(values, Float8Tensor):
         if values._granularity is layout.granularity:
             return *layout.published(values), powers
         values = values.to_original_precision()
-    made = in_float8_only(values, Cast(how, reduce=reduce))
+    made = in_float8_only(values, cast)
     return *layout.published(made), _powers(made, values) if measured else powers
+
+
+def _of_all_ranks(
+    made: list[Cast8], x: Any, shape: tuple[int, int], layout: Layout, ranks: Together
+) -> Iterable[Cast8]:
+    """Return the casts of all of a weight, or of all experts, of which each rank has made some."""
+    ranks.agree()
+    sizes = shape, layout.scale_shape(shape), (2,)
+    if x.dim() == 2:
+        ((data, scale, powers),) = made
+        if not layout.granularity.one_scale:
+            scale = whole_of(scale, x, sizes[1])
+        for group in sharding_groups(x):
+            dist.all_reduce(powers, group=group)
+        return [(whole_of(data, x, shape), scale, powers)]
+    stacked = []
+    for i, (size, dtype) in enumerate(zip(sizes, _DTYPES, strict=True)):
+        mine = torch.empty(len(made), *size, dtype=dtype, device=x.device)
+        for row, each in zip(mine, made, strict=True):
+            row.copy_(each[i])
+        stacked.append(whole_of(mine, x, (len(x), *size)))
+    return zip(*stacked, strict=True)
+
+
+_DTYPES = (E4M3, torch.float32, torch.float64)
+"""Of bytes, scales and powers."""
 
 
 def _powers(made: Float8Tensor, values: Tensor) -> Tensor:
