@@ -130,10 +130,7 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
     """Return the class of a module that transformers replaces as it loads float8, or None.
 
     What it puts in the place of that module has other Parameters, and finds none of its weights.
-
-    Args:
-        model: whose `config.json` is written beside weights in float8.
-        method: the `quant_method` there.
+    `method`: the `quant_method` of `config.json`.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None

@@ -39,7 +39,7 @@ from float8.checkpoints.names import (
 from float8.checkpoints.ranks import Together, parts_have_own_scales, whole_of
 from float8.config import CastConfig
 from float8.experts import Float8Experts
-from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer, is_conv1d
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
@@ -319,27 +319,17 @@ _STORED = {
 
 def _require_stored(name: str, module: nn.Module, x: Tensor, in_float8: bool) -> None:
     """Raise a `ValueError` unless files can have a tensor of a module."""
-    if is_lazy(x):
-        got, do = "a lazy tensor", "run the model once"
-    elif x.dtype in FLOAT8_MAX:
-        got, do = f"float8 of a {type(module).__name__} of others", "load the model dequantised"
-    elif x.is_meta:
-        got, do = "a tensor on the meta device", "load or make its values"
-    elif x.layout != torch.strided or x.is_nested or x.dtype not in _STORED:
-        got = f"a tensor of {x.dtype} and {x.layout}{', nested' * x.is_nested}"
-        do = "convert it, or register the buffer with persistent=False"
-    elif not in_float8 and hasattr(local_tensor(high_precision(x)), "__tensor_flatten__"):
-        got = f"a {type(local_tensor(x)).__name__} beside the weights in float8"
-        do = (
-            "load the model dequantised, untie that weight, or remove its parametrization; for one "
+    inner = local_tensor(high_precision(x))
+    is_plain = in_float8 or not hasattr(inner, "__tensor_flatten__")
+    is_dense = x.layout == torch.strided and not x.is_nested
+    if not (is_plain and is_dense and x.dtype in _STORED) or is_lazy(x) or x.is_meta:
+        raise ValueError(
+            f"{name}: got a {type(inner).__name__} of {x.dtype}, {x.layout}, on {x.device}, in a "
+            f"{type(module).__name__}, expected a plain tensor with values, of a dtype that "
+            f"safetensors has; load the model dequantised, make the values, call "
+            f"convert_to_high_precision on a layer in float8 only, untie or convert the tensor, or "
+            f"register a buffer with persistent=False"
         )
-        do += "in float8 only call convert_to_high_precision on its layer"
-    else:
-        return
-    raise ValueError(
-        f"{name}: got {got}, expected a plain tensor with values, of a dtype that safetensors has; "
-        f"{do}"
-    )
 
 
 def _kept_in_float32(model: nn.Module) -> Callable[[str], Any]:
