@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from float8.checkpoints.layouts import Layout
 from float8.formats import FLOAT8_MAX
-from float8.tensor import is_dtensor
+from float8.tensor import dtensor_like, is_dtensor
 from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
 
 _KINDS = (FileNotFoundError, OSError, ImportError, TypeError, ValueError)
@@ -111,12 +111,5 @@ def has_whole_experts(weight: Any) -> bool:
 def whole_of(part: Tensor, weight: Any, shape: tuple[int, ...]) -> Tensor:
     """Return the tensor of which each rank has a part, as it has one of `weight`; collective."""
     sent = part.view(torch.uint8) if part.dtype in FLOAT8_MAX else part  # Gloo knows no float8
-    whole = type(weight).from_local(
-        sent,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    return whole.full_tensor().view(part.dtype)  # type: ignore[no-any-return]
+    whole = dtensor_like(sent, weight, torch.Size(shape)).full_tensor()
+    return whole.view(part.dtype)  # type: ignore[no-any-return]

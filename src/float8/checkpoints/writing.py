@@ -40,7 +40,7 @@ from float8.checkpoints.ranks import Together, parts_have_own_scales, whole_of
 from float8.config import CastConfig
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.linear import Float8Layer, is_conv1d
+from float8.linear import Float8Layer
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, high_precision, is_dtensor, local_tensor, reshard
@@ -277,7 +277,7 @@ def _plan(
     if not any(isinstance(module, Float8Layer | Float8Experts) for module in modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
-            "(in 16 or 32 bits, not a Conv1D's, nor parametrized), expected one; call "
+            "(neither in float64 nor parametrized), expected one; call "
             "convert_to_float8_training(model, config=...) first"
         )
     config = layout.config(_left_out(model, modules, published, layout))
@@ -360,7 +360,7 @@ def _in_float8(
             return False
         if own != "weight" or not isinstance(module, Float8Layer):
             return name in published.experts
-        return not module._float8_transposed and module._float8_plan.output is not None
+        return module._float8_plan.output is not None
 
     others = [each for each in saved if not can_be(*each)]
     cut = {module for _, module, _, x in others if not is_lazy(x) and x.dim() == 3}
@@ -389,7 +389,7 @@ def _left_out(
         if layout.format == FINE_GRAINED:  # else transformers looks for them among its modules
             weight = f"{name}.weight"
             name = published.names.get(weight, weight).removesuffix(".weight")
-        is_linear = isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module)
+        is_linear = isinstance(module, nn.Linear | Float8Layer)
         # A name stands for all beneath it.
         if (is_linear or has_experts) and in_float8.isdisjoint(module.modules()):
             names.append(name)
