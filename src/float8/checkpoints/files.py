@@ -33,11 +33,7 @@ def import_safetensors() -> Any:
 
 
 class Checkpoint:
-    """The safetensors files of a folder, each opened once, and what their headers say.
-
-    Raises:
-        ImportError, FileNotFoundError, ValueError: as `read_float8_checkpoint`.
-    """
+    """The safetensors files of a folder, each opened once; raises as `read_float8_checkpoint`."""
 
     def __init__(self, folder: Path, device: Any = "cpu") -> None:
         self.layout = layout_of(_read_json(folder / CONFIG).get("quantization_config"))
@@ -111,11 +107,7 @@ def _opened(path: Path, device: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file.
-
-    Raises:
-        ValueError: it has none, or one with a name twice, of which the last would win.
-    """
+    """Return the object in a file, in which no name is twice: the last would win."""
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name, count in Counter(name for name, _ in pairs).items():
@@ -165,10 +157,6 @@ class NewFiles:
     """Files that are written beside those in a folder, and then put in their place.
 
     Shards get names that are free, so an older checkpoint is whole until the index is replaced.
-
-    Args:
-        folder: the folder of the checkpoint.
-        max_shard_size: bytes of a file at most, but for tensors that are larger.
     """
 
     def __init__(self, folder: Path, max_shard_size: int) -> None:
@@ -224,11 +212,7 @@ class NewFiles:
         return self._folder / f"{name}{_UNFINISHED}"
 
     def replace(self, config: str) -> None:
-        """Put the files in the place of those of an older model; if that fails, these stay.
-
-        Args:
-            config: what `config.json` says.
-        """
+        """Put the files in the place of those of an older model; if that fails, these stay."""
         self._write()
         index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
         for name, text in ((INDEX, json.dumps(index, indent=2)), (CONFIG, config)):

@@ -73,10 +73,7 @@ class Layout(NamedTuple):
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return published e4m3 bytes [N, K] and scales as a tensor that stands for `dtype`.
-
-        Nothing is rounded: bytes stay, scales become float32.
-        """
+        """Return published bytes [N, K] and scales, none of them rounded, as a tensor of `dtype`."""
         scale = scale.detach().to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
@@ -130,11 +127,7 @@ LAYOUTS = {
 
 
 def layout_named(format: str, strategy: str | None) -> Layout:
-    """Return the layout of a format and a strategy; None: the first of that format.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the layout of a format and a strategy; None: the first of that format."""
     for (of, name), layout in LAYOUTS.items():
         if of == format and strategy in (None, name):
             return layout
@@ -143,11 +136,7 @@ def layout_named(format: str, strategy: str | None) -> Layout:
 
 
 def layout_of(config: Any) -> Layout:
-    """Return the layout that the `quantization_config` of a `config.json` describes.
-
-    Raises:
-        ValueError: it is none of the layouts above.
-    """
+    """Return the layout that the `quantization_config` of a `config.json` describes."""
     config = _object(config)
     method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
     if method == "fp8":

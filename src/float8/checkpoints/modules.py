@@ -86,13 +86,8 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
     """Return a copy of a layer that is in float8 as an `nn.Linear`; bias and hooks are its own.
 
-    Its weight is a `Float8Tensor` with the same bytes for `Float8Weights.ONLY`, else a new
-    Parameter with the values.
-
-    Args:
-        mod: the layer.
-        config: of the layer that is made of it.
-        dtype: of the values.
+    Its weight is a `Float8Tensor` with the same bytes if the layer that is made of it has a
+    `config` with `Float8Weights.ONLY`, else a new Parameter with the values in `dtype`.
     """
     layout = LAYOUTS[strategy_of(mod) or ("", "")]
     scale = mod._parameters["weight" + layout.scale_suffix]

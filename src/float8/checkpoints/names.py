@@ -1,8 +1,8 @@
 """The names of the tensors of a model: its own, and those under which models are published.
 
 transformers 5 renames tensors as it loads them, and joins the weights of experts: a file has one
-[N, K] for each expert and projection, the model one Parameter [E, parts * N, K]. Which these are it
-knows by itself, and undoes it when it saves. That is asked here; no list of models is kept.
+[N, K] for each expert and projection, the model one Parameter [E, parts * N, K]. It knows which,
+and undoes it when it saves. That is asked here; no list of models is kept.
 """
 
 import copy
@@ -73,9 +73,6 @@ def published_names(model: nn.Module) -> PublishedNames:
     """Return the names under which the tensors of a model are published.
 
     Of a model that is not transformers', and where a name would be lost, they are its own.
-
-    Raises:
-        ImportError: the version of transformers does not tell how it publishes experts.
     """
     saved = [*saved_tensors(model)]
     found = PublishedNames({name: name for name, *_ in saved}, {})
@@ -93,11 +90,8 @@ def published_names(model: nn.Module) -> PublishedNames:
             ) from error
         return found  # older than 5, it has models as they are published
     # Those that add or remove a prefix are for files of other classes.
-    loading = [
-        each
-        for each in get_model_conversion_mapping(root, add_legacy=False)
-        if not isinstance(each, PrefixChange)
-    ]
+    mapping = get_model_conversion_mapping(root, add_legacy=False)
+    loading = [each for each in mapping if not isinstance(each, PrefixChange)]
     saving = [each.reverse_transform() for each in reversed(loading)]
     converters = [each for each in saving if not isinstance(each, WeightRenaming)]
 
@@ -139,8 +133,8 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
     except ImportError:  # another version, which replaces none
         return None
     names = {name for name, how in REPLACED.items() if method in how["quantization_methods"]}
-    classes = (cls.__name__ for module in model.modules() for cls in type(module).__mro__)
-    return next((name for name in classes if name in names), None)
+    classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    return min(classes & names, default=None)
 
 
 def _is_of_transformers(root: nn.Module) -> bool:
@@ -148,7 +142,7 @@ def _is_of_transformers(root: nn.Module) -> bool:
 
 
 def _are_experts(module: nn.Module, x: Tensor) -> bool:
-    return x.dim() == 3 and kind_of(module) is RegisteredExperts and not lies_transposed(module)
+    return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
 
 
 _ROWS = 12
@@ -157,9 +151,9 @@ _ROWS = 12
 def _parts_of(
     converter: Any, name: str, first: str, pattern: str, experts: int, root: Any
 ) -> Names | None:
-    """Return the names under which transformers publishes weights [E, N, K], taken apart.
+    """Return how transformers takes weights [E, N, K] apart, told by what it makes of numbers.
 
-    Told by what it makes of numbers; None: no weights [n, K], such as transposed or mixed ones.
+    None: into no weights [n, K], such as transposed or mixed ones.
     """
     numbers = torch.arange(experts * _ROWS * 2, device="cpu").view(experts, _ROWS, 2)
     converter.add_tensor(first, name, pattern, numbers)

@@ -19,10 +19,8 @@ class Together:
     """Work that the ranks that share a model do together: an error of one is raised on all.
 
     As a context it ends with `agree`, and within it ranks call `agree` before collectives: one that
-    failed on its own is there, too, and no other waits for it.
-
-    Args:
-        model: the ranks are those of its meshes; nobody waits for a model that is whole.
+    failed on its own is there, too, and no other waits for it. Nobody waits for a model that is
+    whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,15 +32,10 @@ class Together:
         self.number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def agree(self, error: BaseException | None = None, said: Any = None) -> list[Any]:
-        """Wait for all ranks, and return what each of them said; collective.
+        """Wait for all ranks, and return what each of them `said`; collective.
 
-        Args:
-            error: why this rank cannot go on; the caller raises it.
-            said: what this rank tells the others in its groups; pickled.
-
-        Raises:
-            OSError, ImportError, TypeError, ValueError, RuntimeError: the error of the first rank
-                that had one, if this rank has none: of the same kind, as far as that is known.
+        `error`: why this rank cannot go on; the caller raises it. Others raise the error of the
+        first rank that had one: of the same kind, as far as that is known.
         """
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
         why = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"

@@ -132,8 +132,7 @@ class _Target:
     def tensor(self) -> Any:
         """What the modules have now."""
         module, name = self.uses[0]
-        parameter = module._parameters.get(name)
-        return module._buffers[name] if parameter is None else parameter
+        return {**module._buffers, **module._parameters}[name]
 
     @tensor.setter
     def tensor(self, new: Tensor) -> None:
@@ -161,10 +160,7 @@ class _Place(NamedTuple):
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
-    """Return the place of each tensor that a checkpoint may have, by its own and published name.
-
-    Tied ones are in several modules, and a checkpoint has them under one name or under all.
-    """
+    """Return the place of each tensor that a checkpoint may have, by its own and published name."""
     places: dict[str, _Place] = {}
     targets: dict[int, _Target] = {}
     for name, module, inner, x in saved_tensors(model):
@@ -182,16 +178,12 @@ def _places(model: nn.Module) -> dict[str, _Place]:
 def _fitting(
     model: str, checkpoint: Checkpoint, names: list[str], places: dict[str, _Place]
 ) -> list[str]:
-    """Return the names of tensors to read: of several names of one tensor it is one.
+    """Return the names of tensors to read, one for each place that has some.
 
-    Raises:
-        ValueError: a tensor has no place that takes it, or a place of `model` no tensor.
+    Raises a `ValueError` if one has no place that takes it, or a place of `model` has none.
     """
     if unknown := [name for name in names if name not in places]:
-        raise ValueError(
-            f"checkpoint: got {len(unknown)} name(s) that {model} has not, such as {unknown[0]!r}, "
-            f"expected those of its Parameters and buffers"
-        )
+        raise ValueError(f"checkpoint: got {unknown[0]!r}, expected names of tensors of {model}")
     given: dict[_Place, list[str]] = {}
     for name in names:
         given.setdefault(places[name], []).append(name)
@@ -208,10 +200,8 @@ def _fitting(
         )
     for place, tied in given.items():
         if place.expert is None and place.target in one_by_one:
-            raise ValueError(
-                f"{tied[0]}: got these experts joined and one by one, too, expected one of the "
-                f"two; fetch the checkpoint again, or remove one"
-            )
+            got = "got these experts joined and one by one, too"
+            raise ValueError(f"{tied[0]}: {got}, expected one of the two; remove the other")
         tied.sort(key=lambda name: name not in checkpoint.in_float8)  # whose bytes a layer may take
         for name in tied:
             _require_fitting(name, place, checkpoint)
@@ -220,9 +210,8 @@ def _fitting(
             a, b = (values_of(checkpoint.read(each)).to(dtype) for each in (tied[0], name))
             if not ((a == b) | (a != a) & (b != b)).all():
                 raise ValueError(
-                    f"{name}: got other values than those of {tied[0]!r}, expected the same, since "
-                    f"they are one tensor of {model}; untie them (tie_word_embeddings=False in the "
-                    f"config of transformers), or remove one"
+                    f"{name}: got other values than those of {tied[0]!r}, expected the same: they "
+                    f"are one tensor of {model}; untie them, or remove one"
                 )
     return [name for name, *_ in given.values()]
 
@@ -230,32 +219,30 @@ def _fitting(
 def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     """Raise a `ValueError` unless a place can take the tensor of a name."""
     described: Any = checkpoint.described(name)
-    (dtype, shape), target, parts = described, place.target.tensor, place.parts
+    (dtype, shape), target = described, place.target.tensor
     wanted = tuple(target.shape)
     if place.expert is not None:
-        wanted = wanted[1] // parts, wanted[2]
-    if isinstance(dtype, torch.dtype) != target.dtype.is_floating_point:
-        raise ValueError(f"{name}: got dtype {dtype}, expected numbers like {target.dtype}")
-    if shape != wanted:
-        raise ValueError(f"{name}: got shape {shape}, expected {wanted} of the model")
+        wanted = wanted[1] // place.parts, wanted[2]
     layers = place.target.layers if name in checkpoint.in_float8 else []
-    for layer in layers:
-        of, got = layer._float8_plan.casts.weight.how.scaling_granularity, checkpoint.layout
-        if of is not got.granularity:
-            raise ValueError(
-                f"{name}: got scales of {got.granularity}, expected those of the layer, which has "
-                f"float8_weights=ONLY and {of}; convert it by the recipe for this checkpoint"
-            )
-    if is_dtensor(target) and target.is_meta and len(layers) < len(place.target.uses):
-        raise ValueError(
-            f"{name}: got a sharded Parameter on the meta device, expected memory to load into; "
-            f"call model.to_empty(device=...) first"
-        )
-    if is_dtensor(target) and place.expert is not None and not has_whole_experts(target):
-        raise ValueError(
-            f"{name}: got a model with experts that are placed {tuple(target.placements)}, "
-            f"expected Shard(0) or Replicate(): load it before it is sharded"
-        )
+    granularity = checkpoint.layout.granularity
+    keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
+    is_shared = is_dtensor(target)
+    if isinstance(dtype, torch.dtype) != target.dtype.is_floating_point:
+        got, expected = f"dtype {dtype}", f"numbers like {target.dtype}"
+    elif shape != wanted:
+        got, expected = f"shape {shape}", f"{wanted} of the model"
+    elif keeps - {granularity}:
+        got = f"scales of {granularity} for a layer with float8_weights=ONLY"
+        expected = f"those of {keeps}; convert it by the recipe for this checkpoint"
+    elif is_shared and target.is_meta and len(layers) < len(place.target.uses):
+        got, expected = "a sharded Parameter on the meta device", "memory to load into"
+        expected += "; call model.to_empty(device=...) first"
+    elif is_shared and place.expert is not None and not has_whole_experts(target):
+        got = f"experts that are placed {target.placements}"
+        expected = "Shard(0) or Replicate(): load the model before it is sharded"
+    else:
+        return
+    raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
 # ---------------------------------------------------------------- into them

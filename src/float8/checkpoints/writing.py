@@ -280,13 +280,6 @@ def _plan(
             "(neither in float64 nor parametrized), expected one; call "
             "convert_to_float8_training(model, config=...) first"
         )
-    config = layout.config(_left_out(model, modules, published, layout))
-    if found := replaced_by_transformers(model, config["quant_method"]):
-        raise ValueError(
-            f"format: got {format!r} for a model with {found}, which transformers takes for linear "
-            f"layers when it loads that format, and finds no weights for; expected "
-            f"{FINE_GRAINED!r}"
-        )
     once: dict[int, Saved] = {}
     body = Counter[torch.dtype]()
     for name, module, own, x in saved:
@@ -294,6 +287,12 @@ def _plan(
         if id(x) not in once:
             once[id(x)] = name, module, own, x
             body[x.dtype] += x.numel() * (id(x) in in_float8)
+    config = layout.config(_left_out(model, modules, published, layout))
+    if found := replaced_by_transformers(model, config["quant_method"]):
+        raise ValueError(
+            f"format: got {format!r} for a model with {found}, for which transformers finds no "
+            f"weights when it loads that format; expected {FINE_GRAINED!r}"
+        )
     ((most, _),) = body.most_common(1)
     masters = dtype is None and most == torch.float32
     rest, sources = dtype or (torch.bfloat16 if masters else most), list[_Source]()
@@ -348,19 +347,17 @@ def _in_float8(
 ) -> set[int]:
     """Return the ids of tensors that are written in float8.
 
-    They are weights [N, K] of layers that multiply outputs in float8, and experts, converted or
-    not, that are published one by one, if all of their module are. None is in float64, or tied to
-    something else, such as an embedding, or kept in float32, such as `wo` of T5: transformers would
-    read the bytes, and no scales.
+    They are weights of layers that multiply outputs in float8, and experts, converted or not, that
+    are published one by one, if all of their module are. None is in float64, or tied to something
+    else, or kept in float32, such as `wo` of T5: transformers would read bytes without scales.
     """
 
     def can_be(name: str, module: Any, own: str, x: Tensor) -> bool:
         dtype = local_tensor(high_precision(x)).dtype
         if is_lazy(x) or kept(name) or dtype not in HIGH_PRECISION_DTYPES:
             return False
-        if own != "weight" or not isinstance(module, Float8Layer):
-            return name in published.experts
-        return module._float8_plan.output is not None
+        is_weight = own == "weight" and isinstance(module, Float8Layer)
+        return module._float8_plan.output is not None if is_weight else name in published.experts
 
     others = [each for each in saved if not can_be(*each)]
     cut = {module for _, module, _, x in others if not is_lazy(x) and x.dim() == 3}
@@ -387,12 +384,10 @@ def _left_out(
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
         if layout.format == FINE_GRAINED:  # else transformers looks for them among its modules
-            weight = f"{name}.weight"
-            name = published.names.get(weight, weight).removesuffix(".weight")
-        is_linear = isinstance(module, nn.Linear | Float8Layer)
+            name = published.names.get(f"{name}.weight", name).removesuffix(".weight")
         # A name stands for all beneath it.
-        if (is_linear or has_experts) and in_float8.isdisjoint(module.modules()):
-            names.append(name)
+        if has_experts or isinstance(module, nn.Linear | Float8Layer):
+            names += [name] if in_float8.isdisjoint(module.modules()) else []
     return names
 
 
@@ -403,8 +398,7 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
     if taken := [name for name, count in names.items() if count > 1 or name in scales]:
         raise ValueError(
             f"{taken[0]}: got a tensor that has in files the name of another, or of its scale "
-            f"({suffix!r} is added to a name), expected one of its own; rename it, or register a "
-            f"buffer with persistent=False"
+            f"({suffix!r} is added), expected one of its own; rename it, or leave it out"
         )
 
 
@@ -419,10 +413,7 @@ Cast8 = tuple[Tensor, Tensor, Tensor]
 def _written(
     plan: _Plan, ranks: Together, measured: bool = False
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by its name, with its scales; and a note if it is in float8 and measured.
-
-    On several ranks each casts its part, if that has scales of its own, and bytes are gathered.
-    """
+    """Yield each tensor by its name, with its scales; and a note if it is in float8 and measured."""
     layout = plan.layout
     for source in plan.sources:
         x: Any = high_precision(source.x.detach())

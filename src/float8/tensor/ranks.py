@@ -75,13 +75,14 @@ def dtensor_like(local: Any, like: Any, shape: torch.Size | None = None) -> Any:
 
     `shape`: of the whole, contiguous; None: shape and strides are those of `like`.
     """
+    stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
     return type(like).from_local(
         local,
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=shape or like.shape,
-        stride=torch.empty(shape, device="meta").stride() if shape else like.stride(),
+        shape=like.shape if shape is None else shape,
+        stride=stride,
     )
 
 
