@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8.checkpoints.layouts import layout_of
-from float8.formats import FLOAT8_MAX
+from float8.formats import E4M3, E5M2, FLOAT8_MAX
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 
@@ -84,14 +84,8 @@ class Checkpoint:
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 """The ends of names of scales of activations and caches, which are of no use here."""
 
-_DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
+_DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 """Names that safetensors gives to dtypes of numbers with a point; others stay names."""
 
 

@@ -73,7 +73,7 @@ class Layout(NamedTuple):
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return published bytes [N, K] and scales, none of them rounded, as a tensor of `dtype`."""
+        """Return published bytes [N, K] and scales, not rounded, as a tensor of `dtype`."""
         scale = scale.detach().to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
@@ -91,27 +91,20 @@ class Layout(NamedTuple):
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""
         by_tensor = self.granularity.one_scale
         if self.format == FINE_GRAINED:
-            return {
+            said: dict[str, Any] = {
                 "quant_method": "fp8",
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
-                "weight_block_size": None if by_tensor else [128, 128],
-                "modules_to_not_convert": left_out,
             }
+            block = None if by_tensor else [128, 128]
+            return said | {"weight_block_size": block, "modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True}
-        inputs = {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
-        group = {
-            "targets": ["Linear"],
-            "weights": common | {"strategy": self.strategy, "dynamic": False},
-            "input_activations": common | inputs,
-        }
-        return {
-            "quant_method": COMPRESSED,
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": left_out,
-        }
+        weights = common | {"strategy": self.strategy, "dynamic": False}
+        inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        said = {"quant_method": COMPRESSED, "format": "float-quantized"}
+        said |= {"quantization_status": "compressed", "config_groups": {"group_0": group}}
+        return said | {"ignore": left_out}
 
 
 LAYOUTS = {

@@ -3,6 +3,7 @@
 What is written is listed first, as a `_Plan`, and all that can be refused is. Then it is made.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -182,8 +183,8 @@ def save_float8_checkpoint(
         import_safetensors()
         if ranks.number != 0 and not ranks.meshes:
             return ()
-        tensors = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
-        mine = repr((*plan[:3], max_shard_size, tensors))
+        sources = [(each.x.dtype, each.x.shape, *each[1:]) for each in plan.sources]
+        mine = repr((*plan[:3], max_shard_size, sources))
         if len({*ranks.agree(said=hashlib.sha256(mine.encode()).digest())}) > 1:
             raise ValueError(
                 "model: got ranks with other models or arguments, expected the same on all: "
@@ -191,18 +192,17 @@ def save_float8_checkpoint(
             )
         if ranks.meshes and not any(0 in mesh.mesh for mesh in ranks.meshes):
             raise ValueError("model: got one that rank 0 has no part of, expected one: it writes")
-        written, notes = _written(plan, ranks, measured=True), list[WrittenWeight | None]()
-        if ranks.number == 0:
-            with NewFiles.beside(Path(folder), max_shard_size) as files:
-                for tensors_of_one_file, note in written:
-                    files.add(tensors_of_one_file)
-                    notes.append(note)
-                ranks.agree()
-                files.replace(config)
-        else:
-            notes = [note for _, note in written]
+        beside = NewFiles.beside(Path(folder), max_shard_size)
+        with beside if ranks.number == 0 else contextlib.nullcontext() as files:
+            notes = []
+            for tensors, note in _written(plan, ranks, measured=True):
+                notes += [note] if note else []
+                if files is not None:
+                    files.add(tensors)
             ranks.agree()
-    return tuple(note for note in notes if note)
+            if files is not None:
+                files.replace(config)
+    return tuple(notes)
 
 
 def _config_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
@@ -308,11 +308,9 @@ def _plan(
     return _Plan(layout, scale_dtype, rest, sources, config)
 
 
-_STORED = {
-    *(torch.float64, *HIGH_PRECISION_DTYPES, torch.complex64, torch.bool),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-}
+_STORED = {*HIGH_PRECISION_DTYPES, torch.float64, torch.complex64, torch.bool, torch.uint8}
+_STORED |= {torch.uint16, torch.uint32, torch.uint64}
+_STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
 """The dtypes of tensors beside weights in float8 that safetensors has."""
 
 
@@ -384,7 +382,8 @@ def _left_out(
     for name, module in unwrapped(model).named_modules():
         name, has_experts = plain_name(name), any(x.dim() == 3 for x in module.parameters(False))
         if layout.format == FINE_GRAINED:  # else transformers looks for them among its modules
-            name = published.names.get(f"{name}.weight", name).removesuffix(".weight")
+            weight = f"{name}.weight"
+            name = published.names.get(weight, weight).removesuffix(".weight")
         # A name stands for all beneath it.
         if has_experts or isinstance(module, nn.Linear | Float8Layer):
             names += [name] if in_float8.isdisjoint(module.modules()) else []
@@ -405,15 +404,15 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 # ---------------------------------------------------------------- one after the other
 
 
-Cast8 = tuple[Tensor, Tensor, Tensor]
-"""Bytes [N, K] and scales as they are published, and what `_powers` returns."""
+Cast8 = tuple[Tensor, ...]
+"""Bytes [N, K] and scales as they are published, and, where measured, what `_powers` returns."""
 
 
 @torch.no_grad()
 def _written(
     plan: _Plan, ranks: Together, measured: bool = False
 ) -> Iterator[tuple[dict[str, Tensor], WrittenWeight | None]]:
-    """Yield each tensor by its name, with its scales; and a note if it is in float8 and measured."""
+    """Yield each tensor by its name, with its scales, and a note of it if there is one."""
     layout = plan.layout
     for source in plan.sources:
         x: Any = high_precision(source.x.detach())
@@ -426,15 +425,16 @@ def _written(
         if is_dtensor(x) and not parts_have_own_scales(x, layout):
             x = ranks.whole(x)
         shape, experts = (x.shape[-2] // len(source.names), x.shape[-1]), x.dim() == 3
-        cast = Cast(
-            source.how, reduce=ranks.amax_of_all(x) if is_dtensor(x) and not experts else None
-        )
+        reduce = ranks.amax_of_all(x) if is_dtensor(x) and not experts else None
+        cast = Cast(source.how, reduce=reduce)
         parts = local_tensor(x).split(shape[0], 1) if experts else [[local_tensor(x)]]
         for names, part in zip(source.names, parts, strict=True):
             made: Iterable[Cast8] = (_cast(each, cast, layout, measured) for each in part)
             if is_dtensor(x):
-                made = _of_all_ranks([*made], x, shape, layout, ranks)
-            for name, (data, scale, powers) in zip(names, made, strict=True):
+                mine = [*made]
+                ranks.agree()
+                made = _of_all_ranks(mine, x, shape, layout, measured)
+            for name, (data, scale, *powers) in zip(names, made, strict=True):
                 if experts and scale.dim() == 0:
                     scale = scale.reshape(1, 1)  # transformers joins these
                 stored = scale.to(plan.scale_dtype)
@@ -443,45 +443,40 @@ def _written(
                         f"scale_dtype: got {stored.dtype}, expected torch.float32: it would round "
                         f"the scales, and so change all values"
                     )
-                note = WrittenWeight(name, source.as_trained, _sqnr(powers)) if measured else None
+                note = WrittenWeight(name, source.as_trained, _sqnr(*powers)) if powers else None
                 yield {name: data, name + layout.scale_suffix: stored}, note
 
 
 def _cast(values: Tensor, cast: Cast, layout: Layout, measured: bool) -> Cast8:
     """Cast a weight [N, K], or a part of one; bytes that have these scales stay."""
-    powers = torch.zeros(2, dtype=torch.float64, device=values.device)
-    if isinstance(values, Float8Tensor):
-        if values._granularity is layout.granularity:
-            return *layout.published(values), powers
-        values = values.to_original_precision()
-    made = in_float8_only(values, cast)
-    return *layout.published(made), _powers(made, values) if measured else powers
+    if isinstance(values, Float8Tensor) and values._granularity is layout.granularity:
+        made = values
+    else:
+        is_cast = isinstance(values, Float8Tensor)
+        values = values.to_original_precision() if is_cast else values
+        made = in_float8_only(values, cast)
+    return *layout.published(made), *([_powers(made, values)] if measured else [])
 
 
 def _of_all_ranks(
-    made: list[Cast8], x: Any, shape: tuple[int, int], layout: Layout, ranks: Together
+    made: list[Cast8], x: Any, shape: tuple[int, int], layout: Layout, measured: bool
 ) -> Iterable[Cast8]:
     """Return the casts of all of a weight, or of all experts, of which each rank has made some."""
-    ranks.agree()
-    sizes = shape, layout.scale_shape(shape), (2,)
     if x.dim() == 2:
-        ((data, scale, powers),) = made
+        ((data, scale, *powers),) = made
         if not layout.granularity.one_scale:
-            scale = whole_of(scale, x, sizes[1])
-        for group in sharding_groups(x):
-            dist.all_reduce(powers, group=group)
-        return [(whole_of(data, x, shape), scale, powers)]
+            scale = whole_of(scale, x, layout.scale_shape(shape))
+        for group in sharding_groups(x) if measured else ():
+            dist.all_reduce(powers[0], group=group)
+        return [(whole_of(data, x, shape), scale, *powers)]
     stacked = []
-    for i, (size, dtype) in enumerate(zip(sizes, _DTYPES, strict=True)):
+    sizes = (shape, E4M3), (layout.scale_shape(shape), torch.float32), ((2,), torch.float64)
+    for i, (size, dtype) in enumerate(sizes[: 2 + measured]):
         mine = torch.empty(len(made), *size, dtype=dtype, device=x.device)
         for row, each in zip(mine, made, strict=True):
             row.copy_(each[i])
         stacked.append(whole_of(mine, x, (len(x), *size)))
     return zip(*stacked, strict=True)
-
-
-_DTYPES = (E4M3, torch.float32, torch.float64)
-"""Of bytes, scales and powers."""
 
 
 def _powers(made: Float8Tensor, values: Tensor) -> Tensor:
