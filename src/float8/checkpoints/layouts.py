@@ -91,20 +91,16 @@ class Layout(NamedTuple):
         """Return the `quantization_config`; `left_out`: names of layers in high precision."""
         by_tensor = self.granularity.one_scale
         if self.format == FINE_GRAINED:
-            said: dict[str, Any] = {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "activation_scheme": "dynamic",
-            }
-            block = None if by_tensor else [128, 128]
-            return said | {"weight_block_size": block, "modules_to_not_convert": left_out}
+            how = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+            blocks = {"weight_block_size": None if by_tensor else [128, 128]}
+            return {"quant_method": "fp8", **how, **blocks, "modules_to_not_convert": left_out}
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = common | {"strategy": self.strategy, "dynamic": False}
         inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        said = {"quant_method": COMPRESSED, "format": "float-quantized"}
-        said |= {"quantization_status": "compressed", "config_groups": {"group_0": group}}
-        return said | {"ignore": left_out}
+        how = {"format": "float-quantized", "quantization_status": "compressed"}
+        groups = {"config_groups": {"group_0": group}}
+        return {"quant_method": COMPRESSED, **how, **groups, "ignore": left_out}
 
 
 LAYOUTS = {

@@ -16,9 +16,6 @@ from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
 from float8.tensor import is_dtensor
 
-_CLASSES = ("Linear", "FP8Linear", "CompressedLinear")
-"""Those whose forward computes `input @ weight.T + bias`; a grouped one does not."""
-
 _SCHEME = "quantization_scheme"
 """What compressed-tensors leaves on modules that it sees to, beside a forward."""
 
@@ -31,7 +28,8 @@ def strategy_of(mod: Any) -> tuple[str, str] | None:
     weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
     if weight is None or weight.dtype not in FLOAT8_MAX:
         return None
-    if class_with_forward(type(mod)).__name__ not in _CLASSES:
+    # Their forward computes `input @ weight.T + bias`; that of a grouped one does not.
+    if class_with_forward(type(mod)).__name__ not in ("Linear", "FP8Linear", "CompressedLinear"):
         return None
     if "weight_scale_inv" in mod._parameters:
         block: Any = getattr(mod, "block_size", None)

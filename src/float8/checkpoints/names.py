@@ -45,11 +45,9 @@ def saved_tensors(model: nn.Module) -> Iterator[Saved]:
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set
         for own, x in {**module._parameters, **module._buffers}.items():
-            if x is not None and own not in passing and not own.startswith(_STATE):
+            is_state = own.startswith(("fp8_amax_", "fp8_scale_"))
+            if x is not None and own not in passing and not is_state:
                 yield plain_name(f"{prefix}.{own}" if prefix else own), module, own, x
-
-
-_STATE = ("fp8_amax_", "fp8_scale_")
 
 
 # ---------------------------------------------------------------- as published
@@ -145,9 +143,6 @@ def _are_experts(module: nn.Module, x: Tensor) -> bool:
     return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
 
 
-_ROWS = 12
-
-
 def _parts_of(
     converter: Any, name: str, first: str, pattern: str, experts: int, root: Any
 ) -> Names | None:
@@ -155,13 +150,14 @@ def _parts_of(
 
     None: into no weights [n, K], such as transposed or mixed ones.
     """
-    numbers = torch.arange(experts * _ROWS * 2, device="cpu").view(experts, _ROWS, 2)
+    all_rows = 12  # of each expert; any parts that models have divide them
+    numbers = torch.arange(experts * all_rows * 2, device="cpu").view(experts, all_rows, 2)
     converter.add_tensor(first, name, pattern, numbers)
     made: dict[str, Tensor] = converter.convert(first, model=root, config=root.config)
-    rows = _ROWS * experts // max(len(made), 1)
+    rows = all_rows * experts // max(len(made), 1)
     parts = [[""] * experts for _ in range(len(made) // experts)]
     for key, x in made.items():
-        expert, row = divmod(int(x.flatten()[0]) // 2, _ROWS)
+        expert, row = divmod(int(x.flatten()[0]) // 2, all_rows)
         if not torch.equal(x, numbers[expert, row : row + rows]) or not key.endswith(".weight"):
             return None
         parts[row // rows][expert] = key

@@ -222,16 +222,12 @@ class _Source(NamedTuple):
     """A Parameter or buffer that is written."""
 
     x: Tensor
-
     names: Names
     """In files; [[name]] unless these are experts that are published one by one."""
-
     dtype: torch.dtype | None
     """To which values are rounded first, or as they are written; None: they stay."""
-
     how: CastConfig | None = None
     """Of the cast to float8; None: it is written in high precision."""
-
     as_trained: bool = False
 
 
@@ -280,8 +276,7 @@ def _plan(
             "(neither in float64 nor parametrized), expected one; call "
             "convert_to_float8_training(model, config=...) first"
         )
-    once: dict[int, Saved] = {}
-    body = Counter[torch.dtype]()
+    once, body = dict[int, Saved](), Counter[torch.dtype]()
     for name, module, own, x in saved:
         _require_stored(name, module, x, id(x) in in_float8)
         if id(x) not in once:
@@ -447,7 +442,7 @@ def _written(
                 yield {name: data, name + layout.scale_suffix: stored}, note
 
 
-def _cast(values: Tensor, cast: Cast, layout: Layout, measured: bool) -> Cast8:
+def _cast(values: Any, cast: Cast, layout: Layout, measured: bool) -> Cast8:
     """Cast a weight [N, K], or a part of one; bytes that have these scales stay."""
     if isinstance(values, Float8Tensor) and values._granularity is layout.granularity:
         made = values
