@@ -98,7 +98,9 @@ def test_round_trips_byte_for_byte(
         load_float8_checkpoint(model, tmp_path / "a")
     assert model.lm_head.weight is model.embed.weight
     assert model.steps == 3
-    save_float8_checkpoint(model, tmp_path / "b", format, strategy=strategy, max_shard_size=100_000)
+    more = {"strategy": strategy, "max_shard_size": 100_000}
+    notes = save_float8_checkpoint(model, tmp_path / "b", format, **more)
+    assert all(note.as_trained and note.sqnr == float("inf") for note in notes)
     assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
     first, second = (dict(float8_weights(m, format, strategy=strategy)) for m in (trained, model))
     assert same(as_bytes(first.items()), as_bytes(second.items()))

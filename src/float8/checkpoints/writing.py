@@ -399,7 +399,7 @@ def _require_own_names(sources: list[_Source], suffix: str) -> None:
 # ---------------------------------------------------------------- one after the other
 
 
-Cast8 = tuple[Tensor, ...]
+InFloat8 = tuple[Tensor, ...]
 """Bytes [N, K] and scales as they are published, and, where measured, what `_powers` returns."""
 
 
@@ -424,7 +424,7 @@ def _written(
         cast = Cast(source.how, reduce=reduce)
         parts = local_tensor(x).split(shape[0], 1) if experts else [[local_tensor(x)]]
         for names, part in zip(source.names, parts, strict=True):
-            made: Iterable[Cast8] = (_cast(each, cast, layout, measured) for each in part)
+            made: Iterable[InFloat8] = (_cast(each, cast, layout, measured) for each in part)
             if is_dtensor(x):
                 mine = [*made]
                 ranks.agree()
@@ -442,20 +442,18 @@ def _written(
                 yield {name: data, name + layout.scale_suffix: stored}, note
 
 
-def _cast(values: Any, cast: Cast, layout: Layout, measured: bool) -> Cast8:
+def _cast(values: Any, cast: Cast, layout: Layout, measured: bool) -> InFloat8:
     """Cast a weight [N, K], or a part of one; bytes that have these scales stay."""
-    if isinstance(values, Float8Tensor) and values._granularity is layout.granularity:
-        made = values
-    else:
-        is_cast = isinstance(values, Float8Tensor)
-        values = values.to_original_precision() if is_cast else values
+    made, in_8_bits = values, isinstance(values, Float8Tensor)
+    if not in_8_bits or values._granularity is not layout.granularity:
+        values = values.to_original_precision() if in_8_bits else values
         made = in_float8_only(values, cast)
     return *layout.published(made), *([_powers(made, values)] if measured else [])
 
 
 def _of_all_ranks(
-    made: list[Cast8], x: Any, shape: tuple[int, int], layout: Layout, measured: bool
-) -> Iterable[Cast8]:
+    made: list[InFloat8], x: Any, shape: tuple[int, int], layout: Layout, measured: bool
+) -> Iterable[InFloat8]:
     """Return the casts of all of a weight, or of all experts, of which each rank has made some."""
     if x.dim() == 2:
         ((data, scale, *powers),) = made
@@ -476,7 +474,7 @@ def _of_all_ranks(
 
 def _powers(made: Float8Tensor, values: Tensor) -> Tensor:
     """Return the sums of squares of values, and of the noise of their cast: [2] float64."""
-    values = values.float()
+    values = values_of(values).float()
     return torch.stack([x.double().square().sum() for x in (values, values_of(made) - values)])
 
 
