@@ -7,7 +7,6 @@ and undoes it when it saves. That is asked here; no list of models is kept.
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,21 +32,35 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
-Saved = tuple[str, nn.Module, str, Tensor]
-"""A Parameter or buffer: its name, the module that has it, its name there, and itself."""
+class SavedTensor:
+    """A Parameter or buffer that is saved: under one name, or if it is tied under several."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Any = tensor
+        self.uses: list[tuple[str, nn.Module, str]] = []
+        """Each name of it, with the module that has it, and its name there."""
+
+    def replace(self, new: Tensor) -> None:
+        """Give all modules that have this tensor another one."""
+        if isinstance(self.tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=self.tensor.requires_grad)
+        for _, module, own in self.uses:
+            registry: Any = module._parameters if own in module._parameters else module._buffers
+            registry[own] = new
+        self.tensor = new
 
 
-def saved_tensors(model: nn.Module) -> Iterator[Saved]:
-    """Yield the Parameters and buffers that are saved, tied ones under each of their names.
-
-    The state of delayed scaling is none of them.
-    """
+def saved_tensors(model: nn.Module) -> list[SavedTensor]:
+    """Return the Parameters and buffers that are saved, without the state of delayed scaling."""
+    saved: dict[int, SavedTensor] = {}
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set
         for own, x in {**module._parameters, **module._buffers}.items():
             is_state = own.startswith(("fp8_amax_", "fp8_scale_"))
             if x is not None and own not in passing and not is_state:
-                yield plain_name(f"{prefix}.{own}" if prefix else own), module, own, x
+                name = plain_name(f"{prefix}.{own}" if prefix else own)
+                saved.setdefault(id(x), SavedTensor(x)).uses.append((name, module, own))
+    return [*saved.values()]
 
 
 # ---------------------------------------------------------------- as published
@@ -72,7 +85,7 @@ def published_names(model: nn.Module) -> PublishedNames:
 
     Of a model that is not transformers', and where a name would be lost, they are its own.
     """
-    saved = [*saved_tensors(model)]
+    saved = [(*use, each.tensor) for each in saved_tensors(model) for use in each.uses]
     found = PublishedNames({name: name for name, *_ in saved}, {})
     root: Any = unwrapped(model)
     if not _is_of_transformers(root):

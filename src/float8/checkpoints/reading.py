@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8.arguments import require_module
 from float8.checkpoints.files import Checkpoint
 from float8.checkpoints.layouts import values_of
-from float8.checkpoints.names import published_names, saved_tensors, unwrapped
+from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
 from float8.checkpoints.ranks import Together, has_whole_experts
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
@@ -121,51 +121,24 @@ def load_float8_checkpoint(
 # ---------------------------------------------------------------- the places of tensors
 
 
-class _Target:
-    """A Parameter or buffer of a model."""
-
-    def __init__(self) -> None:
-        self.uses: list[tuple[nn.Module, str]] = []
-        """The modules that have it, several if it is tied, each with its name there."""
-
-    @property
-    def tensor(self) -> Any:
-        """What the modules have now."""
-        module, name = self.uses[0]
-        return {**module._buffers, **module._parameters}[name]
-
-    @tensor.setter
-    def tensor(self, new: Tensor) -> None:
-        old = self.tensor
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
-        for module, name in self.uses:
-            registry: Any = module._parameters if name in module._parameters else module._buffers
-            registry[name] = new
-
-    @property
-    def layers(self) -> list[Any]:
-        """Those that have it as weight, and take bytes and scales as they are."""
-        layers = (x for x, name in self.uses if name == "weight" and isinstance(x, Float8Layer))
-        return [layer for layer in layers if layer._float8_keeps_no_master]
-
-
 class _Place(NamedTuple):
     """A whole Parameter or buffer, or the part [N, K] of one expert in one [E, parts * N, K]."""
 
-    target: _Target
+    target: SavedTensor
     expert: int | None = None
     part: int = 0
     parts: int = 1
 
+    @property
+    def layers(self) -> list[Any]:
+        """Those that have it as weight, and take bytes and scales as they are."""
+        layers = (x for _, x, own in self.target.uses if own == "weight")
+        return [x for x in layers if isinstance(x, Float8Layer) and x._float8_keeps_no_master]
+
 
 def _places(model: nn.Module) -> dict[str, _Place]:
     """Return the place of each tensor that a checkpoint may have, by its own and published name."""
-    places: dict[str, _Place] = {}
-    targets: dict[int, _Target] = {}
-    for name, module, inner, x in saved_tensors(model):
-        places[name] = _Place(targets.setdefault(id(x), _Target()))
-        places[name].target.uses.append((module, inner))
+    places = {name: _Place(each) for each in saved_tensors(model) for name, *_ in each.uses}
     published = published_names(model)
     places |= {new: places[name] for name, new in published.names.items()}
     for name, parts in published.experts.items():
@@ -223,7 +196,7 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
     wanted = tuple(target.shape)
     if place.expert is not None:
         wanted = wanted[1] // place.parts, wanted[2]
-    layers = place.target.layers if name in checkpoint.in_float8 else []
+    layers = place.layers if name in checkpoint.in_float8 else []
     granularity = checkpoint.layout.granularity
     keeps = {layer._float8_plan.casts.weight.how.scaling_granularity for layer in layers}
     is_shared = is_dtensor(target)
@@ -250,15 +223,15 @@ def _require_fitting(name: str, place: _Place, checkpoint: Checkpoint) -> None:
 
 def _put(place: _Place, read: Callable[..., Tensor], device: Any) -> None:
     """Put a tensor of a checkpoint into its place, as that takes it."""
-    target, old, layers = place.target, place.target.tensor, place.target.layers
+    target, old, layers = place.target, place.target.tensor, place.layers
     if len(layers) == len(target.uses):
         new = read(old.dtype).to(device if old.is_meta else old.device, old.dtype)
         new = in_float8_only(new, layers[0]._float8_plan.casts.weight)
         # A part without the memory of the whole.
-        target.tensor = _shared(new, old).clone() if is_dtensor(old) else new
+        target.replace(_shared(new, old).clone() if is_dtensor(old) else new)
         return
     if old.is_meta:
-        target.tensor = torch.empty_like(old, device=device)
+        target.replace(torch.empty_like(old, device=device))
     new = target.tensor
     if place.expert is None:
         _copy(new, read())

@@ -30,7 +30,7 @@ from float8.checkpoints.layouts import (
 from float8.checkpoints.names import (
     Names,
     PublishedNames,
-    Saved,
+    SavedTensor,
     plain_name,
     published_names,
     replaced_by_transformers,
@@ -266,22 +266,19 @@ def _plan(
             "model: got one with adapters of PEFT, whose names no server knows, expected one "
             "without; call model.unload() for the base, and save adapters by PEFT"
         )
-    saved = [*saved_tensors(model)]
-    kept, published = _kept_in_float32(model), published_names(model)
+    saved, kept, published = saved_tensors(model), _kept_in_float32(model), published_names(model)
     in_float8 = _in_float8(saved, published, kept)
-    modules = {module for _, module, _, x in saved if id(x) in in_float8}
+    modules = {module for each in in_float8 for _, module, _ in each.uses}
     if not any(isinstance(module, Float8Layer | Float8Experts) for module in modules):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
             "(neither in float64 nor parametrized), expected one; call "
             "convert_to_float8_training(model, config=...) first"
         )
-    once, body = dict[int, Saved](), Counter[torch.dtype]()
-    for name, module, own, x in saved:
-        _require_stored(name, module, x, id(x) in in_float8)
-        if id(x) not in once:
-            once[id(x)] = name, module, own, x
-            body[x.dtype] += x.numel() * (id(x) in in_float8)
+    body = Counter[torch.dtype]()
+    for each in saved:
+        _require_stored(each, each in in_float8)
+        body[each.tensor.dtype] += each.tensor.numel() * (each in in_float8)
     config = layout.config(_left_out(model, modules, published, layout))
     if found := replaced_by_transformers(model, config["quant_method"]):
         raise ValueError(
@@ -291,9 +288,10 @@ def _plan(
     ((most, _),) = body.most_common(1)
     masters = dtype is None and most == torch.float32
     rest, sources = dtype or (torch.bfloat16 if masters else most), list[_Source]()
-    for key, (name, module, _, x) in once.items():
+    for each in saved:
+        x, (name, module, _) = each.tensor, each.uses[0]
         names = [[published.names[name]]]
-        if key in in_float8:
+        if each in in_float8:
             names = published.experts.get(name, names)
             sources.append(_Source(x, names, param_dtype, *_cast_of(module, layout, len(names))))
         else:
@@ -309,8 +307,9 @@ _STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
 """The dtypes of tensors beside weights in float8 that safetensors has."""
 
 
-def _require_stored(name: str, module: nn.Module, x: Tensor, in_float8: bool) -> None:
-    """Raise a `ValueError` unless files can have a tensor of a module."""
+def _require_stored(saved: SavedTensor, in_float8: bool) -> None:
+    """Raise a `ValueError` unless files can have a tensor."""
+    x, (name, module, _) = saved.tensor, saved.uses[0]
     inner = local_tensor(high_precision(x))
     is_plain = in_float8 or not hasattr(inner, "__tensor_flatten__")
     is_dense = x.layout == torch.strided and not x.is_nested
@@ -336,9 +335,9 @@ def _kept_in_float32(model: nn.Module) -> Callable[[str], Any]:
 
 
 def _in_float8(
-    saved: list[Saved], published: PublishedNames, kept: Callable[[str], Any]
-) -> set[int]:
-    """Return the ids of tensors that are written in float8.
+    saved: list[SavedTensor], published: PublishedNames, kept: Callable[[str], Any]
+) -> set[SavedTensor]:
+    """Return the tensors that are written in float8.
 
     They are weights of layers that multiply outputs in float8, and experts, converted or not, that
     are published one by one, if all of their module are. None is in float64, or tied to something
@@ -352,10 +351,11 @@ def _in_float8(
         is_weight = own == "weight" and isinstance(module, Float8Layer)
         return module._float8_plan.output is not None if is_weight else name in published.experts
 
-    others = [each for each in saved if not can_be(*each)]
-    cut = {module for _, module, _, x in others if not is_lazy(x) and x.dim() == 3}
-    stay = {id(x) for *_, x in others} | {id(x) for _, module, _, x in saved if module in cut}
-    return {id(x) for *_, x in saved} - stay
+    others = {each for each in saved if not all(can_be(*use, each.tensor) for use in each.uses)}
+    of_experts = (each for each in others if not is_lazy(each.tensor) and each.tensor.dim() == 3)
+    cut = {module for each in of_experts for _, module, _ in each.uses}
+    stay = others | {each for each in saved if any(module in cut for _, module, _ in each.uses)}
+    return {*saved} - stay
 
 
 def _cast_of(module: Any, layout: Layout, parts: int) -> tuple[CastConfig, bool]:
