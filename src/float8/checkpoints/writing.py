@@ -351,11 +351,10 @@ def _in_float8(
         is_weight = own == "weight" and isinstance(module, Float8Layer)
         return module._float8_plan.output is not None if is_weight else name in published.experts
 
-    others = {each for each in saved if not all(can_be(*use, each.tensor) for use in each.uses)}
-    of_experts = (each for each in others if not is_lazy(each.tensor) and each.tensor.dim() == 3)
-    cut = {module for each in of_experts for _, module, _ in each.uses}
-    stay = others | {each for each in saved if any(module in cut for _, module, _ in each.uses)}
-    return {*saved} - stay
+    cast = {each for each in saved if all(can_be(*use, each.tensor) for use in each.uses)}
+    stay = [each for each in saved if each not in cast and not is_lazy(each.tensor)]
+    cut = {module for each in stay if each.tensor.dim() == 3 for _, module, _ in each.uses}
+    return {x for x in cast if x.tensor.dim() == 2 or cut.isdisjoint(m for _, m, _ in x.uses)}
 
 
 def _cast_of(module: Any, layout: Layout, parts: int) -> tuple[CastConfig, bool]:
