@@ -632,6 +632,8 @@ def test_layers_in_high_precision_are_listed() -> None:
     assert quantization_config(model)["modules_to_not_convert"] == ["lm_head", "experts"]
     model.positions = nn.Parameter(torch.ones(1, 2, 32))  # no reason to leave out the whole model
     assert quantization_config(model)["modules_to_not_convert"] == ["lm_head", "experts"]
+    model.ffn.w1.adapters = nn.Parameter(torch.ones(2, 2, 2))
+    assert dict(float8_weights(model))["ffn.w1.weight"].dtype == torch.float8_e4m3fn
     everything = convert_to_float8_training(
         nn.Sequential(nn.Linear(32, 32)), module_filter_fn=all_linears
     )
