@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from float8.config import ScalingGranularity
-from float8.experts.weight import cast_weights
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.quantize import Cast
+from float8.quantize import Cast, quantize
 from float8.tensor import Float8GatherWeight, Float8Tensor
 from float8.tensor.gather import GatherMetadata, padded_shard
 from float8.tensor.ranks import SharedTokens
@@ -78,7 +77,7 @@ class GatherExperts(Float8GatherWeight):
                 stacklevel=2,
             )
             return (shard,), GatherMetadata(None, None, outer_size)
-        data, scale = cast_weights(shard, Cast(self.spec), row=True).row
+        data, scale = quantize(shard, Cast(self.spec), row=True).row
         bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
         if ranks > 1 and dim == 0 and experts * ranks == outer_size[0]:
             sent = bytes_, scale.unsqueeze(-1).view(torch.uint8)

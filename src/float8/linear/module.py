@@ -15,19 +15,17 @@ from float8.config import (
     as_config,
 )
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.linear.call import weight_in_float8
-from float8.linear.functional import apply_linear, require_input
+from float8.linear.functional import apply_linear
 from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
 from float8.linear.source import class_of, is_conv1d, own_names, problem, shallow_copy
 from float8.linear.state import StatefulLayer
-from float8.linear.weight import in_float8_only
+from float8.linear.weight import hold, in_float8_only
 from float8.quantize import Reduction
-from float8.scales import UNKNOWN_SCALE, DelayedScale, Quantized
+from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor import Float8Tensor, dequantise, local_tensor
-from float8.tensor.held_weights import hold
-from float8.tensor.ranks import amax_over, sharding_groups
+from float8.tensor.ranks import amax_over
 
 _NO_TRACE = (
     "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
@@ -185,47 +183,31 @@ class Float8Layer(StatefulLayer):
         if self._float8_transposed:
             weight = weight.t()
         if hasattr(weight, "device_mesh"):
-            casts = self._float8_casts(amax_over(sharding_groups(weight)))
-            whole: Tensor = linear_of_shards(
-                input, weight, self.bias, self._float8_shards, plan, casts
-            )
+            casts = self._float8_casts(amax_over([weight.device_mesh.get_group(0)]))
+            shards = self._float8_shards
+            whole: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
             return whole
-        casts, ready = self._float8_casts() if self._float8_delayed else plan.casts, None
-        if self._float8_held or self._float8_config.float8_weights is Float8Weights.ONLY:
-            ready = self._float8_ready_weight(weight)
-        return apply_linear(input, weight, self.bias, plan, casts, ready)
+        if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
+            raise RuntimeError(
+                "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
+                "expected False: it cannot be trained; call convert_to_high_precision(model) first"
+            )
+        casts, held = self._float8_casts() if self._float8_delayed else plan.casts, None
+        if self._float8_held:
+            held = self._float8_find_held(weight, lambda: hold(weight, plan.casts.weight))
+        return apply_linear(input, weight, self.bias, plan, casts, held)
 
     def _float8_in_float8(self, input: Any) -> Any:
-        """Cast a DTensor on a mesh of one dim as this layer does; see `dtensor_in_float8`.
-
-        Raises:
-            TypeError, ValueError: as `forward`, of its dtype and shape.
-        """
-        require_input(input, self.weight.t() if self._float8_transposed else self.weight)
+        """Cast a DTensor on a mesh of one dim as this layer does; raises as it does."""
+        weight = self.weight.t() if self._float8_transposed else self.weight
         casts = self._float8_casts(amax_over([input.device_mesh.get_group(0)]))
-        return dtensor_in_float8(input, self._float8_plan, casts.input)
+        return dtensor_in_float8(input, weight, self._float8_plan, casts.input)
 
     @property
     def _float8_sums_over_ranks(self) -> bool:
         """Whether, under tensor parallel, each rank multiplies some of the features."""
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
-
-    def _float8_ready_weight(self, weight: Any) -> Quantized | None:
-        """Return `weight`, this layer's, in float8 if it is that already, or held so."""
-        if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
-            raise RuntimeError(
-                "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
-                "expected False: it cannot be trained; call convert_to_high_precision(model) first"
-            )
-        if isinstance(weight, Float8Tensor):
-            return weight_in_float8(weight, self._float8_plan)
-        if not self._float8_held:
-            return None
-        held = self._float8_held_weight(
-            weight, lambda: hold(weight, self._float8_plan.casts.weight)
-        )
-        return None if held is None else held.operand
 
     def _float8_casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
@@ -236,8 +218,7 @@ class Float8Layer(StatefulLayer):
 
         Args:
             reduce: makes an amax that of all ranks that share the layer. Not asked for casts whose
-                scale a sync made alike on all of them. `Shards.enter` takes it off those of tensors
-                that each rank has whole.
+                scale a sync made alike on all of them.
         """
         casts, training = self._float8_plan.casts, self.training
         if reduce is not None:

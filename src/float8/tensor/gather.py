@@ -20,7 +20,6 @@ from float8.quantize import Cast, quantize
 from float8.scales import DelayedScale, Operand, Quantized
 from float8.tensor.dtensor import all_have_some, dtensor_like, local_tensor
 from float8.tensor.float8_tensor import Float8Tensor
-from float8.tensor.held_weights import is_current, mark, stamp_of
 from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
 from float8.tensor.wrapper import Wrapper, as_inference_as
 
@@ -69,8 +68,8 @@ class Float8GatherWeight(Wrapper):
 
     _inner: Tensor
     counted: Tensor
-    _known: Cast | Operand | None = None
-    """A cast whose scale was computed ahead, or what a cast made; the scale has a stamp."""
+    _known: tuple[Any, Cast | Operand] | None = None
+    """A cast whose scale was computed ahead, or what a cast made, and of which version."""
 
     @staticmethod
     def __new__(
@@ -167,16 +166,21 @@ class Float8GatherWeight(Wrapper):
 
     def keep(self, made: Cast | Operand, weight: Any) -> None:
         """Keep what is known until `weight`, this one or the DTensor around it, is written."""
-        mark((weight._version, *stamp_of(self.counted, self._inner)), made.scale)
-        self._known = made
+        self._known = self._version_with(weight), made
 
     def known(self, weight: Any) -> Cast | Operand | None:
         """Return what was kept since `weight`, this or the DTensor around it, was last written."""
-        made: Any = self._known
-        if made is None:
-            return None
-        stamp = weight._version, *stamp_of(self.counted, self._inner)
-        return made if is_current(made.scale, stamp) else None
+        version, made = self._known or (None, None)
+        return made if version == self._version_with(weight) else None
+
+    def _version_with(self, weight: Any) -> tuple[Any, ...]:
+        """Return what changes when `weight`, this or the DTensor around it, is written.
+
+        A DTensor counts the writes of ops on it and of compiled code; its shard those through
+        `to_local()`, and of ops that take lists, as an optimizer's.
+        """
+        inner = ((x._version, x.data_ptr(), x.stride()) for x in (self.counted, self._inner))
+        return weight._version, *inner
 
     # ---------------------------------------------------------------- the hooks of FSDP2
 
