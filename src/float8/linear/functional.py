@@ -202,7 +202,7 @@ def with_leading_dims(rows: Tensor, dims: Sequence[int]) -> Tensor:
 
     FSDP2 warns of modules that return views, and writing into them in place is restricted.
     """
-    shape = [*dims, rows.shape[1]]
+    shape = [*dims, rows.shape[-1]]
     return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
