@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from float8.convert import filters
+from float8.convert import choice
 from support.ranks import SELDOM, Ranks
 
 NO_GPU = "needs a CUDA GPU with float8 tensor cores (compute capability >= 8.9)"
@@ -58,7 +58,7 @@ def _convert_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     What runs in another process passes `module_filter_fn=all_linears` instead.
     """
-    monkeypatch.setattr(filters, "gpu_for", lambda device: None)
+    monkeypatch.setattr(choice, "gpu_for", lambda device: None)
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ def test_the_automatic_filters_leave_names_small_layers_and_what_is_none(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from float8 import float8_linear_utils as names
-    from float8.convert import filters
+    from float8.convert import choice
 
     takes = float8._auto_filter_for_recipe(recipe, ["left"])
     alone = getattr(names, f"_auto_filter_for_{recipe}")
@@ -94,7 +94,7 @@ def test_the_automatic_filters_leave_names_small_layers_and_what_is_none(
     ):
         mine = alone(mod, fqn, filter_fqns=["left", "output"])
         assert (takes(mod, fqn), mine) == (taken, taken), fqn
-    monkeypatch.setattr(filters, "gpu_for", lambda device: "H100")
+    monkeypatch.setattr(choice, "gpu_for", lambda device: "H100")
     assert (takes(wide, "wide"), takes(layer, "small")) == (True, False)
     with pytest.raises(ValueError, match="recipe: got 'mx', expected one of 'tensorwise'"):
         float8._auto_filter_for_recipe("mx", [])

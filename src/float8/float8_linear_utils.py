@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection
 
 from torch import nn
 
-from float8.config import ConfigOrRecipe, as_config, linear_requires_sync
+from float8.config import ConfigOrRecipe, linear_requires_sync
 from float8.convert import (
     ModuleFilter,
     convert_to_float8_training,
     swap_linear_with_float8_linear,
 )
-from float8.convert.filters import DEFAULT_TOKENS, choose_filter
-from float8.linear import Float8Layer, is_conv1d
+from float8.convert.choice import Chooser
+from float8.linear import Float8Layer
 from float8.step import sync_float8_amax_and_scale_history
 
 __all__ = [
@@ -38,14 +38,15 @@ def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]
         A function that takes no more than linear layers: it returns False for all else, also for
         what is no module.
     """
-    skip = choose_filter(None, as_config(recipe), DEFAULT_TOKENS, False, ())
+    chooser = Chooser(nn.Identity(), recipe)
 
     def takes(mod: nn.Module, fqn: str) -> bool:
         if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Module):
             return False
         if isinstance(mod, Float8Layer):
             return True
-        return (isinstance(mod, nn.Linear) or is_conv1d(mod)) and skip(mod, fqn) is None
+        choice = chooser.choose(mod, fqn)
+        return choice is not None and choice.reason is None
 
     return takes
 

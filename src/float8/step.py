@@ -222,8 +222,6 @@ def update_float8_weights(model: nn.Module) -> None:
 
 def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | None:
     """Say why a layer with `HELD` cannot hold its weight, or return None."""
-    if layer._float8_transposed:
-        return "of a Conv1D"
     if layer._float8_holds_part:
         return "a part of one, of model parallel"
     if under_fsdp and not isinstance(local_tensor(weight), Float8GatherWeight | Float8Tensor):

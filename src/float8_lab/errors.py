@@ -27,6 +27,10 @@ class FailedError(LabError):
     exit_code = 1
 
 
+class WrongResultError(FailedError):
+    """What was to be timed computes something else than its reference."""
+
+
 class OutOfMemoryError(FailedError):
     """The device ran out of memory; says which settings lower the need."""
 

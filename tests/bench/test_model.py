@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from float8 import Float8GemmConfig, Float8Linear, Float8LinearConfig
-from float8.convert.measure import WrongResultError
 from float8_lab.bench import model, step
 from float8_lab.bench.experts import expert_variants
 from float8_lab.bench.model import AT_LEAST, Size, model_step, scaled_sizes
@@ -38,7 +37,7 @@ from float8_lab.bench.variants import (
     peer_version,
     recipe_config,
 )
-from float8_lab.errors import FailedError
+from float8_lab.errors import FailedError, WrongResultError
 from float8_lab.models.presets import PRESETS
 from float8_lab.trainer import data
 from float8_lab.trainer.config import HIGH_PRECISION, TrainConfig

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from float8.convert.measure import WrongResultError
 from float8_lab.bench import cast, experts, linear, matmul
 from float8_lab.bench.experts import Experts, bench_experts, expert_variants, select_experts
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.variants import Variant, make_variants
+from float8_lab.errors import WrongResultError
 from support.devices import on_devices
 
 CPU = torch.device("cpu")

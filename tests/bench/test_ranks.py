@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from float8.convert.measure import WrongResultError
 from float8_lab.bench import picture
 from float8_lab.bench.fsdp import PASSES, RanksStep, ShardedStep, TrainStep, bench_on_ranks
 from float8_lab.bench.model import Size, Stack
 from float8_lab.bench.step import Row, free_memory
 from float8_lab.bench.variants import Variant, make_variants
-from float8_lab.errors import ToldError
+from float8_lab.errors import ToldError, WrongResultError
 from float8_lab.models.presets import preset
 from float8_lab.ranks import start_ranks
 from support.ranks import Ranks

@@ -1,5 +1,6 @@
 """`float8 plan` as users call it: which layers gain, and the judges that say so."""
 
+import copy
 import json
 import re
 import sys
@@ -11,12 +12,18 @@ import torch
 from torch import nn
 
 from float8 import Float8LinearConfig, Float8LinearRecipeName
-from float8.convert.measure import LinearTimes, measure_linear
-from float8.convert.smallest import SMALLEST, too_small
+from float8.convert.smallest import SMALLEST, WAITS_BELOW, too_small
 from float8_lab.bench.estimate import estimate, stored
+from float8_lab.bench.linear import LinearTimes, measure_linear
 from float8_lab.bench.shapes import Shape
 from float8_lab.cli.main import main
-from float8_lab.cli.plan import _short, plan_conversion, report_on
+from float8_lab.cli.plan import (
+    WAITS_BELOW_MS,
+    _short,
+    filter_found,
+    plan_conversion,
+    report_on,
+)
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -242,7 +249,40 @@ def test_layers_that_wait_for_the_cpu_stay_but_in_cuda_graphs(
         assert ("leave: waits for the CPU" in fates) == waits
 
 
+def test_both_limits_of_the_cpu_are_those_of_one_layer() -> None:
+    times = [
+        (row["M"] * row["K"] * row["N"] >= WAITS_BELOW, row["ms"])
+        for row in json.loads((RESULTS / "h200-smallest-layers.json").read_text())["rows"]
+        if row["recipe"] == "bf16" and row["mode"] == "eager" and row["K"] is not None
+    ]
+    assert min(ms for large, ms in times if large) >= WAITS_BELOW_MS
+    assert max(ms for large, ms in times if not large) < WAITS_BELOW_MS
+
+
+def test_what_was_measured_is_given_out_as_a_filter(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.device("meta"):
+        block = nn.ModuleDict({"wide": nn.Linear(512, 1024), "narrow": nn.Linear(512, 256)})
+        other = nn.ModuleDict({"wide": nn.Linear(512, 256), "lm_head": nn.Linear(512, 1024)})
+        root = nn.Linear(512, 1024)
+    for model, found in (
+        (nn.ModuleList([block, block]), r"""re.sub(r"\d+", "N", fqn) in ['N.wide']"""),
+        (nn.ModuleList([block, other]), "fqn in ['0.wide']"),  # blocks differ
+        (root, r"""re.sub(r"\d+", "N", fqn) in ['']"""),
+    ):
+        report = report_on(copy.deepcopy(model), Float8LinearConfig(), 8192, None, False)
+        rows = plan_conversion(
+            report, 8192, lambda shape: LinearTimes(1.0, 2.0 if shape.N == 256 else 0.5)
+        )
+        code = filter_found(report, rows)
+        assert code == f"lambda mod, fqn: {found}"
+        takes = eval(code, {"re": re})
+        gaining = [x for x in report.layers if x.out_features == 1024 and "head" not in x.fqn]
+        assert [x for x in report.layers if takes(None, x.fqn.removeprefix("(root)"))] == gaining
+    assert main(["plan", "--model", "tiny", "--tokens", "32", "--device", "cpu"]) == 0
+    assert "\nmodule_filter_fn=lambda mod, fqn: re.sub(" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 def test_a_large_layer_gains_on_a_gpu() -> None:
-    times = measure_linear(8192, 4096, 4096, torch.device("cuda", 0), Float8LinearConfig())
+    times = measure_linear(Shape(8192, 4096, 4096), "tensorwise", torch.device("cuda", 0))
     assert times.float8_ms < times.bf16_ms

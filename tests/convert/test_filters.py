@@ -1,15 +1,11 @@
-"""Which layers are converted without a filter: those that float8 makes no slower, measured too."""
+"""Which layers are converted without a filter: those that float8 makes no slower."""
 
-import contextlib
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import (
     CastConfig,
@@ -23,12 +19,11 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from float8.convert import filters, measure, smallest
-from float8.convert.measure import LinearTimes, WrongResultError, measure_linear
+from float8.convert import choice, smallest
 from float8.convert.smallest import Smallest, judged_as
 
 # Not what tests/conftest.py replaces.
-GPU_FOR = filters.gpu_for
+GPU_FOR = choice.gpu_for
 
 
 def model(device: str = "meta") -> nn.Module:
@@ -45,7 +40,7 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys(smallest.SMALLEST["H100"], Smallest(2048, 16384, 1e12))
     limits |= {"tensorwise": Smallest(1024, 640, 32e9), "delayed": Smallest(1024, 512, 1e9)}
     monkeypatch.setattr(smallest, "SMALLEST", {"H100": limits})
-    monkeypatch.setattr(filters, "gpu_for", lambda device: "H100")
+    monkeypatch.setattr(choice, "gpu_for", lambda device: "H100")
 
 
 @pytest.fixture
@@ -133,46 +128,8 @@ def test_a_layer_that_cannot_be_converted_says_so_and_not_how_slow_it_is() -> No
 
 @pytest.mark.usefixtures("no_gpu")
 def test_on_a_machine_without_gpu_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "gpu_for", GPU_FOR)
+    monkeypatch.setattr(choice, "gpu_for", GPU_FOR)
     assert is_float8(convert_to_float8_training(model())) == ["large", "small"]
-
-
-@pytest.mark.parametrize(
-    ("float8_ms", "slower"), [(0.5, None), (1.0, None), (1.1, "0.91x"), (1.25, "0.80x")]
-)
-def test_auto_filter_measures_each_shape_once(
-    float8_ms: float, slower: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = []
-
-    def measure(*args: object) -> LinearTimes:
-        measured.append(args)
-        return LinearTimes(1.0, float8_ms)
-
-    monkeypatch.setattr(filters, "measure_linear", measure)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    gpu, config = torch.device("cuda", 3), Float8LinearConfig()
-    twice = nn.ModuleList([model(), model()])
-    converted = convert_to_float8_training(twice, auto_filter=True, tokens_per_step=100)
-    assert measured == [(100, 8192, 8192, gpu, config), (100, 512, 512, gpu, config)]
-    assert len(is_float8(converted)) == (4 if slower is None else 0)
-    reasons = {layer.skip_reason for layer in conversion_report(converted).skipped}
-    assert reasons == (
-        set() if slower is None else {f"measured {slower} of bf16 at 100 tokens on a GPU"}
-    )
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_auto_filter_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="auto_filter: got True without a CUDA GPU"):
-        convert_to_float8_training(model(), auto_filter=True)
-
-
-def test_auto_filter_and_a_filter_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="a given filter decides alone"):
-        convert_to_float8_training(model(), auto_filter=True, module_filter_fn=all_linears)
 
 
 @pytest.mark.parametrize(
@@ -184,21 +141,9 @@ def test_tokens_per_step_is_checked(tokens: object, error: type[Exception]) -> N
 
 
 @pytest.mark.gpu
-def test_measured_on_a_gpu() -> None:
-    fresh = model("cuda")
-    state = torch.cuda.get_rng_state()
-    converted = convert_to_float8_training(fresh, auto_filter=True)
-    assert torch.equal(state, torch.cuda.get_rng_state())
-    assert "large" in is_float8(converted)
-    for layer in conversion_report(converted).skipped:
-        assert layer.skip_reason is not None
-        assert layer.skip_reason.startswith("measured 0.")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 def test_judged_by_size_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "gpu_for", GPU_FOR)
+    monkeypatch.setattr(choice, "gpu_for", GPU_FOR)
     known = GPU_FOR(torch.device("cuda", 0))
     converted = convert_to_float8_training(model(device))
     small_too = known not in smallest.SMALLEST
@@ -243,40 +188,10 @@ def test_a_layer_that_waits_for_the_cpu_stays_but_in_a_cuda_graph(gpu: str) -> N
     assert chosen.endswith("limits of tensorwise at 8192 tokens per forward, as CUDA graphs")
 
 
-@pytest.mark.parametrize(("ms", "cuda_graphs"), [(0.2, False), (0.2, True), (0.3, False)])
-def test_what_is_measured_may_wait_for_the_cpu(
-    ms: float, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(filters, "measure_linear", lambda *_: LinearTimes(ms, 0.1))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    layer = nn.ModuleDict({"it": nn.Linear(64, 64)})
-    waits = ms < 0.25 and not cuda_graphs
-    with pytest.warns(UserWarning, match="no layer") if waits else contextlib.nullcontext():
-        convert_to_float8_training(layer, auto_filter=True, cuda_graphs=cuda_graphs)
-    (it,) = conversion_report(layer).layers
-    why = "waits for the CPU: 0.20 ms in bf16 is less than 0.25; cuda_graphs=True converts it"
-    assert it.skip_reason == (why if waits else None)
-
-
-def test_both_limits_of_the_cpu_are_those_of_one_layer() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-smallest-layers.json"
-    times = [
-        (row["M"] * row["K"] * row["N"] >= smallest.WAITS_BELOW, row["ms"])
-        for row in json.loads(path.read_text())["rows"]
-        if row["recipe"] == "bf16" and row["mode"] == "eager" and row["K"] is not None
-    ]
-    assert min(ms for large, ms in times if large) >= smallest.WAITS_BELOW_MS
-    assert max(ms for large, ms in times if not large) < smallest.WAITS_BELOW_MS
-
-
 def test_switches_are_bools() -> None:
     layer = nn.ModuleDict({"it": nn.Linear(64, 64)})
     with pytest.raises(TypeError, match="cuda_graphs: got 'reduce-overhead', expected True or"):
         convert_to_float8_training(layer, cuda_graphs="reduce-overhead")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="auto_filter: got 'yes', expected True or"):
-        convert_to_float8_training(layer, auto_filter="yes")  # type: ignore[arg-type]
     assert is_float8(layer) == []
 
 
@@ -295,7 +210,7 @@ def test_what_arguments_cannot_be(arguments: dict[str, Any], message: str) -> No
 
 
 def test_on_a_gpu_without_limits_narrow_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "gpu_for", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(choice, "gpu_for", lambda device: "NVIDIA L40S")
     with torch.device("meta"):
         layers = nn.ModuleDict({"wide": nn.Linear(256, 256), "narrow": nn.Linear(1024, 255)})
     convert_to_float8_training(layers)
@@ -392,52 +307,5 @@ def test_nothing_converted_is_told() -> None:
     forgotten: Any = lambda mod, fqn: print(end="")  # noqa: E731, T201
     with pytest.warns(UserWarning, match="converted: module_filter_fn returned None"):
         convert_to_float8_training(WithHead("lm_head"), module_filter_fn=forgotten)
-    with pytest.warns(UserWarning, match="of ReLU was converted: it has no linear layers"):
+    with pytest.warns(UserWarning, match="of ReLU was converted: it has no nn.Linear"):
         convert_to_float8_training(nn.ReLU())
-
-
-CPU = torch.device("cpu")
-CONFIG = Float8LinearConfig()
-
-
-def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(torch.nn.Linear):
-        @classmethod
-        def from_float(cls, mod: torch.nn.Linear, config: object) -> "Wrong":
-            wrong = cls(mod.in_features, mod.out_features, bias=False, dtype=mod.weight.dtype)
-            wrong.weight = mod.weight
-            return wrong
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    monkeypatch.setattr(measure, "Float8Linear", Wrong)
-    with pytest.raises(WrongResultError, match="linear 32,64,16: output"):
-        measure_linear(32, 64, 16, CPU, CONFIG)
-
-
-def test_a_layer_is_measured_and_random_numbers_left_alone() -> None:
-    state = torch.get_rng_state()
-    assert all(ms > 0 for ms in measure_linear(32, 64, 16, CPU, CONFIG))
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_no_call_that_is_timed_finds_its_casts_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-
-    class CountCasts(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            counts[-1] += func.namespace == "float8"
-            return func(*args, **(kwargs or {}))
-
-    def milliseconds(call, device) -> float:
-        counts.append(0)
-        with CountCasts():
-            call()
-        return 1.0
-
-    monkeypatch.setattr(measure, "milliseconds", milliseconds)
-    measure_linear(32, 64, 16, CPU, CONFIG)
-    assert set(counts[::2]) == {0}  # bf16
-    assert len(set(counts[1::2])) == 1
-    assert counts[1] > 0

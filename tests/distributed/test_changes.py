@@ -1,17 +1,8 @@
-"""Changing a model under FSDP2 and DDP, GPT2's weights, and what is refused by name."""
-
-import copy
-from pathlib import Path
+"""Changing a model under FSDP2 and DDP, and what is refused by name."""
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,9 +16,9 @@ from float8 import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from support.configs import delayed, tensorwise
+from support.configs import tensorwise
 from support.models import gradients, seeded
-from support.ranks import Ranks, on
+from support.ranks import on
 from support.sharded import DIM, convert, mesh_of, model_of, shard, train, whole
 
 
@@ -74,52 +65,6 @@ def test_weights_that_are_gathered_in_float8_are_refused() -> None:
         with pytest.raises(ValueError, match="got a weight that FSDP2 gathers in float8, expected"):
             change(model)
     assert [type(layer) for layer in model.modules()] == before
-
-
-def gpt2_on_ranks(path: str, recipe: str, all_gather: bool) -> None:
-    hf = pytest.importorskip("support.hugging_face")
-    config = {"tensorwise": tensorwise, "delayed": delayed}[recipe](
-        enable_fsdp_float8_all_gather=all_gather
-    )
-    model = convert_to_float8_training(hf.gpt2(), config=config)
-    alone = convert_to_float8_training(hf.gpt2(), config=config)
-    for block in model.transformer.h:
-        fully_shard(block)
-    fully_shard(model)
-    tokens = hf.tokens()
-    for one in (model, alone):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
-        attach_to_optimizer(one, optimizer)
-        for _ in range(2):
-            optimizer.zero_grad()
-            one(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    wanted = alone.state_dict()
-    assert full.keys() == wanted.keys()
-    for name, x in full.items():
-        torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-5)
-    # Into a sharded one by torch's own functions, and into the tensors of a plain model's state.
-    other = convert_to_float8_training(hf.gpt2(1), config=config)
-    for block in other.transformer.h:
-        fully_shard(block)
-    fully_shard(other)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(other, copy.deepcopy(full), options=options)
-    again = get_model_state_dict(other, options=options)
-    assert all(torch.equal(again[name], x) for name, x in full.items())
-    dcp.save(model.state_dict(), checkpoint_id=path)
-    plain = hf.gpt2(1)
-    dcp.load(plain.state_dict(), checkpoint_id=path)
-    assert all(torch.equal(x, full[name]) for name, x in plain.state_dict().items())
-
-
-@pytest.mark.parametrize(("recipe", "all_gather"), [("tensorwise", True), ("delayed", False)])
-def test_conv1d_is_sharded_and_its_checkpoints_stay_those_of_gpt2(
-    two: Ranks, recipe: str, all_gather: bool, tmp_path: Path
-) -> None:
-    pytest.importorskip("transformers")
-    two.run(gpt2_on_ranks, str(tmp_path), recipe, all_gather)
 
 
 @on("two")

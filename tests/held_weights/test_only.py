@@ -183,7 +183,7 @@ def test_adapters_train_as_on_a_base_cast_on_the_fly() -> None:
 # ---------------------------------------------------------------- what cannot be
 
 
-def test_trainable_weights_and_conv1d_are_skipped_and_told() -> None:
+def test_trainable_weights_are_skipped_and_told() -> None:
     model = FeedForward(32, 48)
     model.w1.weight.requires_grad_(False)
     convert_to_float8_training(model, config=with_weights(None, ONLY))
@@ -197,12 +197,6 @@ def test_trainable_weights_and_conv1d_are_skipped_and_told() -> None:
         ValueError, match=r"layer 'w2'.*requires_grad=True with float8_weights=ONLY"
     ):
         convert_to_float8_training(model, config=with_weights(None, ONLY))
-
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(32, 48).requires_grad_(False)
-    with pytest.warns(UserWarning, match="got a Conv1D with float8_weights=ONLY"):
-        convert_to_float8_training(
-            nn.Sequential(conv1d), config=with_weights(None, ONLY), module_filter_fn=all_linears
-        )
 
 
 def test_configurations_that_ask_for_more_than_row_data_are_rejected() -> None:

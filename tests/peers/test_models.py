@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 HEAD = ["lm_head"]
 KINDS = {
     "llama": Kind("LlamaForCausalLM", "LlamaConfig", GROUPED, 14, HEAD),
-    "gpt2": Kind("GPT2LMHeadModel", "GPT2Config", GPT2, 8, HEAD),
+    "gpt2": Kind("GPT2LMHeadModel", "GPT2Config", GPT2, 0, HEAD, 8),
     "bert": Kind("BertForMaskedLM", "BertConfig", {**TEXT, **STILL}, 14, []),
     "gpt_neox": Kind("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, 8, HEAD),
     "phi3": Kind("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}, 8, HEAD),

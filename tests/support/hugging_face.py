@@ -1,4 +1,4 @@
-"""A small Llama and GPT2, and runs of transformers' `Trainer`, which need accelerate."""
+"""A small Llama, and runs of transformers' `Trainer`, which need accelerate."""
 
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,6 @@ def llama(seed: int = 0, name: str = "Llama", **more: Any) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(**sizes | more)
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model
-
-
-def gpt2(seed: int = 0) -> nn.Module:
-    """Without dropout."""
-    torch.manual_seed(seed)
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 256, "n_positions": 32}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    return transformers.GPT2LMHeadModel(config).eval()
 
 
 def tokens(seed: int = 0, batch: int = 2) -> Tensor:

@@ -45,7 +45,7 @@ from float8.checkpoints.reading import NO_SAFETENSORS
 from float8.config import CastConfig
 from float8.experts import Float8Experts
 from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.linear import Float8Layer, is_conv1d
+from float8.linear import Float8Layer
 from float8.linear.weight import in_float8_only
 from float8.quantize import Cast
 from float8.scales import Operand, dequantised
@@ -144,7 +144,7 @@ def _quantization_config(model: nn.Module, how: "_How") -> dict[str, Any]:
     left_out = [
         plain_name(name) if own_names else _published_module(plain_name(name), published)
         for name, module in unwrapped(model).named_modules()
-        if isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module) or _has_experts(module)
+        if isinstance(module, nn.Linear | Float8Layer) or _has_experts(module)
         if in_float8.isdisjoint(module.modules())  # a name stands for all beneath it
     ]
     if layout.format == FINE_GRAINED:
@@ -387,7 +387,7 @@ def _how(
     if not layers and not any(isinstance(each, Float8Experts) for each in experts):
         raise ValueError(
             "model: got one without a Float8Linear or Float8Experts whose weights can be written "
-            "(in 16 or 32 bits, not a Conv1D's, nor parametrized), expected one; call "
+            "(in 16 or 32 bits, not parametrized), expected one; call "
             "convert_to_float8_training(model, config=...) first"
         )
     if found := replaced_by_transformers(model, layout.method):
@@ -453,7 +453,7 @@ def _written(
 
 
 def _layers_in_float8(model: nn.Module, kept: Callable[[str], bool]) -> set[nn.Module]:
-    """Return the layers that multiply outputs in float8, and have a weight [N, K] for themselves.
+    """Return the layers that multiply outputs in float8, and have a weight for themselves.
 
     One that is tied to an embedding is none of these, nor one that is parametrized or in float64,
     nor one that transformers keeps in float32, such as `wo` of T5: it would read the bytes, and no
@@ -463,7 +463,6 @@ def _layers_in_float8(model: nn.Module, kept: Callable[[str], bool]) -> set[nn.M
         layer
         for name, layer in unwrapped(model).named_modules()
         if isinstance(layer, Float8Layer)
-        and not layer._float8_transposed
         and layer._float8_plan.output is not None
         and getattr(layer._parameters.get("weight"), "dtype", None) in HIGH_PRECISION_DTYPES
         if not kept(plain_name(f"{name}.weight"))

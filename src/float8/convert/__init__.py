@@ -1,11 +1,11 @@
 """Converting a model, and the report of what was converted."""
 
+from float8.convert.choice import ModuleFilter, all_linears
 from float8.convert.convert import (
     convert_to_float8_training,
     convert_to_high_precision,
     swap_linear_with_float8_linear,
 )
-from float8.convert.filters import ModuleFilter, all_linears
 from float8.convert.report import ConversionReport, conversion_report
 from float8.convert.state_dict import float8_state_dict, high_precision_state_dict
 

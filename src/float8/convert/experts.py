@@ -1,4 +1,4 @@
-"""Choose experts to convert: those that a filter takes, or that float8 makes no slower on paper."""
+"""Judge on paper whether experts gain by float8, and tell the routers that choose between them."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
-from float8.convert.filters import ModuleFilter, gpu_for, left_by, left_out
-from float8.experts import ExpertsWeight, unsupported_experts, weights_of
+from float8.experts import ExpertsWeight, weights_of
 from float8.tensor import local_tensor
 
 
@@ -52,42 +51,18 @@ def speedup_on_paper(
     return (flop / rates.bf16) / (flop / rates.float8 + moved / COPIES[gpu])
 
 
-def experts_left_by(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
-    """Say why a filter leaves experts, or return None: it takes them."""
-    try:
-        return left_by(module_filter_fn, module, fqn)
-    except AttributeError as error:  # as of `in_features`, which experts have not
-        return f"module_filter_fn raised an AttributeError: {error}"
-
-
-def why_not_experts(
-    module: Any,
-    fqn: str,
-    model: nn.Module,
-    config: Float8LinearConfig,
-    module_filter_fn: ModuleFilter | None,
-    tokens_per_step: int,
-    gpu: str | None,
+def slower_on_paper(
+    module: Any, parent: Any, config: Float8LinearConfig, tokens: int, gpu: str
 ) -> str | None:
-    """Say why the experts of a known kind stay in high precision, or return None.
+    """Say that casts take longer than GEMMs gain, for the experts of a known kind, or return None.
 
-    Without a filter they stay where casts take longer than GEMMs gain, for the GPU meant: see
-    `speedup_on_paper`. Tokens are taken to be spread evenly over the experts of this rank.
+    See `speedup_on_paper`. Tokens are taken to be spread evenly over the experts of this rank.
     """
-    if reason := unsupported_experts(module, config):
-        return reason
-    if module_filter_fn is not None:
-        return experts_left_by(module_filter_fn, module, fqn)
-    if reason := left_out(fqn):
-        return reason
+    near = gpu if gpu in COPIES else "H100"  # another Hopper GPU: others have no such GEMM
     weights = weights_of(module)
-    local: Any = local_tensor(module._parameters[weights[0].name])
-    where = gpu or gpu_for(local.device)
-    if where is None or (config.emulate and gpu is None):
-        return None
-    near = where if where in COPIES else "H100"  # another Hopper GPU: others have no such GEMM
-    top_k = _top_k(module, model.get_submodule(fqn.rpartition(".")[0]))
-    rows = tokens_per_step * top_k / local.shape[0]
+    experts = local_tensor(module._parameters[weights[0].name]).shape[0]
+    top_k = _top_k(module, parent)
+    rows = tokens * top_k / experts
     held = config.float8_weights is Float8Weights.HELD
     how = held, config.cast_config_weight.scaling_granularity.by_rows
     # The time of all is what counts: the sum of both, each by its share of the work.
@@ -98,8 +73,8 @@ def why_not_experts(
         return None
     return (
         f"{speedup:.2f}x of bf16 on paper for {near}, with {rows:.0f} tokens for each expert "
-        f"({tokens_per_step} tokens, {top_k} of {local.shape[0]} experts each): a "
-        f"module_filter_fn takes them all the same"
+        f"({tokens} tokens, {top_k} of {experts} experts each): a module_filter_fn takes them all "
+        f"the same"
     )
 
 
@@ -117,5 +92,5 @@ def _top_k(module: Any, parent: Any) -> int:
 def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
     """Whether a linear layer chooses between the experts of its model, by its name and outputs."""
     named = any("router" in part or "gate" in part for part in fqn.split(".")[-2:])
-    sizes = {weight.experts for module in experts for weight in weights_of(module)[:1]}
-    return named and getattr(linear, "out_features", None) in sizes
+    outputs = getattr(linear, "out_features", None)
+    return named and any(x.experts == outputs for each in experts for x in weights_of(each)[:1])

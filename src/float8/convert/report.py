@@ -12,10 +12,10 @@ from torch.nn.utils import parametrize
 
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig
-from float8.convert.filters import CHOSEN_FOR, LEFT_ALONE, features, left_out
+from float8.convert.choice import Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3
-from float8.linear import Float8Layer, is_conv1d
+from float8.linear import Float8Layer
 
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, _ConvNd, _NormBase, nn.LayerNorm)
 """Modules whose Parameters of two dims and more are not multiplied as matrices."""
@@ -51,9 +51,10 @@ class ExpertsReport(LayerReport):
 
 @dataclass(frozen=True)
 class OtherWeight:
-    """A weight that matrices are multiplied with, although no linear layer has it.
+    """A weight that matrices are multiplied with, although no `nn.Linear` has it.
 
-    Such as those of experts, and `in_proj_weight` of `nn.MultiheadAttention`.
+    Such as those of unknown experts, of the `Conv1D` of transformers (GPT2), and `in_proj_weight`
+    of `nn.MultiheadAttention`.
     """
 
     fqn: str
@@ -131,7 +132,7 @@ class ConversionReport:
             experts = f"{layer.experts}, " if isinstance(layer, ExpertsReport) else ""
             rows.append((layer.fqn, f"[{experts}{layer.out_features}, {layer.in_features}]", fate))
         for other in self.others:
-            fate = f"not converted: a weight of {other.module}, no linear layer"
+            fate = f"not converted: a weight of {other.module}, which is no nn.Linear"
             if len(other.shape) > 2:
                 fate = f"not seen: of {other.module}; in float8 if that calls grouped_linear"
             rows.append((other.fqn, str([*other.shape]), fate))
@@ -186,24 +187,26 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     layers, others, experts = [], [], []
     chosen_for: dict[str, None] = {}  # in order, each once
     for fqn, module in model.named_modules():
-        name = fqn or "(root)"
-        if (chosen := module.__dict__.get(CHOSEN_FOR)) is not None:
-            chosen_for[chosen] = None
+        choice = Choice.of(module)
+        if choice is not None and choice.chosen_for is not None:
+            chosen_for[choice.chosen_for] = None
+        left = choice.reason if choice is not None else None
+        left = left or left_out(fqn) or "not seen by convert_to_float8_training"
         if kind_of(module) is not None:
-            experts += _experts(fqn, module)
+            experts += _experts(fqn, module, left)
             continue
-        if not (isinstance(module, nn.Linear | Float8Layer) or is_conv1d(module)):
+        if not isinstance(module, nn.Linear | Float8Layer):
             others += _other_weights(fqn, module)
             continue
         scaling = reason = None
         if not isinstance(module, Float8Layer):
-            unseen = left_out(fqn) or "not seen by convert_to_float8_training"
-            reason = module.__dict__.get(LEFT_ALONE, unseen)
+            reason = left
         elif not module._float8_config.float8_gemms:
             reason = "all casts of its config are DISABLED"
         else:
             scaling = _scaling(module._float8_config)
-        layers.append(LayerReport(name, *features(module), scaling, reason))
+        sizes = module.in_features, module.out_features
+        layers.append(LayerReport(fqn or "(root)", *sizes, scaling, reason))
     return ConversionReport(tuple(layers), tuple(others), tuple(chosen_for), tuple(experts))
 
 
@@ -215,12 +218,10 @@ def _scaling(config: Float8LinearConfig, all_e4m3: bool = False) -> str:
     return ", ".join(parts)
 
 
-def _experts(fqn: str, module: nn.Module) -> list[ExpertsReport]:
-    scaling = reason = None
+def _experts(fqn: str, module: nn.Module, left: str | None) -> list[ExpertsReport]:
+    scaling, reason = None, left
     if isinstance(module, Float8Experts):
-        scaling = _scaling(module._float8_config, all_e4m3=True)
-    else:
-        reason = module.__dict__.get(LEFT_ALONE, "not seen by convert_to_float8_training")
+        scaling, reason = _scaling(module._float8_config, all_e4m3=True), None
     return [
         ExpertsReport(f"{fqn}.{name}" if fqn else name, K, N, scaling, reason, experts)
         for name, experts, N, K in weights_of(module)

@@ -18,10 +18,10 @@ class Smallest(NamedTuple):
 NARROW = 256
 """Features, K and N alike, below which layers stay on a GPU whose limits are not known."""
 
-WAITS_BELOW, WAITS_BELOW_MS = 34e9, 0.25
-"""tokens * K * N of a layer, and its ms in bf16 on a GPU, below which the CPU takes longer to start
-its kernels in float8 than the GPU to run them in bf16. Compiled under `tensorwise`, one took the
-CPU 0.36 ms with what is around it (h200-150m-kernels.json). A CUDA graph starts all at once."""
+WAITS_BELOW = 34e9
+"""tokens * K * N of a layer below which the CPU takes longer to start its kernels in float8 than
+the GPU to run them in bf16. Compiled under `tensorwise`, one took the CPU 0.36 ms with what is
+around it (h200-150m-kernels.json). A CUDA graph starts all at once."""
 
 # GPU time, without what the CPU needs to issue it.
 # Those of an H200 are fitted to 145 sizes in eager mode (h200-smallest-layers.json). Of each recipe
@@ -79,19 +79,9 @@ def too_small(
             compared = f"{name}={value:.4g} is less than {minimum:.4g}"
             return f"{compared}: {recipe} is slower there on {gpu}"
     if product < WAITS_BELOW and not cuda_graphs:
-        return _waits(f"tokens*K*N={product:.4g} is less than {WAITS_BELOW:.4g}")
+        why = f"tokens*K*N={product:.4g} is less than {WAITS_BELOW:.4g}"
+        return f"waits for the CPU: {why}; cuda_graphs=True converts it"
     return None
-
-
-def waits_for_cpu(bf16_ms: float) -> str | None:
-    """Say that the CPU takes longer to start a layer than the GPU to run it, or return None."""
-    if bf16_ms >= WAITS_BELOW_MS:
-        return None
-    return _waits(f"{bf16_ms:.2f} ms in bf16 is less than {WAITS_BELOW_MS}")
-
-
-def _waits(why: str) -> str:
-    return f"waits for the CPU: {why}; cuda_graphs=True converts it"
 
 
 def too_narrow(gpu: str, in_features: int, out_features: int) -> str | None:

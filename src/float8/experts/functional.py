@@ -96,15 +96,13 @@ def apply_grouped(
     grad = torch.is_grad_enabled()
     needs = grad and input.requires_grad, grad and weight.requires_grad
     turned = held is not None and weight.stride() != held.values.stride()
+    call = Call(plan, plan.casts, weight.shape[2], weight.dtype, *needs, turned)
     of_weight = held or Weight(weight)
     if isinstance(weight, GatheredExperts):
         of_weight = Weight(None, weight._data, weight._scale)
-    _, N, K = weight.shape
-    call = Call(plan, plan.casts, N, K, weight.dtype, *needs, turned)
-    args = of_weight, offs, call
-    input = input.contiguous()
-    computed = computed_before(Linear, input, *args) if compiling else None
-    return Linear.apply(input, weight, *args, computed)  # type: ignore[no-any-return, no-untyped-call]
+    args = input.contiguous(), weight, of_weight, offs, call
+    computed = computed_before(Linear, *args) if compiling else None
+    return Linear.apply(*args, computed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _require(

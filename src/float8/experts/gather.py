@@ -5,12 +5,10 @@ for each row. Those of one expert are alike where the recipe has one scale per e
 gathered has one form for all recipes.
 """
 
-import inspect
-import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
@@ -52,41 +50,28 @@ class GatherExperts(Float8GatherWeight):
         counted: as of the base.
     """
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def fsdp_pre_all_gather(
-        self,
-        mesh: Any,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: Any,
-    ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """Cast the shard to the `uint8` to gather, with zeros behind up to the largest."""
-        ranks, experts = mesh.size(), self.shape[0]
+    def _why_not_in_float8(self, rows: int, ranks: int, outer_size: torch.Size) -> str | None:
+        """Say which scale would cover what two ranks hold, or return None."""
         dim = next((dim for dim in range(3) if self.shape[dim] != outer_size[dim]), 0)
-        if dim == 0 and self.shape != outer_size:  # torch's chunks, as in the base
-            experts = -(-outer_size[0] // ranks)
-        shard = self.high_precision.to(mp_policy.param_dtype or self.dtype)
-        shard = padded_shard(shard, experts)
         if dim == 2 or (dim == 1 and self.spec.scaling_granularity.one_scale):
-            warnings.warn(
-                f"float8: weights of experts of {tuple(outer_size)} are gathered in high "
-                f"precision: they are sharded along dim {dim}, which would cut what one scale "
-                f"covers; shard them along dim 0, or leave enable_fsdp_float8_all_gather out",
-                stacklevel=2,
-            )
-            return (shard,), GatherMetadata(None, None, outer_size)
+            return f"it is sharded along dim {dim}, which would cut what one scale covers"
+        return None
+
+    def _to_send(
+        self, mesh: Any, outer_size: torch.Size, rows: int, module: Any, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+        """Cast the shard, rounded to `dtype` and padded to `rows` first, to what is sent."""
+        shard, ranks = padded_shard(self.high_precision.to(dtype), rows), mesh.size()
         data, scale = quantize(shard, Cast(self.spec), row=True).row
         bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
-        if ranks > 1 and dim == 0 and experts * ranks == outer_size[0]:
-            sent = bytes_, scale.unsqueeze(-1).view(torch.uint8)
-            return sent, GatherMetadata(None, None, outer_size)
+        dim = 1 if shard.shape[1] != outer_size[1] else 0
+        if ranks > 1 and dim == 0 and rows * ranks == outer_size[0]:
+            return (bytes_, scale.unsqueeze(-1).view(torch.uint8)), GatherMetadata(outer_size)
         if ranks > 1:
             group = mesh.get_group().group_name
             every = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
             scale = torch.cat(every.chunk(ranks), dim)[: outer_size[0]]
-        return (bytes_,), GatherMetadata(scale.unsqueeze(-1), None, outer_size)
+        return (bytes_,), GatherMetadata(outer_size, scale.unsqueeze(-1))
 
     def _gathered(
         self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None
@@ -94,8 +79,4 @@ class GatherExperts(Float8GatherWeight):
         return GatheredExperts(data.view(E4M3), scale, dtype, ScalingGranularity.AXISWISE)
 
 
-# FSDP2 reads the signature at every gather.
-GatherExperts.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    GatherExperts.fsdp_pre_all_gather
-)
 torch.serialization.add_safe_globals([GatherExperts])

@@ -17,7 +17,7 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.tools.logging import logger
 
 from float8.config import Float8LinearConfig
-from float8.convert.filters import left_out
+from float8.convert.choice import left_out
 from float8.experts import convert_experts, no_grouped_gemm, unsupported_experts
 from float8.linear import Float8Linear
 from float8.parallel.fsdp import enable_float8_all_gather

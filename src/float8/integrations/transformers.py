@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from float8.convert.filters import WRAPPERS
+from float8.convert.choice import WRAPPERS
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
 from float8.step import Attachment, attach_to_optimizer

@@ -119,7 +119,7 @@ def apply_linear(
             f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
             f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
         )
-    grad, (N, K) = torch.is_grad_enabled(), weight.shape
+    grad, K = torch.is_grad_enabled(), weight.shape[1]
     input = in_compute_dtype(input, weight)
     if plan.output is None and isinstance(input, Float8Tensor):
         input = input.to_original_precision()
@@ -144,10 +144,10 @@ def apply_linear(
         else:
             of_weight = held or Weight(weight)
         need_grad_input = grad and input.requires_grad
-        call = Call(plan, casts, N, K, weight.dtype, need_grad_input, need_grad_weight, leave=leave)
-        args = rows, of_weight, None, call
+        call = Call(plan, casts, K, weight.dtype, need_grad_input, need_grad_weight, leave=leave)
+        args = rows, weight, of_weight, None, call
         made = computed_before(Linear, *args) if compiling else None
-        output = Linear.apply(rows, weight, *args[1:], made)  # type: ignore[no-untyped-call]
+        output = Linear.apply(*args, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
         output = with_leading_dims(output, input.shape[:-1])
     return output if bias is None else output + bias.to(output.dtype)
@@ -234,7 +234,6 @@ class Call(NamedTuple):
     plan: LinearPlan
     casts: Casts
     """With the state, and the ranks, of this call."""
-    out_features: int
     in_features: int
     weight_dtype: torch.dtype
     need_grad_input: bool
@@ -250,34 +249,34 @@ class Call(NamedTuple):
         b: Operand,
         weight: Weight,
         offs: Tensor | None,
-        rows: int,
+        shape: tuple[int, int],
         dtype: torch.dtype,
         *,
         columns: bool = False,
     ) -> Tensor:
-        """Multiply `a` by `b`, row data of a weight: [rows, N]; or column data: [rows, K].
+        """Multiply `a` by `b`, row data of a weight, to [M, N]; or by column data, to [M, K].
 
         Where compiled code reads what is held, the op sees if it is what the weight is then.
         """
         gemm = self.plan.grad_input if columns else self.plan.output
         assert gemm is not None
-        features = self.in_features if columns else self.out_features
         if weight.col_data is not None and torch.compiler.is_compiling():
             of_a, of_b = gemm.granularities
             return TIMES_HELD(  # type: ignore[no-any-return]
-                *a, *b, weight.values.detach(), offs, self.turned, rows, features, columns,
+                *a, *b, weight.values.detach(), offs, self.turned, *shape, columns,
                 self.casts.weight.how.power_of_2, of_a.value, of_b.value, gemm.use_fast_accum,
                 gemm.emulate, dtype,
             )  # fmt: skip
         if offs is None:
-            return matmul(a, b, (rows, features), gemm=gemm, out_dtype=dtype)
+            return matmul(a, b, shape, gemm=gemm, out_dtype=dtype)
         return grouped_matmul(a, b, offs, gemm=gemm, out_dtype=dtype)
 
-    def grad_weight(self, g: Operand, x: Operand, ends: Tensor | None, tokens: int) -> Tensor:
+    def grad_weight(
+        self, g: Operand, x: Operand, ends: Tensor | None, tokens: int, N: int
+    ) -> Tensor:
         """Multiply column data by column data: `g.T @ x` [N, K], or [E, N, K] by groups."""
-        gemm, N, K = self.plan.grad_weight, self.out_features, self.in_features
+        gemm, K, dtype = self.plan.grad_weight, self.in_features, self.weight_dtype
         assert gemm is not None
-        dtype = self.weight_dtype
         if ends is None:
             return matmul(g, x, (N, K), gemm=gemm, out_dtype=dtype)
         return grouped_matmul(g, x, ends, gemm=gemm, out_dtype=dtype, tokens=tokens)[:, :N, :K]
@@ -296,7 +295,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Weight, offs: Tensor | None, call: Call
+        input: Tensor, weight: Tensor, of_weight: Weight, offs: Tensor | None, call: Call
     ) -> tuple[Tensor, bool, tuple[Tensor | None, ...]]:
         """Multiply an input [M, K] in the compute dtype by a weight, to [M, N].
 
@@ -307,7 +306,7 @@ class Linear(torch.autograd.Function):
         in_float8 = call.need_grad_weight and plan.grad_weight is not None
         col, ends, scale = None, None, None
         if plan.output is None:
-            y = input @ weight.values.to(input.dtype).t()
+            y = input @ weight.to(input.dtype).t()
         else:
             if isinstance(input, Float8Tensor):
                 other = None if plan.input_rows_suffice else "grad_weight"
@@ -318,13 +317,14 @@ class Linear(torch.autograd.Function):
                 now = in_float8 and plan.share_input and (offs is not None or not compiling)
                 x = quantize(input, casts.input, row=True, col=now, traced=True, offs=offs)
                 row, col, ends = x.row, x.col, x.ends
-            b = weight.row(casts.weight)
-            y = call.by_weight(row, b, weight, offs, input.shape[0], input.dtype)
+            b = of_weight.row(casts.weight)
+            shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace follows sizes
+            y = call.by_weight(row, b, of_weight, offs, shape, input.dtype)
             scale = row.scale
-            if weight.values is not None:  # whose columns backward casts, or are held
+            if of_weight.values is not None:  # whose columns are held, or backward casts them
                 one_scale = plan.share_weight and casts.weight.how.scaling_granularity.one_scale
-                again = one_scale and weight.col_data is None and offs is None
-                weight = weight._replace(row_data=None, row_scale=b.scale if again else None)
+                again = one_scale and of_weight.col_data is None and offs is None
+                of_weight = of_weight._replace(row_data=None, row_scale=b.scale if again else None)
         if in_float8 and not plan.share_input:
             x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
             col, ends = x.col, x.ends
@@ -338,10 +338,10 @@ class Linear(torch.autograd.Function):
             # does, the compiler drops the copy.
             kept = input.clone() if compiling else input
         if not call.need_grad_input:
-            weight = Weight()
+            of_weight = Weight()
         if call.leave is not None:
             y = arrived(call.leave.scatter(y))
-        return y, col is not None, (kept, scale, ends, offs, *weight)
+        return y, col is not None, (kept, scale, ends, offs, *of_weight)
 
     @staticmethod
     def forward(
@@ -355,7 +355,7 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, ctx.has_columns, saved = Linear.compute(input, of_weight, offs, call)
+            y, ctx.has_columns, saved = Linear.compute(input, weight, of_weight, offs, call)
         else:
             y, ctx.has_columns, saved = computed
             y = own(y)
@@ -379,7 +379,8 @@ class Linear(torch.autograd.Function):
         row = call.need_grad_input and plan.grad_input is not None
         col = call.need_grad_weight and plan.grad_weight is not None
         shared = col and plan.share_grad_output
-        M, g = grad_output.shape[0] * (1 if tokens is None else tokens.ranks), Quantized()
+        M, N = grad_output.shape
+        M, g = M if tokens is None else M * tokens.ranks, Quantized()
         if offs is not None:
             grad_output = grad_output.contiguous()
         if tokens is not None and plan.grad_output_rows_suffice:
@@ -395,7 +396,7 @@ class Linear(torch.autograd.Function):
         dx = dw = None
         if row:
             b = weight.columns(casts.weight_for_grad_input, g.row.scale)
-            dx = call.by_weight(g.row, b, weight, offs, M, dtype, columns=True)
+            dx = call.by_weight(g.row, b, weight, offs, (M, call.in_features), dtype, columns=True)
         elif call.need_grad_input:
             dx = grad_output @ weight.values.to(dtype)
         if col:
@@ -404,7 +405,7 @@ class Linear(torch.autograd.Function):
             x = Operand(kept, scale)
             if not ctx.has_columns:
                 x = recast(kept, casts.input.how, scale)
-            dw = call.grad_weight(g.col, x, ends, M)
+            dw = call.grad_weight(g.col, x, ends, M, N)
         elif call.need_grad_weight:
             dw = grad_output.t() @ kept if offs is None else grouped_outer(grad_output, kept, offs)
             dw = dw.to(call.weight_dtype)

@@ -19,7 +19,7 @@ from float8.linear.functional import apply_linear
 from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
-from float8.linear.source import class_of, is_conv1d, own_names, problem, shallow_copy
+from float8.linear.source import class_of, own_names, problem, shallow_copy
 from float8.linear.state import StatefulLayer
 from float8.linear.weight import hold, in_float8_only
 from float8.quantize import Reduction
@@ -54,7 +54,7 @@ class Float8Layer(StatefulLayer):
     bias: Any
     config: Any = _Config()
     _float8_base_class: ClassVar[Any] = None
-    """`Float8Linear` or `Float8Conv1D`, in classes that `class_of` made of it."""
+    """`Float8Linear` or a subclass, in classes that `class_of` made of it."""
     _float8_source_class: ClassVar[type[nn.Module]] = nn.Linear
     """The class that it had, and has again after `convert_to_high_precision`."""
     _float8_shards: Shards = Shards()
@@ -78,7 +78,6 @@ class Float8Layer(StatefulLayer):
         Args:
             mod: the layer; its Parameters are shared, not copied. Of a subclass of `nn.Linear`
                 the new layer is an instance, too. Of a `Float8Linear` the state is made anew.
-                Of a `Conv1D` of transformers a `Float8Conv1D` is made.
             config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
                 scaling.
             linear_classes: subclasses of `nn.Linear` whose own forward may be replaced.
@@ -98,7 +97,7 @@ class Float8Layer(StatefulLayer):
     ) -> "Float8Layer":
         """Make a layer of `mod`, unchecked; for `keep_master` see `_float8_set_up`."""
         source = mod._float8_source_class if isinstance(mod, Float8Layer) else type(mod)
-        new: Float8Layer = shallow_copy(mod, class_of(_base(mod, cls), source))
+        new: Float8Layer = shallow_copy(mod, class_of(cls, source))
         for name in new._float8_passing & vars(new).keys():
             del new.__dict__[name]
         new._float8_set_up(config, keep_master)
@@ -180,8 +179,6 @@ class Float8Layer(StatefulLayer):
         plan, weight = self._float8_plan, self.weight  # once: it may be computed
         if self._float8_delayed:
             self._float8_check_synced()
-        if self._float8_transposed:
-            weight = weight.t()
         if hasattr(weight, "device_mesh"):
             casts = self._float8_casts(amax_over([weight.device_mesh.get_group(0)]))
             shards = self._float8_shards
@@ -199,9 +196,8 @@ class Float8Layer(StatefulLayer):
 
     def _float8_in_float8(self, input: Any) -> Any:
         """Cast a DTensor on a mesh of one dim as this layer does; raises as it does."""
-        weight = self.weight.t() if self._float8_transposed else self.weight
         casts = self._float8_casts(amax_over([input.device_mesh.get_group(0)]))
-        return dtensor_in_float8(input, weight, self._float8_plan, casts.input)
+        return dtensor_in_float8(input, self.weight, self._float8_plan, casts.input)
 
     @property
     def _float8_sums_over_ranks(self) -> bool:
@@ -294,31 +290,6 @@ class Float8Linear(Float8Layer, nn.Linear):
         self._float8_begin(config)
 
 
-class Float8Conv1D(Float8Layer):
-    """A linear layer in float8 that was the `Conv1D` of transformers, and is one: weight [K, N].
-
-    So optimizers, checkpoints and adapters see what they saw before. It is no `nn.Linear`, which
-    would promise a weight [N, K]. FSDP2 gathers the weight in high precision, and it is cast on the
-    fly also with `Float8Weights.HELD`.
-    """
-
-    _float8_transposed = True
-    in_features = out_features = 0
-    __repr__ = nn.Module.__repr__
-
-    def _float8_set_up(self, config: Float8LinearConfig, keep_master: bool = False) -> None:
-        """Take this configuration, and the features that a `Conv1D` does not tell."""
-        super()._float8_set_up(config, keep_master)
-        if not self.in_features:
-            self.in_features, self.out_features = self.weight.shape
-
-
-def _base(mod: Any, cls: Any = Float8Linear) -> Any:
-    """Return the class of ours that a layer becomes; `cls` is `Float8Linear` or a subclass."""
-    transposed = mod._float8_transposed if isinstance(mod, Float8Layer) else is_conv1d(mod)
-    return Float8Conv1D if transposed else Float8Linear if cls is Float8Conv1D else cls
-
-
 def unsupported(
     mod: nn.Module,
     config: Float8LinearConfig,
@@ -328,12 +299,12 @@ def unsupported(
     """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
 
     Args:
-        mod: an `nn.Linear` of any subclass, a `Conv1D`, or either converted.
+        mod: an `nn.Linear` of any subclass, converted or not.
         config: the configuration.
         linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
         cls: what it is to become: `Float8Linear`, or a subclass.
     """
-    found = problem(mod, _base(mod, cls), config, linear_classes)
+    found = problem(mod, cls, config, linear_classes)
     return None if found is None else str(found)
 
 
@@ -341,9 +312,8 @@ def require_supported(
     mod: nn.Module, config: Float8LinearConfig, linear_classes: Collection[type] = ()
 ) -> None:
     """Raise what `unsupported` says."""
-    linear = isinstance(mod, nn.Linear | Float8Layer)
-    if not linear and not (isinstance(mod, nn.Module) and is_conv1d(mod)):
+    if not isinstance(mod, nn.Linear | Float8Layer):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
-    found = problem(mod, _base(mod), config, linear_classes)
+    found = problem(mod, Float8Linear, config, linear_classes)
     if found is not None:
         raise type(found)(f"Float8Linear: {found}")

@@ -24,9 +24,8 @@ from float8.linear.functional import (
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, dtensor_like
-from float8.tensor.dtensor import all_have_some
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import SharedTokens, arrived
+from float8.tensor.ranks import SharedTokens, all_have_some, arrived
 
 
 class Shards(NamedTuple):

@@ -63,15 +63,6 @@ def own_names(base: type) -> frozenset[str]:
 # ---------------------------------------------------------------- which layers can
 
 
-def is_conv1d(mod: nn.Module) -> bool:
-    """Whether `mod` is the `Conv1D` of transformers (GPT2), a linear layer with weight [K, N].
-
-    Told by its name: transformers is not imported for it.
-    """
-    cls = class_with_forward(type(mod))
-    return cls.__name__ == "Conv1D" and cls.__module__.split(".")[0] == "transformers"
-
-
 def class_with_forward(cls: type) -> type:
     """Return the class that gives instances of `cls` their forward."""
     for each in cls.__mro__:
@@ -137,7 +128,6 @@ def problem(
         )
     if config.float8_weights is Float8Weights.ONLY:
         what = "a weight with requires_grad=True" if weight.requires_grad else None
-        what = "a Conv1D" if base._float8_transposed else what
         what = "a weight that ranks share" if holds_part or is_dtensor(weight) else what
         if what is not None:
             return ValueError(
@@ -173,7 +163,7 @@ def _computes_something_else(mod: nn.Module, linear_classes: Collection[type]) -
         return "which torchao converted already, expected an nn.Linear: convert the plain model"
     if isinstance(mod, (*linear_classes, StatefulLayer)):
         return None
-    if class_with_forward(cls) is nn.Linear or is_conv1d(mod):
+    if class_with_forward(cls) is nn.Linear:
         return None
     if reason := not_in_high_precision(getattr(mod, "weight", None)):
         return f"with a {reason}"

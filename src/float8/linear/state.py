@@ -32,8 +32,6 @@ class StatefulLayer(Float8Module):
     """The sites with delayed scaling."""
     _float8_agreed: frozenset[Any] = frozenset()
     """Numbers of layers, each with its groups of ranks, that a sync has compared already."""
-    _float8_transposed = False
-    """Whether the weight is [K, N]."""
     _float8_holds_part = False
     """Whether the weight, though no DTensor, is the part of this rank."""
     _float8_settled: frozenset[CastSite] = frozenset()

@@ -15,8 +15,7 @@ from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
 from float8.quantize import Cast, scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
-from float8.tensor.gather import on_all_ranks
-from float8.tensor.ranks import amax_over, sharding_groups
+from float8.tensor.ranks import all_ranks_have_some, amax_over, sharding_groups
 from float8.untraced import untraced
 
 
@@ -94,7 +93,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight
             and local is not weight
             and local.param_dtype is not None
             and not local.counted.is_inference()
-            and on_all_ranks(weight)
+            and all_ranks_have_some(weight)
         ):
             yield weight, local
 
@@ -120,9 +119,10 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             and config.enable_fsdp_float8_all_gather
             and not others
         ):
-            kind = Float8GatherWeight if weight.dim() == 2 else GatherExperts
+            grouped = weight.dim() == 3
+            kind = GatherExperts if grouped else Float8GatherWeight
             # `.data`: no view that refers to the weight.
-            made[weight] = kind(weight.data, plan_linear(config).casts.weight.how)
+            made[weight] = kind(weight.data, plan_linear(config, grouped=grouped).casts.weight.how)
     _take_places(made, users)
 
 

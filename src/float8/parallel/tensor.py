@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.linear import Float8Layer, Float8Linear
+from float8.linear import Float8Linear
 from float8.linear.sharded import require_parts
 from float8.tensor import is_dtensor
 
@@ -178,11 +178,9 @@ def _named(module: nn.Module) -> str:
 
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
     if not isinstance(module, Float8Linear):
-        do = "convert the model first"
-        if isinstance(module, Float8Layer):  # made of a Conv1D
-            do = "torch's styles know no weights [K, N]"
         raise TypeError(
-            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; {do}"
+            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
+            f"model first"
         )
     if is_dtensor(module.weight):
         raise ValueError(

@@ -1,18 +1,28 @@
-"""`Float8Tensor`: float8 data and their scale as one tensor, for borders and for saving."""
+"""`Float8Tensor`, float8 data and their scale as one tensor, and what each aten op does to it."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8.autograd import computed_before
 from float8.config import CastConfig, Granularity, ScalingGranularity
-from float8.formats import E4M3, FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.quantize import Cast, quantize
+from float8.formats import E4M3, E5M2, FLOAT8_MAX, HIGH_PRECISION_DTYPES
+from float8.gemm import Gemm, matmul
+from float8.quantize import Cast, padded, quantize
 from float8.scales import Operand, check_scale, dequantised
-from float8.tensor.dtensor import dtensor_like, is_dtensor
-from float8.tensor.ranks import amax_over, sharding_groups
-from float8.tensor.wrapper import Wrapper
+from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
+from float8.tensor.wrapper import Wrapper, as_inference_as, instances, mapped
+
+aten = torch.ops.aten
+
+CURE = (
+    "for a weight that FSDP2 gathers, convert its layer once more before fully_shard, with "
+    "enable_fsdp_float8_all_gather=False and a module_filter_fn that takes this layer alone; for "
+    "one in float8 only, which cannot be sharded as fully_shard calls it, leave it out with "
+    "fully_shard(..., ignored_params={weight}), or call convert_to_high_precision(model); else "
+    "call .to_original_precision()"
+)
+"""What to do about an op that has no float8 meaning."""
 
 
 class Float8Tensor(Wrapper):
@@ -44,11 +54,11 @@ class Float8Tensor(Wrapper):
 
     _data: Tensor
     _scale: Tensor
+    _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _has_column_scales: bool
-    """Whether each column has a scale, under `AXISWISE`, and not each row."""
-    _amax: Tensor | None
+    _inner_tensors = "_data", "_scale", "_amax"
+    _context = "_orig_dtype", "_granularity"
 
     @staticmethod
     def __new__(
@@ -68,10 +78,9 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        axiswise = granularity.by_rows
-        fits = data.is_contiguous() and (data.dim() == 2 or (axiswise and data.dim() > 2))
-        fits = fits or (axiswise and data.dim() > 1 and data.mT.is_contiguous())
-        if not granularity.one_scale and not fits:
+        matrices = data.dim() == 2 or (granularity.by_rows and data.dim() > 2)
+        turned = granularity.by_rows and matrices and data.mT.is_contiguous()
+        if not granularity.one_scale and not turned and not (matrices and data.is_contiguous()):
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
@@ -93,14 +102,10 @@ class Float8Tensor(Wrapper):
         self: Float8Tensor = cls._around(data, orig_dtype)
         self._data, self._scale, self._amax = data, scale, amax
         self._orig_dtype, self._granularity = orig_dtype, granularity
-        self._has_column_scales = granularity.by_rows and _has_scales_of_columns(data, scale)
         return self
 
-    def _like(
-        self, data: Tensor, scale: Tensor | None = None, amax: Tensor | None = None
-    ) -> "Float8Tensor":
-        """Return `data` under `scale`, with the other fields of this tensor; None: its own."""
-        scale = self._scale if scale is None else scale
+    def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
+        """Return `data` under `scale`, with the other fields of this tensor."""
         amax = self._amax if amax is None else amax
         return self._unchecked(data, scale, self._orig_dtype, self._granularity, amax)
 
@@ -122,19 +127,19 @@ class Float8Tensor(Wrapper):
             round_scales_to_power_of_2: round a scale from the amax up to a power of two.
 
         Raises:
-            TypeError: a dtype is not one of those named above.
-            ValueError: a DTensor is a sum that is still to be made.
+            TypeError: the dtype of `x`, or of `scale`, is not one of those named above.
+            ValueError: `dtype` is no float8 format, or a DTensor is a sum still to be made.
         """
-        spec = CastConfig(target_dtype=dtype, power_of_2=round_scales_to_power_of_2)
+        how = CastConfig(target_dtype=dtype, power_of_2=round_scales_to_power_of_2)
         if not is_dtensor(x):
-            return to_float8(x, Cast(spec, scale=scale))
+            return to_float8(x, Cast(how, scale=scale))
         whole: Any = x
         if any(placement.is_partial() for placement in whole.placements):
             raise ValueError(
                 f"from_high_precision: got a DTensor placed {whole.placements}, expected no "
                 f"Partial: its values are still to be summed up; redistribute it first"
             )
-        cast = Cast(spec, scale=scale, reduce=amax_over(sharding_groups(whole)))
+        cast = Cast(how, scale=scale, reduce=amax_over(sharding_groups(whole)))
         local = to_float8(whole.to_local(), cast)
         return dtensor_like(local, whole)  # type: ignore[no-any-return]
 
@@ -158,22 +163,14 @@ class Float8Tensor(Wrapper):
             "convert_to_high_precision(model) first"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"Float8Tensor(data={self._data}, scale={self._scale}, "
-            f"orig_dtype={self._orig_dtype}, granularity={self._granularity.value}, "
-            f"amax={self._amax})"
-        )
-
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        names = ["_data", "_scale"] if self._amax is None else ["_data", "_scale", "_amax"]
-        return names, {"orig_dtype": self._orig_dtype, "granularity": self._granularity}
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
-    ) -> "Float8Tensor":
-        return cls(inner["_data"], inner["_scale"], **context, amax=inner.get("_amax"))
+    @property
+    def _has_column_scales(self) -> bool:
+        """Whether each column has a scale, and not each row; those of one element have both."""
+        data, scale = self._data, self._scale
+        # In this order: a compiler is then asked about the features, not about the tokens.
+        alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
+        by_columns = alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
+        return self._granularity.by_rows and by_columns
 
     @property
     def _has_row_scales(self) -> bool:
@@ -189,35 +186,23 @@ class Float8Tensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = OP_HANDLERS.get(func) or OP_HANDLERS.get(func.name())
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func) or _HANDLERS.get(func.name())
         if handler is None:
             # In inference mode nobody has taken compound ops apart.
-            result = func.decompose(*args, **(kwargs or {}))
+            result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            raise NotImplementedError(
-                f"Float8Tensor: got {func}, expected one of the ops that have a float8 meaning "
-                f"(views, copies, cat, mm); {CURE}"
-            )
-        return handler(func, args, kwargs or {})
+            if not func.is_view or func is aten.view.dtype:
+                raise NotImplementedError(
+                    f"Float8Tensor: got {func}, expected one of the ops that have a float8 "
+                    f"meaning (views, copies, cat, mm); {CURE}"
+                )
+            handler = _view
+        return handler(func, args, kwargs)
 
 
-def _has_scales_of_columns(data: Tensor, scale: Tensor) -> bool:
-    """Whether matrices have a scale for each column; of ones with one element rows have it."""
-    # In this order: a compiler is then asked about the features, not about the tokens.
-    alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
-    return alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
-
-
-CURE = (
-    "for a weight that FSDP2 gathers, convert its layer once more before fully_shard, with "
-    "enable_fsdp_float8_all_gather=False and a module_filter_fn that takes this layer alone; for "
-    "one in float8 only, call convert_to_high_precision(model); else call .to_original_precision()"
-)
-"""What to do about an op that has no float8 meaning."""
-
-OP_HANDLERS: dict[Any, Any] = {}
-"""aten op, or its name -> handler(func, args, kwargs); filled by `float8.tensor.ops`."""
+# ---------------------------------------------------------------- casts
 
 
 def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
@@ -225,35 +210,31 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
 
     What delayed scaling has to record goes along with the result, for those who use it.
     """
-    computed = computed_before(_ToFloat8, x, cast) if torch.compiler.is_compiling() else None
-    return _ToFloat8.apply(x, cast, computed)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _ToFloat8(torch.autograd.Function):
-    @staticmethod
-    def compute(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
-        granularity, amax = cast.how.scaling_granularity, None
-        if granularity.by_blocks:
-            raise ValueError(f"to_float8: got {granularity}, expected TENSORWISE or AXISWISE")
-        if cast.state is not None:
-            state = cast.state.apart()
-            cast, amax = cast._replace(state=state, record=True), state.amax
+    granularity, amax = cast.how.scaling_granularity, None
+    if granularity.by_blocks:
+        raise ValueError(f"to_float8: got {granularity}, expected TENSORWISE or AXISWISE")
+    if cast.state is not None:
+        state = cast.state.apart()
+        cast, amax = cast._replace(state=state, record=True), state.amax
+    with torch.no_grad():  # before the autograd function: see `autograd.computed_before`
         rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
         data, scale = quantize(rows, cast, row=True).row
         if data.shape != rows.shape:  # padded for a GEMM
             data = data[:, : rows.shape[1]].clone(memory_format=torch.contiguous_format)
         if granularity.by_rows:
             scale = scale.reshape(*x.shape[:-1], 1)
-        return data.reshape(x.shape), scale, amax
+    made = data.reshape(x.shape), scale, x.dtype, granularity, amax
+    return _ToFloat8.apply(x, *made)  # type: ignore[no-any-return, no-untyped-call]
 
+
+class _ToFloat8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cast: Cast, computed: Any) -> Float8Tensor:
-        data, scale, amax = _ToFloat8.compute(x, cast) if computed is None else computed
-        return Float8Tensor(data, scale, x.dtype, cast.how.scaling_granularity, amax)
+    def forward(ctx: Any, x: Tensor, *made: Any) -> Float8Tensor:
+        return Float8Tensor(*made)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None
+        return grad, None, None, None, None, None
 
 
 class _ToOriginalPrecision(torch.autograd.Function):
@@ -272,3 +253,326 @@ def dequantise(x: Float8Tensor) -> Tensor:
 
 
 torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])
+
+
+# ---------------------------------------------------------------- views
+
+
+def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do ops that move no values on the data, and on scales that lie over them."""
+    x, *rest = args
+    if func is aten.constant_pad_nd.default and any((*rest[1:], *kwargs.values())):
+        raise ValueError(
+            f"{func}: got a padding other than 0, which has no bytes under a scale of other "
+            f"values; call .to_original_precision() first"
+        )
+    with as_inference_as(x):
+        data = func(x._data, *rest, **kwargs)
+        parts = [data] if isinstance(data, Tensor) else data
+        scales = _scales_of_parts(func, x, parts, rest, kwargs)
+        views = [x._like(*each) for each in zip(parts, scales, strict=True)]
+    return views[0] if isinstance(data, Tensor) else views
+
+
+def _scales_of_parts(
+    func: Any, x: Float8Tensor, parts: Any, rest: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Return the scales of the parts that `func` made of the data of `x`."""
+    dims, rows = x.dim(), x._granularity.by_rows
+    if x._granularity.one_scale:
+        return [x._scale] * len(parts)
+    if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
+        return [func(x._scale, rest[0], 1.0)]
+    if func is aten.transpose.int:  # scales of rows become those of columns
+        rows = rows and (dims == 2 or {dim % dims for dim in rest} == {dims - 2, dims - 1})
+    elif func is aten.permute.default:
+        rows = rows and dims == 2
+    if rows and func not in _ANY_STRIDES:
+        # Scales go where the elements go over which they are spread.
+        size = x.shape[-2 if x._has_column_scales else -1]
+        try:
+            spread = func(x._scale.expand(x.shape), *rest, **kwargs)
+        except RuntimeError:  # no view of them: it would cut rows, and join the pieces
+            spread = []
+        found = [_gathered(s, size) for s in ([spread] if isinstance(spread, Tensor) else spread)]
+        if found and all(scale is not None for scale in found):
+            return found
+    elif (parts[0].shape, parts[0].stride()) == (x.shape, x.stride()):
+        return [x._scale]
+    raise ValueError(
+        f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE: a part of the data "
+        f"does not have all of the scales; {CURE}"
+    )
+
+
+_ANY_STRIDES = (
+    aten.alias.default,
+    aten.detach.default,
+    aten.as_strided.default,
+    aten.expand.default,
+)
+"""Views that keep all scales, or none."""
+
+
+def _gathered(spread: Tensor, size: int) -> Tensor | None:
+    """Return scales that are spread over `size` elements each as one for each; None: over others.
+
+    Along the last dim, or the one before it.
+    """
+    for dim in (-1, -2) if spread.dim() > 1 else ():
+        if spread.shape[dim] == size and (size == 1 or spread.stride(dim) == 0):
+            return spread.narrow(dim, 0, 1)
+    return None
+
+
+# ---------------------------------------------------------------- copies
+
+
+def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Copy, maybe to another device, or make room for a copy; dequantise to another dtype."""
+    (x,) = args
+    dtype = kwargs.pop("dtype", None)
+    if dtype not in (None, x._orig_dtype):
+        return func(dequantise(x), dtype=dtype, **kwargs)
+    rest = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    inside = x._inside().values()
+    return x._like(*[func(each, **(kwargs if each is x._data else rest)) for each in inside])
+
+
+def _require_alike(op: str, a: Any, b: Any, *, scale: bool = False, amax: bool = True) -> None:
+    """Raise a `ValueError` if `a`, a Float8Tensor, cannot take what `b` holds.
+
+    `scale`: they must have one scale. `amax`: they must have an amax to record, or both not.
+    """
+    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
+        raise ValueError(
+            f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
+            f"call .to_original_precision() or Float8Tensor.from_high_precision() first"
+        )
+    got, other = (
+        f"{x._data.dtype} {'' if op == 'copy_' else f'for {x._orig_dtype} '}under {x._scaling}"
+        + f", with{'out' if x._amax is None else ''} an amax to record" * amax
+        for x in (a, b)
+    )
+    if got != other:
+        raise ValueError(
+            f"{op}: got Float8Tensors of {got}, and of {other}, expected equal ones"
+            f"{', all with an amax or none' * amax}; clone the source instead"
+        )
+    # Pieces of one tensor share the scale object; only others cost a look at the values.
+    if scale and a._scale is not b._scale and not torch.equal(a._scale, b._scale):
+        raise ValueError(
+            f"{op}: got Float8Tensors with different scales, expected one scale for all, or for "
+            f"all parts of one; call .to_original_precision() first, or cast all with one scale"
+        )
+
+
+def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    pieces, *rest = args
+    for piece in pieces:
+        _require_alike("cat", pieces[0], piece, amax=False)
+    first: Float8Tensor = pieces[0]
+    dim = (*rest, *kwargs.values(), 0)[0] % first.dim()
+    data = func([piece._data for piece in pieces], *rest, **kwargs)
+    if first._has_row_scales and dim != first.dim() - 1:
+        return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
+    if not first._granularity.one_scale:
+        raise ValueError(
+            f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
+            f"rows under AXISWISE; call .to_original_precision() first"
+        )
+    for piece in pieces:
+        _require_alike("cat", first, piece, scale=True, amax=False)
+    whole = first._like(data, first._scale.clone())  # a write in place reaches it, too
+    amaxes = [piece._amax for piece in pieces]
+    if any(amax is not amaxes[0] for amax in amaxes):
+        # To be recorded of the whole is the largest; unknown, if that of a piece is.
+        whole._amax = None if any(a is None for a in amaxes) else torch.stack(amaxes).amax()
+    return whole
+
+
+def _is_whole(x: Float8Tensor) -> bool:
+    """Whether it is no part of a tensor, which all have one scale."""
+    return x._data.nbytes == x._data.untyped_storage().nbytes()
+
+
+def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source, *rest = args
+    if not isinstance(target, Float8Tensor):
+        return target.copy_(dequantise(source), *rest)
+    whole = _is_whole(target)
+    _require_alike("copy_", target, source, scale=not whole)
+    if target.shape != source.shape:
+        raise ValueError(
+            f"copy_: got shape {tuple(source.shape)}, expected shape {tuple(target.shape)}"
+        )
+    for name, inner in target._inside().items():
+        if whole or name == "_data":
+            inner.copy_(getattr(source, name), *rest)
+    return target
+
+
+def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Average the tensors of whole models: equal float8 tensors stay as they are."""
+    targets, sources, weight = args
+    others = []
+    for target, source in zip(targets, sources, strict=True):
+        if not instances(Float8Tensor, (target, source)):
+            others.append((target, source))
+            continue
+        _require_alike(str(func), target, source, scale=True)
+        if not torch.equal(target._data.view(torch.uint8), source._data.view(torch.uint8)):
+            raise ValueError(
+                f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
+                f"weights: the average has no bytes under their scale; average them in high "
+                f"precision, for a whole model after convert_to_high_precision(model)"
+            )
+    if others:
+        func(*map(list, zip(*others, strict=True)), weight, **kwargs)
+
+
+# ---------------------------------------------------------------- values
+
+
+def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op on the values: a new tensor is plain, as its values may be any."""
+    return func(*mapped(dequantise, Float8Tensor, args), **kwargs)
+
+
+def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute `a @ b`, [M, K] x [K, N], of two by a scaled GEMM; `addmm` adds a bias."""
+    *bias, a, b = args
+    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
+        return _of_values(func, args, kwargs)
+    if a._orig_dtype != b._orig_dtype:
+        raise ValueError(
+            f"mm: got Float8Tensors of original dtypes {a._orig_dtype} and {b._orig_dtype}, "
+            f"expected equal"
+        )
+    if a._data.dtype == b._data.dtype == E5M2:
+        raise ValueError(
+            f"mm: got two Float8Tensors of {E5M2}, expected at least one {E4M3}: tensor cores have "
+            f"no e5m2 x e5m2; call .to_original_precision() on one of them"
+        )
+    # What the GEMM sums over must have one scale.
+    fits_a = a._granularity.one_scale or a._has_row_scales
+    fits_b = b._granularity.one_scale or b._has_column_scales or (fits_a and b.numel() == 1)
+    if not fits_a or not fits_b:
+        raise ValueError(
+            f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
+            f"TENSORWISE, or AXISWISE by rows and by columns, which leaves one scale for what "
+            f"is summed up; call .to_original_precision() first, or float8.linear"
+        )
+    turned = Operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale)
+    product = matmul(
+        _contiguous(Operand(a._data, a._scale), a._granularity),
+        _contiguous(turned, b._granularity),
+        (a.shape[0], b.shape[1]),
+        gemm=Gemm(granularities=(a._granularity, b._granularity)),
+        out_dtype=a._orig_dtype,
+    )
+    if not bias:
+        return product
+    (bias,), beta, alpha = bias, kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    bias = mapped(dequantise, Float8Tensor, bias)
+    # As in torch, a NaN in the bias counts for nothing if beta is 0.
+    return torch.add(product * alpha, bias, alpha=beta) if beta else product * alpha
+
+
+def _contiguous(operand: Operand, granularity: Granularity) -> Operand:
+    data, scale = padded(operand, granularity)
+    return Operand(data.contiguous(), scale)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def _send(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a functional collective that changes no values, and wait where compilers look for it."""
+    x, *rest = args
+    rows = x._has_row_scales and func.name().endswith("into_tensor")
+    if not rows and not x._granularity.one_scale:
+        raise ValueError(
+            f"{func}: got a Float8Tensor under {x._scaling}, expected TENSORWISE, or an "
+            f"all-gather of rows under AXISWISE: its scales would stay here; call "
+            f".to_original_precision() first"
+        )
+    wait, scale = torch.ops._c10d_functional.wait_tensor, x._scale
+    data = x._data.view(torch.uint8) if x._data.is_cpu else x._data  # Gloo knows no float8
+    data = wait(func(data, *rest, **kwargs)).view(x._data.dtype)
+    return x._like(data, wait(func(scale, *rest, **kwargs)) if rows else scale)
+
+
+def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a collective of `torch.distributed` that moves whole tensors, each with its own scale.
+
+    One after the other: bytes, scales, and amaxes where there are some, on all ranks alike.
+    """
+    tensors, written = instances(Tensor, (args, kwargs)), instances(Float8Tensor, args[0])
+    first = next(x for x in tensors if isinstance(x, Float8Tensor))
+    for x in tensors:
+        _require_alike(str(func), first, x)
+    if not all(map(_is_whole, written)) or len({id(x._scale) for x in written}) < len(written):
+        raise ValueError(
+            f"{func}: got parts of a Float8Tensor to write into, expected tensors with scales of "
+            f"their own, as others come with theirs; clone() them first"
+        )
+    # NCCL makes no work to wait for unless it is asked to; torch waits for that of the last.
+    at = [argument.name for argument in func._schema.arguments].index("async_op")
+    if len(args) > at:
+        args = (*args[:at], True, *args[at + 1 :])
+    work: Any = None
+    for name in first._inside():
+
+        def inside(x: Any, name: str = name) -> Tensor:
+            inner: Tensor = getattr(x, name)
+            return inner.view(torch.uint8) if inner.dtype in FLOAT8_MAX else inner
+
+        if work is not None:
+            work.wait()
+        result = func(*mapped(inside, Float8Tensor, args), **kwargs)
+        work = result[1] if isinstance(result, tuple) else result
+    return (args[0], work) if isinstance(result, tuple) else work
+
+
+# ---------------------------------------------------------------- which op is what
+
+_HANDLERS: dict[Any, Any] = {
+    aten._unsafe_view.default: _view,
+    aten.constant_pad_nd.default: _view,
+    aten.clone.default: _copy,
+    aten.empty_like.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.cat.default: _cat,
+    aten.copy_.default: _copy_,
+    aten._foreach_lerp_.Scalar: _foreach_lerp_,
+    aten.equal.default: _of_values,
+    aten.is_same_size.default: _of_values,
+    aten.zeros_like.default: _of_values,
+    aten.ones_like.default: _of_values,
+    aten.mm.default: _product,
+    aten.addmm.default: _product,
+    # torch.distributed.checkpoint asks.
+    aten.is_pinned.default: lambda func, args, kwargs: func(args[0]._data, *args[1:]),
+}
+"""aten op, or its name -> what is done; views that it does not have are `_view`s, too."""
+
+if torch.distributed.is_available():
+    _HANDLERS |= dict.fromkeys(
+        (
+            torch.ops.c10d.broadcast_.default,
+            torch.ops.c10d.scatter_.default,
+            torch.ops.c10d.gather_.default,
+            torch.ops.c10d.allgather_.default,
+            torch.ops.c10d.alltoall_.default,
+        ),
+        _exchange,
+    )
+    # DTensors gather with these, and wait for what has arrived already.
+    _HANDLERS |= {
+        torch.ops._c10d_functional.all_gather_into_tensor.default: _send,
+        torch.ops._c10d_functional.all_to_all_single.default: _send,
+        torch.ops._c10d_functional.wait_tensor.default: lambda func, args, kwargs: args[0],
+        # Made when DTensor is imported.
+        "_c10d_functional::_wrap_tensor_autograd": lambda func, args, kwargs: args[0],
+    }

@@ -1,9 +1,7 @@
 """`Float8GatherWeight`: a weight in high precision that FSDP2 gathers in float8.
 
-To everything but the gather it is the high-precision tensor it holds. What it adds are the spec of
-its cast and, where somebody computed it ahead for all weights together, its scale. Each rank casts
-its shard under the scale of the whole weight. What is sent is a view of the bytes as `uint8`: not
-every backend knows float8.
+Each rank casts its shard under the scale of the whole weight. What is sent is a view of the bytes
+as `uint8`: not every backend knows float8.
 """
 
 import inspect
@@ -12,16 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.config import CastConfig, CastSite, Float8Weights, ScalingGranularity, ScalingType
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize import Cast, quantize
-from float8.scales import DelayedScale, Operand, Quantized
-from float8.tensor.dtensor import all_have_some, dtensor_like, local_tensor
+from float8.scales import UNKNOWN_SCALE, DelayedScale, Operand, Quantized
 from float8.tensor.float8_tensor import Float8Tensor
-from float8.tensor.ranks import amax_over, ranks_of_dims, sharding_groups
-from float8.tensor.wrapper import Wrapper, as_inference_as
+from float8.tensor.ranks import (
+    all_ranks_have_some,
+    amax_over,
+    dtensor_like,
+    local_tensor,
+    sharding_groups,
+)
+from float8.tensor.wrapper import Wrapper, as_inference_as, instances, mapped
 
 aten = torch.ops.aten
 
@@ -29,30 +31,25 @@ aten = torch.ops.aten
 class GatherMetadata(NamedTuple):
     """A gather as this rank knows it, besides what is sent."""
 
-    scale: Tensor | None
+    size: torch.Size
+    """Of the gathered weight."""
+    scale: Tensor | None = None
     """Of the whole weight, the same on all ranks; None if scales are sent."""
-
-    amax: Tensor | None
-    outer_size: torch.Size
-    """[N, K] of the gathered weight."""
+    amax: Tensor | None = None
+    """For delayed scaling to record; see `Float8Tensor`."""
 
 
 class Float8GatherWeight(Wrapper):
-    """A high-precision tensor with the spec of the cast in which it is gathered.
+    """A high-precision tensor with the spec of the cast in which FSDP2 gathers it.
 
-    Views, copies and `empty_like`, `new_zeros` and `new_empty` of it are of its class; the results
-    of all other ops are plain.
+    To everything but the gather it is the tensor that it holds. Views, copies and `empty_like`,
+    `new_zeros` and `new_empty` of it are of its class; the results of all other ops are plain. All
+    views, and the plain tensors that `high_precision` gives, count their writes in one version
+    counter, which tells whether a scale that was computed ahead is still that of the values.
 
-    All views, and the plain tensors that `high_precision` gives, count their writes in one version
-    counter, by which a scale computed ahead is known to be that of other values.
-
-    In its first forward FSDP2 moves shards of any class of their own that it has to pad, where the
-    rows do not divide evenly: a state dict taken before does not follow the model then.
-
-    Scales finer than one per tensor are sent with the data, as a second tensor. Torch takes one of
-    even shards only: where it pads a shard, it wants each tensor in the size of that. There, and
-    where a scale would cover elements of two ranks, the weight is gathered in high precision, with
-    a warning.
+    Scales finer than one per tensor are sent with the data, as a second tensor. FSDP2 takes one of
+    even shards only. Of others, and where a scale would cover elements of two ranks, the weight is
+    gathered in high precision, with a warning.
 
     Args:
         inner: float32, bfloat16 or float16; shared, not copied.
@@ -61,15 +58,16 @@ class Float8GatherWeight(Wrapper):
             `inner`.
     """
 
+    _inner: Tensor
     spec: CastConfig
+    counted: Tensor
     param_dtype: torch.dtype | None = None
     """It is rounded to before the cast; known from the first gather on, of views and copies, too:
     FSDP2 copies shards on some ranks only, and all must know the same."""
-
-    _inner: Tensor
-    counted: Tensor
-    _known: tuple[Any, Cast | Operand] | None = None
-    """A cast whose scale was computed ahead, or what a cast made, and of which version."""
+    _known: tuple[Any, Any] = None, None
+    """The versions of some values, and what `keep` was given then."""
+    _inner_tensors = ("_inner",)
+    _context = ("spec",)
 
     @staticmethod
     def __new__(
@@ -108,43 +106,31 @@ class Float8GatherWeight(Wrapper):
         if (values.stride(), values.storage_offset()) != (self.stride(), self.storage_offset()):
             values = self._inner.new_empty_strided(self.shape, self.stride()).copy_(values)
         self._inner = self.counted = values
-        self._known = None
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self._inner}, spec={self.spec})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return ["_inner"], {"spec": self.spec}
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
-    ) -> "Float8GatherWeight":
-        return cls(inner["_inner"], **context)
+        self._known = None, None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            result = func(*_plain(args), **_plain(kwargs))
-            given: list[Any] = []
-            for place, parameter in enumerate(func._schema.arguments):
-                if parameter.is_write:
-                    given += args[place : place + 1] or [kwargs.get(parameter.name)]
-            written = [x for x in tree_leaves(given) if isinstance(x, Float8GatherWeight)]
-            torch.autograd.graph.increment_version([x.counted for x in written])
-            same = {id(x._inner): x for x in written}
-            return tree_map_only(Tensor, lambda x: same.get(id(x), x), result)
-        if not func.is_view and func not in _KEEP:
-            return func(*_plain(args), **_plain(kwargs))
-        source = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Float8GatherWeight))
-        # FSDP2 shards and pads in its first forward, which may be an evaluation in inference mode;
-        # the weights must do for training then.
-        with as_inference_as(source):
-            result = func(*_plain(args), **_plain(kwargs))
-            return tree_map_only(Tensor, lambda x: source._like(func, x), result)
+        kwargs, weight = kwargs or {}, args[0]
+        plain = [*map(_plain, args)], dict(zip(kwargs, map(_plain, kwargs.values()), strict=True))
+        if (func.is_view or func in _KEEP) and isinstance(weight, Float8GatherWeight):
+            # FSDP2 shards and pads in its first forward, which may be an evaluation in inference
+            # mode; the weights must do for training then.
+            with as_inference_as(weight):
+                result = func(*plain[0], **plain[1])
+                return mapped(lambda x: weight._like(func, x), Tensor, result)
+        result = func(*plain[0], **plain[1])
+        if not func._schema.is_mutable:
+            return result
+        written: list[Float8GatherWeight] = []
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                written += instances(Float8GatherWeight, given)
+        torch.autograd.graph.increment_version([x.counted for x in written])
+        same = {id(x._inner): x for x in written}
+        return mapped(lambda x: same.get(id(x), x), Tensor, result)
 
     def _like(self, func: Any, result: Tensor) -> Tensor:
         """Return `result` of an op on the inner tensor as a tensor of this kind."""
@@ -162,18 +148,23 @@ class Float8GatherWeight(Wrapper):
     def gather_in(self, dtype: torch.dtype) -> None:
         """Note to which dtype it is rounded; a scale or a cast of another is forgotten."""
         if self.param_dtype is not dtype:
-            self.param_dtype, self._known = dtype, None
+            self.param_dtype, self._known = dtype, (None, None)
 
     def keep(self, made: Cast | Operand, weight: Any) -> None:
-        """Keep what is known until `weight`, this one or the DTensor around it, is written."""
-        self._known = self._version_with(weight), made
+        """Keep a cast with a scale computed ahead, or what a cast made, of the values of now.
+
+        `weight`: this one, or the DTensor around it, which counts writes, too.
+        """
+        self._known = self._versions(weight), made
 
     def known(self, weight: Any) -> Cast | Operand | None:
         """Return what was kept since `weight`, this or the DTensor around it, was last written."""
-        version, made = self._known or (None, None)
-        return made if version == self._version_with(weight) else None
+        versions, made = self._known
+        if made is None or versions != self._versions(weight):
+            return None
+        return made  # type: ignore[no-any-return]
 
-    def _version_with(self, weight: Any) -> tuple[Any, ...]:
+    def _versions(self, weight: Any) -> tuple[Any, ...]:
         """Return what changes when `weight`, this or the DTensor around it, is written.
 
         A DTensor counts the writes of ops on it and of compiled code; its shard those through
@@ -196,44 +187,50 @@ class Float8GatherWeight(Wrapper):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """Cast the shard to the `uint8` to gather, with zeros below up to the rows of the largest.
+        """Cast the shard to the `uint8` to gather, with zeros behind up to the largest.
 
         `mesh` is that of this gather, to which tensor parallel adds another. An offloaded weight
         comes as a copy of that of `module`.
         """
-        param_dtype = mp_policy.param_dtype or self.dtype
-        owner = local_tensor(module.weight)
-        owner.gather_in(param_dtype)
+        dtype, rows = mp_policy.param_dtype or self.dtype, self.shape[0]
         # Torch's chunks: all as long as the first but the last, behind which may be empty ones.
         # A shard of another dim than the first is never padded, nor is one of everything.
-        rows, whole_rows = self.shape[0], self.shape[1] == outer_size[1]
-        if whole_rows and rows != outer_size[0]:
+        if rows != outer_size[0] and self.shape[1:] == outer_size[1:]:
             rows = -(-outer_size[0] // mesh.size())
-        granularity, problem = self.spec.scaling_granularity, None
-        if granularity.one_scale:
-            pass
-        elif not whole_rows:
-            problem = f"its columns are sharded, which {granularity} would cut"
-        elif rows * mesh.size() != outer_size[0]:
-            problem = f"shards of {rows} rows are not all of one size, for which scales are sent"
-        elif rows % (granularity.height or 1):
-            block = f"{granularity.height} x {granularity.width}"
-            problem = f"shards of {rows} rows would cut blocks of {block}"
-        if problem:
+        if problem := self._why_not_in_float8(rows, mesh.size(), outer_size):
             warnings.warn(
                 f"float8: a weight of {tuple(outer_size)} is gathered in high precision: "
-                f"{problem}; shard it evenly, or leave enable_fsdp_float8_all_gather out",
+                f"{problem}; shard it evenly along dim 0, or leave enable_fsdp_float8_all_gather "
+                f"out",
                 stacklevel=2,
             )
-            shard = padded_shard(self.high_precision.to(param_dtype), rows)
-            return (shard,), GatherMetadata(None, None, outer_size)
-        cast = self._cast(module, owner)
-        data, scale = cast.row
-        bytes_ = padded_shard(data.contiguous().view(torch.uint8), rows)
-        if granularity.one_scale or mesh.size() == 1:  # FSDP2 takes one tensor of one rank
-            return (bytes_,), GatherMetadata(scale, cast.amax, outer_size)
-        sent = bytes_, scale.contiguous().view(torch.uint8)
-        return sent, GatherMetadata(None, None, outer_size)
+            shard = padded_shard(self.high_precision.to(dtype), rows)
+            return (shard,), GatherMetadata(outer_size)
+        return self._to_send(mesh, outer_size, rows, module, dtype)
+
+    def _why_not_in_float8(self, rows: int, ranks: int, outer_size: torch.Size) -> str | None:
+        """Say why scales cannot be sent with shards of so many rows, or return None."""
+        granularity = self.spec.scaling_granularity
+        if granularity.one_scale:
+            return None
+        if self.shape[1] != outer_size[1]:
+            return f"its columns are sharded, which {granularity} would cut"
+        if rows * ranks != outer_size[0]:
+            return f"shards of {rows} rows are not all of one size, for which scales are sent"
+        if rows % (granularity.height or 1):
+            block = f"{granularity.height} x {granularity.width}"
+            return f"shards of {rows} rows would cut blocks of {block}"
+        return None
+
+    def _to_send(
+        self, mesh: Any, outer_size: torch.Size, rows: int, module: Any, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+        """Cast the shard, rounded to `dtype` first, to what is sent, padded to `rows`."""
+        (data, scale), _, amax, _ = self._cast(module, dtype)
+        sent = padded_shard(data.contiguous().view(torch.uint8), rows)
+        if self.spec.scaling_granularity.one_scale or mesh.size() == 1:  # torch takes one of one
+            return (sent,), GatherMetadata(outer_size, scale, amax)
+        return (sent, scale.contiguous().view(torch.uint8)), GatherMetadata(outer_size)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -249,11 +246,11 @@ class Float8GatherWeight(Wrapper):
 
         `out` is the result of the first call, over the same memory, which was filled anew.
         """
+        size, scale, amax = metadata
         # Made on the stream of the gather, read on this one.
-        for made in (metadata.scale, metadata.amax):
+        for made in (scale, amax):
             if made is not None and made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
-        size, scale = metadata.outer_size, metadata.scale
         received = all_gather_outputs[0]
         data = received.view(-1)[: size.numel()].view(size)
         if received.dtype != torch.uint8:
@@ -261,10 +258,9 @@ class Float8GatherWeight(Wrapper):
         if scale is None:
             scale = all_gather_outputs[1].view(torch.float32)
         if out is None:
-            data = data.view(self.spec.dtype)
-            return self._gathered(data, scale, param_dtype, metadata.amax), ()
-        old = local_tensor(out)
-        old._scale, old._amax = scale, metadata.amax
+            return self._gathered(data.view(self.spec.dtype), scale, param_dtype, amax), ()
+        old: Any = getattr(out, "_local_tensor", out)
+        old._scale, old._amax = scale, amax
         return None
 
     def _gathered(
@@ -272,41 +268,41 @@ class Float8GatherWeight(Wrapper):
     ) -> Float8Tensor:
         return Float8Tensor(data, scale, dtype, self.spec.scaling_granularity, amax)
 
-    def _cast(self, module: Any, owner: "Float8GatherWeight") -> Quantized:
-        """Cast the shard [rows, K] of the weight of `module`, rounded to `param_dtype` first.
+    def _cast(self, module: Any, dtype: torch.dtype) -> Quantized:
+        """Cast the shard [rows, K] of the weight of `module`, rounded to `dtype` first.
 
         There may be no rows. Row data come without padding. Their scale is that of the whole weight
         under `TENSORWISE`; under other granularities those of the shard. With delayed scaling the
         amax of the shard comes along for each forward in training to record; the sync makes it that
-        of the whole weight. With `Float8Weights.HELD` a dynamic cast is kept by `owner`, which is
-        inside of that weight, until it is written.
+        of the whole weight. With `Float8Weights.HELD` a dynamic cast is kept until the weight is
+        written.
         """
-        weight, cast, amax = module.weight, Cast(self.spec), None
-        delayed = self.spec.delayed
+        weight, how, shard = module.weight, self.spec, self.high_precision
+        owner = getattr(weight, "_local_tensor", weight)  # `self`, or what that is a copy of
+        owner.gather_in(dtype)
+        delayed = how.scaling_type is ScalingType.DELAYED
         known: Any = None if delayed else owner.known(weight)
         if isinstance(known, Operand):
             return Quantized(known)
-        shard = self.high_precision
-        if delayed:
-            amax = torch.zeros((), dtype=torch.float32, device=shard.device)
-        if known is not None:  # it may be offloaded
+        cast, amax, ahead = Cast(how), None, known is not None
+        if ahead:  # it may be offloaded
             cast = cast._replace(scale=known.scale.to(shard.device))
-        elif amax is not None and module._float8_knows_weight_scale():
-            state = DelayedScale(module.get_buffer(CastSite.WEIGHT.scale).to(shard.device), amax)
-            cast = cast._replace(state=state, record=True)  # the sync reduces what that records
-        elif self.spec.scaling_granularity.one_scale:
-
-            def of_all(own: Tensor) -> Tensor:
-                if amax is not None:
-                    amax.copy_(own)
-                return amax_over(sharding_groups(weight))(own)
-
-            cast = cast._replace(reduce=of_all)
-        row = quantize(shard, cast, row=True, via=owner.param_dtype).row
+        if delayed:
+            ahead, amax = (
+                module._float8_knows_weight_scale(),
+                shard.new_zeros((), dtype=torch.float32),
+            )
+            scale = torch.full_like(amax, UNKNOWN_SCALE)
+            if ahead:
+                scale = module.get_buffer(CastSite.WEIGHT.scale).to(shard.device)
+            cast = cast._replace(state=DelayedScale(scale, amax), record=True)
+        if how.scaling_granularity.one_scale and not ahead:
+            cast = cast._replace(reduce=amax_over(sharding_groups(weight)))
+        row = quantize(shard, cast, row=True, via=dtype).row
         made = Operand(row.data[: shard.shape[0], : shard.shape[1]], row.scale)
         keep = module._float8_config.float8_weights is Float8Weights.HELD and not delayed
         # Ranks must agree on who takes part in the all-reduce of a cast.
-        if keep and on_all_ranks(weight):
+        if keep and all_ranks_have_some(weight):
             owner.keep(made, weight)
         return Quantized(made, amax=amax)
 
@@ -336,19 +332,16 @@ def _described(x: Any) -> str:
     return f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
 
 
-def _plain(args: Any) -> Any:
-    return tree_map_only(Float8GatherWeight, lambda x: x._inner, args)
+def _plain(x: Any) -> Any:
+    """Return an argument of an op with tensors inside in the place of those around them."""
+    if isinstance(x, Float8GatherWeight):
+        return x._inner
+    return [*map(_plain, x)] if isinstance(x, list | tuple) else x
 
 
 torch.serialization.add_safe_globals(
     [Float8GatherWeight, CastConfig, ScalingGranularity, ScalingType]
 )
-
-
-def on_all_ranks(weight: Any) -> bool:
-    """Whether each rank holds rows. No load writes an empty shard, yet ranks must agree on it."""
-    dims = ranks_of_dims(weight).items()
-    return all(all_have_some(weight.shape[dim], ranks) for dim, ranks in dims)
 
 
 def padded_shard(x: Tensor, rows: int) -> Tensor:

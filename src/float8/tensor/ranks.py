@@ -1,6 +1,7 @@
-"""Ranks that hold parts of one tensor: amaxes of the whole, and tokens that they gather or sum up.
+"""Ranks that hold parts of one tensor: DTensors, amaxes of the whole, tokens that ranks share.
 
-Code that compilers follow.
+DTensors and FSDP2 are known by their attributes: importing them takes longer than importing float8.
+Compilers follow this code.
 """
 
 import functools
@@ -69,6 +70,43 @@ def arrived(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, x.shape)  # type: ignore[no-any-return]
 
 
+# ---------------------------------------------------------------- DTensors
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether `x` is a DTensor."""
+    return hasattr(x, "device_mesh")
+
+
+def local_tensor(x: Any) -> Any:
+    """Return the shard of a DTensor; anything else as it is."""
+    return getattr(x, "_local_tensor", x)
+
+
+def dtensor_like(local: Any, like: Any) -> Any:
+    """Return `local` as this rank's part of a DTensor of the shape and placements of `like`."""
+    return type(like).from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def is_fsdp_module(module: Any) -> bool:
+    """Whether `fully_shard` was applied to this very module."""
+    return hasattr(type(module), "reshard")
+
+
+def reshard(model: Any) -> None:
+    """Let go of what FSDP2 keeps gathered, as `model.state_dict()` does."""
+    for module in model.modules():
+        if is_fsdp_module(module):
+            module.reshard()
+
+
 def sharding_groups(x: Any) -> tuple[Any, ...]:
     """Return the groups over which parts of a DTensor are spread: one per mesh dim that shards it.
 
@@ -88,6 +126,22 @@ def ranks_of_dims(x: Any) -> dict[int, int]:
         if not placement.is_replicate():
             ranks[placement.dim] = ranks.get(placement.dim, 1) * x.device_mesh.size(mesh_dim)
     return ranks
+
+
+def all_have_some(size: int, ranks: int) -> bool:
+    """Whether each rank has some of a dim in torch's chunks: all but the last as long as the first.
+
+    Behind the last there may be empty ones.
+    """
+    return -(-size // ranks) * (ranks - 1) < size
+
+
+def all_ranks_have_some(x: Any) -> bool:
+    """Whether each rank has some of a DTensor. No load writes an empty shard: ranks must agree."""
+    return all(all_have_some(x.shape[dim], ranks) for dim, ranks in ranks_of_dims(x).items())
+
+
+# ---------------------------------------------------------------- amaxes
 
 
 def amax_over(groups: Iterable[Any], device_type: str | None = None) -> Callable[[Tensor], Tensor]:

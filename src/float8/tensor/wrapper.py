@@ -2,8 +2,9 @@
 
 import copy
 import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,17 @@ _tensor_data: Any = Tensor.data
 
 
 class Wrapper(torch.Tensor):
-    """A tensor subclass that holds plain tensors; `__tensor_flatten__` says which.
+    """A tensor subclass around plain tensors, and values that say what they mean.
 
-    Subclasses say with `_assign(new)` what `tensor.data = new` does.
+    Subclasses list both. Views, copies, pickles and compilers carry over what is listed, and give
+    it to the constructor by these names, without leading underscores. `_assign(new)` of a subclass
+    is what `tensor.data = new` does.
     """
+
+    _inner_tensors: ClassVar[tuple[str, ...]]
+    """The attributes that are tensors. The first has the shape of the whole, others may be None."""
+    _context: ClassVar[tuple[str, ...]]
+    """The other attributes."""
 
     @classmethod
     def _around(cls, inner: Tensor, dtype: torch.dtype) -> Any:
@@ -32,6 +40,26 @@ class Wrapper(torch.Tensor):
             layout=inner.layout,
         )
 
+    def _inside(self) -> dict[str, Tensor]:
+        """Return the tensors inside by their names."""
+        named = {name: getattr(self, name) for name in self._inner_tensors}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        values = {name.lstrip("_"): getattr(self, name) for name in self._context}
+        return [*self._inside()], values
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> Any:
+        return cls(**{name.lstrip("_"): x for name, x in inner.items()}, **context)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        fields = {**self._inside(), **self.__tensor_flatten__()[1]}
+        shown = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in fields.items())
+        return f"{type(self).__name__}({shown})"
+
     @property
     def data(self) -> Tensor:
         """Return a detached view, as of any tensor; setting it is up to `_assign`."""
@@ -44,24 +72,22 @@ class Wrapper(torch.Tensor):
 
     def share_memory_(self) -> "Wrapper":
         """Move what is inside to shared memory."""
-        for name in self.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            getattr(self, name).share_memory_()
+        for x in self._inside().values():
+            x.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
         """Whether all of it is in shared memory."""
-        names = self.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        return all(getattr(self, name).is_shared() for name in names)
+        return all(x.is_shared() for x in self._inside().values())  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {}
-        for name in names:
-            x: Tensor = getattr(self, name)
+        inner = {
             # Plain pickle cannot take float8 storages.
-            inner[name] = x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x, x.dtype
-        is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (type(self), inner, context, self.requires_grad, is_parameter)
+            name: (x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x, x.dtype)
+            for name, x in self._inside().items()
+        }
+        values, is_parameter = self.__tensor_flatten__()[1], isinstance(self, nn.Parameter)
+        return _rebuild, (type(self), inner, values, self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch's own cannot copy a view: it takes a wrapper's storage for a real one.
@@ -72,23 +98,21 @@ class Wrapper(torch.Tensor):
             )
         if id(self) not in memo:
             function, args = self.__reduce_ex__(4)
-            new = function(*copy.deepcopy(args, memo))
+            new = memo[id(self)] = function(*copy.deepcopy(args, memo))
             new.grad = copy.deepcopy(self.grad, memo)
-            memo[id(self)] = new
         return memo[id(self)]
 
     def _stable_hash_for_caching(self) -> str:
         """Hash all but the values for the cache of AOTAutograd, the same in any process."""
-        names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         described = [
             (name, x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad)
-            for name, x in ((name, getattr(self, name)) for name in names)
+            for name, x in self._inside().items()
         ]
-        key = repr((described, context, self.requires_grad))
+        key = repr((described, self.__tensor_flatten__()[1], self.requires_grad))
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
-    # Ops are dispatched below autograd; nothing to do above it.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # Ops are dispatched below autograd; nothing to do above it, as for a Parameter.
+    __torch_function__ = nn.Parameter.__torch_function__
 
 
 def _rebuild(
@@ -106,6 +130,24 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
+
+
+def mapped(function: Callable[[Any], Any], kind: type, tree: Any) -> Any:
+    """Return arguments or results of an op, with `function(x)` for each `x` of a class in them."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)([mapped(function, kind, each) for each in tree])
+    if isinstance(tree, dict):
+        return {name: mapped(function, kind, each) for name, each in tree.items()}
+    return tree
+
+
+def instances(kind: type, tree: Any) -> list[Any]:
+    """Return the instances of a class in arguments or results of an op, in their order."""
+    found: list[Any] = []
+    mapped(found.append, kind, tree)
+    return found
 
 
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
 from float8.config import CastConfig, ScalingGranularity
-from float8.convert.measure import WrongResultError
 from float8.formats import E4M3
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast import cast_reference
@@ -19,6 +18,7 @@ from float8.scales import DelayedScale
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.step import Row
 from float8_lab.bench.timing import input_sets, kernel_sampler, take_turns
+from float8_lab.errors import WrongResultError
 
 Call = Callable[[Tensor], object]
 

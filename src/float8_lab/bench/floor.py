@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.config import CastConfig, Float8LinearConfig, Float8Weights
+from float8.config import CastConfig, Float8LinearConfig, Float8Weights, ScalingType
 from float8.gemm import Gemm, matmul
 from float8.linear.plan import plan_linear
 from float8.quantize import Cast, quantize
@@ -164,5 +164,9 @@ def _both(first: CastConfig, other: CastConfig, at_once: bool, row: bool, col: b
 def _bytes(spec: CastConfig, row: bool, col: bool = False, known: bool = False) -> int:
     """Return the bytes that a cast moves for each element of a 16-bit tensor."""
     of = spec.scaling_granularity
-    measured = col if of.by_rows else of.one_scale and not (known or spec.delayed)
+    measured = (
+        col
+        if of.by_rows
+        else of.one_scale and not (known or spec.scaling_type is ScalingType.DELAYED)
+    )
     return 2 * (1 + measured) + row + col if row or col else 0

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from float8.convert.measure import WrongResultError
 from float8_lab.bench import step as steps
 from float8_lab.bench.model import AT_LEAST, Size, Whole, bf16_stack, stack_data
 from float8_lab.bench.step import Results, Row, Step
 from float8_lab.bench.traffic import CountedTraffic
 from float8_lab.bench.variants import HIGH_PRECISION, Variant, many_compilations
 from float8_lab.device import Clock
+from float8_lab.errors import WrongResultError
 from float8_lab.ranks import for_all
 
 PASSES = 2  # how often the list of variants is run

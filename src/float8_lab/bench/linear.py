@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from float8.quantize import Cast, quantize
 from float8_lab.bench.shapes import Shape
 from float8_lab.bench.step import Row, Step, compare, with_speedups
 from float8_lab.bench.timing import Sampler, input_sets, kernel_sampler, steady_sampler
-from float8_lab.bench.variants import Variant
+from float8_lab.bench.variants import EAGER, Variant, make_variants
 
 AT_LEAST = 17.0  # lower bound of the SQNR in dB against bf16
 _MOST_SETS = 16
@@ -39,6 +39,20 @@ def layer_data(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tens
     M, K, N = shape
     make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     return make(N, K) * K**-0.5, make(M, K), make(M, N)
+
+
+class LinearTimes(NamedTuple):
+    """Milliseconds of forward and backward of a layer: of the GPU alone; on a CPU of the host."""
+
+    bf16_ms: float
+    float8_ms: float
+
+
+def measure_linear(shape: Shape, recipe: str, device: torch.device) -> LinearTimes:
+    """Check, then time a layer on random data in eager mode; raises as `compare`."""
+    variants = make_variants([recipe], [EAGER])
+    bf16, float8 = _rows(shape, variants, device, rounds=10, gpu_time=True)
+    return LinearTimes(bf16["ms"], float8["ms"])
 
 
 def bench_linear(

@@ -12,12 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from float8 import save_gemm_outputs
-from float8.convert.measure import WrongResultError
 from float8.step import sync_float8_amax_and_scale_history, update_float8_weights
 from float8_lab.bench.timing import Sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import EAGER, GRAPHED, Variant, many_compilations
 from float8_lab.device import skipped_graphs
-from float8_lab.errors import FailedError
+from float8_lab.errors import FailedError, WrongResultError
 from float8_lab.ranks import for_all
 
 Row = dict[str, Any]

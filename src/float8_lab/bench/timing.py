@@ -1,12 +1,12 @@
 """Times of calls, fair to each other: interleaved rounds, medians, GPU clocks on a GPU."""
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from float8.convert.measure import Call, issued_at_once, milliseconds
-
+Call = Callable[[], object]
 Sampler = Callable[[], float]  # takes one sample: milliseconds per call
 
 _WARMUP = 3
@@ -39,9 +39,24 @@ def call_sampler(
     def sample() -> float:
         if lead_in is not None and device.type == "cuda":
             lead_in()
-        return milliseconds(issue, device) / len(calls)
+        return _milliseconds(issue, device) / len(calls)
 
     return sample
+
+
+def _milliseconds(call: Call, device: torch.device) -> float:
+    """Return the time of a call: by CUDA events on a GPU, by the host's clock elsewhere."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        call()
+        return (time.perf_counter() - began) * 1e3
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def kernel_sampler(
@@ -55,10 +70,27 @@ def kernel_sampler(
     """
     if device.type != "cuda":
         return call_sampler(calls, device)
-    replay = issued_at_once(calls, device)
+    replay = _issued_at_once(calls, device)
     replays = max(1, round(at_least_ms / call_sampler([replay], device)()))
     sample = call_sampler([replay] * replays, device)
     return lambda: sample() / len(calls)
+
+
+def _issued_at_once(calls: Sequence[Call], device: torch.device) -> Call:
+    """Return `calls` as a CUDA graph, which the CPU needs no time to issue."""
+    with torch.cuda.device(device):
+        # Compiles kernels and chooses algorithms, on a side stream as graph capture wants it.
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls[:3]:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]  # all alive, so none reuses another's memory
+        del results  # the graph keeps the memory
+    return graph.replay
 
 
 def steady_sampler(call: Call, device: torch.device, *, at_least_ms: float = 5.0) -> Sampler:

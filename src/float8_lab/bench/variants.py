@@ -13,7 +13,7 @@ from torch import nn
 
 from float8.config import Float8LinearConfig, Float8Weights
 from float8.convert import all_linears, convert_to_float8_training
-from float8.convert.filters import left_out
+from float8.convert.choice import left_out
 from float8.step import attach_to_optimizer
 from float8_lab.trainer.recipes import recipe_config
 

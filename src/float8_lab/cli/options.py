@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from float8_lab.errors import FailedError
 from float8_lab.trainer.config import OPTIONS, TrainConfig
 
 INTERRUPTED_EXIT = 130
@@ -87,16 +86,12 @@ def takes(
 
         @functools.wraps(command)
         def run(debug: bool, **values: Any) -> None:
-            from float8.convert.measure import WrongResultError
             from float8_lab.device import explain_out_of_memory
 
             for name, group in groups.items():
                 values[name] = group(**{each: values.pop(each) for each in fields[name]})
-            try:
-                with explain_out_of_memory("too large for the memory: {error}"):
-                    command(**values)
-            except WrongResultError as error:
-                raise FailedError(str(error)) from error
+            with explain_out_of_memory("too large for the memory: {error}"):
+                command(**values)
 
         how = inspect.Parameter.KEYWORD_ONLY
         parameters = [

@@ -17,11 +17,11 @@ from torch import nn
 
 from float8 import ConversionReport, conversion_report, convert_to_float8_training
 from float8.config import Float8LinearConfig
-from float8.convert.filters import gpu_for, short_name
-from float8.convert.measure import LinearTimes, measure_linear
+from float8.convert.choice import gpu_for, short_name
 from float8.convert.report import percent
-from float8.convert.smallest import SMALLEST, judged_as, waits_for_cpu
+from float8.convert.smallest import SMALLEST, judged_as
 from float8_lab.bench.estimate import estimate, stored
+from float8_lab.bench.linear import LinearTimes, measure_linear
 from float8_lab.bench.shapes import Shape
 from float8_lab.cli.measure import Bench, Output, Place
 from float8_lab.cli.options import App, takes
@@ -33,6 +33,9 @@ from float8_lab.trainer.environment import device_name
 
 CONVERT = "convert"
 _DEFAULT_GPU = "H100"
+
+WAITS_BELOW_MS = 0.25
+"""In bf16 on a GPU: the time of a layer of `WAITS_BELOW`, of float8.convert.smallest."""
 
 app = App()
 
@@ -110,8 +113,8 @@ def plan_conversion(
             row |= {**found._asdict(), "speedup": found.bf16_ms / found.float8_ms}
             if found.float8_ms > found.bf16_ms:
                 reason = reason or "slower"
-            elif waits:
-                reason = reason or waits_for_cpu(found.bf16_ms)
+            elif waits and found.bf16_ms < WAITS_BELOW_MS:
+                reason = reason or "waits for the CPU"
         elif reason is None:
             row["estimate"] = found
         row["fate"] = f"leave: {reason.partition(':')[0]}" if reason else CONVERT
@@ -131,6 +134,19 @@ def _plan_experts(report: ConversionReport, convert: str) -> list[dict[str, Any]
         | {"fate": f"leave: {re.split(', |: ', reason)[0]}" if reason else convert}
         for (E, K, N, name, reason), count in keys.items()
     ]
+
+
+def filter_found(report: ConversionReport, rows: list[dict[str, Any]]) -> str:
+    """Return code of a `module_filter_fn` that takes the linear layers that are to be converted."""
+    shapes = {(x["K"], x["N"]) for x in rows if x["fate"] == CONVERT and "experts" not in x}
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for x in report.layers:
+        takes = x.skip_reason is None and (x.in_features, x.out_features) in shapes
+        names[takes].append("" if x.fqn == "(root)" else x.fqn)
+    alike = {takes: {re.sub(r"\d+", "N", name) for name in names[takes]} for takes in names}
+    if alike[True] & alike[False]:  # blocks differ
+        return f"lambda mod, fqn: fqn in {names[True]}"
+    return f'lambda mod, fqn: re.sub(r"\\d+", "N", fqn) in {sorted(alike[True])}'
 
 
 def _short(fqn: str) -> str:
@@ -169,7 +185,8 @@ def plan_command(
 
     A layer of each shape runs on the GPU; or it is judged by its size, without a GPU or for another
     one. What a conversion without a filter leaves stays here, too. Times are those of the GPU.
-    Experts are not measured: with --gpu they are judged on paper.
+    What was measured is printed as a filter, to be pasted. Experts are not measured, and not in it:
+    with --gpu they are judged on paper.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
     here = torch.cuda.is_available()
@@ -195,7 +212,7 @@ def plan_command(
 
     def judge(shape: Shape) -> LinearTimes | float | None:
         if measuring:
-            return measure_linear(*shape, bench.device, config)
+            return measure_linear(shape, recipe, bench.device)
         return estimate(known, shape)
 
     waits = bench.device.type == "cuda" and not cuda_graphs
@@ -207,6 +224,9 @@ def plan_command(
     bench.finish(title, rows)
     for line in _conclusion(report, rows, judged):
         bench.console.print(line)
+    if measuring:
+        bench.console.print("what was measured, as a filter of the conversion:")
+        typer.echo(f"module_filter_fn={filter_found(report, rows)}")  # in one line, to be pasted
     if judged or bench.device.type == "cuda":
         bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")
         bench.console.print("small ones less in eager mode, where they wait for the CPU")

@@ -1,0 +1,244 @@
+"""Choose what is converted: what a filter takes, or what float8 makes no slower."""
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from float8.checkpoints.modules import config_for, strategy_of, why_not_taken
+from float8.config import ConfigOrRecipe, as_config
+from float8.convert.experts import is_router, slower_on_paper
+from float8.convert.smallest import NARROW, SMALLEST, judged_as, too_narrow, too_small
+from float8.experts import Float8Experts, kind_of, unsupported_experts
+from float8.linear import Float8Layer, unsupported
+
+DEFAULT_TOKENS = 8192
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+ROUTER = 16
+"""Layers with fewer features out are left to a `module_filter_fn`: each output decides much, and a
+float8 GEMM computes 16 at least."""
+
+WRAPPERS = {
+    "module",
+    "model",
+    "base_model",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
+"""The names under which a model is found in what wraps it."""
+
+_KEPT = "_float8_choice"
+"""The attribute in which a layer, or a module of experts, keeps its `Choice`, for the report."""
+
+
+class Choice(NamedTuple):
+    """What was decided about one layer, or one module of experts."""
+
+    reason: str | None = None
+    """Why it stays as it is; None: it changes."""
+
+    by_filter: bool = False
+    """Whether a `module_filter_fn` left it."""
+
+    chosen_for: str | None = None
+    """For which GPU it was judged, and by what; None: it was not."""
+
+    def keep(self, part: nn.Module) -> None:
+        """Have `part` keep it; a filter that leaves `part` takes no better reason from it."""
+        before, choice = Choice.of(part), self
+        if self.by_filter and before is not None and before.reason and not before.by_filter:
+            choice = self._replace(reason=before.reason, by_filter=False)
+        # A plain tuple: a model in which nothing is converted can be loaded without this library.
+        part.__dict__[_KEPT] = tuple(choice)
+
+    @staticmethod
+    def of(part: nn.Module) -> "Choice | None":
+        """Return what `part` keeps; None: no conversion has seen it."""
+        kept = part.__dict__.get(_KEPT)
+        return None if kept is None else Choice(*kept)
+
+    @staticmethod
+    def forget(part: nn.Module) -> None:
+        """Have `part` keep nothing."""
+        part.__dict__.pop(_KEPT, None)
+
+
+class Chooser:
+    """The arguments of a conversion, and what they decide; the constructor raises as that does."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ConfigOrRecipe | None,
+        module_filter_fn: ModuleFilter | None = None,
+        tokens_per_step: int = DEFAULT_TOKENS,
+        gpu: str | None = None,
+        cuda_graphs: bool = False,
+        linear_classes: Collection[type[nn.Linear]] = (),
+    ) -> None:
+        self.model, self.takes, self.tokens = model, module_filter_fn, tokens_per_step
+        self.given = None if config is None else as_config(config)
+        self.config = as_config(config)
+        self.gpu: str | None = short_name(gpu)
+        self.cuda_graphs = cuda_graphs
+        self.classes = tuple(linear_classes) if isinstance(linear_classes, Iterable) else (None,)
+        self.experts = {part for part in model.modules() if kind_of(part) is not None}
+        if self.takes is not None and not callable(self.takes):
+            raise TypeError(
+                f"module_filter_fn: got {type(self.takes).__name__}, expected a function of a "
+                f"module and its name that returns a bool, or None"
+            )
+        if not isinstance(self.tokens, int) or isinstance(self.tokens, bool):
+            raise TypeError(f"tokens_per_step: got {self.tokens!r}, expected an int")
+        if self.tokens < 1:
+            raise ValueError(
+                f"tokens_per_step: got {self.tokens}, expected at least 1: the rows of a layer's "
+                f"input, tokens per forward on one device"
+            )
+        if not isinstance(cuda_graphs, bool):
+            raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
+        if gpu is not None and self.gpu not in tuple(SMALLEST):
+            raise ValueError(
+                f"gpu: got {gpu!r}, expected one whose limits are known, of "
+                f"{', '.join(map(repr, SMALLEST))}; leave it out to convert for the GPU here"
+            )
+        for name, other in (("gpu", self.gpu), ("cuda_graphs", cuda_graphs)):
+            if other and self.takes is not None:
+                raise ValueError(
+                    f"{name}: got {other!r} and a module_filter_fn, expected one of the two: a "
+                    f"given filter decides alone"
+                )
+        for cls in self.classes:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
+                raise TypeError(
+                    f"linear_classes: got {linear_classes!r}, expected a list of subclasses of "
+                    f"nn.Linear, for example linear_classes=[MyLinear]"
+                )
+
+    def choose(self, part: nn.Module, fqn: str) -> Choice | None:
+        """Decide about a part of the model; None: it has no weights that could be in float8."""
+        if isinstance(part, Float8Layer | Float8Experts):
+            same = part._float8_config == self.config
+            return self._decide(part, fqn, "converted already" if same else None)
+        if part in self.experts:
+            problem = unsupported_experts(part, self.config)
+            return self._decide(part, fqn, problem, self._why_no_experts)
+        if strategy_of(part) is not None:
+            return self._decide(part, fqn, why_not_taken(part, config_for(part, self.given)))
+        if isinstance(part, nn.Linear):
+            problem = unsupported(part, self.config, self.classes)
+            return self._decide(part, fqn, problem, self._why_no_linear)
+        return None
+
+    def _decide(
+        self,
+        part: nn.Module,
+        fqn: str,
+        problem: str | None,
+        judge: Callable[[Any, str], str | None] = lambda part, fqn: None,
+    ) -> Choice:
+        """Decide by `problem`, of which no filter need know; by the filter; by `judge` without."""
+        if self.takes is None:
+            return Choice(problem or judge(part, fqn), chosen_for=self._chosen_for(part))
+        if problem is not None:
+            return Choice(problem)
+        try:
+            taken = self.takes(part, fqn)
+        except AttributeError as error:  # as of `in_features`, which experts have not
+            if isinstance(part, nn.Linear):
+                raise
+            return Choice(f"module_filter_fn raised an AttributeError: {error}", by_filter=True)
+        return Choice() if taken else Choice(f"module_filter_fn returned {taken!r}", by_filter=True)
+
+    def _why_no_experts(self, module: Any, fqn: str) -> str | None:
+        gpu = self._gpu(module)
+        if (reason := left_out(fqn)) or gpu is None:
+            return reason
+        parent = self.model.get_submodule(fqn.rpartition(".")[0])
+        return slower_on_paper(module, parent, self.config, self.tokens, gpu)
+
+    def _why_no_linear(self, layer: Any, fqn: str) -> str | None:
+        if not self.config.float8_gemms:
+            return None
+        K, N = layer.in_features, layer.out_features
+        if is_router(layer, fqn, self.experts):
+            return "a router: converted only if a module_filter_fn takes it"
+        if reason := left_out(fqn):
+            return reason
+        if N < ROUTER:
+            few = f"N={N} is less than {ROUTER}, as a router's"
+            return f"{few}: converted only if a module_filter_fn takes it"
+        gpu = self._gpu(layer)
+        if gpu is None:
+            return None
+        if gpu in SMALLEST:
+            return too_small(gpu, judged_as(self.config), self.tokens, K, N, self.cuda_graphs)
+        return too_narrow(gpu, K, N)
+
+    def _gpu(self, part: nn.Module) -> str | None:
+        """Return the GPU that a module is judged for; None: there is none.
+
+        Emulation is for its numerics, unless it is that of a GPU.
+        """
+        if self.gpu is None and not self.config.emulate:
+            return gpu_for(next((x.device for x in part.parameters()), torch.device("cpu")))
+        return self.gpu
+
+    def _chosen_for(self, part: nn.Module) -> str | None:
+        """Say for which GPU `part` is judged, and by what; None: speed is not asked for."""
+        if not self.config.float8_gemms or (self.config.emulate and self.gpu is None):
+            return None
+        gpu = self._gpu(part)
+        if gpu in SMALLEST:
+            how = f'gpu="{gpu}"' if self.gpu else "the GPU here"
+            at = f"limits of {judged_as(self.config)} at {self.tokens} tokens per forward"
+            return f"chosen for {gpu} ({how}): {at}{', as CUDA graphs' * self.cuda_graphs}"
+        if gpu is not None:
+            others = "`float8 plan` measures the others"
+            return f"no limits known for {gpu}: layers narrower than {NARROW} stay; {others}"
+        names = " or ".join(f'gpu="{name}"' for name in SMALLEST)
+        those = f"{names} leaves those too small for it"
+        return f"no GPU here: layers of any size are converted; {those}"
+
+
+def all_linears(mod: nn.Module, fqn: str) -> bool:
+    """Take every layer, however slow float8 makes it: a `module_filter_fn`."""
+    return True
+
+
+def left_out(fqn: str) -> str | None:
+    """Say why a layer of this name is left to a `module_filter_fn`, or return None.
+
+    The head, which turns the last hidden states into logits: the loss depends on them directly, and
+    it is a small part of a large model. And what PEFT trains: low-rank adapters, too small to gain,
+    and copies of layers, so that no state of delayed scaling gets into its checkpoints.
+    """
+    parts = [part for part in fqn.split(".") if part not in WRAPPERS]
+    if "lm_head" in parts or parts == ["output"]:
+        return "the head: converted only if a module_filter_fn takes it"
+    if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+        return "of an adapter: converted only if a module_filter_fn takes it"
+    return None
+
+
+def gpu_for(device: torch.device) -> str | None:
+    """Return the GPU that weights on `device` are for; None: there is none.
+
+    Its name in `SMALLEST`, or that of CUDA if its limits are not known. Weights on the CPU or the
+    meta device are taken to be on their way to the current GPU.
+    """
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
+    return str(short_name(name))
+
+
+def short_name(gpu: Any) -> Any:
+    """Return the name in `SMALLEST` of a GPU, however long its own is; without one, that."""
+    found = isinstance(gpu, str) and re.search(rf"({'|'.join(SMALLEST)})(?!\w)", gpu.upper())
+    return found[1] if found else gpu
