@@ -5,7 +5,7 @@ its row data; or the input itself under a compiler, which chooses what to keep. 
 what exists anyway is kept: see `Weight`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,7 @@ def apply_linear(
     plan: LinearPlan,
     casts: Casts,
     held: Weight | None = None,
+    enter: SharedTokens | None = None,
     leave: SharedTokens | None = None,
 ) -> Tensor:
     """Compute for `linear` and `Float8Linear` what they have in common.
@@ -98,8 +99,8 @@ def apply_linear(
         plan: which GEMMs run how.
         casts: those of the plan, with the state and the ranks of this call.
         held: the weight with its data, where those are held.
-        leave: where the output is a sum over ranks, of which each keeps its tokens; the input is
-            2-D then.
+        enter: where ranks share the tokens of the input, and each multiplies all.
+        leave: where the output is a sum over ranks, of which each keeps its tokens.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -132,7 +133,7 @@ def apply_linear(
         rows = input if input.dim() == 2 else input.reshape(-1, K)
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
-            M = rows.shape[0]
+            M = rows.shape[0] * (1 if enter is None else enter.ranks)
             if surely(M != 0):
                 what = f"{M} tokens (all leading dims) for grad_weight"
                 require_aligned(what, (M,), plan.alignment)
@@ -144,12 +145,13 @@ def apply_linear(
         else:
             of_weight = held or Weight(weight)
         need_grad_input = grad and input.requires_grad
-        call = Call(plan, casts, K, weight.dtype, need_grad_input, need_grad_weight, leave=leave)
+        needs = need_grad_input, need_grad_weight
+        call = Call(plan, casts, K, weight.dtype, *needs, enter=enter, leave=leave)
         args = rows, weight, of_weight, None, call
         made = computed_before(Linear, *args) if compiling else None
         output = Linear.apply(*args, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input.shape[:-1])
+        output = with_leading_dims(output, input, enter, leave)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -197,12 +199,19 @@ def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
         )
 
 
-def with_leading_dims(rows: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return [M, N] as [*dims, N]; no view, as nobody else holds `rows`.
+def with_leading_dims(
+    rows: Tensor, like: Tensor, enter: SharedTokens | None, leave: SharedTokens | None
+) -> Tensor:
+    """Return [M, N] with the leading dims of `like` [..., K], as many as ranks share.
 
-    FSDP2 warns of modules that return views, and writing into them in place is restricted.
+    No view, as nobody else holds `rows`: FSDP2 warns of modules that return views, and writing into
+    them in place is restricted.
     """
-    shape = [*dims, rows.shape[-1]]
+    shape = [*like.shape[:-1], rows.shape[-1]]
+    if enter is not None:
+        shape[enter.dim] *= enter.ranks
+    if leave is not None:
+        shape[leave.dim] //= leave.ranks
     return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
@@ -240,8 +249,11 @@ class Call(NamedTuple):
     need_grad_weight: bool
     turned: bool = False
     """Whether the Parameter of held weights of experts lies as [E, K, N]."""
+    enter: SharedTokens | None = None
+    """Of an input of which each rank has its tokens, and which all multiply; else None."""
     leave: SharedTokens | None = None
-    """Of an output that is a sum over ranks, of which each keeps its tokens; else None."""
+    """Of an output that is a sum over ranks, of which each keeps its tokens; else None. Both only
+    where row data of what is gathered suffice."""
 
     def by_weight(
         self,
@@ -304,7 +316,7 @@ class Linear(torch.autograd.Function):
         """
         plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
         in_float8 = call.need_grad_weight and plan.grad_weight is not None
-        col, ends, scale = None, None, None
+        M, col, ends, scale = input.shape[0], None, None, None
         if plan.output is None:
             y = input @ weight.to(input.dtype).t()
         else:
@@ -312,13 +324,15 @@ class Linear(torch.autograd.Function):
                 other = None if plan.input_rows_suffice else "grad_weight"
                 row = operand_of("input", input, casts.input, other)
                 row = padded(row, casts.input.how.scaling_granularity, pad_rows=False)
+            elif call.enter is not None:
+                row, M = call.enter.cast(input, casts.input, traced=True), M * call.enter.ranks
             else:
                 # A compiler chooses what to keep: see `recast`.
                 now = in_float8 and plan.share_input and (offs is not None or not compiling)
                 x = quantize(input, casts.input, row=True, col=now, traced=True, offs=offs)
                 row, col, ends = x.row, x.col, x.ends
             b = of_weight.row(casts.weight)
-            shape = input.shape[0], weight.shape[-2]  # read here: torch.jit.trace follows sizes
+            shape = M, weight.shape[-2]  # read here: torch.jit.trace follows sizes
             y = call.by_weight(row, b, of_weight, offs, shape, input.dtype)
             scale = row.scale
             if of_weight.values is not None:  # whose columns are held, or backward casts them
@@ -333,6 +347,8 @@ class Linear(torch.autograd.Function):
             kept, scale = col
         elif call.need_grad_weight and isinstance(input, Float8Tensor):
             kept = input._data
+        elif call.need_grad_weight and call.enter is not None:
+            kept = row.data  # those of all ranks
         elif call.need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
@@ -373,25 +389,20 @@ class Linear(torch.autograd.Function):
         ):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
         call: Call = ctx.call
-        plan, casts, tokens = call.plan, call.casts, call.leave
+        plan, casts = call.plan, call.casts
         kept, scale, ends, offs, *of_weight = ctx.saved_tensors
         weight, dtype = Weight(*of_weight), grad_output.dtype
         row = call.need_grad_input and plan.grad_input is not None
         col = call.need_grad_weight and plan.grad_weight is not None
         shared = col and plan.share_grad_output
-        M, N = grad_output.shape
-        M, g = M if tokens is None else M * tokens.ranks, Quantized()
+        (M, N), g = grad_output.shape, Quantized()
         if offs is not None:
             grad_output = grad_output.contiguous()
-        if tokens is not None and plan.grad_output_rows_suffice:
-            whole, how = tokens.cast(grad_output, casts.grad_output), casts.grad_output.how
-            of_row = padded(whole, how.scaling_granularity, pad_rows=False)
-            g = Quantized(of_row, columns(whole, how) if shared else None)
-        else:
-            if tokens is not None:
-                grad_output = tokens.gather(grad_output)
-            if row or shared:
-                g = quantize(grad_output, casts.grad_output, row=row, col=shared, offs=offs)
+        if call.leave is not None:  # grad_output has the tokens of this rank, as the output had
+            of_row, M = call.leave.cast(grad_output, casts.grad_output), M * call.leave.ranks
+            g = Quantized(of_row, columns(of_row, casts.grad_output.how) if shared else None)
+        elif row or shared:
+            g = quantize(grad_output, casts.grad_output, row=row, col=shared, offs=offs)
 
         dx = dw = None
         if row:
@@ -399,6 +410,8 @@ class Linear(torch.autograd.Function):
             dx = call.by_weight(g.row, b, weight, offs, (M, call.in_features), dtype, columns=True)
         elif call.need_grad_input:
             dx = grad_output @ weight.values.to(dtype)
+        if dx is not None and call.enter is not None:
+            dx = call.enter.scatter(dx)  # while grad_weight is computed
         if col:
             if not shared:
                 g = quantize(grad_output, casts.grad_output_for_grad_weight, col=True, offs=offs)
@@ -409,6 +422,8 @@ class Linear(torch.autograd.Function):
         elif call.need_grad_weight:
             dw = grad_output.t() @ kept if offs is None else grouped_outer(grad_output, kept, offs)
             dw = dw.to(call.weight_dtype)
+        if dx is not None and call.enter is not None:
+            dx = arrived(dx)
         return dx, dw, None, None, None, None
 
     @staticmethod

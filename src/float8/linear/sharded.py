@@ -12,20 +12,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from float8.autograd import computed_before, once_differentiable, own
-from float8.linear.functional import (
-    apply_linear,
-    in_compute_dtype,
-    require_aligned,
-    with_leading_dims,
-)
+from float8.linear.functional import apply_linear, in_compute_dtype, require_aligned
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, dtensor_like
 from float8.tensor.float8_tensor import to_float8
-from float8.tensor.ranks import SharedTokens, all_have_some, arrived
+from float8.tensor.ranks import SharedTokens, all_have_some
 
 
 class Shards(NamedTuple):
@@ -90,29 +83,20 @@ def _colwise(
 ) -> Any:
     """Multiply all tokens by the rows of the weight that this rank has."""
     dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
-    (placement,), tokens = input.placements, None
+    (placement,), enter = input.placements, None
     if gathers and not placement.is_replicate():
-        if placement.is_shard() and not isinstance(input._local_tensor, Float8Tensor):
-            tokens = _shared_tokens(input, placement.dim)
-        if tokens is None:  # torch gathers, which knows of summands and of odd sizes
+        in_float8 = isinstance(input._local_tensor, Float8Tensor)
+        if placement.is_shard() and plan.input_rows_suffice and not in_float8:
+            enter = _shared_tokens(input, placement.dim)
+        if enter is None:  # torch gathers, which knows of summands and of odd sizes
             input = dtensor_in_float8(input, weight, plan, casts.input)
             input = input.redistribute(placements=[dtensors.Replicate()])
-    bias = None if bias is None else bias.to_local()
-    if tokens is None:
+    if enter is None:
         _require_placed(input, weight, dtensors.Replicate())
-        x = input.to_local(grad_placements=(dtensors.Partial(),))
         casts = _alike(casts, "input", "input_for_grad_weight")
-        y = apply_linear(x, local, bias, plan, casts)
-    else:
-        rows = in_compute_dtype(input.to_local(), local).reshape(-1, weight.shape[1])
-        cast = casts.input if plan.input_rows_suffice else None
-        if cast is None:
-            casts = _alike(casts, "input", "input_for_grad_weight")
-        made = (
-            computed_before(_Enter, rows, tokens, cast) if torch.compiler.is_compiling() else None
-        )
-        x = _Enter.apply(rows, tokens, cast, made)  # type: ignore[no-untyped-call]
-        y = with_leading_dims(apply_linear(x, local, bias, plan, casts), input.shape[:-1])
+    x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
+    bias = None if bias is None else bias.to_local()
+    y = apply_linear(x, local, bias, plan, casts, enter=enter)
     # Maybe shared unevenly: torch is told the shape.
     shape, strides = torch.Size([*y.shape[:-1], weight.shape[0]]), [1]
     for size in reversed(shape[1:]):
@@ -128,61 +112,30 @@ def _rowwise(
 ) -> Any:
     """Multiply the features that this rank has by the columns of the weight that it has."""
     dtensors: Any = torch.distributed.tensor
-    shape, x, tokens, to = input.shape, input.to_local(), None, dtensors.Partial()
+    dims, to, leave = input.dim(), None, None
     if tokens_dim is not None:
-        if not -len(shape) <= tokens_dim < len(shape):
+        if not -dims <= tokens_dim < dims:
             raise ValueError(
-                f"Float8Linear: got an input of {len(shape)} dims and an output to be sharded "
-                f"along dim {tokens_dim}, expected one of them; give the style another "
-                f"output_layouts"
+                f"Float8Linear: got an input of {dims} dims and an output to be sharded along dim "
+                f"{tokens_dim}, expected one of them; give the style another output_layouts"
             )
-        tokens = _shared_tokens(input, tokens_dim % len(shape))
-    _require_placed(input, weight, dtensors.Shard(len(shape) - 1))
-    # Gathered before it is cast, or whole here, grad_output has an amax that all ranks find alike.
-    if tokens is None or not plan.grad_output_rows_suffice:
+        to = dtensors.Shard(tokens_dim % dims)
+        if plan.grad_output_rows_suffice:
+            leave = _shared_tokens(input, to.dim)
+    _require_placed(input, weight, dtensors.Shard(dims - 1))
+    if leave is None:  # grad_output is whole here, with an amax that all ranks find alike
         casts = _alike(casts, "grad_output", "grad_output_for_grad_weight")
-    if tokens is None:
-        y = apply_linear(x, weight.to_local(), None, plan, casts)
-    else:
-        dims = list(shape[:-1])
-        dims[tokens.dim] //= tokens.ranks
-        rows = x.reshape(-1, x.shape[-1])
-        y = apply_linear(rows, weight.to_local(), None, plan, casts, leave=tokens)
-        y, to = with_leading_dims(y, dims), dtensors.Shard(tokens.dim)
-    output = dtensors.DTensor.from_local(y, weight.device_mesh, (to,), run_check=False)
+    y = apply_linear(input.to_local(), weight.to_local(), None, plan, casts, leave=leave)
+    placed = (dtensors.Partial() if leave is None else to,)
+    output = dtensors.DTensor.from_local(y, weight.device_mesh, placed, run_check=False)
+    if to is not None and leave is None:  # torch sums up, and gathers the gradient
+        output = output.redistribute(placements=(to,))
     if bias is None:
         return output
     if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
         # What the ranks' tokens say of the bias is summed in backward.
         bias = bias.redistribute(placements=bias.placements)
     return output + bias.to(output.dtype)
-
-
-class _Enter(torch.autograd.Function):
-    """Gather the tokens that ranks share; in backward sum up what each says of all."""
-
-    @staticmethod
-    def compute(x: Tensor, tokens: SharedTokens, cast: Cast | None) -> Any:
-        """Gather them as they are, or cast: data and scale."""
-        return tokens.gather(x) if cast is None else tokens.cast(x, cast, traced=True)
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tokens: SharedTokens, cast: Cast | None, computed: Any
-    ) -> Tensor:
-        """Return all rows, [R, K] of [R / ranks, K]; a `Float8Tensor` if they are cast."""
-        ctx.tokens = tokens
-        made: Any = _Enter.compute(x, tokens, cast) if computed is None else computed
-        if cast is None:
-            return own(made)
-        data, scale = made
-        return Float8Tensor(data, scale, x.dtype, cast.how.scaling_granularity)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the rows of this rank."""
-        return arrived(ctx.tokens.scatter(grad)), None, None, None
 
 
 def _require_placed(input: Any, weight: Any, expected: Any) -> None:
@@ -199,7 +152,7 @@ def _alike(casts: Casts, *roles: str) -> Casts:
 
 
 def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
-    """Return how ranks share a DTensor [..., C] along `dim`; None: unevenly, or no tokens."""
+    """Return how ranks share the tokens of a DTensor along `dim`; None: torch has to see to it."""
     mesh = x.device_mesh
     if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
         return None

@@ -202,9 +202,9 @@ def is_recording(weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    counts = dispatch_modes, pre_dispatch_modes
-    may_record = any(count is None or count() for count in counts)
-    return exporting or tracing or (may_record and records_ops()) or _is_capturing(weight)
+    known = dispatch_modes is not None and pre_dispatch_modes is not None
+    no_mode = known and not dispatch_modes() and not pre_dispatch_modes()
+    return exporting or tracing or (not no_mode and records_ops()) or _is_capturing(weight)
 
 
 def _is_capturing(weight: Tensor) -> bool:
