@@ -135,13 +135,13 @@ def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Qua
         weights, row, col = weights.transpose(1, 2), col, row
     E, R, C = weights.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
-    matrix, width = weights.contiguous().view(E * R, C), E * ceil128(R)
-    made = cast_groups(matrix, ends, how, row=row, col=col, width=width)
+    matrix, width = weights.contiguous().view(E * R, C), ceil128(R)
+    made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width)
     of_row = of_col = None
     if row:
         of_row = Operand(made.row.data.view(E, R, -1), made.row.scale.view(E, R))
     if col:  # those of each expert lie beside each other
-        data = made.col.data.view(-1, E, ceil128(R)).transpose(0, 1)
+        data = made.col.data.view(-1, E, width).transpose(0, 1)
         of_col = Operand(data[:, :C, : ceil16(R)], made.col.scale[:, :C])
     return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from float8.autograd import computed_before
-from float8.config import ConfigOrRecipe, Float8LinearConfig, Float8Weights, as_config
+from float8.config import ConfigOrRecipe, Float8Weights, as_config
 from float8.experts.gather import GatheredExperts
 from float8.formats import GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.linear.functional import Call, Linear, autocast_dtype
-from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.plan import EXPECTED, LinearPlan, plan_linear
 from float8.linear.weight import Weight
 
 
@@ -48,28 +48,12 @@ def grouped_linear(
         RuntimeError: the device has no such GEMM and `config.emulate` is False.
     """
     config = as_config("rowwise" if config is None else config, keep=False)
-    reason = no_grouped_gemm(config)
-    if reason is None and config.float8_weights is Float8Weights.HELD:
-        reason = "float8_weights=HELD, which belongs to a module that is converted"
-    if reason is not None:
-        raise ValueError(f"grouped_linear: got a config with {reason}, expected {EXPECTED}")
+    if config.float8_weights is Float8Weights.HELD:
+        raise ValueError(
+            f"grouped_linear: got a config with float8_weights=HELD, which belongs to a module "
+            f"that is converted, expected {EXPECTED}"
+        )
     return apply_grouped(input, weight, offs, plan_linear(config, grouped=True), config.emulate)
-
-
-EXPECTED = "the recipe 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', or casts like theirs"
-
-
-def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
-    """Name what a configuration asks for and no grouped GEMM does, or return None."""
-    if config.delayed_sites:
-        return "delayed scaling, whose histories are of one tensor"
-    if config.scales_by_blocks:
-        return "block scales, for which there is no grouped GEMM"
-    if not (config.runs_in_float8("output") and config.runs_in_float8("grad_input")):
-        return "the GEMM of output or grad_input in high precision"
-    if config.float8_weights is Float8Weights.ONLY:
-        return "float8_weights=ONLY"
-    return None
 
 
 def apply_grouped(
@@ -142,7 +126,7 @@ def _require(
             f"grouped_linear: got input, weight and offs on {input.device}, {weight.device} and "
             f"{offs.device}, expected one device"
         )
-    if not any_dims and any(dim % GEMM_ALIGNMENT for dim in weight.shape[1:]):
+    if not any_dims and (weight.shape[1] % GEMM_ALIGNMENT or weight.shape[2] % GEMM_ALIGNMENT):
         raise ValueError(
             f"grouped_linear: got weight of shape {tuple(weight.shape)}, expected N and K that are "
             f"multiples of {GEMM_ALIGNMENT}; leave these experts in high precision, or set "

@@ -22,10 +22,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from float8.config import CastSite, Float8LinearConfig
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
+from float8.experts.functional import apply_grouped
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
-from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.plan import EXPECTED, LinearPlan, no_grouped_gemm, plan_linear
 from float8.linear.source import (
     about_forward,
     class_like,

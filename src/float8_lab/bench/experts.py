@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from float8.config import Float8Weights
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
+from float8.experts.functional import apply_grouped
 from float8.gemm import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
-from float8.linear.plan import plan_linear
+from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
 from float8.linear.weight import Weight, hold
 from float8.quantize import quantize
 from float8_lab.bench.step import Results, Row, Step, check, compare
