@@ -135,11 +135,8 @@ class Float8Layer(StatefulLayer):
         for name in self._float8_state():
             del self._buffers[name]
         weight: Any = self._parameters.get("weight")
-        if (
-            "_float8_config" in vars(self)
-            and self._float8_keeps_no_master
-            and isinstance(weight, Float8Tensor)
-        ):
+        ours = "_float8_config" in vars(self) and self._float8_keeps_no_master
+        if ours and isinstance(weight, Float8Tensor):
             self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
 
     def _float8_become_high_precision(self) -> None:
@@ -296,13 +293,10 @@ def unsupported(
     linear_classes: Collection[type] = (),
     cls: type[Float8Linear] = Float8Linear,
 ) -> str | None:
-    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
+    """Say why `mod` cannot become a `cls` of this configuration, or return None.
 
-    Args:
-        mod: an `nn.Linear` of any subclass, converted or not.
-        config: the configuration.
-        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
-        cls: what it is to become: `Float8Linear`, or a subclass.
+    `mod` is an `nn.Linear` of any subclass, converted or not. `linear_classes`: subclasses of
+    `nn.Linear` whose forward may be replaced.
     """
     found = problem(mod, cls, config, linear_classes)
     return None if found is None else str(found)
@@ -314,6 +308,5 @@ def require_supported(
     """Raise what `unsupported` says."""
     if not isinstance(mod, nn.Linear | Float8Layer):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
-    found = problem(mod, Float8Linear, config, linear_classes)
-    if found is not None:
+    if found := problem(mod, Float8Linear, config, linear_classes):
         raise type(found)(f"Float8Linear: {found}")

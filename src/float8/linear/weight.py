@@ -105,29 +105,15 @@ def times_held(
     emulate: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply a tensor in float8 by a weight, of which float8 data are held.
+    """Multiply row data by data that are held of a weight, or that are cast here if it was written.
 
     A function of `a` and the weight, whichever is read, that writes nothing: so a compiler may
     order calls as it likes. A CUDA graph, which is replayed without this code, records the cast.
 
-    Args:
-        a: [M, K] float8, or [M, N] for `columns`.
-        a_scale: of `a`.
-        data: what is held: row data, or column data.
-        scale: of the data.
-        weight: the Parameter [N, K], or [E, N, K]; cast if the data are not of its values now. No
-            view: compiled code may turn it into another one, and then nothing tells of writes.
-        offs: [E] int32, where groups of rows end, for experts.
-        turned: whether the Parameter lies as [E, K, N].
-        rows: of the product.
-        features: its columns.
-        columns: whether column data are multiplied.
-        power_of_2: of the cast.
-        granularity_of_a: the value of a `ScalingGranularity`, as is the next.
-        granularity: of the weight.
-        use_fast_accum: as in `Gemm`, as is the next.
-        emulate: see there.
-        out_dtype: of the result, [rows, features].
+    `data` and `scale` are row data, or column data for `columns`. `weight` is the Parameter,
+    [N, K], or [E, N, K], or [E, K, N] if `turned`. It is no view: compiled code may turn that into
+    another one, and then nothing tells of writes. `offs`: as in `quantize`. Granularities are
+    values of `ScalingGranularity`. The result is [rows, features].
     """
     b = Operand(data, scale)
     if _is_capturing(weight) or not is_current(data, weight):
