@@ -17,13 +17,13 @@ from float8.config import CastSite, Float8Weights
 from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
 from float8.linear import Float8Layer, Float8Module
+from float8.linear.weight import can_be_held, hold
 from float8.parallel.ddp import require_no_join
 from float8.parallel.fsdp import precompute_scales, shard_amax
 from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize import scales_of
 from float8.scales import next_history_and_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
-from float8.tensor.held_weights import can_hold, hold
 from float8.tensor.ranks import amax_over
 from float8.untraced import untraced
 
@@ -204,7 +204,7 @@ def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | 
     if CastSite.WEIGHT in layer._float8_delayed:
         return "with delayed scaling"
     # The hooks of a weight that is gathered in float8 hold it.
-    if under_fsdp or weight.is_meta or can_hold(weight):
+    if under_fsdp or weight.is_meta or can_be_held(weight):
         return None
     return "under tensor parallel" if is_dtensor(weight) else f"a {type(weight).__name__}"
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
-from float8.experts.weight import cast_weights
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.quantize import Cast
+from float8.quantize import Cast, quantize
 from float8.tensor import Float8GatherWeight, Float8Tensor
 from float8.tensor.gather import Gather, padded_shard
 from float8.tensor.ranks import SharedTokens
@@ -63,7 +62,7 @@ class GatherExperts(Float8GatherWeight):
     ) -> tuple[tuple[Tensor, ...], Gather]:
         """Cast the shard, padded to `rows` experts, to what is sent."""
         shard, ranks = padded_shard(self.high_precision.to(dtype), rows), mesh.size()
-        data, scale = cast_weights(shard, Cast(self.spec), row=True).row
+        data, scale = quantize(shard, Cast(self.spec), row=True).row
         bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
         dim = 1 if shard.shape[1] != size[1] else 0
         if ranks > 1 and dim == 0 and rows * ranks == size[0]:

@@ -18,8 +18,9 @@ from torchtitan.tools.logging import logger
 
 from float8.config import Float8LinearConfig, as_config
 from float8.convert.choice import left_out
-from float8.experts import convert_experts, no_grouped_gemm, unsupported_experts
+from float8.experts import convert_experts, unsupported_experts
 from float8.linear import Float8Linear
+from float8.linear.plan import no_grouped_gemm
 from float8.parallel.fsdp import enable_float8_all_gather
 from float8.step import attach_to_optimizer
 

@@ -117,9 +117,10 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             and config.enable_fsdp_float8_all_gather
             and not others
         ):
-            kind = Float8GatherWeight if weight.dim() == 2 else GatherExperts
+            grouped = weight.dim() == 3
+            kind = GatherExperts if grouped else Float8GatherWeight
             # `.data`: no view that refers to the weight.
-            made[weight] = kind(weight.data, plan_linear(config).casts.weight.how)
+            made[weight] = kind(weight.data, plan_linear(config, grouped=grouped).casts.weight.how)
     _take_places(made, users)
 
 

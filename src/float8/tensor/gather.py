@@ -16,7 +16,6 @@ from float8.formats import HIGH_PRECISION_DTYPES
 from float8.quantize import Cast, quantize
 from float8.scales import UNKNOWN_SCALE, DelayedScale, Operand
 from float8.tensor.float8_tensor import Float8Tensor
-from float8.tensor.held_weights import PLAIN, stamp_of
 from float8.tensor.ranks import (
     all_ranks_have_some,
     amax_over,
@@ -65,7 +64,7 @@ class Float8GatherWeight(Wrapper):
     """It is rounded to before the cast; known from the first gather on, of views and copies, too:
     FSDP2 copies shards on some ranks only, and all must know the same."""
     _known: tuple[Any, Any] = None, None
-    """What was kept, and of which values: see `keep`."""
+    """The versions of some values, and what `keep` was given then."""
     _tensors_inside = ("_inner",)
     _context = ("spec",)
 
@@ -95,7 +94,7 @@ class Float8GatherWeight(Wrapper):
         values, old = high_precision(new), self._inner
         got, expected = (
             f"shape {tuple(x.shape)}, {x.dtype} on {x.device}"
-            if type(x) in PLAIN
+            if type(x) in (Tensor, nn.Parameter)
             else type(x).__name__
             for x in (values, old)
         )
@@ -165,14 +164,23 @@ class Float8GatherWeight(Wrapper):
 
         `weight`: this one, or the DTensor around it, which counts writes, too.
         """
-        self._known = made, (weight._version, *stamp_of(self.counted, self._inner))
+        self._known = self._versions(weight), made
 
     def known(self, weight: Any) -> Any:
-        """Return what was kept, or None if `weight`, as for `keep`, was written since."""
-        made, stamp = self._known
-        if made is None or stamp != (weight._version, *stamp_of(self.counted, self._inner)):
+        """Return what was kept since `weight`, this or the DTensor around it, was last written."""
+        versions, made = self._known
+        if made is None or versions != self._versions(weight):
             return None
         return made
+
+    def _versions(self, weight: Any) -> tuple[Any, ...]:
+        """Return what changes when `weight`, this or the DTensor around it, is written.
+
+        A DTensor counts the writes of ops on it and of compiled code; its shard those through
+        `to_local()`, and of ops that take lists, as an optimizer's.
+        """
+        inner = ((x._version, x.data_ptr(), x.stride()) for x in (self.counted, self._inner))
+        return weight._version, *inner
 
     # ---------------------------------------------------------------- the hooks of FSDP2
 
