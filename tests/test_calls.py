@@ -22,7 +22,7 @@ MOST = {  # of a forward, its backward and, where something follows it, an optim
     "rowwise": [40, 45],
     "blockwise": [40, 45],
     "held": [32, 20, 25],
-    "gather": [42, 23, 45],
+    "gather": [36, 18, 40],
     "tensor parallel": [90, 60],  # two layers
 }
 

@@ -4,12 +4,11 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from float8.experts.weight import HELD_GROUPED_GEMM
 from float8.gemm import GEMM_OPS
 from float8.kernels.grouped_matmul import GROUPED_GEMM
-from float8.linear.held_matmul import HELD_GEMM
+from float8.linear.weight import TIMES_HELD
 
-_KEPT = {*GEMM_OPS, GROUPED_GEMM, HELD_GEMM, HELD_GROUPED_GEMM}
+_KEPT = {*GEMM_OPS, GROUPED_GEMM, TIMES_HELD}
 
 
 def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

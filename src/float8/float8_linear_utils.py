@@ -5,11 +5,7 @@ from collections.abc import Callable, Collection
 from torch import nn
 
 from float8.config import ConfigOrRecipe, linear_requires_sync
-from float8.convert import (
-    ModuleFilter,
-    convert_to_float8_training,
-    swap_linear_with_float8_linear,
-)
+from float8.convert import ModuleFilter, convert_to_float8_training, swap_linear_with_float8_linear
 from float8.convert.choice import Chooser
 from float8.linear import Float8Layer
 from float8.step import sync_float8_amax_and_scale_history
@@ -28,36 +24,26 @@ __all__ = [
 
 
 def _auto_filter_for_recipe(recipe: ConfigOrRecipe, filter_fqns: Collection[str]) -> ModuleFilter:
-    """Return a `module_filter_fn` like the default, but without layers of some names.
+    """Return a filter like the default for this recipe, but for names that contain one of some.
 
-    Args:
-        recipe: of the conversion.
-        filter_fqns: layers stay in high precision if their names contain one of these.
-
-    Returns:
-        A function that takes no more than linear layers: it returns False for all else, also for
-        what is no module.
+    It takes linear layers alone: of all else, also what is no module, it returns False.
     """
     chooser = Chooser(nn.Identity(), recipe)
 
     def takes(mod: nn.Module, fqn: str) -> bool:
-        if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Module):
+        if any(part in fqn for part in filter_fqns) or not isinstance(mod, nn.Linear):
             return False
-        if isinstance(mod, Float8Layer):
-            return True
         choice = chooser.choose(mod, fqn)
-        return choice is not None and choice.reason is None
+        return isinstance(mod, Float8Layer) or (choice is not None and choice.reason is None)
 
     return takes
 
 
 def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
-    """Whether `_auto_filter_for_recipe("tensorwise", filter_fqns)` takes a layer."""
     return _auto_filter_for_recipe("tensorwise", filter_fqns)(mod, fqn)
 
 
 def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Collection[str]) -> bool:
-    """Whether `_auto_filter_for_recipe("rowwise", filter_fqns)` takes a layer."""
     return _auto_filter_for_recipe("rowwise", filter_fqns)(mod, fqn)
 
 
@@ -72,11 +58,7 @@ def swap_linear_layers(
     *,
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
-    """Replace each `nn.Linear` for which `module_filter_fn` returns True, in place.
-
-    Returns:
-        `module`; or, if it is itself such a layer, its replacement.
-    """
+    """Replace each `nn.Linear` that a filter takes, in place; return `module` or what it became."""
     new: dict[nn.Module, nn.Module] = {
         mod: from_float_func(mod)
         for fqn, mod in module.named_modules()

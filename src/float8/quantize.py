@@ -8,7 +8,8 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import CastConfig, Granularity
-from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
+from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT, ceil16, ceil128
+from float8.kernels.cast_groups import cast_groups
 from float8.scales import (
     UNKNOWN_SCALE,
     DelayedScale,
@@ -58,11 +59,13 @@ def quantize(
     after: Tensor | None = None,
     traced: bool = False,
     via: torch.dtype | None = None,
+    offs: Tensor | None = None,
 ) -> Quantized:
     """Cast `x` to float8.
 
     Args:
-        x: [R, C] float32, bfloat16 or float16, any strides.
+        x: [R, C] float32, bfloat16 or float16, any strides. Or [E, R, C], the weights of experts,
+            each under dynamic scales of its own: see `_cast_each`.
         cast: how.
         row: make row data.
         col: make column data.
@@ -73,6 +76,8 @@ def quantize(
             cast, which backward may do again. Without effect in eager mode.
         via: `x` is rounded to this dtype first, as autocast and FSDP2 round weights. Under one
             dynamic scale the kernel that casts does so.
+        offs: where groups of rows end, each under dynamic scales of its own: see
+            `kernels.cast_groups`, whose layouts the result has.
 
     Returns:
         Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
@@ -80,10 +85,15 @@ def quantize(
 
     Raises:
         TypeError: a dtype is not one of those above.
-        ValueError: `x` is not 2-D, no layout is asked for, or a state or a scale is given with
+        ValueError: `x` has other dims, no layout is asked for, or a state or a scale is given with
             finer scales.
     """
     how, state, record, reduce, scale = cast
+    if offs is not None:
+        groups = cast_groups(x, offs, how, row=row, col=col)
+        return Quantized(groups.row, groups.col, ends=groups.ends)
+    if x.dim() == 3:
+        return _cast_each(x.detach(), how, row=row, col=col)
     one_scale = how.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()
     if via is not None and (via is x.dtype or state is not None or not one_scale):
@@ -97,6 +107,31 @@ def quantize(
             traced=traced,
         )
     )  # fmt: skip
+
+
+def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Quantized:
+    """Cast the weights [E, N, K] of experts, each under scales of its own.
+
+    They are one matrix whose groups of rows are all of one size. Weights that lie as [E, K, N] are
+    read as they lie: their row data are the column data of that. If neither of the last dims is
+    contiguous they are copied.
+
+    Returns:
+        Row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
+    """
+    if transposed := weights.transpose(1, 2).is_contiguous():
+        weights, row, col = weights.transpose(1, 2), col, row
+    E, R, C = weights.shape
+    ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
+    matrix, width = weights.contiguous().view(E * R, C), ceil128(R)
+    made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width)
+    of_row = of_col = None
+    if row:
+        of_row = Operand(made.row.data.view(E, R, -1), made.row.scale.view(E, R))
+    if col:  # those of each expert lie beside each other
+        data = made.col.data.view(-1, E, width).transpose(0, 1)
+        of_col = Operand(data[:, :C, : ceil16(R)], made.col.scale[:, :C])
+    return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
 
 
 def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
@@ -165,20 +200,30 @@ def recast(x: Tensor, spec: CastConfig, scale: Tensor) -> Operand:
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Return row data as a cast pads them; the very same, if that is nothing."""
+    """Return row data [R, C] or [E, R, C] as a cast pads them; the very same, if that is nothing.
+
+    `pad_rows`: the rows of a matrix, too.
+    """
     data, scale = row
     to = (granularity.square and granularity.width) or GEMM_ALIGNMENT
-    bottom, right = -data.shape[0] % to if pad_rows else 0, -data.shape[1] % to
+    bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0
+    right = -data.shape[-1] % to
     if not bottom and not right:
         return row
-    bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
     if bottom and granularity.by_rows:
         scale = torch.nn.functional.pad(scale, (0, 0, 0, bottom), value=1.0)
-    return Operand(bytes_.view(data.dtype), scale)
+    return Operand(_with_zeros(data, right, bottom), scale)
+
+
+def _with_zeros(data: Tensor, right: int, bottom: int) -> Tensor:
+    bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
+    return bytes_.view(data.dtype)
 
 
 def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Operand:
-    """Return column data of row data [R, C] that were cast by `spec`; `after` as `kernels.cast`.
+    """Return column data of row data that were cast by `spec`; `after` as `kernels.cast`.
+
+    Row data are [R, C], or [E, N, K] of experts with scales [E, N, 1], alike under one scale each.
 
     Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
     columns have others: the values are cast again. With powers of two as scales that changes no
@@ -188,6 +233,11 @@ def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Oper
         ValueError: scales are of parts of rows, which no weight has.
     """
     granularity = spec.scaling_granularity
+    if granularity.one_scale and row.data.dim() == 3:
+        E, N, K = row.data.shape
+        matrix = _with_zeros(row.data, 0, -N % GEMM_ALIGNMENT).flatten(0, 1)
+        data = kernels.transpose_bytes(matrix, after=after)[:K].view(K, E, -1).transpose(0, 1)
+        return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
     if granularity.one_scale:
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:

@@ -141,6 +141,9 @@ class Quantized(NamedTuple):
     amax: Tensor | None = None
     """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
 
+    ends: Tensor | None = None
+    """[E] int32: where each group of rows ends in column data; None: there are no groups."""
+
 
 def check_scale(operand: Operand, granularity: Granularity) -> None:
     """Raise a `ValueError` if the scales of data [R, C] do not have the shape of a granularity.
@@ -168,4 +171,4 @@ def dequantised(
         scale = scale.repeat_interleave(granularity.width, dim=1)[:, : operand.data.shape[1]]
     if granularity.height not in (None, 1):
         scale = scale.repeat_interleave(granularity.height, dim=0)[: operand.data.shape[0]]
-    return operand.data.to(dtype) * scale.to(dtype)
+    return operand.data.to(dtype).mul_(scale.to(dtype))

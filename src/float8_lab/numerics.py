@@ -20,10 +20,9 @@ from float8 import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, Flo
 from float8.config import BASE_SITE, CAST_SITES, GEMM_OPERANDS, CastConfig
 from float8.convert.report import percent
 from float8.experts import Float8Experts, kind_of, weights_of
-from float8.experts.functional import no_grouped_gemm
 from float8.formats import E4M3, FLOAT8_MAX
-from float8.linear.functional import autocast_dtype, check_input
-from float8.linear.plan import Casts, plan_linear
+from float8.linear.functional import autocast_dtype, in_compute_dtype
+from float8.linear.plan import Casts, no_grouped_gemm, plan_linear
 from float8.quantize import Cast, quantize
 from float8.scales import dequantised
 
@@ -149,7 +148,7 @@ def _watch(
     probe = torch.tensor(-0.0, requires_grad=True)  # changes no bits of what it is added to
 
     def shown(name: str, layer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        x = check_input(args[0] if args else kwargs["input"], layer.weight)
+        x = in_compute_dtype(args[0] if args else kwargs["input"], layer.weight)
         if x.numel() == 0:
             return None
         needs = {"grad_input": x.requires_grad, "grad_weight": layer.weight.requires_grad}

@@ -98,7 +98,9 @@ def test_round_trips_byte_for_byte(
         load_float8_checkpoint(model, tmp_path / "a")
     assert model.lm_head.weight is model.embed.weight
     assert model.steps == 3
-    save_float8_checkpoint(model, tmp_path / "b", format, strategy=strategy, max_shard_size=100_000)
+    more = {"strategy": strategy, "max_shard_size": 100_000}
+    notes = save_float8_checkpoint(model, tmp_path / "b", format, **more)
+    assert all(note.as_trained and note.sqnr == float("inf") for note in notes)
     assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
     first, second = (dict(float8_weights(m, format, strategy=strategy)) for m in (trained, model))
     assert same(as_bytes(first.items()), as_bytes(second.items()))
@@ -343,17 +345,15 @@ def test_an_older_checkpoint_outlives_a_failure(
 
 
 def test_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
-    """A folder, or a file or link of the same name; what a link leads to stays."""
-    left, other = tmp_path / "new/.float8_checkpoint_unfinished", tmp_path / "other"
-    for folder in (left, other):
-        folder.mkdir(parents=True)
-        (folder / "model-00001.safetensors").touch()
-    for leave in (None, left.touch, partial(left.symlink_to, other)):
-        if leave is not None:
-            leave()
+    """A file, or a link of the same name; what a link leads to stays."""
+    left, other = tmp_path / "new/model-00001.safetensors.float8_unfinished", tmp_path / "other"
+    left.parent.mkdir()
+    other.touch()
+    for leave in (left.touch, partial(left.symlink_to, other)):
+        leave()
         save_float8_checkpoint(built("blockwise"), left.parent)
         assert len([*left.parent.iterdir()]) == 3
-    assert [*other.iterdir()]
+    assert other.read_bytes() == b""
 
 
 def test_older_files_that_cannot_be_removed_are_named(
@@ -632,6 +632,8 @@ def test_layers_in_high_precision_are_listed() -> None:
     assert quantization_config(model)["modules_to_not_convert"] == ["lm_head", "experts"]
     model.positions = nn.Parameter(torch.ones(1, 2, 32))  # no reason to leave out the whole model
     assert quantization_config(model)["modules_to_not_convert"] == ["lm_head", "experts"]
+    model.ffn.w1.adapters = nn.Parameter(torch.ones(2, 2, 2))
+    assert dict(float8_weights(model))["ffn.w1.weight"].dtype == torch.float8_e4m3fn
     everything = convert_to_float8_training(
         nn.Sequential(nn.Linear(32, 32)), module_filter_fn=all_linears
     )

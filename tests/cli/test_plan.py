@@ -16,6 +16,7 @@ from float8.convert.smallest import SMALLEST, WAITS_BELOW, too_small
 from float8_lab.bench.estimate import estimate, stored
 from float8_lab.bench.linear import LinearTimes, measure_linear
 from float8_lab.bench.shapes import Shape
+from float8_lab.cli import plan
 from float8_lab.cli.main import main
 from float8_lab.cli.plan import (
     WAITS_BELOW_MS,
@@ -259,7 +260,9 @@ def test_both_limits_of_the_cpu_are_those_of_one_layer() -> None:
     assert max(ms for large, ms in times if not large) < WAITS_BELOW_MS
 
 
-def test_what_was_measured_is_given_out_as_a_filter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_measured_is_given_out_as_a_filter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch.device("meta"):
         block = nn.ModuleDict({"wide": nn.Linear(512, 1024), "narrow": nn.Linear(512, 256)})
         other = nn.ModuleDict({"wide": nn.Linear(512, 256), "lm_head": nn.Linear(512, 1024)})
@@ -278,8 +281,12 @@ def test_what_was_measured_is_given_out_as_a_filter(capsys: pytest.CaptureFixtur
         takes = eval(code, {"re": re})
         gaining = [x for x in report.layers if x.out_features == 1024 and "head" not in x.fqn]
         assert [x for x in report.layers if takes(None, x.fqn.removeprefix("(root)"))] == gaining
-    assert main(["plan", "--model", "tiny", "--tokens", "32", "--device", "cpu"]) == 0
-    assert "\nmodule_filter_fn=lambda mod, fqn: re.sub(" in capsys.readouterr().out
+    words = ["plan", "--model", "tiny", "--tokens", "32", "--device", "cpu"]
+    for ms, told in ((0.5, True), (2.0, False)):
+        monkeypatch.setattr(plan, "measure_linear", lambda *_, ms=ms: LinearTimes(1.0, ms))
+        assert main(words) == 0
+        line = "\nmodule_filter_fn=lambda mod, fqn: re.sub("
+        assert (line in capsys.readouterr().out) == told
 
 
 @pytest.mark.gpu

@@ -68,9 +68,9 @@ def kept_bytes(compiled: nn.Module, x: Tensor) -> int:
     """Count what a checkpointed block keeps, besides parameters, their float8 data, its input."""
     x = x.detach().requires_grad_()
     compiled(x).sum().backward()  # compiles
-    held = (each.operand for y in compiled.modules() for each in getattr(y, "_float8_held", ()))
-    parts = [part for operand in held for part in (operand.row, operand.col)]
-    known = [x, *compiled.parameters(), *compiled.buffers(), *(t for part in parts for t in part)]
+    held = (each for y in compiled.modules() for each in getattr(y, "_float8_held", ()))
+    parts = [part for weight in held for part in weight[1:]]
+    known = [x, *compiled.parameters(), *compiled.buffers(), *parts]
     return saved_bytes(lambda: compiled(x), known)
 
 

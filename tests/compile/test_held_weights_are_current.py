@@ -19,7 +19,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
     update_float8_weights,
 )
-from float8.linear import held_matmul as held_module
+from float8.linear import weight as held_module
 from sqnr import same_bits, sqnr
 from support.configs import delayed, of_recipe, tensorwise
 from support.devices import on_devices
@@ -208,9 +208,7 @@ def test_what_is_held_is_saved_where_it_lies(device: str) -> None:
         with saved_tensors() as saved:
             outputs = [model(x) for x in inputs]
         theirs = {p.data_ptr() for p in model.parameters()}
-        theirs |= {
-            each.operand.col.data.data_ptr() for x in layers_of(model) for each in x._float8_held
-        }
+        theirs |= {each.col_data.data_ptr() for x in layers_of(model) for each in x._float8_held}
         ours = {x.data_ptr(): x.nbytes for x in saved if x.data_ptr() not in theirs}
         kept.append(sum(size for size in ours.values() if size > 1024))  # but for scales
         update_float8_weights(model)  # casts anew, elsewhere

@@ -16,9 +16,9 @@ from float8 import (
     grouped_linear,
     update_float8_weights,
 )
-from float8.experts.weight import hold_groups, product_with_held
 from float8.kernels.cast_groups import cast_groups
 from float8.linear.plan import plan_linear
+from float8.linear.weight import TIMES_HELD, hold
 from support.configs import of_recipe
 from support.microbatches import with_weights
 from support.models import FeedForward, seeded
@@ -90,14 +90,14 @@ def test_layers(recipe: str) -> None:
 @pytest.mark.parametrize("columns", [False, True])
 def test_held_weights_of_experts(columns: bool) -> None:
     plan, weight = plan_linear(of_recipe("rowwise"), grouped=True), seeded(0, 4, 96, 64)
-    cast = plan.casts.weight
-    made = hold_groups(weight, weight, cast).operand
-    held = made.col if columns else made.row
+    held = hold(weight, plan.casts.weight)
     x = seeded(1, 40, 96 if columns else 64)
-    a = cast_groups(x, OFFS, cast.how, row=True, col=False).row
+    a = cast_groups(x, OFFS, plan.casts.input.how, row=True, col=False).row
+    b = (held.col_data, held.col_scale) if columns else (held.row_data, held.row_scale)
 
     def run() -> Tensor:
-        gemm: Any = plan.output
-        return product_with_held(a, weight, held, False, OFFS, cast, columns, gemm, torch.float32)
+        of = "axiswise", "axiswise", False, False
+        shape = 40, 64 if columns else 96
+        return TIMES_HELD(*a, *b, weight, OFFS, False, *shape, columns, True, *of, torch.float32)
 
     assert counted(run) == ONE

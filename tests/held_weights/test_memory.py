@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8 import Float8Weights, attach_to_optimizer, convert_to_float8_training
-from float8.tensor.held_weights import Float8Module
+from float8.linear import Float8Module
 from support.configs import of_recipe
 from support.microbatches import HELD, ON_THE_FLY, with_weights
 from support.models import seeded
@@ -72,8 +72,7 @@ class Training:
 
     def held(self) -> list[Tensor]:
         modules = (mod for mod in self.model.modules() if isinstance(mod, Float8Module))
-        operands = [each.operand for mod in modules for each in mod._float8_held]
-        return [x for operand in operands for x in (*operand.row, *operand.col)]
+        return [x for mod in modules for each in mod._float8_held for x in each[1:]]
 
 
 @pytest.mark.parametrize("mode", ["eager", "checkpointed", "compiled"])

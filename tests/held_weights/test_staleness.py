@@ -292,7 +292,7 @@ def test_a_graph_keeps_column_data_alone() -> None:
     """So row data end with the next update, and backward reads what forward did."""
     model, plain, x = held_model(), model_of(), seeded(0, *SHAPE)
     y, expected = model(x), plain(x)
-    row = weakref.ref(model.w1._float8_held[0].operand.row.data)
+    row = weakref.ref(model.w1._float8_held[0].row_data)
     update_float8_weights(model)
     assert row() is None
     y.sum().backward()

@@ -13,14 +13,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from float8 import kernels
 from float8.config import CastConfig
-from float8.experts.weight import hold_groups
 from float8.kernels.amax import amax_reference
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
+from float8.linear import weight as held_weights
+from float8.linear.weight import hold
 from float8.quantize import Cast
 from float8.scales import amax_to_scale
-from float8.tensor import held_weights
-from float8.tensor.held_weights import hold
 from kernels.float8_codes import FORMATS, same_bytes
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -65,18 +64,22 @@ def of_transpose(device: str) -> Args:
     yield data, torch.ones((), device=device)
 
 
-def of_held_matmul(device: str) -> Args:
-    weight = torch.nn.Parameter(torch.randn(32, 48, device=device))
-    kept = hold(weight, Cast(CastConfig(target_dtype=E4M3)))
-    for current, columns in itertools.product((False, True), repeat=2):
-        part = kept.operand.col if columns else kept.operand.row
-        a = torch.randn(16, part.data.shape[1], device=device).to(E4M3)
-        # opcheck copies the weight, which has another address then.
-        with mock.patch.object(held_weights, "is_current", return_value=current):
-            yield (
-                a, torch.ones_like(part.scale), *part, weight.detach(), 16, part.data.shape[0],
-                columns, False, "tensorwise", "tensorwise", False, False, torch.bfloat16,
-            )  # fmt: skip
+def of_times_held(device: str) -> Args:
+    for experts in ((), (3,)):
+        weight = torch.nn.Parameter(torch.randn(*experts, 32, 48, device=device))
+        kept = hold(weight, Cast(CastConfig(target_dtype=E4M3)))
+        offs = of_groups(device)[2] if experts else None
+        for current, columns in itertools.product((False, True), repeat=2):
+            data = kept.col_data if columns else kept.row_data
+            scale = kept.col_scale if columns else kept.row_scale
+            a = torch.randn(40, data.shape[-1], device=device).to(E4M3)
+            of_a = torch.ones(40 if experts else (), device=device)
+            # opcheck copies the weight, which has another address then.
+            with mock.patch.object(held_weights, "is_current", return_value=current):
+                yield (
+                    a, of_a, data, scale, weight.detach(), offs, False, 40, data.shape[-2], columns,
+                    False, "tensorwise", "tensorwise", False, bool(experts), torch.bfloat16,
+                )  # fmt: skip
 
 
 def of_matmul(device: str) -> Args:
@@ -115,20 +118,6 @@ def of_grouped_matmul(device: str) -> Args:
     yield *a.col, *b.col, a.ends, *how, torch.bfloat16
 
 
-def of_held_grouped_matmul(device: str) -> Args:
-    weight = torch.nn.Parameter(torch.randn(3, 32, 48, device=device))
-    kept = hold_groups(weight, weight, Cast(CastConfig(target_dtype=E4M3)))
-    offs = of_groups(device)[2]
-    for current, columns in itertools.product((False, True), repeat=2):
-        part = kept.operand.col if columns else kept.operand.row
-        a = torch.randn(40, part.data.shape[2], device=device).to(E4M3)
-        with mock.patch.object(held_weights, "is_current", return_value=current):
-            yield (
-                a, torch.ones(40, device=device), *part, weight.detach(), False, offs, columns,
-                True, False, False, True, torch.bfloat16,
-            )  # fmt: skip
-
-
 ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "amax": of_amax,
     "cast": of_cast,
@@ -136,9 +125,8 @@ ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "cast_groups": of_cast_groups,
     "grouped_matmul": of_grouped_matmul,
     "grouped_outer": lambda device: iter([of_groups(device)]),
-    "held_grouped_matmul": of_held_grouped_matmul,
-    "held_matmul": of_held_matmul,
     "matmul": of_matmul,
+    "times_held": of_times_held,
     "transpose": of_transpose,
 }
 EVERY_OP = pytest.mark.parametrize("name", sorted(vars(ops.cpu)))

@@ -18,7 +18,7 @@ from float8.checkpoints import (
     save_float8_checkpoint,
 )
 from float8.experts import Float8Experts
-from float8.experts.weight import cast_weights
+from float8.quantize import quantize
 from support.ranks import on
 from support.sharded import Traffic, convert, here, mesh_of, whole
 
@@ -104,7 +104,7 @@ def test_bytes_are_those_that_training_multiplies(recipe: str, tmp_path: Path) -
     experts: Any = model.get_submodule("model.layers.1.mlp.experts")
     for own, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
         cast = experts._float8_plan.casts.weight
-        row = cast_weights(getattr(experts, own), cast, row=True).row
+        row = quantize(getattr(experts, own), cast, row=True).row
         for expert in range(4):
             each = [f"model.layers.1.block_sparse_moe.experts.{expert}.{n}.weight" for n in names]
             data = torch.cat([tensors[name] for name in each])

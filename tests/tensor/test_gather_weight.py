@@ -168,6 +168,18 @@ def test_views_in_inference_mode_are_as_torch_makes_them(how: str) -> None:
     assert torch.equal(high_precision(view), 2 * expected)
 
 
+@pytest.mark.parametrize("how", ["to", "contiguous", "clone"])
+def test_copies_in_inference_mode_are_apart(how: str) -> None:
+    """Nobody has taken compound ops apart there."""
+    x = weight()
+    with torch.inference_mode():
+        copied = COPIES[how](x)
+        assert torch.equal(high_precision(copied), COPIES[how](seeded(0, 6, 4)))
+        copied.mul_(2)
+    assert type(copied) is Float8GatherWeight
+    assert torch.equal(x.high_precision, seeded(0, 6, 4))
+
+
 def test_another_dtype_has_the_spec_but_not_the_scale() -> None:
     x = weight(scale=0.5)
     x.gather_in(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that takes the place of an older one, which goes when all are there."""
+"""The files of a checkpoint: those that are read, and new ones that take their place."""
 
 import contextlib
 import json
@@ -6,97 +6,224 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from float8.checkpoints.reading import CONFIG, INDEX
+from float8.checkpoints.layouts import layout_of
+from float8.formats import E4M3, E5M2, FLOAT8_MAX
 
-_UNFINISHED = ".float8_checkpoint_unfinished"
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+
+
+def import_safetensors() -> Any:
+    """Return the package safetensors, which only checkpoints need."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("safetensors: got no such package; pip install safetensors") from error
+    return safetensors
+
+
+# ---------------------------------------------------------------- read
+
+
+class Checkpoint:
+    """The safetensors files of a folder, each opened once; raises as `read_float8_checkpoint`."""
+
+    def __init__(self, folder: Path, device: Any = "cpu") -> None:
+        self.layout = layout_of(_read_json(folder / CONFIG).get("quantization_config"))
+        listed = _read_index(folder / INDEX) if (folder / INDEX).exists() else {}
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(listed or folder.glob("*.safetensors")):
+            file = _opened(path, device)
+            there = {*file.keys()}
+            if missing := listed.get(path, there) - there:
+                raise ValueError(f"{path}: got no {min(missing)!r}, which the index says is in it")
+            there = listed.get(path, there)
+            if twice := there & self._file_of.keys():
+                raise ValueError(
+                    f"{folder}: got {min(twice)!r} in two files and no index, expected it in one; "
+                    f"remove the files that are not of this checkpoint"
+                )
+            self._file_of |= dict.fromkeys(there, file)
+        if not self._file_of:
+            raise FileNotFoundError(f"{folder}: got no tensors, expected safetensors files")
+        self.in_float8, suffix = set[str](), self.layout.scale_suffix
+        for name in self._file_of:
+            weight: Any = self.described(name)
+            scale = self.described(name + suffix)
+            if scale is not None or weight[0] in FLOAT8_MAX:
+                self.layout.require_pair(name, weight, scale)
+                self.in_float8.add(name)
+        others = self._file_of.keys() - {name + suffix for name in self.in_float8}
+        self.names = sorted(name for name in others if not name.endswith(_OF_ACTIVATIONS))
+
+    def described(self, name: str) -> tuple[Any, tuple[int, ...]] | None:
+        """Return dtype and shape of a tensor, of the header alone; None: it is not there."""
+        if name not in self._file_of:
+            return None
+        header = self._file_of[name].get_slice(name)
+        dtype = header.get_dtype()
+        return _DTYPES.get(dtype, dtype), tuple(header.get_shape())
+
+    def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return a tensor; a weight in float8 as a `Float8Tensor` that stands for `dtype`."""
+        data: Tensor = self._file_of[name].get_tensor(name)
+        if name not in self.in_float8:
+            return data
+        scale_name = name + self.layout.scale_suffix
+        scale = self._file_of[scale_name].get_tensor(scale_name)
+        return self.layout.weight(data, scale, dtype)
+
+
+_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
+"""The ends of names of scales of activations and caches, which are of no use here."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
+_DTYPES |= {"F16": torch.float16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
+"""Names that safetensors gives to dtypes of numbers with a point; others stay names."""
+
+
+def _opened(path: Path, device: Any) -> Any:
+    safetensors = import_safetensors()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: the index names this file, and it is not there")
+    try:
+        return safetensors.safe_open(path, "pt", str(device))
+    except safetensors.SafetensorError as error:
+        got = f"a file that is cut or damaged ({error})"
+        raise ValueError(f"{path}: got {got}, expected a whole one; fetch it again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, in which no name is twice: the last would win."""
+
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name, count in Counter(name for name, _ in pairs).items():
+            if count > 1:
+                raise ValueError(f"{name!r} twice")
+        return dict(pairs)
+
+    try:
+        found = json.loads(path.read_bytes(), object_pairs_hook=each_once)
+        if isinstance(found, dict):
+            return found
+        raise ValueError(f"a {type(found).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: got {error}, expected an object of JSON with each name once; fetch it again"
+        ) from error
+
+
+def _read_index(index: Path) -> dict[Path, set[str]]:
+    """Return the names of the tensors in each file, all of them in the folder of the index."""
+    found = _read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{index}: got no weight_map of names and files; fetch it again")
+    names: dict[Path, set[str]] = {}
+    for name, file in found.items():
+        path = PurePath(file if isinstance(file, str) else "")
+        if not path.parts or path.is_absolute() or ".." in path.parts:
+            raise ValueError(
+                f"{index}: got {file!r} as the file of {name!r}, expected one in this folder; "
+                f"fetch the checkpoint again, from somebody you trust"
+            )
+        names.setdefault(index.parent / path, set()).add(name)
+    return names
+
+
+# ---------------------------------------------------------------- written
+
+
+_UNFINISHED = ".float8_unfinished"
+"""The end of the names of files that are not in their place yet."""
+
 _SHARDS = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors")
 """Names that files with weights of an older model have, by this library or transformers."""
 
 
 class NewFiles:
-    """Files that are written beside those in a folder, and then put in their place."""
+    """Files that are written beside those in a folder, and then put in their place.
 
-    def __init__(self, folder: Path, save: Callable[..., None]) -> None:
-        self._folder, self._new, self._save = folder, folder / _UNFINISHED, save
-        self._file_of: dict[str, str] = {}
-        taken = {path.name for path in folder.iterdir()}
+    Shards get names that are free, so an older checkpoint is whole until the index is replaced.
+    """
+
+    def __init__(self, folder: Path, max_shard_size: int) -> None:
+        self._folder, self._max, self._size, self._total = folder, max_shard_size, 0, 0
+        there = {path.name: path for path in folder.iterdir()}
+        shards = (path for name, path in there.items() if _SHARDS.fullmatch(name))
+        self._older = [path for path in shards if not path.is_dir()]
         names = (f"model-{number:05d}.safetensors" for number in range(1, 100_000))
-        self._free = (name for name in names if name not in taken)
+        self._free = (name for name in names if name not in there)
+        self._file_of: dict[str, str] = {}
+        self._shard: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
 
     @classmethod
     @contextlib.contextmanager
-    def beside(cls, folder: Path, save: Callable[..., None]) -> Iterator["NewFiles"]:
-        """Give new files for a folder; at the end remove what is unfinished, also of a crash.
+    def beside(cls, folder: Path, max_shard_size: int) -> Iterator["NewFiles"]:
+        """Give new files for a folder; remove what is unfinished at the end, and of a crash."""
 
-        Shards get names that are free, so an older checkpoint is whole until the index is replaced.
+        def clear() -> None:
+            for path in folder.glob(f"*{_UNFINISHED}"):
+                path.unlink()
 
-        Args:
-            folder: the folder of the checkpoint; made if it does not exist.
-            save: `safetensors.torch.save_file`.
-        """
-        new, was_there = folder / _UNFINISHED, folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            if new.is_dir() and not new.is_symlink():
-                shutil.rmtree(new)
-            new.unlink(missing_ok=True)
-            new.mkdir()
-            yield cls(folder, save)
+            clear()
+            yield cls(folder, max_shard_size)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
-            if not was_there:
-                with contextlib.suppress(OSError):  # the folder has files
-                    folder.rmdir()
+            clear()
 
-    def add(self, shard: dict[str, Tensor]) -> None:
-        """Write one more file of tensors, by their names."""
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Add tensors by their names, to one file."""
+        size = sum(x.nbytes for x in tensors.values())
+        if self._shard and self._size + size > self._max:
+            self._write()
+        self._size, self._total = self._size + size, self._total + size
+        for name, x in tensors.items():
+            x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            if (storage := x.untyped_storage().data_ptr()) in self._storages:
+                x = x.clone()  # safetensors refuses two views of one memory
+            self._shard[name] = x
+            self._storages.add(storage)
+
+    def _write(self) -> None:
+        """Write a file of the tensors that were added last."""
         name = next(self._free)
-        self._save(shard, self._new / name, metadata={"format": "pt"})
-        _to_disk(self._new / name)
-        self._file_of |= dict.fromkeys(shard, name)
+        path = self._new(name)
+        import_safetensors().torch.save_file(self._shard, path, metadata={"format": "pt"})
+        _to_disk(path)
+        self._file_of |= dict.fromkeys(self._shard, name)
+        self._shard, self._storages, self._size = {}, set(), 0
 
-    def replace(self, total_size: int, config: str) -> None:
-        """Put the files in the place of those of an older model; if that fails, these stay.
+    def _new(self, name: str) -> Path:
+        return self._folder / f"{name}{_UNFINISHED}"
 
-        Args:
-            total_size: bytes of all tensors.
-            config: what `config.json` says.
-        """
-        index = {"metadata": {"total_size": total_size}, "weight_map": self._file_of}
+    def replace(self, config: str) -> None:
+        """Put the files in the place of those of an older model; if that fails, these stay."""
+        self._write()
+        index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
         for name, text in ((INDEX, json.dumps(index, indent=2)), (CONFIG, config)):
-            (self._new / name).write_text(text, encoding="utf-8")
-            _to_disk(self._new / name)
-        older = [
-            path
-            for path in self._folder.iterdir()
-            if _SHARDS.fullmatch(path.name) and not path.is_dir()
-        ]
-        shards, index_path = sorted({*self._file_of.values()}), self._folder / INDEX
-        kept = self._new / "older"
-        if index_path.exists():
-            shutil.copy2(index_path, kept)
-        replaced = False
-        try:
-            for name in shards:
-                (self._new / name).replace(self._folder / name)
-            (self._new / INDEX).replace(index_path)
-            replaced = True
-            (self._new / CONFIG).replace(self._folder / CONFIG)
-        except BaseException:
-            if replaced and kept.exists():
-                kept.replace(index_path)
-            elif replaced:
-                index_path.unlink()
-            for name in shards:
-                (self._folder / name).unlink(missing_ok=True)
-            raise
+            self._new(name).write_text(text, encoding="utf-8")
+            _to_disk(self._new(name))
+        with contextlib.ExitStack() as undo:
+            for name in (*sorted({*self._file_of.values()}), INDEX, CONFIG):
+                path, kept = self._folder / name, self._new(f"older {name}")
+                if path.exists():
+                    shutil.copy2(path, kept)
+                    undo.callback(kept.replace, path)
+                else:
+                    undo.callback(path.unlink, missing_ok=True)
+                self._new(name).replace(path)
+            undo.pop_all()
         left = []
-        for path in older:
+        for path in self._older:
             try:
                 path.unlink()
             except OSError as error:  # no reason to fail: the new model stands

@@ -3,7 +3,7 @@
 In all of them a weight [N, K] is e4m3 bytes with decode scales beside it, `x ~= data * scale`, as
 in this library; they differ in what a scale covers, and in names.
 
-| format | scale beside `weight` | its shape |
+| format, strategy | scale beside `weight` | its shape |
 |---|---|---|
 | `fine-grained-fp8`, `block` | `weight_scale_inv` | [ceil(N / 128), ceil(K / 128)] |
 | `fine-grained-fp8`, `tensor` | `weight_scale_inv` | [] |
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from float8.config import ScalingGranularity
 from float8.formats import E4M3
+from float8.scales import Operand, dequantised
 from float8.tensor import Float8Tensor
 
+FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,14 +30,11 @@ class Layout(NamedTuple):
     """How each weight in float8 lies in a checkpoint."""
 
     format: str
-    """`fine-grained-fp8` or `compressed-tensors`."""
-
+    strategy: str
     granularity: ScalingGranularity
 
-    @property
-    def method(self) -> str:
-        """The `quant_method` of a `quantization_config`."""
-        return "fp8" if self.format == FINE_GRAINED else self.format
+    recipe: str
+    """The recipe that multiplies the bytes as they are."""
 
     @property
     def scale_suffix(self) -> str:
@@ -44,23 +43,37 @@ class Layout(NamedTuple):
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight [N, K]."""
+        if self.granularity.one_scale:
+            return () if self.format == FINE_GRAINED else (1,)
         N, K = shape
-        if self.granularity is ScalingGranularity.BLOCK_128x128:
-            return -(-N // 128), -(-K // 128)
-        if self.granularity is ScalingGranularity.AXISWISE:
-            return N, 1
-        return () if self.format == FINE_GRAINED else (1,)
+        return (-(-N // 128), -(-K // 128)) if self.granularity.by_blocks else (N, 1)
+
+    def require_pair(self, name: str, weight: Any, scale: Any) -> None:
+        """Raise a `ValueError` unless a weight of this name and its scale fit this layout.
+
+        Of each its dtype and shape are given; None for `scale`: there is none.
+        """
+        (dtype, shape), scale_name = weight, name + self.scale_suffix
+        kind, size = scale or (None, None)
+        right = [self.scale_shape(shape)] if len(shape) == 2 else []
+        right += [(), (1,), (1, 1)] if self.granularity.one_scale else []
+        if dtype != E4M3:
+            got, expected = f"dtype {dtype}", f"{E4M3}"
+        elif len(shape) != 2:
+            got, expected = f"float8 of shape {shape}", "two dims"
+        elif scale is None:
+            got, expected = f"float8 without {scale_name}", "a scale for it"
+        elif kind not in SCALE_DTYPES:
+            name, got, expected = scale_name, f"dtype {kind}", f"one of {SCALE_DTYPES}"
+        elif size not in right:
+            name, got = scale_name, f"shape {size} for a weight of shape {shape}"
+            expected = f"{right[0]} under {self.granularity}"
+        else:
+            return
+        raise ValueError(f"{name}: got {got}, expected {expected}")
 
     def weight(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """Return published bytes [N, K] and scales as a tensor of this library.
-
-        Nothing is rounded: bytes stay, scales become float32.
-
-        Args:
-            data: e4m3.
-            scale: `scale_shape`, one of `SCALE_DTYPES`.
-            dtype: that of the values that it stands for.
-        """
+        """Return published bytes [N, K] and scales, not rounded, as a tensor of `dtype`."""
         scale = scale.detach().to(torch.float32)
         if self.granularity.one_scale:
             scale = scale.reshape(())
@@ -68,43 +81,42 @@ class Layout(NamedTuple):
             scale = F.pad(scale, (0, -scale.shape[1] % 4))
         return Float8Tensor(data.detach().contiguous(), scale.contiguous(), dtype, self.granularity)
 
-    def published(
-        self, weight: Float8Tensor, scale_dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
-        """Return bytes and scales as they are published; `weight` has this granularity.
+    def published(self, weight: Float8Tensor) -> tuple[Tensor, Tensor]:
+        """Return bytes and float32 scales as they are published; `weight` has this granularity."""
+        shape, scale = self.scale_shape(tuple(weight.shape)), weight._scale
+        scale = scale.reshape(shape) if self.granularity.one_scale else scale[:, : shape[1]]
+        return weight._data, scale.clone(memory_format=torch.contiguous_format)
 
-        Raises:
-            ValueError: a scale is no number of `scale_dtype`.
-        """
-        shape = self.scale_shape(tuple(weight.shape))
-        one = self.granularity.one_scale
-        scale = weight._scale.reshape(shape) if one else weight._scale[:, : shape[1]]
-        stored = scale.to(scale_dtype)
-        if scale_dtype != torch.float32 and not torch.equal(stored.to(torch.float32), scale):
-            raise ValueError(
-                f"scale_dtype: got {scale_dtype}, expected torch.float32: it would round the "
-                f"scales, and so change all values"
-            )
-        return weight._data, stored.clone(memory_format=torch.contiguous_format)
+    def config(self, left_out: list[str]) -> dict[str, Any]:
+        """Return the `quantization_config`; `left_out`: names of layers in high precision."""
+        by_tensor = self.granularity.one_scale
+        if self.format == FINE_GRAINED:
+            how = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+            blocks = {"weight_block_size": None if by_tensor else [128, 128]}
+            return {"quant_method": "fp8", **how, **blocks, "modules_to_not_convert": left_out}
+        common = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = common | {"strategy": self.strategy, "dynamic": False}
+        inputs = common | {"strategy": "tensor" if by_tensor else "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        how = {"format": "float-quantized", "quantization_status": "compressed"}
+        groups = {"config_groups": {"group_0": group}}
+        return {"quant_method": COMPRESSED, **how, **groups, "ignore": left_out}
 
 
-FINE_GRAINED, COMPRESSED = "fine-grained-fp8", "compressed-tensors"
-
-LAYOUTS: dict[tuple[str, str], Layout] = {
-    (FINE_GRAINED, "block"): Layout(FINE_GRAINED, ScalingGranularity.BLOCK_128x128),
-    (FINE_GRAINED, "tensor"): Layout(FINE_GRAINED, ScalingGranularity.TENSORWISE),
-    (COMPRESSED, "channel"): Layout(COMPRESSED, ScalingGranularity.AXISWISE),
-    (COMPRESSED, "tensor"): Layout(COMPRESSED, ScalingGranularity.TENSORWISE),
+LAYOUTS = {
+    (each.format, each.strategy): each
+    for each in (
+        Layout(FINE_GRAINED, "block", ScalingGranularity.BLOCK_128x128, "blockwise"),
+        Layout(FINE_GRAINED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+        Layout(COMPRESSED, "channel", ScalingGranularity.AXISWISE, "rowwise"),
+        Layout(COMPRESSED, "tensor", ScalingGranularity.TENSORWISE, "tensorwise"),
+    )
 }
 """All that can be read and written, by format and strategy."""
 
 
 def layout_named(format: str, strategy: str | None) -> Layout:
-    """Return the layout of a format and a strategy; None: the first of that format.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the layout of a format and a strategy; None: the first of that format."""
     for (of, name), layout in LAYOUTS.items():
         if of == format and strategy in (None, name):
             return layout
@@ -113,91 +125,52 @@ def layout_named(format: str, strategy: str | None) -> Layout:
 
 
 def layout_of(config: Any) -> Layout:
-    """Return the layout that a `quantization_config` describes.
+    """Return the layout that the `quantization_config` of a `config.json` describes."""
+    config = _object(config)
+    method, said = config.get("quant_method"), list[tuple[str, Any, list[Any]]]()
+    if method == "fp8":
+        blocks = config.get("weight_block_size")
+        key = FINE_GRAINED, "tensor" if blocks is None else "block"
+        wanted = {"weight_block_size": [128, 128], "scale_fmt": "float", "fmt": "e4m3"}
+        wanted |= {"expert_dtype": "fp8"}
+        said = [(f"[{name!r}]", config.get(name), [x, None]) for name, x in wanted.items()]
+    elif method == COMPRESSED:
+        groups = _object(config.get("config_groups"))
+        if len(groups) != 1:
+            raise _unknown("", f"groups {[*groups]}", "one group: all weights in one layout")
+        (group,) = map(_object, groups.values())
+        weights = _object(group.get("weights"))
+        key = COMPRESSED, weights.get("strategy", "")
+        said = [
+            (": weights['type']", weights.get("type"), ["float"]),
+            (": weights['num_bits']", weights.get("num_bits"), [8]),
+            (": weights['symmetric']", weights.get("symmetric", True), [True]),
+            (": weights['strategy']", weights.get("strategy"), ["channel", "tensor"]),
+            (": targets", group.get("targets"), [["Linear"]]),
+        ]
+    else:
+        raise _unknown("", f"quant_method {method!r}", f"'fp8' or {COMPRESSED!r} in float8")
+    for what, got, right in said:
+        if got not in right:
+            expected = " or ".join(repr(each) for each in right if each is not None)
+            raise _unknown(what, repr(got), expected)
+    return LAYOUTS[key]
 
-    Raises:
-        ValueError: it is none of the layouts above.
-    """
-    got = config.get("quant_method") if isinstance(config, dict) else None
-    if got == "fp8":
-        return _fine_grained(config)
-    if got == "compressed-tensors":
-        return _compressed(config)
-    raise ValueError(
-        f"quantization_config: got quant_method {got!r}, expected 'fp8' (128x128 blocks) or "
-        f"'compressed-tensors' (float8); load it with transformers, dequantised, instead"
+
+def _object(x: Any) -> dict[str, Any]:
+    """Return an object of JSON; of anything else, such as the name of a preset, an empty one."""
+    return x if isinstance(x, dict) else {}
+
+
+def _unknown(what: str, got: str, expected: str) -> ValueError:
+    return ValueError(
+        f"quantization_config{what}: got {got}, expected {expected}; load it with transformers, "
+        f"dequantised, instead"
     )
 
 
-def _fine_grained(config: dict[str, Any]) -> Layout:
-    blocks = config.get("weight_block_size")
-    blocks = (*blocks,) if isinstance(blocks, list | tuple) else blocks
-    for name, value, wanted in (
-        ("weight_block_size", blocks, [(128, 128), None]),
-        ("scale_fmt", config.get("scale_fmt", "float"), ["float", None]),
-        ("fmt", config.get("fmt", "e4m3"), ["e4m3", None]),
-        ("expert_dtype", config.get("expert_dtype", "fp8"), ["fp8", None]),
-    ):
-        _require(f"quantization_config[{name!r}]", value, wanted)
-    return LAYOUTS[FINE_GRAINED, "tensor" if blocks is None else "block"]
-
-
-def _compressed(config: dict[str, Any]) -> Layout:
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise ValueError(
-            f"quantization_config['config_groups']: got {groups!r}, expected one group: all "
-            f"weights in one layout; load it with transformers, dequantised, instead"
-        )
-    (group,) = groups.values()
-    group = group if isinstance(group, dict) else {}  # else the name of a preset
-    of_weights = group.get("weights")
-    of_weights = of_weights if isinstance(of_weights, dict) else {}
-    for name, value, wanted in (
-        ("type", of_weights.get("type"), ["float"]),
-        ("num_bits", of_weights.get("num_bits"), [8]),
-        ("symmetric", of_weights.get("symmetric", True), [True]),
-        ("strategy", of_weights.get("strategy"), ["channel", "tensor"]),
-        ("targets", group.get("targets"), [["Linear"]]),
-    ):
-        _require(f"quantization_config: weights[{name!r}]", value, wanted)
-    return LAYOUTS[COMPRESSED, of_weights["strategy"]]
-
-
-def _require(what: str, got: Any, wanted: list[Any]) -> None:
-    if got not in wanted:
-        expected = " or ".join(repr(each) for each in wanted if each is not None)
-        raise ValueError(
-            f"{what}: got {got!r}, expected {expected}; load it with transformers, dequantised, "
-            f"instead"
-        )
-
-
-def check_pair(
-    layout: Layout, name: str, weight: tuple[Any, Any], scale: tuple[Any, Any] | None
-) -> None:
-    """Raise a `ValueError` unless a weight and its scale fit a layout.
-
-    Args:
-        layout: of the checkpoint.
-        name: of the weight, for the message.
-        weight: its dtype and shape.
-        scale: likewise; None: there is none.
-    """
-    dtype, shape = weight
-    scale_name = f"{name}{layout.scale_suffix}"
-    if dtype != E4M3:
-        raise ValueError(f"{name}: got dtype {dtype}, expected {E4M3}")
-    if len(shape) != 2:
-        raise ValueError(f"{name}: got float8 of shape {tuple(shape)}, expected two dims")
-    if scale is None:
-        raise ValueError(f"{name}: got float8 without {scale_name}, expected a scale for it")
-    if scale[0] not in SCALE_DTYPES:
-        kinds = ", ".join(map(str, SCALE_DTYPES))
-        raise ValueError(f"{scale_name}: got dtype {scale[0]}, expected one of {kinds}")
-    wanted, got = layout.scale_shape(tuple(shape)), tuple(scale[1])
-    if got != wanted and not (layout.granularity.one_scale and got in ((), (1,), (1, 1))):
-        raise ValueError(
-            f"{scale_name}: got shape {got} for a weight of shape {tuple(shape)}, expected "
-            f"{wanted} under {layout.granularity}"
-        )
+def values_of(x: Tensor) -> Tensor:
+    """Return a tensor of a checkpoint in high precision; a `Float8Tensor` in float32."""
+    if isinstance(x, Float8Tensor):
+        return dequantised(Operand(x._data, x._scale), x._granularity)
+    return x

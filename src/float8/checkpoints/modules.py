@@ -10,26 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, check_pair
+from float8.checkpoints.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, values_of
 from float8.config import Float8LinearConfig, Float8Weights, as_config
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
 from float8.linear.source import class_with_forward, replaced_forward, shallow_copy
-from float8.scales import Operand, dequantised
 from float8.tensor import is_dtensor
 
-_CLASSES = ("Linear", "FP8Linear", "CompressedLinear")
-"""Those whose forward computes `input @ weight.T + bias`; a grouped one does not."""
-
-_OTHERS = ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale")
-"""The Parameters that such a layer may have beside weight and bias."""
-
-RECIPE = {
-    (FINE_GRAINED, "block"): "blockwise",
-    (FINE_GRAINED, "tensor"): "tensorwise",
-    (COMPRESSED, "channel"): "rowwise",
-    (COMPRESSED, "tensor"): "tensorwise",
-}
-"""The recipe that multiplies the bytes of each layout as they are."""
+_SCHEME = "quantization_scheme"
+"""What compressed-tensors leaves on modules that it sees to, beside a forward."""
 
 
 def strategy_of(mod: Any) -> tuple[str, str] | None:
@@ -37,32 +25,28 @@ def strategy_of(mod: Any) -> tuple[str, str] | None:
 
     `strategy` is "block", "channel" or "tensor", or what is none of the library's.
     """
-    parameters = getattr(mod, "_parameters", {})
-    weight: Any = parameters.get("weight")
-    if not isinstance(mod, nn.Linear) or getattr(weight, "dtype", None) not in FLOAT8_MAX:
+    weight = mod._parameters.get("weight") if isinstance(mod, nn.Linear) else None
+    if weight is None or weight.dtype not in FLOAT8_MAX:
         return None
-    if class_with_forward(type(mod)).__name__ not in _CLASSES:
+    # Their forward computes `input @ weight.T + bias`; that of a grouped one does not.
+    if class_with_forward(type(mod)).__name__ not in ("Linear", "FP8Linear", "CompressedLinear"):
         return None
-    if "weight_scale_inv" in parameters:
-        block = getattr(mod, "block_size", None)
-        if block is None:
-            return FINE_GRAINED, "tensor"
-        return FINE_GRAINED, "block" if (*block,) == (128, 128) else f"{block} blocks"
-    if "weight_scale" in parameters:
-        scheme = getattr(mod, "quantization_scheme", None)
-        strategy = getattr(getattr(scheme, "weights", None), "strategy", None)
-        if strategy is None:
-            strategy = "tensor" if parameters["weight_scale"].numel() == 1 else "channel"
-        return COMPRESSED, str(getattr(strategy, "value", strategy))
-    return None
+    if "weight_scale_inv" in mod._parameters:
+        block: Any = getattr(mod, "block_size", None)
+        named = {None: "tensor", (128, 128): "block"}
+        return FINE_GRAINED, named.get(block and (*block,), f"{block} blocks")
+    scale = mod._parameters.get("weight_scale")
+    if scale is None:
+        return None
+    return COMPRESSED, "tensor" if scale.numel() == 1 else "channel"
 
 
 def config_for(mod: Any, config: Float8LinearConfig | None) -> Float8LinearConfig:
     """Return the configuration of a layer that is in float8; None: that which keeps its bytes."""
     if config is not None:
         return config
-    format, strategy = strategy_of(mod) or ("", "")
-    recipe = as_config(RECIPE.get((format, strategy), "tensorwise"))
+    layout = LAYOUTS.get(strategy_of(mod) or ("", ""))
+    recipe = as_config(layout.recipe if layout else "tensorwise")
     return replace(recipe, float8_weights=Float8Weights.ONLY)
 
 
@@ -75,51 +59,42 @@ def why_not_taken(mod: Any, config: Float8LinearConfig) -> str | None:
             f"got a weight in float8 with scales of {strategy} ({format}), expected 128x128 blocks "
             f"or compressed-tensors by channel or tensor; load it dequantised"
         )
-    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or not _is_compressed(mod)):
+    if replaced_forward(mod) and (hasattr(mod, "_hf_hook") or _SCHEME not in vars(mod)):
         return (
             "got a layer with a `forward` of its own as attribute, expected one without; load the "
             "model onto one device"
         )
-    scale, weight = mod._parameters["weight" + layout.scale_suffix], mod.weight
-    if is_dtensor(weight):
+    if is_dtensor(mod.weight):
         return "got a weight in float8 that ranks share, expected a whole one; load it dequantised"
+    pair = mod.weight, mod._parameters["weight" + layout.scale_suffix]
     try:
-        check_pair(
-            layout, "weight", (weight.dtype, weight.shape), (scale.dtype, tuple(scale.shape))
-        )
+        layout.require_pair("weight", *((x.dtype, tuple(x.shape)) for x in pair))
     except ValueError as error:
         return f"{error}; load it dequantised"
     of = config.cast_config_weight.scaling_granularity
-    if config.float8_weights is Float8Weights.ONLY and of is not layout.granularity:
-        recipe = RECIPE[format, strategy]
-        return (
-            f"got float8_weights=ONLY with scales of {of} for a weight in float8 that has those of "
-            f"{layout.granularity}, expected the recipe {recipe!r}"
-        )
-    return None
+    if config.float8_weights is not Float8Weights.ONLY or of is layout.granularity:
+        return None
+    return (
+        f"got float8_weights=ONLY with scales of {of} for a weight in float8 that has those of "
+        f"{layout.granularity}, expected the recipe {layout.recipe!r}"
+    )
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward
 def as_linear(mod: Any, config: Float8LinearConfig, dtype: torch.dtype) -> nn.Linear:
     """Return a copy of a layer that is in float8 as an `nn.Linear`; bias and hooks are its own.
 
-    Its weight is a `Float8Tensor` with the same bytes for `Float8Weights.ONLY`, else a new
-    Parameter with the values.
-
-    Args:
-        mod: the layer.
-        config: of the layer that is made of it.
-        dtype: of the values.
+    Its weight is a `Float8Tensor` with the same bytes if the layer that is made of it has a
+    `config` with `Float8Weights.ONLY`, else a new Parameter with the values in `dtype`.
     """
     layout = LAYOUTS[strategy_of(mod) or ("", "")]
-    new: nn.Linear = shallow_copy(mod, nn.Linear)
     scale = mod._parameters["weight" + layout.scale_suffix]
     weight: Any = layout.weight(mod.weight, scale, dtype)
     only = config.float8_weights is Float8Weights.ONLY
-    if not only:
-        weight = dequantised(Operand(weight._data, weight._scale), layout.granularity).to(dtype)
+    weight = weight if only else values_of(weight).to(dtype)
+    new: nn.Linear = shallow_copy(mod, nn.Linear)
     new._parameters["weight"] = nn.Parameter(weight, requires_grad=not only)
-    for name in _OTHERS:
+    for name in ("weight_scale", "weight_scale_inv", "activation_scale", "input_scale"):
         new._parameters.pop(name, None)
     for name in (_SCHEME, "quantization_status"):
         new.__dict__.pop(name, None)
@@ -132,24 +107,16 @@ def leave_quantizers(model: nn.Module) -> None:
     The hook of compressed-tensors would give all modules dicts of Parameters of another kind.
     transformers would refuse to train masters, and save them under its `quantization_config`.
     """
-    parts = [*model.modules()]
-    if any(map(_is_compressed, parts)) or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
+    left = any(_SCHEME in vars(part) for part in model.modules())
+    if left or any(p.dtype in FLOAT8_MAX for p in model.parameters()):
         return
-    for part in parts:
+    for part in model.modules():
         if hook := part.__dict__.pop("ct_decompress_hook", None):
             hook.remove()
         quantizer = vars(part).get("hf_quantizer")
         how = getattr(quantizer, "quantization_config", None)
         if quantizer and getattr(how, "quant_method", None) in ("fp8", COMPRESSED):
             quantizer.remove_quantization_config(part)
-
-
-_SCHEME = "quantization_scheme"
-
-
-def _is_compressed(mod: nn.Module) -> bool:
-    """Whether compressed-tensors sees to this module, and has given it a forward."""
-    return _SCHEME in vars(mod)
 
 
 def values_dtype(model: nn.Module) -> torch.dtype:

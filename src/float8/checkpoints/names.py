@@ -1,13 +1,12 @@
 """The names of the tensors of a model: its own, and those under which models are published.
 
 transformers 5 renames tensors as it loads them, and joins the weights of experts: a file has one
-[N, K] for each expert and projection, the model one Parameter [E, parts * N, K]. Which these are it
-knows by itself, and undoes it when it saves. That is asked here; no list of models is kept.
+[N, K] for each expert and projection, the model one Parameter [E, parts * N, K]. It knows which,
+and undoes it when it saves. That is asked here; no list of models is kept.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ from float8.linear import Float8Layer
 
 def plain_name(name: str) -> str:
     """Return the name of a module or tensor without what wrappers within a model add to it."""
-    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):  # of torch.compile, of checkpoints
+    # Of torch.compile, of activation checkpointing, of FSDP1.
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
         name = f"{name}.".replace(f"{wrapper}.", "")[:-1]
     return name
 
@@ -33,34 +33,52 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
-def saved_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield the Parameters and buffers that are saved, tied ones under each of their names.
+class SavedTensor:
+    """A Parameter or buffer that is saved: under one name, or if it is tied under several."""
 
-    Each with its name, and the module that has it, and its name there. The state of delayed scaling
-    is none of them.
-    """
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Any = tensor
+        self.uses: list[tuple[str, nn.Module, str]] = []
+        """Each name of it, with the module that has it, and its name there."""
+
+    def replace(self, new: Tensor) -> None:
+        """Give all modules that have this tensor another one."""
+        if isinstance(self.tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=self.tensor.requires_grad)
+        for _, module, own in self.uses:
+            registry: Any = module._parameters if own in module._parameters else module._buffers
+            registry[own] = new
+        self.tensor = new
+
+
+def saved_tensors(model: nn.Module) -> list[SavedTensor]:
+    """Return the Parameters and buffers that are saved, without the state of delayed scaling."""
+    saved: dict[int, SavedTensor] = {}
     for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set
         for own, x in {**module._parameters, **module._buffers}.items():
-            if x is not None and own not in passing and not own.startswith(_STATE):
-                yield plain_name(f"{prefix}.{own}" if prefix else own), module, own, x
-
-
-_STATE = ("fp8_amax_", "fp8_scale_")
+            is_state = own.startswith(("fp8_amax_", "fp8_scale_"))
+            if x is not None and own not in passing and not is_state:
+                name = plain_name(f"{prefix}.{own}" if prefix else own)
+                saved.setdefault(id(x), SavedTensor(x)).uses.append((name, module, own))
+    return [*saved.values()]
 
 
 # ---------------------------------------------------------------- as published
 
 
+Names = list[list[str]]
+"""For each part of the rows of weights [E, parts * N, K]: names of all experts, in order."""
+
+
 class PublishedNames(NamedTuple):
-    """The names that the tensors of a model have in files."""
+    """The names that the tensors of a model have in files, by their own names."""
 
     names: dict[str, str]
-    """By their own names: of those that are one tensor in files, too."""
+    """Of all tensors: where experts are not published one by one, too."""
 
-    experts: dict[str, list[list[str]]]
-    """By the names of Parameters [E, parts * N, K]: for each part of the rows, the names of the
-    weights [N, K] of all experts, in order."""
+    experts: dict[str, Names]
+    """Of those that are published one by one: the names of weights [N, K]."""
 
 
 def published_names(model: nn.Module) -> PublishedNames:
@@ -68,7 +86,8 @@ def published_names(model: nn.Module) -> PublishedNames:
 
     Of a model that is not transformers', and where a name would be lost, they are its own.
     """
-    found = PublishedNames({name: name for name, *_ in saved_tensors(model)}, {})
+    saved = [(*use, each.tensor) for each in saved_tensors(model) for use in each.uses]
+    found = PublishedNames({name: name for name, *_ in saved}, {})
     root: Any = unwrapped(model)
     if not _is_of_transformers(root):
         return found
@@ -76,18 +95,15 @@ def published_names(model: nn.Module) -> PublishedNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming
     except ImportError as error:
-        if any(_are_experts(module, x) for _, module, _, x in saved_tensors(model)):
+        if any(_are_experts(module, x) for _, module, _, x in saved):
             raise ImportError(
                 f"transformers: got a version that does not tell how experts are published "
                 f"({error}), expected one like 5.17 or 5.23; install that"
             ) from error
         return found  # older than 5, it has models as they are published
     # Those that add or remove a prefix are for files of other classes.
-    loading = [
-        each
-        for each in get_model_conversion_mapping(root, add_legacy=False)
-        if not isinstance(each, PrefixChange)
-    ]
+    mapping = get_model_conversion_mapping(root, add_legacy=False)
+    loading = [each for each in mapping if not isinstance(each, PrefixChange)]
     saving = [each.reverse_transform() for each in reversed(loading)]
     converters = [each for each in saving if not isinstance(each, WeightRenaming)]
 
@@ -97,18 +113,16 @@ def published_names(model: nn.Module) -> PublishedNames:
                 name, _ = each.rename_source_key(name)
         return name
 
-    def published(name: str, scales: bool) -> str:
-        """Return another name only if that, and those of scales beside it, are read as this one."""
-        new = renamed(name, saving)
-        ends = ("", "_scale", "_scale_inv") if scales else ("",)
-        return new if all(renamed(new + end, loading) == name + end for end in ends) else name
-
-    for name, module, own, x in saved_tensors(model):
+    for name, module, own, x in saved:
         matches = ((each, *each.rename_source_key(name)) for each in converters)
         converter, first, pattern = next((m for m in matches if m[2]), (None, name, None))
         if converter is None:
             in_float8 = own == "weight" and isinstance(module, Float8Layer)
-            found.names[name] = published(name, scales=in_float8)
+            ends = ("", "_scale", "_scale_inv") if in_float8 else ("",)
+            new = renamed(name, saving)
+            # Only if that, and the names of scales beside it, are read as this one.
+            if all(renamed(new + end, loading) == name + end for end in ends):
+                found.names[name] = new
         elif _are_experts(module, x) and len(converter.source_patterns) == 1:
             parts = _parts_of(copy.deepcopy(converter), name, first, pattern, x.shape[0], root)
             if parts and x.shape[1] % len(parts) == 0:
@@ -122,10 +136,7 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
     """Return the class of a module that transformers replaces as it loads float8, or None.
 
     What it puts in the place of that module has other Parameters, and finds none of its weights.
-
-    Args:
-        model: whose `config.json` is written beside weights in float8.
-        method: the `quant_method` there.
+    `method`: the `quant_method` of `config.json`.
     """
     if not _is_of_transformers(unwrapped(model)):
         return None
@@ -134,8 +145,8 @@ def replaced_by_transformers(model: nn.Module, method: str) -> str | None:
     except ImportError:  # another version, which replaces none
         return None
     names = {name for name, how in REPLACED.items() if method in how["quantization_methods"]}
-    classes = (cls.__name__ for module in model.modules() for cls in type(module).__mro__)
-    return next((name for name in classes if name in names), None)
+    classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    return min(classes & names, default=None)
 
 
 def _is_of_transformers(root: nn.Module) -> bool:
@@ -143,26 +154,24 @@ def _is_of_transformers(root: nn.Module) -> bool:
 
 
 def _are_experts(module: nn.Module, x: Tensor) -> bool:
-    return x.dim() == 3 and kind_of(module) is RegisteredExperts and not lies_transposed(module)
-
-
-_ROWS = 12
+    return kind_of(module) is RegisteredExperts and x.dim() == 3 and not lies_transposed(module)
 
 
 def _parts_of(
     converter: Any, name: str, first: str, pattern: str, experts: int, root: Any
-) -> list[list[str]] | None:
-    """Return how transformers takes apart weights [E, N, K], as `PublishedNames.experts`.
+) -> Names | None:
+    """Return how transformers takes weights [E, N, K] apart, told by what it makes of numbers.
 
-    Told by what it makes of numbers; None: no weights [n, K], such as transposed or mixed ones.
+    None: into no weights [n, K], such as transposed or mixed ones.
     """
-    numbers = torch.arange(experts * _ROWS * 2, device="cpu").view(experts, _ROWS, 2)
+    all_rows = 12  # of each expert; any parts that models have divide them
+    numbers = torch.arange(experts * all_rows * 2, device="cpu").view(experts, all_rows, 2)
     converter.add_tensor(first, name, pattern, numbers)
     made: dict[str, Tensor] = converter.convert(first, model=root, config=root.config)
-    rows = _ROWS * experts // max(len(made), 1)
+    rows = all_rows * experts // max(len(made), 1)
     parts = [[""] * experts for _ in range(len(made) // experts)]
     for key, x in made.items():
-        expert, row = divmod(int(x.flatten()[0]) // 2, _ROWS)
+        expert, row = divmod(int(x.flatten()[0]) // 2, all_rows)
         if not torch.equal(x, numbers[expert, row : row + rows]) or not key.endswith(".weight"):
             return None
         parts[row // rows][expert] = key

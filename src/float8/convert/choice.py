@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from float8.checkpoints.modules import config_for, strategy_of, why_not_taken
+from float8.checkpoints.names import plain_name
 from float8.config import ConfigOrRecipe, as_config
 from float8.convert.experts import is_router, slower_on_paper
-from float8.convert.smallest import NARROW, SMALLEST, judged_as, too_narrow, too_small
+from float8.convert.smallest import NARROW, SMALLEST, judged_as, too_small
 from float8.experts import Float8Experts, kind_of, unsupported_experts
 from float8.linear import Float8Layer, unsupported
 
@@ -22,18 +23,8 @@ ROUTER = 16
 """Layers with fewer features out are left to a `module_filter_fn`: each output decides much, and a
 float8 GEMM computes 16 at least."""
 
-WRAPPERS = {
-    "module",
-    "model",
-    "base_model",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-}
-"""The names under which a model is found in what wraps it."""
-
 _KEPT = "_float8_choice"
-"""The attribute in which a layer, or a module of experts, keeps its `Choice`, for the report."""
+"""The attribute in which a layer, or a module of experts, keeps its `Choice` for the report."""
 
 
 class Choice(NamedTuple):
@@ -41,15 +32,13 @@ class Choice(NamedTuple):
 
     reason: str | None = None
     """Why it stays as it is; None: it changes."""
-
     by_filter: bool = False
     """Whether a `module_filter_fn` left it."""
-
     chosen_for: str | None = None
     """For which GPU it was judged, and by what; None: it was not."""
 
     def keep(self, part: nn.Module) -> None:
-        """Have `part` keep it; a filter that leaves `part` takes no better reason from it."""
+        """Have `part` keep it, with the reason of an earlier one where a filter left `part`."""
         before, choice = Choice.of(part), self
         if self.by_filter and before is not None and before.reason and not before.by_filter:
             choice = self._replace(reason=before.reason, by_filter=False)
@@ -97,8 +86,7 @@ class Chooser:
             raise TypeError(f"tokens_per_step: got {self.tokens!r}, expected an int")
         if self.tokens < 1:
             raise ValueError(
-                f"tokens_per_step: got {self.tokens}, expected at least 1: the rows of a layer's "
-                f"input, tokens per forward on one device"
+                f"tokens_per_step: got {self.tokens}, expected at least 1: tokens per forward"
             )
         if not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs: got {cuda_graphs!r}, expected True or False")
@@ -176,9 +164,7 @@ class Chooser:
         gpu = self._gpu(layer)
         if gpu is None:
             return None
-        if gpu in SMALLEST:
-            return too_small(gpu, judged_as(self.config), self.tokens, K, N, self.cuda_graphs)
-        return too_narrow(gpu, K, N)
+        return too_small(gpu, judged_as(self.config), self.tokens, K, N, self.cuda_graphs)
 
     def _gpu(self, part: nn.Module) -> str | None:
         """Return the GPU that a module is judged for; None: there is none.
@@ -199,7 +185,7 @@ class Chooser:
             at = f"limits of {judged_as(self.config)} at {self.tokens} tokens per forward"
             return f"chosen for {gpu} ({how}): {at}{', as CUDA graphs' * self.cuda_graphs}"
         if gpu is not None:
-            others = "`float8 plan` measures the others"
+            others = "float8 plan measures the others"
             return f"no limits known for {gpu}: layers narrower than {NARROW} stay; {others}"
         names = " or ".join(f'gpu="{name}"' for name in SMALLEST)
         those = f"{names} leaves those too small for it"
@@ -218,7 +204,8 @@ def left_out(fqn: str) -> str | None:
     it is a small part of a large model. And what PEFT trains: low-rank adapters, too small to gain,
     and copies of layers, so that no state of delayed scaling gets into its checkpoints.
     """
-    parts = [part for part in fqn.split(".") if part not in WRAPPERS]
+    wrappers = "module", "model", "base_model"  # the names of a model in what wraps it
+    parts = [part for part in plain_name(fqn).split(".") if part not in wrappers]
     if "lm_head" in parts or parts == ["output"]:
         return "the head: converted only if a module_filter_fn takes it"
     if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -18,24 +19,12 @@ from float8.checkpoints.modules import (
 )
 from float8.config import ConfigOrRecipe, Float8LinearConfig
 from float8.convert.choice import DEFAULT_TOKENS, Choice, Chooser, ModuleFilter
-from float8.convert.report import conversion_report
-from float8.experts import (
-    Float8Experts,
-    convert_experts,
-    names_to_gather,
-    unsupported_experts,
-)
+from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
 from float8.linear import Float8Layer, Float8Linear, unsupported
 from float8.linear.source import become, replaced_forward
 from float8.parallel.ddp import tell_ddp_what_to_ignore
 from float8.parallel.fsdp import disable_float8_all_gather, enable_float8_all_gather
-from float8.tensor import (
-    Float8GatherWeight,
-    Float8Tensor,
-    is_dtensor,
-    is_fsdp_module,
-    local_tensor,
-)
+from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 
 
 def convert_to_float8_training(
@@ -58,37 +47,30 @@ def convert_to_float8_training(
     was. `convert_to_high_precision(module)` is the way back.
 
     Subclasses of `nn.Linear` without a forward of their own are converted, too: the layer is an
-    instance of both then. The `Conv1D` of transformers (GPT2) is none, and stays.
-
-    Experts of transformers 5 and of torchtitan become `Float8Experts`, in place, too; a
-    `module_filter_fn` is called with the module that holds their weights. Their three GEMMs for all
-    experts run as `grouped_linear` does. Without a filter they stay where, on paper, casts cost
-    more than GEMMs gain; linear layers with as many outputs as there are experts, called a router
-    or a gate, stay, too.
+    instance of both then. The `Conv1D` of transformers (GPT2) is none, and stays. Experts of
+    transformers 5 and of torchtitan become `Float8Experts`, in place, too: their three GEMMs for
+    all experts run as `grouped_linear` does.
 
     Layers whose weights others have loaded in float8 (transformers' `FP8Linear`; compressed-tensors
     by channel or tensor) keep their bytes with `Float8Weights.ONLY`, which is what they get without
-    a `config`. With another one they get Parameters in high precision, which train.
-
-    `nn.TransformerEncoder` is kept off its fast path, which would evaluate in high precision.
-
-    Layers already converted take the new `config`, with state made anew: without a
-    `module_filter_fn` all of them, else those for which it returns True.
+    a `config`. With another one they get Parameters in high precision, which train. Layers already
+    converted take the new `config`, with state made anew. `nn.TransformerEncoder` is kept off its
+    fast path, which would evaluate in high precision.
 
     Without a `module_filter_fn`, the head (`lm_head`, or `output` of the model itself), low-rank
-    adapters and layers with fewer than 16 features out, such as routers, stay in high precision,
-    and so do layers that float8 would make slower: on an H100 or H200 those that are too small for
-    the GPU, or for the CPU that starts their kernels; on another GPU, of which nothing is known,
-    those with fewer than 256 features in or out; without a GPU none. Weights on the CPU or the meta
-    device are taken to be on their way to the current GPU, if there is one, or to the one that
-    `gpu` names. The report says which GPU was meant.
+    adapters, routers, and layers with fewer than 16 features out stay in high precision, and so do
+    layers that float8 would make slower: on an H100 or H200 those that are too small for the GPU,
+    or for the CPU that starts their kernels; on another GPU, of which nothing is known, those with
+    fewer than 256 features in or out; without a GPU none. Experts stay where, on paper, casts cost
+    more than GEMMs gain. Weights on the CPU or the meta device are taken to be on their way to the
+    current GPU, if there is one. The report says which GPU was meant.
 
     Args:
         module: the model, or a single linear layer.
         module_filter_fn: called as `module_filter_fn(mod, fqn)` for each `nn.Linear` and
-            module of experts that can be converted; only those for which it returns True are,
-            `all_linears` takes them all. Experts have no `in_features`: a filter that asks for it
-            leaves them, as the report says. None: those described above.
+            module of experts that can be converted, or was; only those for which it returns True
+            are, `all_linears` takes them all. Experts have no `in_features`: a filter that asks for
+            it leaves them, as the report says. None: those described above.
         config: a `Float8LinearConfig`, or the name of a recipe, for example `"delayed"`. None
             means dynamic tensorwise scaling.
         tokens_per_step: rows of a layer's input: tokens per forward on one device. Read only
@@ -134,7 +116,14 @@ def convert_to_float8_training(
     _leave_fast_path(module)
     for part, choice in choices.items():
         choice.keep(part)
-    _warn_if_nothing_is_converted(module)
+    if not any(isinstance(part, Float8Layer | Float8Experts) for part in choices):
+        reasons = [*dict.fromkeys(str(choice.reason) for choice in choices.values())][:3]
+        warnings.warn(
+            f"float8: no layer of {type(module).__name__} was converted: "
+            f"{'; '.join(reasons) or 'it has no nn.Linear'}. print(conversion_report(model)) shows "
+            f"each",
+            stacklevel=2,
+        )
     return module
 
 
@@ -144,24 +133,24 @@ swap_linear_with_float8_linear = convert_to_float8_training
 
 def _change(part: Any, fqn: str, chooser: Chooser) -> Callable[[], None]:
     """Return what will convert `part`, once all that may be refused, or may fail, has been done."""
-    config = chooser.config
+    config, again = chooser.config, isinstance(part, Float8Layer | Float8Experts)
+    if again:
+        _require_changeable(part, fqn, config)
     if config.enable_fsdp_float8_all_gather:
         _require_gatherable(part, fqn)
-    if isinstance(part, Float8Layer | Float8Experts):
-        _require_changeable(part, fqn, config)
+    if again:
         return functools.partial(part._float8_set_up, config)
     if part in chooser.experts:
         return functools.partial(convert_experts, part, config)
     if strategy_of(part) is not None:
-        return functools.partial(_take, part, chooser)
+        config = config_for(part, chooser.given)
+        return functools.partial(_take, part, config, values_dtype(chooser.model))
     return functools.partial(_become, part, Float8Linear._float8_made_of(part, config, True))
 
 
-def _take(loaded: nn.Module, chooser: Chooser) -> None:
-    """Convert a layer that others loaded in float8."""
-    config = config_for(loaded, chooser.given)
-    linear = as_linear(loaded, config, values_dtype(chooser.model))
-    become(loaded, Float8Linear._float8_made_of(linear, config))
+def _take(loaded: nn.Module, config: Float8LinearConfig, dtype: torch.dtype) -> None:
+    """Convert a layer that others loaded in float8; `dtype`: of its values."""
+    become(loaded, Float8Linear._float8_made_of(as_linear(loaded, config, dtype), config))
 
 
 def _become(linear: nn.Module, new: Float8Layer) -> None:
@@ -171,27 +160,13 @@ def _become(linear: nn.Module, new: Float8Layer) -> None:
     become(linear, new)
 
 
-def _warn_if_nothing_is_converted(module: nn.Module) -> None:
-    if any(isinstance(part, Float8Layer | Float8Experts) for part in module.modules()):
-        return
-    report = conversion_report(module)
-    every = *report.skipped, *report.experts
-    why = "; ".join([*dict.fromkeys(str(layer.skip_reason) for layer in every)][:3])
-    warnings.warn(
-        f"float8: no layer of {type(module).__name__} was converted: "
-        f"{why or 'it has no nn.Linear'}. print(conversion_report(model)) shows each",
-        stacklevel=3,
-    )
-
-
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """Turn each `Float8Linear` of `module` back into what it was made of, in place.
 
-    An `nn.Linear` or a subclass of it; experts become what they were, too. Layers stay
-    the same objects, as do their Parameters, hooks, training mode and attributes, so optimizers and
-    wrappers of the model keep working. A weight that was in float8 only becomes a new Parameter,
-    which stays frozen. The state of delayed scaling is dropped. Does nothing for a model in high
-    precision.
+    Experts become what they were, too. Layers stay the same objects, as do their Parameters, hooks,
+    training mode and attributes, so optimizers and wrappers of the model keep working. A weight
+    that was in float8 only becomes a new Parameter, which stays frozen. The state of delayed
+    scaling is dropped. Does nothing for a model in high precision.
 
     Args:
         module: the model, or a single `Float8Linear`.
@@ -247,11 +222,12 @@ def _require_changeable(
 
 def _require_gatherable(part: nn.Module, fqn: str) -> None:
     """Raise a `ValueError` if a weight of `part` cannot become one that FSDP2 gathers in float8."""
+    hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
     for weight in _weights_to_gather(part):
         if is_dtensor(weight):
             got = "a DTensor as weight, which enable_fsdp_float8_all_gather cannot prepare"
             raise _refused(fqn, got, "convert the model first, then call fully_shard")
-        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        if any(getattr(weight, name, None) for name in hooks):
             got = "a weight with gradient hooks, which enable_fsdp_float8_all_gather would lose"
             raise _refused(fqn, got, "register them on the weight after the conversion")
 
@@ -270,13 +246,12 @@ def _weights_to_gather(part: nn.Module) -> list[Any]:
 def _fsdp_has_weights(part: Float8Layer | Float8Experts) -> bool:
     """Whether FSDP2 gathers a weight in float8: it has shards, or they are gathered now."""
     only = isinstance(part, Float8Layer) and part._float8_keeps_no_master
-    for weight in _weights_to_gather(part):
-        local = local_tensor(weight)
-        if isinstance(local, Float8GatherWeight) and local is not weight:
-            return True
-        if isinstance(local, Float8Tensor) and not only:
-            return True
-    return False
+    return any(
+        (isinstance(local, Float8GatherWeight) and local is not weight)
+        or (isinstance(local, Float8Tensor) and not only)
+        for weight in _weights_to_gather(part)
+        for local in [local_tensor(weight)]
+    )
 
 
 # ---------------------------------------------------------------- nn.TransformerEncoder

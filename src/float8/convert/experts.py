@@ -1,7 +1,7 @@
 """Judge on paper whether experts gain by float8, and tell the routers that choose between them."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -9,16 +9,8 @@ from float8.config import Float8LinearConfig, Float8Weights
 from float8.experts import ExpertsWeight, weights_of
 from float8.tensor import local_tensor
 
-
-class Rates(NamedTuple):
-    """FLOP/s of grouped GEMMs."""
-
-    bf16: float
-    float8: float
-
-
-# Of an H200 (docs/experts.md); an H100 multiplies alike.
-_MANY_ROWS, _FEW_ROWS = Rates(665e12, 1150e12), Rates(570e12, 850e12)
+# FLOP/s of grouped GEMMs in bf16 and in float8: of an H200 (docs/experts.md), an H100 is alike.
+_MANY_ROWS, _FEW_ROWS = (665e12, 1150e12), (570e12, 850e12)
 _FEW = 1024
 """Fewer rows than this, of each expert, multiply at the lower rates."""
 
@@ -44,11 +36,11 @@ def speedup_on_paper(
     Of `rows` tokens each; scales are those of rows and columns if `by_rows`.
     """
     _, _, N, K = weight
-    rates = _FEW_ROWS if rows < _FEW else _MANY_ROWS
+    in_bf16, in_float8 = _FEW_ROWS if rows < _FEW else _MANY_ROWS
     cast_twice, at_once = _BY_ROWS if by_rows else _UNDER_ONE_SCALE
     of_weight = at_once / _MICROBATCHES if held else cast_twice
     flop, moved = 6 * rows * N * K, of_weight * N * K + at_once * rows * (N + K)
-    return (flop / rates.bf16) / (flop / rates.float8 + moved / COPIES[gpu])
+    return (flop / in_bf16) / (flop / in_float8 + moved / COPIES[gpu])
 
 
 def slower_on_paper(

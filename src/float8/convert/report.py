@@ -33,10 +33,8 @@ class LayerReport:
 
     in_features: int
     out_features: int
-
     scaling: str | None
     """The scaling of its tensors; None: it was not converted."""
-
     skip_reason: str | None
     """The reason why it was not converted; None: it was."""
 
@@ -53,13 +51,11 @@ class ExpertsReport(LayerReport):
 class OtherWeight:
     """A weight that matrices are multiplied with, although no `nn.Linear` has it.
 
-    Such as those of unknown experts, of the `Conv1D` of transformers (GPT2), and `in_proj_weight`
-    of `nn.MultiheadAttention`.
+    Such as those of unknown experts, GPT2's `Conv1D`, and `nn.MultiheadAttention`.
     """
 
     fqn: str
     shape: tuple[int, ...]
-
     module: str
     """The class that has it."""
 
@@ -185,13 +181,11 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     """
     require_module(model, "model")
     layers, others, experts = [], [], []
-    chosen_for: dict[str, None] = {}  # in order, each once
+    chosen_for: dict[str | None, None] = {}  # in order, each once
     for fqn, module in model.named_modules():
-        choice = Choice.of(module)
-        if choice is not None and choice.chosen_for is not None:
-            chosen_for[choice.chosen_for] = None
-        left = choice.reason if choice is not None else None
-        left = left or left_out(fqn) or "not seen by convert_to_float8_training"
+        choice = Choice.of(module) or Choice()
+        chosen_for[choice.chosen_for] = None
+        left = choice.reason or left_out(fqn) or "not seen by convert_to_float8_training"
         if kind_of(module) is not None:
             experts += _experts(fqn, module, left)
             continue
@@ -207,7 +201,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             scaling = _scaling(module._float8_config)
         sizes = module.in_features, module.out_features
         layers.append(LayerReport(fqn or "(root)", *sizes, scaling, reason))
-    return ConversionReport(tuple(layers), tuple(others), tuple(chosen_for), tuple(experts))
+    sentences = tuple(filter(None, chosen_for))
+    return ConversionReport(tuple(layers), tuple(others), sentences, tuple(experts))
 
 
 def _scaling(config: Float8LinearConfig, all_e4m3: bool = False) -> str:

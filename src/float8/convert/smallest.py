@@ -66,8 +66,12 @@ def too_small(
     out_features: int,
     cuda_graphs: bool = False,
 ) -> str | None:
-    """Say which limit of `SMALLEST[gpu][recipe]` a layer misses, or that it waits, or None."""
-    least = SMALLEST[gpu][recipe]
+    """Say which limit of a GPU a layer misses, or that it waits, or return None.
+
+    Where limits are not known, `NARROW` is the only one: below what each GPU of `SMALLEST` needs.
+    """
+    known = gpu in SMALLEST
+    least = SMALLEST[gpu][recipe] if known else Smallest(0, NARROW, 0.0)
     product = tokens * in_features * out_features
     for name, value, minimum in (
         ("tokens", tokens, least.tokens),
@@ -76,21 +80,11 @@ def too_small(
         ("tokens*K*N", product, least.product),
     ):
         if value < minimum:
-            compared = f"{name}={value:.4g} is less than {minimum:.4g}"
-            return f"{compared}: {recipe} is slower there on {gpu}"
-    if product < WAITS_BELOW and not cuda_graphs:
+            why = f"{recipe} is slower there on {gpu}"
+            if not known:
+                why = f"slower on all GPUs with known limits, and {gpu} has none"
+            return f"{name}={value:.4g} is less than {minimum:.4g}: {why}"
+    if known and product < WAITS_BELOW and not cuda_graphs:
         why = f"tokens*K*N={product:.4g} is less than {WAITS_BELOW:.4g}"
         return f"waits for the CPU: {why}; cuda_graphs=True converts it"
-    return None
-
-
-def too_narrow(gpu: str, in_features: int, out_features: int) -> str | None:
-    """Say which feature dim of a layer is less than `NARROW`, on a GPU of no known limits, or None.
-
-    It is below what each GPU of `SMALLEST` needs.
-    """
-    for name, value in (("K", in_features), ("N", out_features)):
-        if value < NARROW:
-            why = f"slower on all GPUs with known limits, and {gpu} has none"
-            return f"{name}={value} is less than {NARROW}: {why}"
     return None

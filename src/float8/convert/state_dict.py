@@ -22,9 +22,7 @@ def high_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         # Each layer takes its own keys out again, before a wrapper around it renames them.
         for layer in model.modules():
-            if isinstance(layer, Float8Layer) and (
-                layer._float8_delayed or layer._float8_keeps_no_master
-            ):
+            if isinstance(layer, Float8Layer):
                 hook = layer.register_state_dict_post_hook(_as_plain)  # type: ignore[no-untyped-call]
                 stack.enter_context(hook)
         state: dict[str, Any] = model.state_dict()

@@ -1,6 +1,6 @@
 """Experts: linear layers with one weight for each group of rows."""
 
-from float8.experts.functional import grouped_linear, no_grouped_gemm
+from float8.experts.functional import grouped_linear
 from float8.experts.gather import GatherExperts
 from float8.experts.module import (
     ExpertsWeight,
@@ -20,7 +20,6 @@ __all__ = [
     "grouped_linear",
     "kind_of",
     "names_to_gather",
-    "no_grouped_gemm",
     "unsupported_experts",
     "weights_of",
 ]

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from float8.config import ScalingGranularity
-from float8.experts.weight import cast_weights
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
-from float8.quantize import Cast
+from float8.quantize import Cast, quantize
 from float8.tensor import Float8GatherWeight, Float8Tensor
-from float8.tensor.gather import GatherMetadata, padded_shard
+from float8.tensor.gather import Gather, padded_shard
 from float8.tensor.ranks import SharedTokens
 
 aten = torch.ops.aten
@@ -51,31 +50,31 @@ class GatherExperts(Float8GatherWeight):
         counted: as of the base.
     """
 
-    def _why_not_in_float8(self, rows: int, ranks: int, outer_size: torch.Size) -> str | None:
+    def _why_not_in_float8(self, size: torch.Size, rows: int, ranks: int) -> str | None:
         """Say which scale would cover what two ranks hold, or return None."""
-        dim = next((dim for dim in range(3) if self.shape[dim] != outer_size[dim]), 0)
+        dim = next((dim for dim in range(3) if self.shape[dim] != size[dim]), 0)
         if dim == 2 or (dim == 1 and self.spec.scaling_granularity.one_scale):
             return f"it is sharded along dim {dim}, which would cut what one scale covers"
         return None
 
     def _to_send(
-        self, mesh: Any, outer_size: torch.Size, rows: int, module: Any, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """Cast the shard, rounded to `dtype` and padded to `rows` first, to what is sent."""
+        self, size: torch.Size, rows: int, mesh: Any, module: Any, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], Gather]:
+        """Cast the shard, padded to `rows` experts, to what is sent."""
         shard, ranks = padded_shard(self.high_precision.to(dtype), rows), mesh.size()
-        data, scale = cast_weights(shard, Cast(self.spec), row=True).row
+        data, scale = quantize(shard, Cast(self.spec), row=True).row
         bytes_ = data[..., : shard.shape[2]].contiguous().view(torch.uint8)
-        dim = 1 if shard.shape[1] != outer_size[1] else 0
-        if ranks > 1 and dim == 0 and rows * ranks == outer_size[0]:
-            return (bytes_, scale.unsqueeze(-1).view(torch.uint8)), GatherMetadata(outer_size)
+        dim = 1 if shard.shape[1] != size[1] else 0
+        if ranks > 1 and dim == 0 and rows * ranks == size[0]:
+            return (bytes_, scale.unsqueeze(-1).view(torch.uint8)), Gather(size)
         if ranks > 1:
             group = mesh.get_group().group_name
             every = SharedTokens(group, ranks, dim=0, before=1).gather(scale)
-            scale = torch.cat(every.chunk(ranks), dim)[: outer_size[0]]
-        return (bytes_,), GatherMetadata(outer_size, scale.unsqueeze(-1))
+            scale = torch.cat(every.chunk(ranks), dim)[: size[0]]
+        return (bytes_,), Gather(size, scale.unsqueeze(-1))
 
     def _gathered(
-        self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+        self, data: Tensor, scale: Tensor, dtype: torch.dtype, amax: Any
     ) -> GatheredExperts:
         return GatheredExperts(data.view(E4M3), scale, dtype, ScalingGranularity.AXISWISE)
 

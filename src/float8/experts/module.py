@@ -22,11 +22,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from float8.config import CastSite, Float8LinearConfig
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
-from float8.experts.weight import hold_groups
+from float8.experts.functional import apply_grouped
 from float8.formats import E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, lacks_float8_gemm
 from float8.linear.functional import autocast_dtype
-from float8.linear.plan import LinearPlan, plan_linear
+from float8.linear.plan import EXPECTED, LinearPlan, no_grouped_gemm, plan_linear
 from float8.linear.source import (
     about_forward,
     class_like,
@@ -34,6 +33,7 @@ from float8.linear.source import (
     own_names,
     replaced_forward,
 )
+from float8.linear.weight import Float8Module, can_be_held, hold
 from float8.tensor import (
     gathered_like,
     high_precision,
@@ -41,7 +41,6 @@ from float8.tensor import (
     is_fsdp_module,
     local_tensor,
 )
-from float8.tensor.held_weights import Float8Module, can_hold
 
 
 class ExpertsWeight(NamedTuple):
@@ -83,7 +82,7 @@ class Float8Experts(Float8Module):
         if self._float8_held:
             parameter: Any = self._parameters.get(name)
             cast = plan.casts.weight
-            held = self._float8_held_weight(parameter, lambda: hold_groups(weight, parameter, cast))
+            held = self._float8_find_held(parameter, lambda: hold(weight, cast, parameter))
         return apply_grouped(x, weight, offs, plan, self._float8_config.emulate, held)
 
     # ---------------------------------------------------------------- weights that are held
@@ -102,11 +101,11 @@ class Float8Experts(Float8Module):
         for name, *_ in weights_of(self):
             parameter: Any = self._parameters[name]
             reason = why_not or self._float8_why_never_held
-            if reason or not (parameter.is_meta or can_hold(parameter)):
+            if reason or not (parameter.is_meta or can_be_held(parameter)):
                 others[name] = reason or f"a {type(parameter).__name__}"
             elif not parameter.is_meta:
                 weight, cast = self._float8_weight(name), self._float8_plan.casts.weight
-                held.append(hold_groups(weight, parameter, cast))
+                held.append(hold(weight, cast, parameter))
         self._float8_hold_weights(*held)
         return others
 

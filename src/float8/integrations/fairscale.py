@@ -29,20 +29,18 @@ class Float8ParallelLinear(Float8Linear):
     _float8_source_class: type[nn.Module]  # type: ignore[misc]
     _float8_mesh: DeviceMesh | Any = None
     """The ranks that hold parts of the weight, as a mesh of one dim."""
-    _float8_placements: tuple[Placement, Placement] | Any = None
-    """Of the input as it comes, and of the output as it goes."""
-    _float8_sharded_dim: int
-    """Of the weight."""
+    _float8_placements: tuple[Placement, Placement, Placement, Placement] | Any = None
+    """Of the input as it comes, of weight and bias, and of the output as it goes."""
     _float8_holds_part = True
 
     @classmethod
     def from_parallel(
         cls, mod: Any, config: Float8LinearConfig, sequence_dim: int | None
     ) -> "Float8ParallelLinear":
-        """Make one with the Parameters, hooks and training mode of `mod`.
+        """Make one of a fairscale layer; it shares Parameters, hooks and training mode.
 
         Args:
-            mod: the fairscale layer.
+            mod: the layer.
             config: how to cast.
             sequence_dim: along which ranks share tokens between layers; None: all have all.
         """
@@ -53,37 +51,30 @@ class Float8ParallelLinear(Float8Linear):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         new._float8_mesh = DeviceMesh.from_group(get_model_parallel_group(), device)
         new._float8_set_up(config)
-        tokens = Replicate() if sequence_dim is None else Shard(sequence_dim)
-        if cls._float8_sharded_dim == 0:
+        tokens, whole = Replicate() if sequence_dim is None else Shard(sequence_dim), Replicate()
+        if isinstance(mod, ColumnParallelLinear):
             new._float8_shards = Shards(gathers_input=sequence_dim is not None)
-            new._float8_placements = tokens, Replicate() if mod.gather_output else Shard(-1)
+            after = whole if mod.gather_output else Shard(-1)
+            new._float8_placements = tokens, Shard(0), Shard(0), after
         else:
             new._float8_shards = Shards(tokens_dim=sequence_dim)
-            new._float8_placements = Shard(-1) if mod.input_is_parallel else Replicate(), tokens
+            before = Shard(-1) if mod.input_is_parallel else whole
+            new._float8_placements = before, Shard(1), whole, tokens
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute as the fairscale layer, with tokens shared where sequence parallel was asked for.
-
-        Args:
-            input: float32, bfloat16 or float16; what this rank has of it.
-
-        Returns:
-            What this rank has of the output.
+        """Return what this rank has of the output; `input` is what it has of that.
 
         Raises:
             TypeError, ValueError, RuntimeError: as `Float8Linear`.
         """
         if self._float8_delayed:
             self._float8_check_synced()
-        colwise = self._float8_sharded_dim == 0
-        weight = self._float8_on_mesh(self.weight, Shard(self._float8_sharded_dim))
-        bias: Any = self.bias
-        if bias is not None:
-            bias = self._float8_on_mesh(bias, Shard(0) if colwise else Replicate())
-        before, after = self._float8_placements
+        before, of_weight, of_bias, after = self._float8_placements
         x = self._float8_on_mesh(input, before)
-        if not colwise and before.is_replicate():
+        weight = self._float8_on_mesh(self.weight, of_weight)
+        bias = None if self.bias is None else self._float8_on_mesh(self.bias, of_bias)
+        if of_weight.is_shard(1) and before.is_replicate():
             x = x.redistribute(placements=[Shard(x.dim() - 1)])
         casts = self._float8_casts(amax_over([self._float8_mesh.get_group()]))
         y = linear_of_shards(x, weight, bias, self._float8_shards, self._float8_plan, casts)
@@ -95,21 +86,11 @@ class Float8ParallelLinear(Float8Linear):
 
 
 class Float8ColumnParallelLinear(Float8ParallelLinear):
-    """fairscale's `ColumnParallelLinear` in float8: each rank has some of the output features.
-
-    With sequence parallel it gathers its input in float8.
-    """
-
-    _float8_sharded_dim = 0
+    """Each rank has some of the output features; sequence parallel gathers the input in float8."""
 
 
 class Float8RowParallelLinear(Float8ParallelLinear):
-    """fairscale's `RowParallelLinear` in float8: each rank has some of the input features.
-
-    With sequence parallel it gathers the gradient of its output in float8.
-    """
-
-    _float8_sharded_dim = 1
+    """Each rank has some of the input features; sequence parallel gathers grad_output in float8."""
 
 
 _CLASSES: dict[type[nn.Module], type[Float8ParallelLinear]] = {
@@ -128,26 +109,21 @@ def swap_tp_linear_with_float8_linear(
 ) -> nn.Module:
     """Turn fairscale's `ColumnParallelLinear` and `RowParallelLinear` into layers in float8.
 
-    In place; layers and Parameters stay the same objects, and `convert_to_high_precision` is the
-    way back. Tensors are cast under the scale of the whole, of all ranks of the model-parallel
-    group. Other linear layers of the model are converted by `convert_to_float8_training`.
+    In place, as `convert_to_float8_training` does with other linear layers; the way back is
+    `convert_to_high_precision`. Tensors are cast under the scale of the whole, of all ranks of the
+    model-parallel group.
 
-    With `sequence_parallel` ranks share the tokens between a row-parallel layer and the next
-    column-parallel one, which fairscale itself does not know: what comes in is gathered in float8,
-    and what goes out is summed and scattered. Column-parallel layers take tokens of this rank then
-    (and `gather_output` should be False), row-parallel ones return them.
+    With `sequence_parallel`, which fairscale itself does not know, ranks share the tokens between a
+    row-parallel layer and the next column-parallel one: column-parallel layers take tokens of this
+    rank (`gather_output` should be False), row-parallel ones return them.
 
     Args:
         model: or a single such layer.
-        config: a `Float8LinearConfig`, or the name of a recipe. None means dynamic tensorwise
-            scaling. With `Float8Weights.HELD` weights are cast on the fly; a warning says so.
-        module_filter_fn: called as `module_filter_fn(layer, fqn)`; those for which it returns True
-            are converted.
+        config: as for `convert_to_float8_training`. With `Float8Weights.HELD` weights are cast on
+            the fly; a warning says so.
+        module_filter_fn: called as `module_filter_fn(layer, fqn)`; True: it is converted.
         sequence_parallel: see above.
         sequence_dim: the dim of the tokens that ranks share: 0 for [seq, batch, dim].
-
-    Returns:
-        `model`.
 
     Raises:
         TypeError: an argument has the wrong type.

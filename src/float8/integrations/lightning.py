@@ -32,10 +32,9 @@ class Float8Callback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the module to each of its optimizers."""
-        self._attachments = [
-            attach_to_optimizer(pl_module, optimizer, group=self._group)
-            for optimizer in trainer.optimizers
-        ]
+        for optimizer in trainer.optimizers:
+            attached = attach_to_optimizer(pl_module, optimizer, group=self._group)
+            self._attachments.append(attached)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the attachments, as Lightning tears nothing down then."""

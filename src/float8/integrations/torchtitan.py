@@ -16,10 +16,11 @@ from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.tools.logging import logger
 
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, as_config
 from float8.convert.choice import left_out
-from float8.experts import convert_experts, no_grouped_gemm, unsupported_experts
+from float8.experts import convert_experts, unsupported_experts
 from float8.linear import Float8Linear
+from float8.linear.plan import no_grouped_gemm
 from float8.parallel.fsdp import enable_float8_all_gather
 from float8.step import attach_to_optimizer
 
@@ -44,9 +45,8 @@ class ConvertedLinear(Float8Linear, Linear):
         """Parallelize the Parameters alone: all ranks have the same buffers, as plain tensors."""
         if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
             raise ValueError(
-                "Float8Converter: got tensor parallel with spmd_backend='spmd_types', expected "
-                "'partial_dtensor': parts of weights that are plain tensors would be cast under "
-                "scales of their own; set parallelism.spmd_backend"
+                "Float8Converter: got tensor parallel with spmd_backend='spmd_types', which casts "
+                "parts of weights under scales of their own; expected 'partial_dtensor'"
             )
         buffers, self._buffers = self._buffers, {}
         try:
@@ -91,44 +91,34 @@ class Float8Converter(ModelConfigConverter):
         """The recipe, and the layers; the other fields as in `Float8LinearConfig`."""
 
         recipe_name: str = "tensorwise"
-
         experts_recipe_name: str | None = None
         """None: `recipe_name`, but with `"delayed"` and `"blockwise"`, for which there is no
         grouped GEMM, experts stay in high precision, which is logged."""
-
         filter_fqns: list[str] = field(default_factory=list)
-        """Layers and experts stay in high precision if their names contain one of these; the head
-        always."""
-
+        """Layers and experts stay if their names contain one of these; the head always."""
         enable_fsdp_float8_all_gather: bool = False
         """Of linear layers alone: experts are gathered in high precision."""
-
         emulate: bool = False
 
     def __init__(self, config: Config) -> None:
-        self._filter_fqns = config.filter_fqns
-        linear = Float8LinearConfig.from_recipe_name(config.recipe_name)
-        experts = linear
-        if config.experts_recipe_name is not None:
-            experts = Float8LinearConfig.from_recipe_name(config.experts_recipe_name)
+        self._filter_fqns, name = config.filter_fqns, config.experts_recipe_name
+        linear, experts = as_config(config.recipe_name), as_config(name or config.recipe_name)
         self._no_experts = no_grouped_gemm(experts)
-        if self._no_experts and config.experts_recipe_name is not None:
+        if self._no_experts and name is not None:
             raise ValueError(
-                f"Float8Converter: got experts_recipe_name={config.experts_recipe_name!r}: "
-                f"{self._no_experts}; expected 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
+                f"Float8Converter: got experts_recipe_name={name!r}: {self._no_experts}; expected "
+                f"'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
             )
         self._experts = replace(experts, emulate=config.emulate)
+        gathers = config.enable_fsdp_float8_all_gather
         self._float8 = replace(
-            linear,
-            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
-            emulate=config.emulate,
+            linear, enable_fsdp_float8_all_gather=gathers, emulate=config.emulate
         )
 
     def convert(self, model_config: Any) -> Any:
         """Give the linear layers and experts in `model_config` other configs, in place; return it.
 
-        Raises:
-            ValueError: a converter of torchtitan's own quantised some of them.
+        Raises a `ValueError` if a converter of torchtitan's own quantised some of them.
         """
         if has_quantization(model_config):
             raise ValueError(
@@ -138,7 +128,7 @@ class Float8Converter(ModelConfigConverter):
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
             stays = left_out(fqn) or isinstance(parent, TokenChoiceTopKRouter.Config)
             if not stays and type(linear) is Linear.Config and not self._filtered(fqn):
-                _put(parent, name, _derive(linear, ConvertedLinear.Config, self._float8))
+                _put(parent, name, linear, ConvertedLinear.Config, self._float8)
         stay = []
         for fqn, experts, parent, name in list(model_config.traverse(GroupedExperts.Config)):
             if self._filtered(fqn) or hasattr(experts, "float8"):
@@ -147,7 +137,7 @@ class Float8Converter(ModelConfigConverter):
                 stay.append(fqn)
             else:
                 cls: Any = type(experts)
-                _put(parent, name, _derive(experts, converted_config(cls), self._experts))
+                _put(parent, name, experts, converted_config(cls), self._experts)
         if stay:
             logger.warning(
                 f"Float8Converter: got {self._no_experts}: {len(stay)} modules of experts, the "
@@ -160,15 +150,13 @@ class Float8Converter(ModelConfigConverter):
         return any(part in fqn for part in self._filter_fqns)
 
 
-def _derive(config: Any, cls: Any, float8: Float8LinearConfig) -> Any:
-    return cls(**{each.name: getattr(config, each.name) for each in fields(config)}, float8=float8)
-
-
-def _put(parent: Any, name: Any, config: Any) -> None:
+def _put(parent: Any, name: Any, config: Any, cls: Any, float8: Float8LinearConfig) -> None:
+    """Put a `cls` with the fields of `config` in its place."""
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
     if isinstance(parent, list):
-        parent[name] = config
+        parent[name] = cls(**values, float8=float8)
     else:
-        setattr(parent, name, config)
+        setattr(parent, name, cls(**values, float8=float8))
 
 
 def attach_to_optimizers(optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:

@@ -12,29 +12,24 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from float8.convert.choice import WRAPPERS
+from float8.checkpoints.names import plain_name
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
 from float8.step import Attachment, attach_to_optimizer
-
-_HIDDEN = {name for name in WRAPPERS if name.startswith("_")}  # not in the names of checkpoints
 
 
 class Float8Callback(TrainerCallback, ExportableState):
     """Runs at every optimizer step what the scaling of a converted model needs once per step.
 
-    With whatever optimizer the `Trainer` makes: `Trainer(model, ..., callbacks=[Float8Callback()])`
-    for a model that `convert_to_float8_training` converted. Needed for delayed scaling and for
-    `Float8Weights.HELD`, and for the speed of weights that FSDP2 gathers in float8; harmless else.
+    `Trainer(model, ..., callbacks=[Float8Callback()])`, for a converted model. Needed for delayed
+    scaling and for `Float8Weights.HELD`, and for the speed of weights that FSDP2 gathers in float8.
 
-    After a training has begun, a `PreTrainedModel` saves the weights alone, as the plain model
-    does: `model.save_pretrained`, and the `Trainer`. Checkpoints have the state of delayed scaling
-    in `trainer_state.json`, from where `train(resume_from_checkpoint=...)` takes it.
-
-    Beside it are a few values of each weight: the `Trainer` passes over weights that a checkpoint
-    has under other names, as those of experts, which are published one by one. A resumed training
-    with such weights raises a `ValueError` before its first step; where `load_best_model_at_end`
-    has left some out, a warning says so.
+    After a training has begun, the model saves the weights alone, as the plain one does. The state
+    of delayed scaling is in `trainer_state.json`, from where `train(resume_from_checkpoint=...)`
+    takes it, and beside it are a few values of each weight: the `Trainer` passes over weights that
+    a checkpoint has under other names, as those of experts. A resumed training with such weights
+    raises a `ValueError` before its first step; where `load_best_model_at_end` has left some out, a
+    warning says so.
 
     Args:
         group: of the sync, as in `attach_to_optimizer`. `restore_callback_states_from_checkpoint`
@@ -65,14 +60,9 @@ class Float8Callback(TrainerCallback, ExportableState):
                     f"`from_pretrained`, convert it, and resume with it"
                 )
             self._take(entry["attributes"]["delayed"])
-        ours = {
-            f"{each}.{key}"
-            for name, layer in self._delayed().items()
-            for each in (name, _plain(name))
-            for key in _buffers(layer)
-        }
+        ours = [f"{name}.{key}" for name, x in self._delayed().items() for key in _buffers(x)]
         theirs = getattr(model, "_keys_to_ignore_on_save", None) or ()
-        model._keys_to_ignore_on_save = {*theirs, *ours}  # type: ignore[assignment]
+        model._keys_to_ignore_on_save = {*theirs, *ours, *map(plain_name, ours)}  # type: ignore[assignment]
         self._attachment = attach_to_optimizer(model, optimizer, group=self._group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -93,7 +83,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return the state that the `Trainer` writes into `trainer_state.json`."""
         saved = {
-            _plain(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
+            plain_name(name): {key: layer.get_buffer(key).tolist() for key in _buffers(layer)}
             for name, layer in self._delayed().items()
         }
         weights = {name: values.tolist() for name, values in self._samples().items()}
@@ -105,7 +95,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._attachment = None
 
     def _take(self, saved: dict[str, dict[str, Any]]) -> None:
-        layers = {_plain(name): layer for name, layer in self._delayed().items()}
+        layers = {plain_name(name): layer for name, layer in self._delayed().items()}
         if others := sorted(layers.keys() ^ saved.keys()):
             warnings.warn(
                 f"float8: the checkpoint and the model have delayed scaling in different layers: "
@@ -136,14 +126,14 @@ class Float8Callback(TrainerCallback, ExportableState):
             return None
         return (
             f"{len(wrong)} weights are not those of the checkpoint, as {wrong[0]!r}: the Trainer "
-            f"loads none that the checkpoint has under another name, such as those of experts"
+            f"loads none that have another name there, such as those of experts"
         )
 
     def _samples(self) -> dict[str, Tensor]:
         """Return a few values of each plain Parameter, by its name and shape."""
         model = None if self._model is None else self._model()
         return {
-            f"{_plain(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
+            f"{plain_name(name)} {[*x.shape]}": x.detach().flatten()[:: x.numel() // 4 or 1].cpu()
             for name, x in ([] if model is None else model.named_parameters())
             if type(x) is nn.Parameter and x.dtype in HIGH_PRECISION_DTYPES and not x.is_meta
         }
@@ -162,11 +152,6 @@ class Float8Callback(TrainerCallback, ExportableState):
 def _last(entry: Any) -> Any:
     """Return what was written last: given twice, a callback has a list."""
     return entry[-1] if isinstance(entry, list) else entry
-
-
-def _plain(name: str) -> str:
-    """Return the name of a module without its wrappers, as state dicts have it."""
-    return ".".join(part for part in name.split(".") if part not in _HIDDEN)
 
 
 def _buffers(layer: Float8Layer) -> list[str]:

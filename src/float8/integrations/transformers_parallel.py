@@ -31,9 +31,7 @@ def forwards_taken_off(model: Any) -> Iterator[None]:
     cast under the scale of the whole, of all ranks; else each rank casts its part by itself, as it
     always does its part of the experts.
 
-    Args:
-        model: a `PreTrainedModel`. Do not call it before the end. Nothing happens to one that is
-            not shared.
+    Nothing happens to a `PreTrainedModel` that is not shared. Do not call one before the end.
     """
     taken = []
     for fqn, mod in model.named_modules():

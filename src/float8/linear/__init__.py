@@ -2,7 +2,7 @@
 
 from float8.linear.functional import linear
 from float8.linear.module import Float8Layer, Float8Linear, unsupported
-from float8.tensor.held_weights import Float8Module
+from float8.linear.weight import Float8Module
 
 __all__ = [
     "Float8Layer",

@@ -1,8 +1,8 @@
-"""A linear layer in float8 as a function, and its autograd function.
+"""A linear layer in float8 as a function, and the autograd function of all layers, experts' too.
 
 What is saved for backward is float8: the transposed copy of the input, made in the same read as
 its row data; or the input itself under a compiler, which chooses what to keep. Of the weight only
-what exists anyway is kept: see `KeptWeight`.
+what exists anyway is kept: see `Weight`.
 """
 
 from collections.abc import Iterable
@@ -14,6 +14,7 @@ from torch import Tensor
 from float8.autograd import computed_before, once_differentiable, own
 from float8.config import ConfigOrRecipe, as_config
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.gemm import grouped_matmul, grouped_outer, matmul
 from float8.kernels.runtime.ops import NO_ONNX
 from float8.kernels.runtime.private import (
     compiled_autograd_is_on,
@@ -21,16 +22,9 @@ from float8.kernels.runtime.private import (
     is_batch_of_gradients,
     surely,
 )
-from float8.linear.call import (
-    KeptWeight,
-    LinearCall,
-    cast_and_gather,
-    input_in_float8,
-    record,
-    weight_in_float8,
-)
 from float8.linear.plan import Casts, LinearPlan, plan_linear
-from float8.quantize import quantize, recast
+from float8.linear.weight import TIMES_HELD, Weight
+from float8.quantize import Cast, columns, padded, quantize, recast
 from float8.scales import Operand, Quantized
 from float8.tensor import Float8Tensor, local_tensor
 from float8.tensor.ranks import SharedTokens, arrived
@@ -92,9 +86,9 @@ def apply_linear(
     bias: Tensor | None,
     plan: LinearPlan,
     casts: Casts,
-    ready: Quantized | None = None,
-    input_tokens: SharedTokens | None = None,
-    output_tokens: SharedTokens | None = None,
+    held: Weight | None = None,
+    enter: SharedTokens | None = None,
+    leave: SharedTokens | None = None,
 ) -> Tensor:
     """Compute for `linear` and `Float8Linear` what they have in common.
 
@@ -104,9 +98,9 @@ def apply_linear(
         bias: as for `linear`.
         plan: which GEMMs run how.
         casts: those of the plan, with the state and the ranks of this call.
-        ready: the weight in float8, where it is that already; a `Float8Tensor` need not be told.
-        input_tokens: where ranks share the tokens of the input, and each multiplies all.
-        output_tokens: where the output is a sum over ranks, of which each keeps its tokens.
+        held: the weight with its data, where those are held.
+        enter: where ranks share the tokens of the input, and each multiplies all.
+        leave: where the output is a sum over ranks, of which each keeps its tokens.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and functorch_levels is not None and functorch_levels() is not None:
@@ -119,8 +113,15 @@ def apply_linear(
             "compiled autograd, expected one of the two: leave the forward in eager mode, or "
             "compile without compiled autograd, or scale grad_output dynamically"
         )
-    grad, (N, K) = torch.is_grad_enabled(), weight.shape
-    input = check_input(input, weight)
+    if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
+        which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
+        raise TypeError(
+            f"Float8Linear: got a DTensor as {which}, expected plain tensors, or a Float8Linear "
+            f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
+            f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
+        )
+    grad, K = torch.is_grad_enabled(), weight.shape[1]
+    input = in_compute_dtype(input, weight)
     if plan.output is None and isinstance(input, Float8Tensor):
         input = input.to_original_precision()
     empty = input.numel() == 0
@@ -132,45 +133,34 @@ def apply_linear(
         rows = input if input.dim() == 2 else input.reshape(-1, K)
         need_grad_weight = grad and weight.requires_grad
         if not plan.pad and need_grad_weight and plan.grad_weight is not None:
-            M = rows.shape[0] * (1 if input_tokens is None else input_tokens.ranks)
+            M = rows.shape[0] * (1 if enter is None else enter.ranks)
             if surely(M != 0):
                 what = f"{M} tokens (all leading dims) for grad_weight"
                 require_aligned(what, (M,), plan.alignment)
             else:  # data decide how many there are, and compiled code raises when it runs
                 torch._check(M % plan.alignment == 0)  # type: ignore[no-untyped-call]
-        if ready is None and isinstance(weight, Float8Tensor):
-            ready = weight_in_float8(weight, plan)
-        call = LinearCall(
-            plan, casts, input_tokens, output_tokens, K, N, weight.dtype,
-            need_grad_input=grad and input.requires_grad, need_grad_weight=need_grad_weight,
-        )  # fmt: skip
-        made = computed_before(_Linear, rows, weight, call, ready) if compiling else None
-        output = _Linear.apply(rows, weight, call, ready, made)  # type: ignore[no-untyped-call]
+        if isinstance(weight, Float8Tensor):
+            other = None if plan.share_weight else "grad_input"
+            of_weight = Weight(None, *operand_of("weight", weight, casts.weight, other))
+        else:
+            of_weight = held or Weight(weight)
+        need_grad_input = grad and input.requires_grad
+        needs = need_grad_input, need_grad_weight
+        call = Call(plan, casts, K, weight.dtype, *needs, enter=enter, leave=leave)
+        args = rows, weight, of_weight, None, call
+        made = computed_before(Linear, *args) if compiling else None
+        output = Linear.apply(*args, made)  # type: ignore[no-untyped-call]
     if input.dim() != 2:  # an op that changes nothing is still a node of the graph to issue
-        output = with_leading_dims(output, input, input_tokens, output_tokens)
+        output = with_leading_dims(output, input, enter, leave)
     return output if bias is None else output + bias.to(output.dtype)
 
 
-def check_input(input: Tensor, weight: Tensor) -> Tensor:
-    """Return `input` in the compute dtype, which autocast may choose; raises as `linear` does."""
-    if hasattr(input, "device_mesh") or hasattr(weight, "device_mesh"):
-        which = "weight" if hasattr(weight, "device_mesh") else "input and none as weight"
-        raise TypeError(
-            f"Float8Linear: got a DTensor as {which}, expected plain tensors, or a Float8Linear "
-            f"whose weight and input both are DTensors; use Float8ColwiseParallel or "
-            f"Float8RowwiseParallel, or .to_local() for parts that may have scales of their own"
-        )
-    dtype = require_input(input, weight)
-    return input if dtype is None or isinstance(input, Float8Tensor) else input.to(dtype)
+def in_compute_dtype(input: Tensor, weight: Tensor) -> Tensor:
+    """Return `input` in the dtype that autocast asks for, or as it is if it is float8 already.
 
-
-def require_input(input: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Raise what `linear` does for the dtypes, and the features, of both; they may be DTensors.
-
-    Returns the dtype that autocast asks for: see `autocast_dtype`.
+    Raises what `linear` does for the dtypes, and the features, of both; they may be DTensors.
     """
     autocast = autocast_dtype(input.device)
-    # What is float8 was cast from the compute dtype.
     same = autocast is not None or input.dtype == weight.dtype
     if not same and not isinstance(local_tensor(input), Float8Tensor):
         raise TypeError(
@@ -188,7 +178,9 @@ def require_input(input: Tensor, weight: Tensor) -> torch.dtype | None:
             f"Float8Linear: got input of shape {tuple(input.shape)}, expected "
             f"[..., {weight.shape[1]}]"
         )
-    return autocast
+    if autocast is None or isinstance(local_tensor(input), Float8Tensor):
+        return input
+    return input.to(autocast)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -208,162 +200,231 @@ def require_aligned(what: str, dims: Iterable[int], alignment: int) -> None:
 
 
 def with_leading_dims(
-    rows: Tensor,
-    like: Tensor,
-    input_tokens: SharedTokens | None = None,
-    output_tokens: SharedTokens | None = None,
+    rows: Tensor, like: Tensor, enter: SharedTokens | None, leave: SharedTokens | None
 ) -> Tensor:
-    """Return [M, N] with the leading dims of `like` [..., K]; no view, as nobody else holds `rows`.
+    """Return [M, N] with the leading dims of `like` [..., K], as many as ranks share.
 
-    With shared tokens the output has more rows than `like` (gathered) or fewer (scattered).
-
-    FSDP2 warns of modules that return views, and writing into them in place is restricted.
+    No view, as nobody else holds `rows`: FSDP2 warns of modules that return views, and writing into
+    them in place is restricted.
     """
     shape = [*like.shape[:-1], rows.shape[-1]]
-    if input_tokens is not None:
-        shape[input_tokens.dim] *= input_tokens.ranks
-    if output_tokens is not None:
-        shape[output_tokens.dim] //= output_tokens.ranks
+    if enter is not None:
+        shape[enter.dim] *= enter.ranks
+    if leave is not None:
+        shape[leave.dim] //= leave.ranks
     return torch.ops.aten._unsafe_view.default(rows, shape)  # type: ignore[no-any-return]
 
 
-class Saved(NamedTuple):
-    """Results of forward that backward reads."""
+def operand_of(role: str, x: Float8Tensor, cast: Cast, other: str | None) -> Operand:
+    """Return what a GEMM reads of `x`, which was cast elsewhere; its amax is recorded.
 
-    input: Tensor | Any
-    """The input [M, K] in high precision or as row data, or its column data [K, M]; None if there
-    is no grad_weight."""
-    input_scale: Tensor | None
-    weight: KeptWeight
-    input_is_transposed: bool
+    `other`: the GEMM for which it is to be cast in another way.
+    """
+    how = cast.how
+    same = x._data.dtype == how.dtype and x._granularity is how.scaling_granularity
+    if not same or x._has_column_scales or other is not None:
+        raise ValueError(
+            f"Float8Linear: got {role} in {x._data.dtype} under {x._scaling}, expected one in high "
+            f"precision: it is to be cast to {how.dtype} under {how.scaling_granularity}"
+            f"{'' if other is None else f', and in another way for {other}'}; call "
+            f"{role}.to_original_precision(), or configure its casts alike"
+        )
+    if cast.record and cast.state is not None and x._amax is not None:
+        cast.state.record(x._amax)
+    return Operand(x._data.contiguous(), x._scale)
 
 
-class _Linear(torch.autograd.Function):
-    """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned."""
+# ---------------------------------------------------------------- the three GEMMs
+
+
+class Call(NamedTuple):
+    """A layer in one call: all that its autograd function takes, and keeps, besides tensors."""
+
+    plan: LinearPlan
+    casts: Casts
+    """With the state, and the ranks, of this call."""
+    in_features: int
+    weight_dtype: torch.dtype
+    need_grad_input: bool
+    need_grad_weight: bool
+    turned: bool = False
+    """Whether the Parameter of held weights of experts lies as [E, K, N]."""
+    enter: SharedTokens | None = None
+    """Of an input of which each rank has its tokens, and which all multiply; else None."""
+    leave: SharedTokens | None = None
+    """Of an output that is a sum over ranks, of which each keeps its tokens; else None. Both only
+    where row data of what is gathered suffice."""
+
+    def by_weight(
+        self,
+        a: Operand,
+        b: Operand,
+        weight: Weight,
+        offs: Tensor | None,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        columns: bool = False,
+    ) -> Tensor:
+        """Multiply `a` by `b`, row data of a weight, to [M, N]; or by column data, to [M, K].
+
+        Where compiled code reads what is held, the op sees if it is what the weight is then.
+        """
+        gemm = self.plan.grad_input if columns else self.plan.output
+        assert gemm is not None
+        if weight.col_data is not None and torch.compiler.is_compiling():
+            of_a, of_b = gemm.granularities
+            return TIMES_HELD(  # type: ignore[no-any-return]
+                *a, *b, weight.values.detach(), offs, self.turned, *shape, columns,
+                self.casts.weight.how.power_of_2, of_a.value, of_b.value, gemm.use_fast_accum,
+                gemm.emulate, dtype,
+            )  # fmt: skip
+        if offs is None:
+            return matmul(a, b, shape, gemm=gemm, out_dtype=dtype)
+        return grouped_matmul(a, b, offs, gemm=gemm, out_dtype=dtype)
+
+    def grad_weight(
+        self, g: Operand, x: Operand, ends: Tensor | None, tokens: int, N: int
+    ) -> Tensor:
+        """Multiply column data by column data: `g.T @ x` [N, K], or [E, N, K] by groups."""
+        gemm, K, dtype = self.plan.grad_weight, self.in_features, self.weight_dtype
+        assert gemm is not None
+        if ends is None:
+            return matmul(g, x, (N, K), gemm=gemm, out_dtype=dtype)
+        return grouped_matmul(g, x, ends, gemm=gemm, out_dtype=dtype, tokens=tokens)[:, :N, :K]
+
+
+class Linear(torch.autograd.Function):
+    """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned.
+
+    output       [M, N] = input @ weight.T          row(input),         row(weight)
+    grad_input   [M, K] = grad_output @ weight      row(grad_output),   col(weight)
+    grad_weight  [N, K] = grad_output.T @ input     col(grad_output),   col(input)
+
+    With `offs` each for the rows of a group, `offs[e - 1]:offs[e]`, by a weight of its own: the
+    layers of experts, with weights [E, N, K].
+    """
 
     @staticmethod
     def compute(
-        input: Tensor, weight: Tensor, call: LinearCall, ready: Quantized | None
-    ) -> tuple[Tensor, Saved]:
-        """Multiply an input [M, K] in the compute dtype by a weight [N, K], to [M, N]."""
-        plan, casts, need_grad_weight = call.plan, call.casts, call.need_grad_weight
-        float8_grad_weight = need_grad_weight and plan.grad_weight is not None
-        compiling, tokens = torch.compiler.is_compiling(), call.input_tokens
-        kept, x = KeptWeight(weight), Quantized()
-        input_scale = None
-        M = input.shape[0]
-        if tokens is not None:  # ranks share them, and each multiplies all
-            M *= tokens.ranks
-            if not plan.input_rows_suffice:
-                input, tokens = tokens.gather(input), None
+        input: Tensor, weight: Tensor, of_weight: Weight, offs: Tensor | None, call: Call
+    ) -> tuple[Tensor, bool, tuple[Tensor | None, ...]]:
+        """Multiply an input [M, K] in the compute dtype by a weight, to [M, N].
 
-        if plan.output is not None:
-            if isinstance(input, Float8Tensor):
-                x = input_in_float8(input, plan)
-                record(casts.input, x.amax)
-            else:
-                col = float8_grad_weight and plan.share_input and not compiling
-                if tokens is None:
-                    x = quantize(input, casts.input, row=True, col=col, traced=True)
-                else:
-                    x = cast_and_gather(input, casts.input, tokens, row=True, col=col, traced=True)
-            y, kept = call.output(x.row, weight, ready, input.dtype, M)
-            input_scale = x.row.scale
-        else:
+        Returns:
+            The output; whether the saved input is column data; and what backward reads.
+        """
+        plan, casts, compiling = call.plan, call.casts, torch.compiler.is_compiling()
+        in_float8 = call.need_grad_weight and plan.grad_weight is not None
+        M, col, ends, scale = input.shape[0], None, None, None
+        if plan.output is None:
             y = input @ weight.to(input.dtype).t()
-
-        x_col = x.col
-        if float8_grad_weight and not plan.share_input:
-            x_col = quantize(input, casts.input_for_grad_weight, col=True).col
-        saved_input: Tensor | None = None
-        if x_col is not None:
-            saved_input, input_scale = x_col
-        elif need_grad_weight and isinstance(input, Float8Tensor):
-            saved_input = input._data
-        elif need_grad_weight and tokens is not None:
-            saved_input = x.row.data  # those of all ranks
-        elif need_grad_weight:
+        else:
+            if isinstance(input, Float8Tensor):
+                other = None if plan.input_rows_suffice else "grad_weight"
+                row = operand_of("input", input, casts.input, other)
+                row = padded(row, casts.input.how.scaling_granularity, pad_rows=False)
+            elif call.enter is not None:
+                row, M = call.enter.cast(input, casts.input, traced=True), M * call.enter.ranks
+            else:
+                # A compiler chooses what to keep: see `recast`.
+                now = in_float8 and plan.share_input and (offs is not None or not compiling)
+                x = quantize(input, casts.input, row=True, col=now, traced=True, offs=offs)
+                row, col, ends = x.row, x.col, x.ends
+            b = of_weight.row(casts.weight)
+            shape = M, weight.shape[-2]  # read here: torch.jit.trace follows sizes
+            y = call.by_weight(row, b, of_weight, offs, shape, input.dtype)
+            scale = row.scale
+            if of_weight.values is not None:  # whose columns are held, or backward casts them
+                one_scale = plan.share_weight and casts.weight.how.scaling_granularity.one_scale
+                again = one_scale and of_weight.col_data is None and offs is None
+                of_weight = of_weight._replace(row_data=None, row_scale=b.scale if again else None)
+        if in_float8 and not plan.share_input:
+            x = quantize(input, casts.input_for_grad_weight, col=True, offs=offs)
+            col, ends = x.col, x.ends
+        kept: Any = None
+        if col is not None:
+            kept, scale = col
+        elif call.need_grad_weight and isinstance(input, Float8Tensor):
+            kept = input._data
+        elif call.need_grad_weight and call.enter is not None:
+            kept = row.data  # those of all ranks
+        elif call.need_grad_weight:
             # Compiled code does not notice if somebody writes into what it keeps. Where nobody
             # does, the compiler drops the copy.
-            saved_input = input.clone() if compiling else input
+            kept = input.clone() if compiling else input
         if not call.need_grad_input:
-            kept = KeptWeight()
-        elif not plan.share_weight:  # it is cast anew
-            kept = KeptWeight(weight)
-        saved = Saved(saved_input, input_scale, kept, x_col is not None)
-        if call.output_tokens is not None:
-            y = arrived(call.output_tokens.scatter(y))
-        return y, saved
+            of_weight = Weight()
+        if call.leave is not None:
+            y = arrived(call.leave.scatter(y))
+        return y, col is not None, (kept, scale, ends, offs, *of_weight)
 
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor,
-        call: LinearCall,
-        ready: Quantized | None,
-        computed: tuple[Tensor, Saved] | None,
+        of_weight: Weight,
+        offs: Tensor | None,
+        call: Call,
+        computed: Any,
     ) -> Tensor:
         """Return the output; `computed` if a compiler has traced that by now."""
         if computed is None:
-            y, saved = _Linear.compute(input, weight, call, ready)
+            y, ctx.has_columns, saved = Linear.compute(input, weight, of_weight, offs, call)
         else:
-            y, saved = own(computed[0]), computed[1]
-        ctx.save_for_backward(saved.input, saved.input_scale, *saved.weight)
-        ctx.input_is_transposed = saved.input_is_transposed
+            y, ctx.has_columns, saved = computed
+            y = own(y)
+        ctx.save_for_backward(*saved)
         ctx.call = call
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return `grad_input` [M, K], dtype of grad_output; `grad_weight` [N, K], as the weight."""
+        """Return `grad_input`, dtype of grad_output, and `grad_weight`, dtype of the weight."""
         if not torch.compiler.is_compiling() and (
             (functorch_levels is not None and functorch_levels() is not None)
             or (is_batch_of_gradients is not None and is_batch_of_gradients(grad_output))
         ):
             raise RuntimeError(f"Float8Linear: got a backward within torch.func{_NO_TRANSFORM}")
-        call: LinearCall = ctx.call
+        call: Call = ctx.call
         plan, casts = call.plan, call.casts
-        tokens = call.output_tokens  # grad_output has those of this rank, as the output had
-        saved_input, input_scale, *of_weight = ctx.saved_tensors
-        kept = KeptWeight(*of_weight)
-        dtype, M = grad_output.dtype, grad_output.shape[0]
-
-        if tokens is not None:
-            M *= tokens.ranks
-            if not plan.grad_output_rows_suffice:
-                grad_output, tokens = tokens.gather(grad_output), None
+        kept, scale, ends, offs, *of_weight = ctx.saved_tensors
+        weight, dtype = Weight(*of_weight), grad_output.dtype
         row = call.need_grad_input and plan.grad_input is not None
         col = call.need_grad_weight and plan.grad_weight is not None
-        shared_col = col and plan.share_grad_output
-        g = Quantized()
-        if (row or shared_col) and tokens is None:
-            g = quantize(grad_output, casts.grad_output, row=row, col=shared_col)
-        elif tokens is not None:
-            g = cast_and_gather(grad_output, casts.grad_output, tokens, row=row, col=shared_col)
+        shared = col and plan.share_grad_output
+        (M, N), g = grad_output.shape, Quantized()
+        if offs is not None:
+            grad_output = grad_output.contiguous()
+        if call.leave is not None:  # grad_output has the tokens of this rank, as the output had
+            of_row, M = call.leave.cast(grad_output, casts.grad_output), M * call.leave.ranks
+            g = Quantized(of_row, columns(of_row, casts.grad_output.how) if shared else None)
+        elif row or shared:
+            g = quantize(grad_output, casts.grad_output, row=row, col=shared, offs=offs)
 
-        dx: Tensor | None = None
+        dx = dw = None
         if row:
-            dx = call.grad_input(g.row, kept, dtype, M)
+            b = weight.columns(casts.weight_for_grad_input, g.row.scale)
+            dx = call.by_weight(g.row, b, weight, offs, (M, call.in_features), dtype, columns=True)
         elif call.need_grad_input:
-            dx = grad_output @ kept.data.to(dtype)
-        if dx is not None and call.input_tokens is not None:
-            dx = call.input_tokens.scatter(dx)  # while grad_weight is computed
-
-        dw: Tensor | None = None
+            dx = grad_output @ weight.values.to(dtype)
+        if dx is not None and call.enter is not None:
+            dx = call.enter.scatter(dx)  # while grad_weight is computed
         if col:
-            other = casts.grad_output_for_grad_weight
-            g_col = g.col if shared_col else quantize(grad_output, other, col=True).col
-            x = Operand(saved_input, input_scale)
-            if not ctx.input_is_transposed:
-                x = recast(saved_input, casts.input.how, input_scale)
-            dw = call.grad_weight(g_col, x)
+            if not shared:
+                g = quantize(grad_output, casts.grad_output_for_grad_weight, col=True, offs=offs)
+            x = Operand(kept, scale)
+            if not ctx.has_columns:
+                x = recast(kept, casts.input.how, scale)
+            dw = call.grad_weight(g.col, x, ends, M, N)
         elif call.need_grad_weight:
-            dw = (grad_output.t() @ saved_input).to(call.weight_dtype)
-        if dx is not None and call.input_tokens is not None:
+            dw = grad_output.t() @ kept if offs is None else grouped_outer(grad_output, kept, offs)
+            dw = dw.to(call.weight_dtype)
+        if dx is not None and call.enter is not None:
             dx = arrived(dx)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
     @staticmethod
     def symbolic(*_: Any) -> Any:

@@ -15,19 +15,17 @@ from float8.config import (
     as_config,
 )
 from float8.kernels.runtime.ops import NO_ONNX
-from float8.linear.call import weight_in_float8
-from float8.linear.functional import apply_linear, require_input
+from float8.linear.functional import apply_linear
 from float8.linear.inputs import of_another_kind
 from float8.linear.plan import Casts, plan_linear
 from float8.linear.sharded import Shards, dtensor_in_float8, linear_of_shards
 from float8.linear.source import class_of, own_names, problem, shallow_copy
 from float8.linear.state import StatefulLayer
-from float8.linear.weight import in_float8_only
+from float8.linear.weight import hold, in_float8_only
 from float8.quantize import Reduction
-from float8.scales import UNKNOWN_SCALE, DelayedScale, Quantized
+from float8.scales import UNKNOWN_SCALE, DelayedScale
 from float8.tensor import Float8Tensor, dequantise, local_tensor
-from float8.tensor.held_weights import hold
-from float8.tensor.ranks import amax_over, sharding_groups
+from float8.tensor.ranks import amax_over
 
 _NO_TRACE = (
     "Float8Linear: got torch.jit.trace with delayed scaling, expected evaluation without "
@@ -137,11 +135,8 @@ class Float8Layer(StatefulLayer):
         for name in self._float8_state():
             del self._buffers[name]
         weight: Any = self._parameters.get("weight")
-        if (
-            "_float8_config" in vars(self)
-            and self._float8_keeps_no_master
-            and isinstance(weight, Float8Tensor)
-        ):
+        ours = "_float8_config" in vars(self) and self._float8_keeps_no_master
+        if ours and isinstance(weight, Float8Tensor):
             self._parameters["weight"] = nn.Parameter(dequantise(weight), requires_grad=False)
 
     def _float8_become_high_precision(self) -> None:
@@ -182,47 +177,30 @@ class Float8Layer(StatefulLayer):
         if self._float8_delayed:
             self._float8_check_synced()
         if hasattr(weight, "device_mesh"):
-            casts = self._float8_casts(amax_over(sharding_groups(weight)))
-            whole: Tensor = linear_of_shards(
-                input, weight, self.bias, self._float8_shards, plan, casts
-            )
+            casts = self._float8_casts(amax_over([weight.device_mesh.get_group(0)]))
+            shards = self._float8_shards
+            whole: Tensor = linear_of_shards(input, weight, self.bias, shards, plan, casts)
             return whole
-        casts, ready = self._float8_casts() if self._float8_delayed else plan.casts, None
-        if self._float8_held or self._float8_config.float8_weights is Float8Weights.ONLY:
-            ready = self._float8_ready_weight(weight)
-        return apply_linear(input, weight, self.bias, plan, casts, ready)
+        if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
+            raise RuntimeError(
+                "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
+                "expected False: it cannot be trained; call convert_to_high_precision(model) first"
+            )
+        casts, held = self._float8_casts() if self._float8_delayed else plan.casts, None
+        if self._float8_held:
+            held = self._float8_find_held(weight, lambda: hold(weight, plan.casts.weight))
+        return apply_linear(input, weight, self.bias, plan, casts, held)
 
     def _float8_in_float8(self, input: Any) -> Any:
-        """Cast a DTensor on a mesh of one dim as this layer does; see `dtensor_in_float8`.
-
-        Raises:
-            TypeError, ValueError: as `forward`, of its dtype and shape.
-        """
-        require_input(input, self.weight)
+        """Cast a DTensor on a mesh of one dim as this layer does; raises as it does."""
         casts = self._float8_casts(amax_over([input.device_mesh.get_group(0)]))
-        return dtensor_in_float8(input, self._float8_plan, casts.input)
+        return dtensor_in_float8(input, self.weight, self._float8_plan, casts.input)
 
     @property
     def _float8_sums_over_ranks(self) -> bool:
         """Whether, under tensor parallel, each rank multiplies some of the features."""
         placements: Any = getattr(self.weight, "placements", None)
         return placements is not None and placements[-1].is_shard(1)
-
-    def _float8_ready_weight(self, weight: Any) -> Quantized | None:
-        """Return `weight`, this layer's, in float8 if it is that already, or held so."""
-        if weight.requires_grad and self._float8_config.float8_weights is Float8Weights.ONLY:
-            raise RuntimeError(
-                "Float8Linear: got requires_grad=True for a weight that is in float8 only, "
-                "expected False: it cannot be trained; call convert_to_high_precision(model) first"
-            )
-        if isinstance(weight, Float8Tensor):
-            return weight_in_float8(weight, self._float8_plan)
-        if not self._float8_held:
-            return None
-        held = self._float8_held_weight(
-            weight, lambda: hold(weight, self._float8_plan.casts.weight)
-        )
-        return None if held is None else held.operand
 
     def _float8_casts(self, reduce: Reduction | None = None) -> Casts:
         """Bind the casts of the plan to this call, with the state of delayed scaling.
@@ -233,8 +211,7 @@ class Float8Layer(StatefulLayer):
 
         Args:
             reduce: makes an amax that of all ranks that share the layer. Not asked for casts whose
-                scale a sync made alike on all of them. `Shards.enter` takes it off those of tensors
-                that each rank has whole.
+                scale a sync made alike on all of them.
         """
         casts, training = self._float8_plan.casts, self.training
         if reduce is not None:
@@ -316,13 +293,10 @@ def unsupported(
     linear_classes: Collection[type] = (),
     cls: type[Float8Linear] = Float8Linear,
 ) -> str | None:
-    """Say why `mod` cannot become a `Float8Linear` of this configuration, or return None.
+    """Say why `mod` cannot become a `cls` of this configuration, or return None.
 
-    Args:
-        mod: an `nn.Linear` of any subclass, converted or not.
-        config: the configuration.
-        linear_classes: subclasses of `nn.Linear` whose forward may be replaced.
-        cls: what it is to become: `Float8Linear`, or a subclass.
+    `mod` is an `nn.Linear` of any subclass, converted or not. `linear_classes`: subclasses of
+    `nn.Linear` whose forward may be replaced.
     """
     found = problem(mod, cls, config, linear_classes)
     return None if found is None else str(found)
@@ -334,6 +308,5 @@ def require_supported(
     """Raise what `unsupported` says."""
     if not isinstance(mod, nn.Linear | Float8Layer):
         raise TypeError(f"Float8Linear: got a {type(mod).__name__}, expected an nn.Linear")
-    found = problem(mod, Float8Linear, config, linear_classes)
-    if found is not None:
+    if found := problem(mod, Float8Linear, config, linear_classes):
         raise type(found)(f"Float8Linear: {found}")

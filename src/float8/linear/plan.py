@@ -12,6 +12,7 @@ from float8.config import (
     GEMM_OPERANDS,
     CastSite,
     Float8LinearConfig,
+    Float8Weights,
 )
 from float8.formats import E4M3
 from float8.gemm import Gemm
@@ -59,13 +60,35 @@ def plan_linear(config: Float8LinearConfig, *, grouped: bool = False) -> LinearP
         grouped: the plan is of grouped GEMMs, which take e4m3 alone. All three add as fast as that
             of the output: in float32 after each step they take 1.1 to 1.6 times as long, for at
             most 0.07 dB of SQNR.
+
+    Raises:
+        ValueError: there are no such grouped GEMMs.
     """
     # Dynamo looks through a cache, but warns of it.
     resolve = _resolved if torch.compiler.is_compiling() else _cached
     return resolve(config, grouped)
 
 
+EXPECTED = "the recipe 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', or casts like theirs"
+
+
+def no_grouped_gemm(config: Float8LinearConfig) -> str | None:
+    """Name what a configuration asks for and no grouped GEMM does, or return None."""
+    if config.delayed_sites:
+        return "delayed scaling, whose histories are of one tensor"
+    if config.scales_by_blocks:
+        return "block scales, for which there is no grouped GEMM"
+    if not (config.runs_in_float8("output") and config.runs_in_float8("grad_input")):
+        return "the GEMM of output or grad_input in high precision"
+    if config.float8_weights is Float8Weights.ONLY:
+        return "float8_weights=ONLY"
+    return None
+
+
 def _resolved(config: Float8LinearConfig, grouped: bool) -> LinearPlan:
+    if grouped and (reason := no_grouped_gemm(config)):
+        raise ValueError(f"grouped_linear: got a config with {reason}, expected {EXPECTED}")
+
     def cast(site: CastSite) -> Cast:
         how = config.cast_config(site)
         dtype = E4M3 if grouped else how.dtype

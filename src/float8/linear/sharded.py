@@ -12,14 +12,8 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from float8.linear.functional import (
-    apply_linear,
-    autocast_dtype,
-    require_aligned,
-    require_input,
-)
+from float8.linear.functional import apply_linear, in_compute_dtype, require_aligned
 from float8.linear.plan import Casts, LinearPlan
 from float8.quantize import Cast
 from float8.tensor import Float8Tensor, dtensor_like
@@ -37,178 +31,155 @@ class Shards(NamedTuple):
     """The dim along which ranks share the tokens of an output that is a sum over ranks, and gather
     those of its gradient. None: the sum is left to others."""
 
-    def enter(self, input: Any, weight: Any, plan: LinearPlan, casts: Casts) -> "Entered":
-        """Prepare the input and the casts with which this rank multiplies its part of a weight.
-
-        Args:
-            input: [..., K], a DTensor. For a weight Shard(0) of a layer that gathers its input it
-                may be placed in any way. Then it is gathered, in float8 if one cast is all that the
-                plan makes of it. A `Float8Tensor` inside is not cast again.
-            weight: [N, K], a DTensor on a mesh of one dim: Shard(0), of which each rank has rows;
-                or Shard(1), with K divisible by the number of ranks.
-            plan: of the layer.
-            casts: of the layer, each with the reduction over the ranks.
-
-        Raises:
-            TypeError: `input` is no DTensor.
-            ValueError: a placement is another one, or ranks cannot share a dim so.
-        """
-        if not hasattr(input, "placements"):
-            raise TypeError(
-                f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
-                f"DTensor, expected a DTensor; use a style that prepares it, as "
-                f"Float8ColwiseParallel"
-            )
-        dtensors, mesh, colwise = torch.distributed.tensor, weight.device_mesh, _is_colwise(weight)
-        if input.device_mesh != mesh:
-            raise ValueError(
-                f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
-                f"expected one mesh; parallelize both over the same"
-            )
-        require_parts(weight.shape, 0 if colwise else 1, mesh.size(), plan)
-        input_tokens = output_tokens = None
-        (placement,) = input.placements
-        if colwise and self.gathers_input and not placement.is_replicate():
-            dim = placement.dim if placement.is_shard() else -1
-            even = 0 <= dim < input.dim() - 1 and input.shape[dim] % mesh.size() == 0
-            if even and not isinstance(input._local_tensor, Float8Tensor):
-                input_tokens = _shared_tokens(input.shape, dim, mesh)
-            else:  # torch gathers, which knows of summands and of odd sizes
-                require_input(input, weight)
-                input = dtensor_in_float8(input, plan, casts.input)
-                input = input.redistribute(placements=[dtensors.Replicate()])
-        elif not colwise and self.tokens_dim is not None:
-            dim = self._dim_of_tokens(input.shape)
-            if dim < input.dim() - 1 and input.shape[dim] % mesh.size() == 0:
-                output_tokens = _shared_tokens(input.shape, dim, mesh)
-        expected: Any = dtensors.Replicate() if colwise else dtensors.Shard(input.dim() - 1)
-        if input_tokens is None and tuple(input.placements) != (expected,):
-            raise ValueError(
-                f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
-                f"{tuple(weight.placements)}, expected {expected}; redistribute it"
-            )
-        # What is whole here, or gathered before it is cast, has an amax that all ranks find alike.
-        if colwise and (input_tokens is None or not plan.input_rows_suffice):
-            casts = casts._replace(
-                input=casts.input._replace(reduce=None),
-                input_for_grad_weight=casts.input_for_grad_weight._replace(reduce=None),
-            )
-        if not colwise and (output_tokens is None or not plan.grad_output_rows_suffice):
-            other = casts.grad_output_for_grad_weight._replace(reduce=None)
-            casts = casts._replace(
-                grad_output=casts.grad_output._replace(reduce=None),
-                grad_output_for_grad_weight=other,
-            )
-        summed = colwise and input_tokens is None
-        x = input.to_local(grad_placements=(dtensors.Partial(),) if summed else None)
-        return Entered(x, casts, colwise, input_tokens, output_tokens)
-
-    def leave(self, y: Tensor, entered: "Entered", weight: Any, bias: Any) -> Any:
-        """Return the output, of which this rank has `y`: features, summands or tokens.
-
-        `bias` [N], Replicate, is added where `y` does not have it: that of a weight Shard(1).
-        """
-        dtensors, mesh, tokens = torch.distributed.tensor, weight.device_mesh, entered.output_tokens
-        if entered.colwise:
-            # Maybe shared unevenly: torch is told the shape.
-            shape, strides = torch.Size([*y.shape[:-1], weight.shape[0]]), [1]
-            for size in reversed(shape[1:]):
-                strides.insert(0, strides[0] * size)
-            return dtensors.DTensor.from_local(
-                y, mesh, (dtensors.Shard(y.dim() - 1),), run_check=False, shape=shape,
-                stride=tuple(strides),
-            )  # fmt: skip
-        to: Any = (dtensors.Partial() if tokens is None else dtensors.Shard(tokens.dim),)
-        output = dtensors.DTensor.from_local(y, mesh, to, run_check=False)
-        if bias is None:
-            return output
-        if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
-            # What the ranks' tokens say of the bias is summed in backward.
-            bias = bias.redistribute(placements=bias.placements)
-        return output + bias.to(output.dtype)
-
-    def _dim_of_tokens(self, shape: torch.Size) -> int:
-        """Return `tokens_dim` of an input [..., K], counted from the front."""
-        dim: Any = self.tokens_dim
-        if not -len(shape) <= dim < len(shape):
-            raise ValueError(
-                f"Float8Linear: got an input of {len(shape)} dims and an output to be sharded "
-                f"along dim {dim}, expected one of them; give the style another output_layouts"
-            )
-        return int(dim % len(shape))
-
-
-class Entered(NamedTuple):
-    """A call of this rank, as `apply_linear` takes it."""
-
-    input: Tensor
-    casts: Casts
-    """Without the reduction over ranks for tensors of which this rank has the whole."""
-    colwise: bool
-    """Whether each rank has rows of the weight, as under ColwiseParallel, and not columns."""
-    input_tokens: SharedTokens | None
-    output_tokens: SharedTokens | None
-
 
 def linear_of_shards(
     input: Any, weight: Any, bias: Any, shards: Shards, plan: LinearPlan, casts: Casts
 ) -> Any:
-    """Compute `apply_linear` of DTensors; see `Shards.enter`.
+    """Compute `apply_linear` of DTensors.
 
-    `bias` [N] is Shard(0) with the weight, else Replicate; or None.
+    Args:
+        input: [..., K]. For a weight Shard(0) of a layer that gathers its input it may be placed in
+            any way. Then it is gathered, in float8 if one cast is all that the plan makes of it. A
+            `Float8Tensor` inside is not cast again.
+        weight: [N, K] on a mesh of one dim: Shard(0), of which each rank has rows; or Shard(1),
+            with K divisible by the number of ranks.
+        bias: [N], Shard(0) with the weight, else Replicate; or None.
+        shards: as the style says.
+        plan: of the layer.
+        casts: of the layer, each with the reduction over the ranks.
+
+    Returns:
+        [..., N], of which this rank has features, summands or tokens.
+
+    Raises:
+        TypeError: `input` is no DTensor.
+        ValueError: a placement is another one, or ranks cannot share a dim so.
     """
-    entered = shards.enter(input, weight, plan, casts)
-    here = bias.to_local() if bias is not None and entered.colwise else None
-    y = apply_linear(
-        entered.input,
-        weight.to_local(),
-        here,
-        plan,
-        entered.casts,
-        input_tokens=entered.input_tokens,
-        output_tokens=entered.output_tokens,
-    )
-    return shards.leave(y, entered, weight, bias)
-
-
-def _is_colwise(weight: Any) -> bool:
-    """Whether ranks share the rows of a weight, not its columns; raises as `Shards.enter`."""
-    dtensors = torch.distributed.tensor  # imported: somebody made DTensors
-    placements = tuple(weight.placements)
-    colwise = placements == (dtensors.Shard(0),)
-    if not colwise and placements != (dtensors.Shard(1),):
+    if not hasattr(input, "placements"):
+        raise TypeError(
+            f"Float8Linear: got an input of type {type(input).__name__} for a weight that is a "
+            f"DTensor, expected a DTensor; use a style that prepares it, as Float8ColwiseParallel"
+        )
+    dtensors, mesh, placements = torch.distributed.tensor, weight.device_mesh, weight.placements
+    if input.device_mesh != mesh:
+        raise ValueError(
+            f"Float8Linear: got an input on {input.device_mesh} for a weight on {mesh}, "
+            f"expected one mesh; parallelize both over the same"
+        )
+    colwise = tuple(placements) == (dtensors.Shard(0),)
+    if not colwise and tuple(placements) != (dtensors.Shard(1),):
         raise ValueError(
             f"Float8Linear: got a weight placed {placements}, expected Shard(0) or Shard(1) on a "
             f"mesh of one dim, as tensor parallel's styles place it"
         )
-    return colwise
+    require_parts(weight.shape, 0 if colwise else 1, mesh.size(), plan)
+    if colwise:
+        return _colwise(input, weight, bias, shards.gathers_input, plan, casts)
+    return _rowwise(input, weight, bias, shards.tokens_dim, plan, casts)
 
 
-def _shared_tokens(shape: torch.Size, dim: int, mesh: Any) -> SharedTokens:
-    before = math.prod(shape[:dim])
-    return SharedTokens(mesh.get_group(0).group_name, mesh.size(), dim, before)
+def _colwise(
+    input: Any, weight: Any, bias: Any, gathers: bool, plan: LinearPlan, casts: Casts
+) -> Any:
+    """Multiply all tokens by the rows of the weight that this rank has."""
+    dtensors, mesh, local = torch.distributed.tensor, weight.device_mesh, weight.to_local()
+    (placement,), enter = input.placements, None
+    if gathers and not placement.is_replicate():
+        in_float8 = isinstance(input._local_tensor, Float8Tensor)
+        if placement.is_shard() and plan.input_rows_suffice and not in_float8:
+            enter = _shared_tokens(input, placement.dim)
+        if enter is None:  # torch gathers, which knows of summands and of odd sizes
+            input = dtensor_in_float8(input, weight, plan, casts.input)
+            input = input.redistribute(placements=[dtensors.Replicate()])
+    if enter is None:
+        _require_placed(input, weight, dtensors.Replicate())
+        casts = _alike(casts, "input", "input_for_grad_weight")
+    x = input.to_local(grad_placements=(dtensors.Partial(),) if enter is None else None)
+    bias = None if bias is None else bias.to_local()
+    y = apply_linear(x, local, bias, plan, casts, enter=enter)
+    # Maybe shared unevenly: torch is told the shape.
+    shape, strides = torch.Size([*y.shape[:-1], weight.shape[0]]), [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return dtensors.DTensor.from_local(
+        y, mesh, (dtensors.Shard(y.dim() - 1),), run_check=False, shape=shape,
+        stride=tuple(strides),
+    )  # fmt: skip
 
 
-def dtensor_in_float8(x: Any, plan: LinearPlan, cast: Cast) -> Any:
+def _rowwise(
+    input: Any, weight: Any, bias: Any, tokens_dim: int | None, plan: LinearPlan, casts: Casts
+) -> Any:
+    """Multiply the features that this rank has by the columns of the weight that it has."""
+    dtensors: Any = torch.distributed.tensor
+    dims, to, leave = input.dim(), None, None
+    if tokens_dim is not None:
+        if not -dims <= tokens_dim < dims:
+            raise ValueError(
+                f"Float8Linear: got an input of {dims} dims and an output to be sharded along dim "
+                f"{tokens_dim}, expected one of them; give the style another output_layouts"
+            )
+        to = dtensors.Shard(tokens_dim % dims)
+        if plan.grad_output_rows_suffice:
+            leave = _shared_tokens(input, to.dim)
+    _require_placed(input, weight, dtensors.Shard(dims - 1))
+    if leave is None:  # grad_output is whole here, with an amax that all ranks find alike
+        casts = _alike(casts, "grad_output", "grad_output_for_grad_weight")
+    y = apply_linear(input.to_local(), weight.to_local(), None, plan, casts, leave=leave)
+    placed = (dtensors.Partial() if leave is None else to,)
+    output = dtensors.DTensor.from_local(y, weight.device_mesh, placed, run_check=False)
+    if to is not None and leave is None:  # torch sums up, and gathers the gradient
+        output = output.redistribute(placements=(to,))
+    if bias is None:
+        return output
+    if torch.is_grad_enabled():  # torch 2.11 refuses it in inference mode
+        # What the ranks' tokens say of the bias is summed in backward.
+        bias = bias.redistribute(placements=bias.placements)
+    return output + bias.to(output.dtype)
+
+
+def _require_placed(input: Any, weight: Any, expected: Any) -> None:
+    if tuple(input.placements) != (expected,):
+        raise ValueError(
+            f"Float8Linear: got an input placed {tuple(input.placements)} for a weight placed "
+            f"{tuple(weight.placements)}, expected {expected}; redistribute it"
+        )
+
+
+def _alike(casts: Casts, *roles: str) -> Casts:
+    """Return casts that reduce nothing for tensors whose amax all ranks find alike."""
+    return casts._replace(**{role: getattr(casts, role)._replace(reduce=None) for role in roles})
+
+
+def _shared_tokens(x: Any, dim: int) -> SharedTokens | None:
+    """Return how ranks share the tokens of a DTensor along `dim`; None: torch has to see to it."""
+    mesh = x.device_mesh
+    if dim == x.dim() - 1 or x.shape[dim] % mesh.size() or 0 in x.shape:
+        return None
+    group, before = mesh.get_group(0).group_name, math.prod(x.shape[:dim])
+    return SharedTokens(group, mesh.size(), dim, before)
+
+
+def dtensor_in_float8(x: Any, weight: Any, plan: LinearPlan, cast: Cast) -> Any:
     """Cast the DTensor `x` on a mesh of one dim, if bytes and one scale are all it takes.
 
     Else return `x` itself, as also where it is a sum still to be made, or where ranks hold parts of
-    rows that have a scale each. `cast`: of the input, with the reduction over the ranks.
+    rows that have a scale each. `cast`: of the input, with the reduction over the ranks. Raises as
+    `in_compute_dtype`.
     """
-    local, (placement,) = x.to_local(), x.placements
+    (placement,) = x.placements
     cuts_rows = placement.is_shard() and placement.dim % x.dim() == x.dim() - 1
     if (
         placement.is_partial()
         or (cuts_rows and cast.how.scaling_granularity.by_rows)
         or not plan.input_rows_suffice
-        or isinstance(local, Float8Tensor)
+        or isinstance(x._local_tensor, Float8Tensor)
     ):
         return x
-    if dtype := autocast_dtype(local.device):
-        local = local.to(dtype)
+    x = in_compute_dtype(x, weight)
     if placement.is_replicate():
         cast = cast._replace(reduce=None)
-    return dtensor_like(to_float8(local, cast), x)
+    return dtensor_like(to_float8(x.to_local(), cast), x)
 
 
 def require_parts(shape: torch.Size, dim: int, ranks: int, plan: LinearPlan) -> None:

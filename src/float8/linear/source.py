@@ -118,9 +118,7 @@ def problem(
             f"got weight of shape {shape}, expected dims divisible by {config.alignment}; set "
             f"pad_inner_dim=True to have them padded"
         )
-    holds_part = base._float8_holds_part or (
-        isinstance(mod, StatefulLayer) and mod._float8_holds_part
-    )
+    holds_part = base._float8_holds_part or getattr(mod, "_float8_holds_part", False)
     if holds_part and config.enable_fsdp_float8_all_gather:
         return ValueError(
             "got enable_fsdp_float8_all_gather=True, expected False: FSDP does not know that other "
@@ -203,8 +201,7 @@ def _cannot_be_both(mod: Any, base: type, config: Float8LinearConfig) -> str | N
         return f" with an attribute {name!r}, expected one without: {base.__name__} has one"
     if is_ours:
         return None
-    theirs = (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object))
-    for each in theirs:
+    for each in (each for each in cls.__mro__ if each not in (nn.Linear, nn.Module, object)):
         if own := [name for name in _PICKLING if vars(each).get(name)]:  # `__slots__` may be empty
             return (
                 f" with {own[0]!r}, expected one without: {base.__name__} has a way of its own to "

@@ -17,10 +17,9 @@ from float8.config import CastSite, Float8LinearConfig, Float8Weights
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.foreign_state import as_loadable
 from float8.linear.plan import LinearPlan
-from float8.linear.weight import in_float8_only, moved
+from float8.linear.weight import PLAIN, Float8Module, in_float8_only, moved
 from float8.scales import UNKNOWN_SCALE
 from float8.tensor import Float8Tensor, dequantise, gathered_like, high_precision, local_tensor
-from float8.tensor.held_weights import PLAIN, Float8Module
 
 
 class StatefulLayer(Float8Module):
@@ -161,11 +160,7 @@ class StatefulLayer(Float8Module):
         `torch.distributed` is initialised, where grad_output has dynamic scaling, and where only
         the bias is trained.
         """
-        checks = (
-            self._float8_delayed
-            and self._float8_config.enable_pre_and_post_forward
-            and not self._float8_attached
-        )
+        checks = self._float8_config.enable_pre_and_post_forward and not self._float8_attached
         if not checks or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         # Parameters only: other tensors may be computed, and gone by the next forward.
@@ -176,28 +171,24 @@ class StatefulLayer(Float8Module):
         }
         weight: Any = self._parameters.get("weight")
         amax: Any = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
-        trained = type(weight) is nn.Parameter and id(weight) in versions
-        trained &= amax is not None and not (amax.is_meta or amax.is_inference())
         seen, before, now = self._float8_seen, self._float8_sample, None
-        written = seen is not None and any(
-            seen.get(key, version) != version for key, version in versions.items()
-        )
-        looks = seen is None
-        if trained and before is not None and seen is not None:
-            # Without a backward there was no step: to compare values waits for the device.
-            looks = weight.grad is None and amax._version != before[1]
-        if looks and trained:
+        written = any((seen or {}).get(key, old) != old for key, old in versions.items())
+        trained = type(weight) is nn.Parameter and id(weight) in versions
+        looks = trained and amax is not None and not (amax.is_meta or amax.is_inference())
+        if looks and seen is not None:  # without a backward there was no step
+            looks = before is not None and weight.grad is None and amax._version != before[1]
+        if looks:
             # Of what ranks share, gradients are None between microbatches, too.
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
             if not (ranks or (amax.is_cuda and torch.cuda.is_current_stream_capturing())):
                 which = id(weight), weight.dtype, weight.device, weight.shape
                 now = which, amax._version, weight.detach().diagonal().clone()
-        if seen is None:
-            self._float8_seen, self._float8_sample = versions, now
-        elif looks:
-            if now is not None and before is not None and now[0] == before[0]:
+            if seen is not None and now is not None and before is not None and now[0] == before[0]:
                 written |= not torch.equal(now[2].nan_to_num(), before[2].nan_to_num())
+        if looks or seen is None:
             self._float8_sample = now  # the next comparison is after another backward
+        if seen is None:
+            self._float8_seen = versions
         if written:
             raise RuntimeError(
                 "Float8Linear: the optimizer stepped, or a weight was written by hand, but delayed "

@@ -1,13 +1,284 @@
-"""Weights that are in float8 only: made of high-precision ones, and moved."""
+"""A weight in one call, and weights that modules hold in float8 until they are written.
+
+`update_float8_weights` casts each weight once, to both layouts in one read; forwards, backwards,
+recomputation and microbatches of training read that. Data that are held have a mark: the version
+counter, the address and the strides of the Parameter that they were made of. Each use compares, and
+what does not match is cast again: by eager code to be held from then on, in compiled code by the op
+that multiplies. That op must find the mark when it runs, so it is an attribute of the data, the
+only thing that reaches it. A tensor on the CPU, which forward hands on to backward, CUDA graphs
+refuse; a number makes code compile anew; the version counter of what is kept cannot say where the
+weight lies; and of a scale Inductor may hand on a copy, as AOTAutograd does of a view.
+"""
 
 from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
+from float8.config import CastConfig, ScalingGranularity
 from float8.formats import FLOAT8_MAX, HIGH_PRECISION_DTYPES
-from float8.quantize import Cast, quantize
+from float8.gemm import Gemm, grouped_matmul, matmul_of_any_size
+from float8.kernels.runtime.ops import register
+from float8.kernels.runtime.private import dispatch_modes, pre_dispatch_modes, records_ops
+from float8.quantize import Cast, columns, padded, quantize
+from float8.scales import Operand
 from float8.tensor import Float8Tensor
+
+PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+"""Weights that are data in memory and nothing else: no shards, no wrappers."""
+
+_DYNAMO_TELLS = TorchVersion(torch.__version__) >= "2.13"
+"""Whether Dynamo knows export from compilation: that of torch 2.11 takes all for export."""
+
+
+class Weight(NamedTuple):
+    """A weight [N, K] in one call, or those of experts [E, N, K], and what there is in float8.
+
+    Backward is handed all of it by `save_for_backward`: what lies on a context lives as long as
+    somebody keeps a loss, and held weights would be there twice.
+    """
+
+    values: Tensor | Any = None
+    """In high precision; of data that are held the Parameter. None: there are row data alone."""
+
+    row_data: Tensor | Any = None
+    """Held; or, without values, what somebody keeps anyway, not padded: data of a weight that is
+    gathered in float8, or that is in float8 only."""
+
+    row_scale: Tensor | Any = None
+    """Of the row data; or the one scale by which forward cast the values, for backward."""
+
+    col_data: Tensor | Any = None
+    """Held."""
+
+    col_scale: Tensor | Any = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether data are held of the values, which may be others by now."""
+        return self.col_data is not None
+
+    def row(self, cast: Cast) -> Operand:
+        """Return row data: a cast made here, where there are none."""
+        if self.row_data is None:
+            traced = cast.state is not None
+            return quantize(self.values, cast, row=True, pad_rows=True, traced=traced).row
+        row = Operand(self.row_data, self.row_scale)
+        if self.values is not None:
+            return row
+        data, scale = padded(row, cast.how.scaling_granularity)
+        return Operand(data, scale.squeeze(-1) if data.dim() == 3 else scale)
+
+    def columns(self, cast: Cast, after: Tensor) -> Operand:
+        """Return column data: a cast made here, or row data transposed, where there are none.
+
+        A compiler that saw no need for a gradient, `after`, would do so in forward, and keep the
+        result until backward: under FSDP that of every whole weight.
+        """
+        if self.col_data is not None:
+            return Operand(self.col_data, self.col_scale)
+        if self.values is None:
+            return columns(Operand(self.row_data, self.row_scale), cast.how, after)
+        if self.row_scale is not None:
+            cast = Cast(cast.how, scale=self.row_scale)
+        return quantize(self.values, cast, col=True, after=after).col
+
+
+@torch.no_grad()
+def times_held(
+    a: Tensor,
+    a_scale: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    offs: Tensor | None,
+    turned: bool,
+    rows: int,
+    features: int,
+    columns: bool,
+    power_of_2: bool,
+    granularity_of_a: str,
+    granularity: str,
+    use_fast_accum: bool,
+    emulate: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply row data by data that are held of a weight, or that are cast here if it was written.
+
+    A function of `a` and the weight, whichever is read, that writes nothing: so a compiler may
+    order calls as it likes. A CUDA graph, which is replayed without this code, records the cast.
+
+    `data` and `scale` are row data, or column data for `columns`. `weight` is the Parameter,
+    [N, K], or [E, N, K], or [E, K, N] if `turned`. It is no view: compiled code may turn that into
+    another one, and then nothing tells of writes. `offs`: as in `quantize`. Granularities are
+    values of `ScalingGranularity`. The result is [rows, features].
+    """
+    b = Operand(data, scale)
+    if _is_capturing(weight) or not is_current(data, weight):
+        of = ScalingGranularity(granularity)
+        how = CastConfig(target_dtype=data.dtype, scaling_granularity=of, power_of_2=power_of_2)
+        values = weight.transpose(1, 2) if turned else weight
+        made = quantize(values, Cast(how), row=not columns, col=columns, pad_rows=True)
+        b = made.col if columns else made.row
+    if offs is not None:
+        gemm = Gemm(use_fast_accum, emulate)
+        return grouped_matmul(Operand(a, a_scale), b, offs, gemm=gemm, out_dtype=out_dtype)
+    return matmul_of_any_size(
+        a, a_scale, *b, rows, features, granularity_of_a, granularity, use_fast_accum, emulate,
+        out_dtype,
+    )  # fmt: skip
+
+
+register(
+    "times_held",
+    times_held,
+    triton=times_held,
+    fake=lambda a, *rest: a.new_empty(rest[6:8], dtype=rest[-1]),
+    flops=lambda a, *rest, **_: 2 * a[0] * a[1] * rest[7],
+)
+
+TIMES_HELD = torch.ops.float8.times_held.default
+
+
+# ---------------------------------------------------------------- held until they are written
+
+
+@torch.inference_mode(False)  # else it could not be saved for a backward
+@torch.no_grad()
+def hold(values: Tensor, cast: Cast, parameter: Tensor | None = None) -> Weight:
+    """Cast a weight to both layouts in one read, to be read until it is written.
+
+    `parameter`: of which `values` are a view, if they are.
+    """
+    of = values if parameter is None else parameter
+    made = quantize(values, cast, row=True, col=True, pad_rows=True)
+    # `.data`: no views, as experts' may be.
+    row: Any = made.row.data.data
+    col: Any = made.col.data.data
+    # With the memory: as long as that is kept no other has its address.
+    row._float8_version = col._float8_version = _version_of(of), of.untyped_storage()
+    return Weight(of, row, made.row.scale, col, made.col.scale)
+
+
+def _version_of(weight: Tensor) -> tuple[Any, ...]:
+    """Return what changes when a weight is written, as far as its version counter tells.
+
+    It counts what ops write, and not what fused optimizers do, nor what goes through `weight.data`
+    or a raw pointer.
+    """
+    return weight._version, weight.data_ptr(), weight.stride()
+
+
+def is_current(data: Tensor, weight: Tensor) -> bool:
+    """Whether data with a mark, no copy of them, are of the values that a weight has now."""
+    mark = getattr(data, "_float8_version", None)
+    return mark is not None and mark[0] == _version_of(weight)
+
+
+def can_be_held(weight: Any) -> bool:
+    """Whether a weight is data in memory with a version counter."""
+    return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
+
+
+def is_recording(weight: Tensor) -> bool:
+    """Whether operations go into a graph, or an exported program, which would keep float8 data."""
+    exporting = torch.compiler.is_exporting()
+    if torch.compiler.is_compiling():
+        return exporting and (_DYNAMO_TELLS or not torch.compiler.is_dynamo_compiling())
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    known = dispatch_modes is not None and pre_dispatch_modes is not None
+    no_mode = known and not dispatch_modes() and not pre_dispatch_modes()
+    return exporting or tracing or (not no_mode and records_ops()) or _is_capturing(weight)
+
+
+def _is_capturing(weight: Tensor) -> bool:
+    """Whether a CUDA graph is recorded, in whose replays nobody compares."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class Float8Module(nn.Module):
+    """The base of linear layers and experts in float8: what they have from step to step."""
+
+    _float8_held: tuple[Weight, ...] = ()
+    """The weights in float8, of those that `update_float8_weights` found can be held."""
+    _float8_attached = 0
+    """The number of optimizers it is attached to; if any is, no sync can be missing."""
+    _float8_passing: ClassVar[frozenset[str]] = frozenset({"_float8_held", "_float8_attached"})
+    """The attributes that copies do not have: of this training, and this optimizer."""
+
+    def _float8_hold_weights(self, *held: Weight) -> None:
+        """Keep these in float8 until they are written; all others are cast on the fly."""
+        self._float8_held = held
+
+    def _float8_find_held(self, parameter: Any, again: Callable[[], Weight]) -> Weight | None:
+        """Return a Parameter in float8 as this call may read it; None: it is cast on the fly.
+
+        In compiled code the GEMMs see for themselves if it is what the weight is then.
+
+        Another weight than the Parameter is somebody else's: of FSDP, or of `functional_call`.
+        Evaluation casts the weight as it is: averages are written into `weight.data`, past version
+        counters.
+
+        Args:
+            parameter: the weight.
+            again: casts it again, to be held from now on. Not to where the old one lies, which a
+                backward still to come may read.
+        """
+        if not self.training:
+            return None
+        for held in self._float8_held:
+            if held.values is parameter:
+                break
+        else:
+            return None
+        if is_recording(parameter):
+            return None
+        if torch.compiler.is_compiling() or is_current(held.row_data, parameter):
+            return held
+        made = again()
+        self._float8_held = tuple(made if each is held else each for each in self._float8_held)
+        return made
+
+    def _float8_expire_weights(self) -> None:
+        """Have the next use cast held weights again, compiled or not."""
+        for held in self._float8_held:
+            row: Any = held.row_data
+            col: Any = held.col_data
+            row._float8_version = col._float8_version = None
+
+    def _float8_attach(self) -> None:
+        """Note that one more optimizer steps the module."""
+        self._float8_attached += 1
+
+    def _float8_detach(self) -> None:
+        """End one attachment, and what is held."""
+        self._float8_attached, self._float8_held = max(self._float8_attached - 1, 0), ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._float8_held = ()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> Any:
+        theirs = getattr(super(), "__getstate__", None)  # Python 3.10 has none for all objects
+        state = self.__dict__ if theirs is None else theirs()
+        if not isinstance(state, dict):
+            return state
+        return {name: value for name, value in state.items() if name not in self._float8_passing}
+
+    def __setstate__(self, pickled: Any) -> None:
+        # What layers, and experts, had then; a state of the user's own has neither.
+        before = {"plan", "float8_plan"}
+        if isinstance(pickled, dict) and "_float8_plan" not in pickled and before & pickled.keys():
+            raise ValueError(
+                "float8: got a layer that version 0.2 or older has pickled, expected one of this "
+                "version; load it with that version, and save model.state_dict()"
+            )
+        super().__setstate__(pickled)  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------- in float8 only
 
 
 @torch.inference_mode(False)  # else it could not be saved for a backward

@@ -8,8 +8,6 @@ from float8.linear import Float8Layer
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of the wrapped module in which DDP looks up the names of what it leaves alone."""
-
-
 _OURS = "_float8_names_that_ddp_ignores"
 
 
@@ -26,7 +24,10 @@ def tell_ddp_what_to_ignore(module: nn.Module) -> None:
             f"{prefix}.{own}" if prefix else own
             for prefix, layer in root.named_modules()
             if isinstance(layer, Float8Layer)
-            for own in _of_each_rank(layer)
+            for own in (
+                *[site.amax for site in layer._float8_delayed],
+                *["weight"] * layer._float8_keeps_no_master,
+            )
         ]
         before = root.__dict__.pop(_OURS, [])
         if names or before:
@@ -50,8 +51,3 @@ def require_no_join(model: nn.Module) -> None:
                 "on each rank: a rank without inputs cannot take part in it; use "
                 "join(throw_on_early_termination=True), or a recipe without delayed scaling"
             )
-
-
-def _of_each_rank(layer: Float8Layer) -> list[str]:
-    amaxes = [site.amax for site in layer._float8_delayed]
-    return [*amaxes, "weight"] if layer._float8_keeps_no_master else amaxes

@@ -26,9 +26,8 @@ def all_to_all_in_float8(
 
     For the dispatch of tokens to experts on other ranks: K + 4 instead of 2 * K bytes for each
     token, and for its gradient on the way back. Each row is rounded to e4m3 under a scale of its
-    own, a power of two, and comes out in high precision. Grouped GEMMs with a scale per row read
-    the same values: casting them again changes none. The way back of experts' outputs, which are
-    added up, should stay in 16 bits.
+    own, a power of two, and comes out in high precision. Casting it again for a GEMM with a scale
+    per row changes no value. Outputs of experts, which are added up, should be sent in 16 bits.
 
     Args:
         input: [T, K] float32, bfloat16 or float16, the rows for rank 0 first. K % 16 == 0.
@@ -44,23 +43,20 @@ def all_to_all_in_float8(
         ValueError: `input` is not [T, K], or the splits are not those of T rows and all ranks.
     """
     if input.dtype not in HIGH_PRECISION_DTYPES:
-        expected = ", ".join(map(str, HIGH_PRECISION_DTYPES))
-        raise TypeError(
-            f"all_to_all_in_float8: got dtype {input.dtype}, expected one of {expected}"
-        )
+        expected = f"one of {HIGH_PRECISION_DTYPES}"
+        raise TypeError(f"all_to_all_in_float8: got dtype {input.dtype}, expected {expected}")
     if input.dim() != 2 or input.shape[1] % GEMM_ALIGNMENT:
         raise ValueError(
             f"all_to_all_in_float8: got shape {tuple(input.shape)}, expected [T, K] with K a "
             f"multiple of {GEMM_ALIGNMENT}"
         )
-    output_splits, input_splits, ranks = [*output_splits], [*input_splits], group.size()
-    if not len(output_splits) == len(input_splits) == ranks or sum(input_splits) != len(input):
+    splits, ranks = ([*output_splits], [*input_splits]), group.size()
+    if any(len(each) != ranks for each in splits) or sum(splits[1]) != len(input):
         raise ValueError(
-            f"all_to_all_in_float8: got output_splits={output_splits}, input_splits="
-            f"{input_splits} for {len(input)} rows, expected one number for each of {ranks} ranks, "
-            f"and input_splits that sum up to the rows"
+            f"all_to_all_in_float8: got output_splits={splits[0]}, input_splits={splits[1]} for "
+            f"{len(input)} rows, expected one number for each of {ranks} ranks, and input_splits "
+            f"that sum up to the rows"
         )
-    splits = output_splits, input_splits
     return _AllToAll.apply(input, *splits, group.group_name)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -81,8 +77,7 @@ class _AllToAll(torch.autograd.Function):
 def _sent(x: Tensor, output_splits: list[int], input_splits: list[int], group: str) -> Tensor:
     """Cast rows, send bytes and scales, and return those that arrive in the dtype of `x`."""
     row, arrived = quantize(x, _ROWS, row=True).row, []
-    # Not every backend knows float8.
-    for sent in (row.data.view(torch.uint8), row.scale.view(-1, 1)):
+    for sent in (row.data.view(torch.uint8), row.scale.view(-1, 1)):  # few backends know float8
         got = torch.ops._c10d_functional.all_to_all_single(
             sent.contiguous(), output_splits, input_splits, group
         )

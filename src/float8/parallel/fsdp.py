@@ -1,7 +1,7 @@
 """FSDP2 with float8 all-gather: scales ahead of the gathers, and which weights are gathered so."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.arguments import require_module
-from float8.config import CastSite, Float8LinearConfig
+from float8.config import Float8LinearConfig, ScalingType
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Linear
@@ -27,20 +27,15 @@ def shard_amax(weight: Tensor) -> Tensor | None:
     return kernels.amax(local.high_precision.to(local.param_dtype or local.dtype))
 
 
-# ---------------------------------------------------------------- scales ahead of the hooks
-
-
 @untraced
-@torch.inference_mode(False)
-@torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Compute the scales of all weights with dynamic scaling and float8 all-gather at once.
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so: one all-reduce then
-    serves all weights of a dtype (one per mesh dim that shards them). Without it, each gather does
-    an all-reduce of its own, with the same result; so it remains before the first forward, and for
-    weights with so few rows that some ranks hold none. Does nothing for a model without such
-    weights or not sharded. All ranks must call it.
+    serves all weights of a dtype (one per mesh dim that shards them). Without it each gather does
+    one of its own, with the same result; so it is before the first forward, and for weights with so
+    few rows that some ranks hold none. Does nothing for a model without such weights or not
+    sharded. All ranks must call it.
 
     A scale counts until the weight is written again, by an optimizer's step, an op on the Parameter
     or on a view of it, loading, or a write into a tensor of a state dict. Call it again after what
@@ -56,30 +51,35 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
     """
     require_module(model, "model")
+    precompute_scales(model)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def precompute_scales(model: nn.Module) -> None:
+    """Do what `precompute_float8_dynamic_scale_for_fsdp` does, unchecked; not to be traced."""
     alike: dict[Any, dict[Any, Tensor]] = {}
-    for weight, shard in _sharded_weights(model):
+    for weight, shard in _shards(model).items():
         where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
         of_one = alike.setdefault((*where, shard.dtype, shard.param_dtype, shard.spec), {})
         of_one[weight] = shard.high_precision
-    for (groups, device_type, _, _, param_dtype, spec), shards in alike.items():
+    for (groups, device_type, _, _, param_dtype, how), shards in alike.items():
         reduce = amax_over(groups, device_type)
-        scales = scales_of(list(shards.values()), spec, param_dtype, reduce)
+        scales = scales_of(list(shards.values()), how, param_dtype, reduce)
         for weight, scale in zip(shards, scales, strict=True):
-            local_tensor(weight).keep(Cast(spec, scale=scale), weight)
+            weight._local_tensor.keep(Cast(how, scale=scale), weight)
 
 
-def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight]]:
-    """Yield the weights with a scale to compute ahead, each once, and their shards."""
-    names = {
-        layer.weight: name
-        for name, layer in model.named_modules()
-        if isinstance(layer, Float8Linear)
-        and layer._float8_config.enable_fsdp_float8_all_gather
-        and CastSite.WEIGHT not in layer._float8_delayed
-        and layer._float8_plan.casts.weight.how.scaling_granularity.one_scale
-    }
-    for weight, name in names.items():
-        local = local_tensor(weight)
+def _shards(model: nn.Module) -> dict[Any, Float8GatherWeight]:
+    """Return the weights with a scale to compute ahead, and their shards."""
+    shards = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Float8Linear):
+            continue
+        how, weight, local = layer._float8_plan.casts.weight.how, layer.weight, None
+        dynamic = how.scaling_type is ScalingType.DYNAMIC and how.scaling_granularity.one_scale
+        if dynamic and layer._float8_config.enable_fsdp_float8_all_gather:
+            local = local_tensor(weight)
         if isinstance(local, Float8Tensor):
             raise ValueError(
                 f"layer {name!r}: got a weight that is gathered at the moment, expected its "
@@ -95,10 +95,8 @@ def _sharded_weights(model: nn.Module) -> Iterator[tuple[Any, Float8GatherWeight
             and not local.counted.is_inference()
             and all_ranks_have_some(weight)
         ):
-            yield weight, local
-
-
-# ---------------------------------------------------------------- which weights
+            shards[weight] = local
+    return shards
 
 
 def enable_float8_all_gather(module: nn.Module) -> None:
@@ -119,9 +117,10 @@ def enable_float8_all_gather(module: nn.Module) -> None:
             and config.enable_fsdp_float8_all_gather
             and not others
         ):
-            kind = Float8GatherWeight if weight.dim() == 2 else GatherExperts
+            grouped = weight.dim() == 3
+            kind = GatherExperts if grouped else Float8GatherWeight
             # `.data`: no view that refers to the weight.
-            made[weight] = kind(weight.data, plan_linear(config).casts.weight.how)
+            made[weight] = kind(weight.data, plan_linear(config, grouped=grouped).casts.weight.how)
     _take_places(made, users)
 
 
@@ -144,13 +143,10 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 
 def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
     """Return the configuration of a module for a Parameter that it may be given in float8."""
-    config: Float8LinearConfig | None = None
+    names = ["weight"] if isinstance(part, Float8Linear) else []
     if isinstance(part, Float8Experts):
-        if name in names_to_gather(part):
-            config = part._float8_config
-    elif isinstance(part, Float8Linear) and name == "weight":
-        config = part._float8_config
-    return config
+        names = names_to_gather(part)
+    return part._float8_config if name in names else None
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:

@@ -10,9 +10,6 @@ import torch.distributed as dist
 from float8.tensor import Float8Tensor, is_dtensor, local_tensor
 from float8.tensor.ranks import sharding_groups
 
-Group = Any
-"""A `ProcessGroup`, which a torch built without distributed does not have."""
-
 
 def mesh_device_type(weights: Iterable[Any]) -> str | None:
     """Return the type of device of the mesh of `weights`, from which they may be offloaded."""
@@ -21,14 +18,11 @@ def mesh_device_type(weights: Iterable[Any]) -> str | None:
 
 def _meshes(tensors: Iterable[Any]) -> set[Any]:
     # Gathered under tensor parallel, a weight knows the mesh of that only, not of FSDP2.
-    return {
-        x.device_mesh
-        for x in tensors
-        if is_dtensor(x) and not isinstance(local_tensor(x), Float8Tensor)
-    }
+    sharded = [x for x in tensors if is_dtensor(x)]
+    return {x.device_mesh for x in sharded if not isinstance(local_tensor(x), Float8Tensor)}
 
 
-def _require_whole_weights(parted: Iterable[Group], got: list[int], what: str) -> None:
+def _require_whole_weights(parted: Iterable[Any], got: list[int], what: str) -> None:
     """Raise a `ValueError` if ranks other than `got` hold parts of a weight.
 
     They would get other scales, and what is gathered from all be read under that of one.
@@ -43,16 +37,13 @@ def _require_whole_weights(parted: Iterable[Group], got: list[int], what: str) -
 
 
 def sync_groups(
-    weights: Iterable[Any],
-    group: Group | None,
-    others: Iterable[Any] = (),
-    parted: Iterable[Group] = (),
-) -> tuple[Group, ...]:
+    weights: Iterable[Any], group: Any, others: Iterable[Any] = (), parted: Iterable[Any] = ()
+) -> tuple[Any, ...]:
     """Return the groups over which the amaxes of layers with these weights are reduced.
 
     Args:
         weights: those of the layers.
-        group: the only one, if given.
+        group: the only one, a `ProcessGroup`, or None.
         others: tell the mesh where no weight does, as all are gathered; they are read only then.
         parted: groups of ranks that hold parts of weights which do not tell, being no DTensors.
     """
@@ -88,7 +79,7 @@ def sync_groups(
     return (dist.group.WORLD,)
 
 
-def unlike(texts: Sequence[str], groups: Sequence[Group], device: torch.device) -> list[str] | None:
+def unlike(texts: Sequence[str], groups: Sequence[Any], device: torch.device) -> list[str] | None:
     """Return those texts of this rank that another rank of `groups` does not have in their place.
 
     None: all ranks have the same. Only digests are sent, on a `device` on which the groups reduce.
@@ -98,7 +89,7 @@ def unlike(texts: Sequence[str], groups: Sequence[Group], device: torch.device) 
         found = torch.tensor(numbers, device=device)
         for group in groups:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        return [int(number) for number in found.tolist()]
+        return found.tolist()
 
     (count,) = largest([len(texts)])
     digests = [hashlib.sha256(text.encode()).digest() for text in texts]

@@ -11,18 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.linear import Float8Linear
 from float8.linear.sharded import require_parts
 from float8.tensor import is_dtensor
-
-Placements = tuple[Placement, ...]
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -35,21 +29,14 @@ class Float8ColwiseParallel(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: Any,
-        inputs: Any,
-        device_mesh: DeviceMesh,
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
     ) -> Any:
-        x = inputs[0]
-        if isinstance(mod, Float8Linear):  # it casts, gathers and multiplies
-            if isinstance(x, DTensor):
-                return x
-            return DTensor.from_local(x, device_mesh, input_layouts)
-        # It was turned back into high precision.
-        return ColwiseParallel._prepare_input_fn(  # type: ignore[no-untyped-call]
-            input_layouts, desired_input_layouts, mod, inputs, device_mesh
-        )
+        if not isinstance(mod, Float8Linear):  # it was turned back into high precision
+            return ColwiseParallel._prepare_input_fn(  # type: ignore[no-untyped-call]
+                input_layouts, desired_input_layouts, mod, inputs, device_mesh
+            )
+        x = inputs[0]  # the layer casts, gathers and multiplies
+        return x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, input_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = _require_layer(self, module, 0, device_mesh)
@@ -125,28 +112,25 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        fqn = self.fwd_config_submodule_fqn
-        if fqn is None:
-            found = dict(module.named_modules())
-        else:
-            found = {fqn: module.get_submodule(fqn)}
+        fqn, named = self.fwd_config_submodule_fqn, dict(module.named_modules())
+        found = named if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in found.items() if isinstance(x, Float8Linear)}
         if not layers:
+            got = type(next(iter(found.values()))).__name__
             raise TypeError(
-                f"{type(self).__name__}: got {_named(next(iter(found.values())))}, expected a "
-                f"Float8Linear or a module that holds some; convert the model first"
+                f"{type(self).__name__}: got a {got}, expected a Float8Linear or a module that "
+                f"holds some; convert the model first"
             )
-        specs = {layer._float8_plan.casts.input.how for layer in layers.values()}
-        if len(specs) > 1:
+        how, *others = {layer._float8_plan.casts.input.how for layer in layers.values()}
+        if others:
             raise ValueError(
-                f"{type(self).__name__}: got layers that cast their input in {len(specs)} ways, "
-                f"expected one; name the one to follow with `fwd_config_submodule_fqn`"
+                f"{type(self).__name__}: got layers that cast their input in {1 + len(others)} "
+                f"ways, expected one; name the one to follow with `fwd_config_submodule_fqn`"
             )
-        (spec,) = specs
-        if self.float8_dtype not in (None, spec.dtype):
+        if self.float8_dtype not in (None, how.dtype):
             raise ValueError(
                 f"{type(self).__name__}: got float8_dtype={self.float8_dtype}, expected "
-                f"{spec.dtype}, to which the layers cast their input; leave it out"
+                f"{how.dtype}, to which the layers cast their input; leave it out"
             )
         return list(layers)
 
@@ -162,25 +146,20 @@ def _cast(
     if layout is None or not shape:
         return input
     for name in names:
-        layer = module.get_submodule(name)
-        if not isinstance(layer, Float8Linear):  # it was turned back into high precision
-            continue
-        if layer.in_features == shape[-1] and not layer._float8_sums_over_ranks:
+        layer: Any = module.get_submodule(name)  # it may be in high precision again
+        reads = isinstance(layer, Float8Linear) and layer.in_features == shape[-1]
+        if reads and not layer._float8_sums_over_ranks:
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, (layout,))
             return layer._float8_in_float8(input)
     return input  # positions, masks and the like
 
 
-def _named(module: nn.Module) -> str:
-    return f"a {type(module).__name__}"
-
-
 def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) -> Float8Linear:
     if not isinstance(module, Float8Linear):
         raise TypeError(
-            f"{type(style).__name__}: got {_named(module)}, expected a Float8Linear; convert the "
-            f"model first"
+            f"{type(style).__name__}: got a {type(module).__name__}, expected a Float8Linear; "
+            f"convert the model first"
         )
     if is_dtensor(module.weight):
         raise ValueError(

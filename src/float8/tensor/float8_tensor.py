@@ -1,5 +1,6 @@
 """`Float8Tensor`, float8 data and their scale as one tensor, and what each aten op does to it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from float8.gemm import Gemm, matmul
 from float8.quantize import Cast, padded, quantize
 from float8.scales import Operand, check_scale, dequantised
 from float8.tensor.ranks import amax_over, dtensor_like, is_dtensor, sharding_groups
-from float8.tensor.wrapper import Wrapper, as_inference_as, instances, mapped
+from float8.tensor.wrapper import Wrapper, as_inference_as
 
 aten = torch.ops.aten
 
@@ -34,22 +35,18 @@ class Float8Tensor(Wrapper):
     meaning raise and name `.to_original_precision()`.
 
     Args:
-        data: float8, any shape and strides; 2-D and contiguous under finer scales, of which
-            `AXISWISE` allows more leading dims, or that the last two of a contiguous one are
-            turned.
-        scale: float32, the decode scales, in the shape of their granularity (`check_scale`), with
-            the leading dims of `data`. For a matrix [R, C] under `AXISWISE` also [1, C]: one for
-            each column, as `.t()` makes them of those of rows.
+        data: float8, any shape and strides. Under finer scales [R, C], contiguous; `AXISWISE`
+            allows more leading dims, or that the last two are turned.
+        scale: float32, the decode scales, in the shape of their granularity (`check_scale`). Under
+            `AXISWISE` also [..., 1, C], one for each column, as `.t()` makes them of those of rows.
         orig_dtype: the dtype the tensor reports: float32, bfloat16 or float16.
         granularity: what one scale covers. Under others than `TENSORWISE` a tensor can be copied
-            and dequantised, but not cut into views; under `AXISWISE` transposed, and where rows
-            have the scales cut into whole rows.
-        amax: 0-dim float32: what delayed scaling has to record at each use in training, if
-            anything.
+            and dequantised; under `AXISWISE` transposed, and cut into whole rows, or columns.
+        amax: 0-dim float32: what delayed scaling has to record at each use in training, if any.
 
     Raises:
         TypeError: a dtype is not one of those named above.
-        ValueError: `scale` has another shape than the granularity says.
+        ValueError: `data` or `scale` lies otherwise, or has another shape.
     """
 
     _data: Tensor
@@ -57,7 +54,10 @@ class Float8Tensor(Wrapper):
     _amax: Tensor | None
     _orig_dtype: torch.dtype
     _granularity: Granularity
-    _inner_tensors = "_data", "_scale", "_amax"
+    _has_row_scales: bool
+    _has_column_scales: bool
+    """Whether each row has a scale under `AXISWISE`, or each column."""
+    _tensors_inside = "_data", "_scale", "_amax"
     _context = "_orig_dtype", "_granularity"
 
     @staticmethod
@@ -78,9 +78,9 @@ class Float8Tensor(Wrapper):
             raise TypeError(
                 f"orig_dtype: got {orig_dtype}, expected one of {HIGH_PRECISION_DTYPES}"
             )
-        matrices = data.dim() == 2 or (granularity.by_rows and data.dim() > 2)
-        turned = granularity.by_rows and matrices and data.mT.is_contiguous()
-        if not granularity.one_scale and not turned and not (matrices and data.is_contiguous()):
+        straight, rows = data.is_contiguous(), granularity.by_rows and data.dim() > 1
+        lies = straight and (rows or data.dim() == 2)
+        if not (granularity.one_scale or lies or (rows and data.mT.is_contiguous())):
             raise ValueError(
                 f"data: got shape {tuple(data.shape)} with strides {data.stride()}, expected a "
                 f"contiguous matrix under {granularity}"
@@ -92,16 +92,17 @@ class Float8Tensor(Wrapper):
 
     @classmethod
     def _unchecked(
-        cls,
-        data: Tensor,
-        scale: Tensor,
-        orig_dtype: torch.dtype,
-        granularity: Granularity,
-        amax: Tensor | None,
+        cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: Granularity, amax: Any
     ) -> "Float8Tensor":
-        self: Float8Tensor = cls._around(data, orig_dtype)
+        self: Float8Tensor = cls._around(data, dtype)
         self._data, self._scale, self._amax = data, scale, amax
-        self._orig_dtype, self._granularity = orig_dtype, granularity
+        self._orig_dtype, self._granularity = dtype, granularity
+        # In this order: a compiler is then asked about the features, not about the tokens. Those of
+        # one element are rows.
+        alike = granularity.by_rows and data.dim() == scale.dim() > 1
+        alike = alike and scale.shape[-1] == data.shape[-1] and scale.shape[-2] == 1
+        self._has_column_scales = alike and data.shape[-2:] != (1, 1)
+        self._has_row_scales = granularity.by_rows and not self._has_column_scales
         return self
 
     def _like(self, data: Tensor, scale: Tensor, amax: Tensor | None = None) -> "Float8Tensor":
@@ -145,7 +146,7 @@ class Float8Tensor(Wrapper):
 
     def to_original_precision(self) -> Tensor:
         """Dequantise; differentiable, the gradient passes through unchanged."""
-        return _ToOriginalPrecision.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Straight.apply(self, dequantise)  # type: ignore[no-any-return, no-untyped-call]
 
     def _assign(self, new: Tensor) -> None:
         """Refuse a tensor that would take the place of data and scale, which would not notice."""
@@ -164,20 +165,6 @@ class Float8Tensor(Wrapper):
         )
 
     @property
-    def _has_column_scales(self) -> bool:
-        """Whether each column has a scale, and not each row; those of one element have both."""
-        data, scale = self._data, self._scale
-        # In this order: a compiler is then asked about the features, not about the tokens.
-        alike = data.dim() == scale.dim() > 1 and scale.shape[-1] == data.shape[-1]
-        by_columns = alike and scale.shape[-2] == 1 and data.shape[-2:] != (1, 1)
-        return self._granularity.by_rows and by_columns
-
-    @property
-    def _has_row_scales(self) -> bool:
-        """Whether each row has a scale."""
-        return self._granularity.by_rows and not self._has_column_scales
-
-    @property
     def _scaling(self) -> str:
         """Describe the granularity for messages, and the dim of the scales if that differs."""
         return f"{self._granularity}{' by columns' if self._has_column_scales else ''}"
@@ -187,7 +174,7 @@ class Float8Tensor(Wrapper):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func) or _HANDLERS.get(func.name())
+        handler = _HANDLERS.get(func.name())
         if handler is None:
             # In inference mode nobody has taken compound ops apart.
             result = func.decompose(*args, **kwargs)
@@ -224,35 +211,25 @@ def to_float8(x: Tensor, cast: Cast) -> Float8Tensor:
         if granularity.by_rows:
             scale = scale.reshape(*x.shape[:-1], 1)
     made = data.reshape(x.shape), scale, x.dtype, granularity, amax
-    return _ToFloat8.apply(x, *made)  # type: ignore[no-any-return, no-untyped-call]
+    return _Straight.apply(x, Float8Tensor, *made)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _ToFloat8(torch.autograd.Function):
+class _Straight(torch.autograd.Function):
+    """Return what `make` makes of `x`; the gradient of that is the gradient of `x`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *made: Any) -> Float8Tensor:
-        return Float8Tensor(*made)
+    def forward(ctx: Any, x: Tensor, make: Callable[..., Tensor], *made: Any) -> Tensor:
+        ctx.others = 1 + len(made)
+        return make(*made) if made else make(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None, None
-
-
-class _ToOriginalPrecision(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Float8Tensor) -> Tensor:
-        return dequantise(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+        return (grad, *[None] * ctx.others)
 
 
 def dequantise(x: Float8Tensor) -> Tensor:
     """Return `data * scale` in float32, rounded to the original dtype; not differentiable."""
     return dequantised(Operand(x._data, x._scale), x._granularity).to(x._orig_dtype)
-
-
-torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])
 
 
 # ---------------------------------------------------------------- views
@@ -278,23 +255,17 @@ def _scales_of_parts(
     func: Any, x: Float8Tensor, parts: Any, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Return the scales of the parts that `func` made of the data of `x`."""
-    dims, rows = x.dim(), x._granularity.by_rows
     if x._granularity.one_scale:
         return [x._scale] * len(parts)
     if x._has_row_scales and func is aten.constant_pad_nd.default and not any(rest[0][:2]):
         return [func(x._scale, rest[0], 1.0)]
-    if func is aten.transpose.int:  # scales of rows become those of columns
-        rows = rows and (dims == 2 or {dim % dims for dim in rest} == {dims - 2, dims - 1})
-    elif func is aten.permute.default:
-        rows = rows and dims == 2
-    if rows and func not in _ANY_STRIDES:
-        # Scales go where the elements go over which they are spread.
+    if x._granularity.by_rows and func is not aten.as_strided.default:
         size = x.shape[-2 if x._has_column_scales else -1]
-        try:
+        try:  # scales go where the elements go over which they are spread
             spread = func(x._scale.expand(x.shape), *rest, **kwargs)
         except RuntimeError:  # no view of them: it would cut rows, and join the pieces
             spread = []
-        found = [_gathered(s, size) for s in ([spread] if isinstance(spread, Tensor) else spread)]
+        found = [_of_rows(s, size) for s in ([spread] if isinstance(spread, Tensor) else spread)]
         if found and all(scale is not None for scale in found):
             return found
     elif (parts[0].shape, parts[0].stride()) == (x.shape, x.stride()):
@@ -305,22 +276,12 @@ def _scales_of_parts(
     )
 
 
-_ANY_STRIDES = (
-    aten.alias.default,
-    aten.detach.default,
-    aten.as_strided.default,
-    aten.expand.default,
-)
-"""Views that keep all scales, or none."""
-
-
-def _gathered(spread: Tensor, size: int) -> Tensor | None:
-    """Return scales that are spread over `size` elements each as one for each; None: over others.
-
-    Along the last dim, or the one before it.
-    """
+def _of_rows(spread: Tensor, size: int) -> Tensor | None:
+    """Return scales that are spread over rows, or columns, of a size as one for each, or None."""
     for dim in (-1, -2) if spread.dim() > 1 else ():
-        if spread.shape[dim] == size and (size == 1 or spread.stride(dim) == 0):
+        order = [*spread.stride()]
+        one = order.pop(dim) == 0 or size == 1
+        if one and spread.shape[dim] == size and order == sorted(order, reverse=True):
             return spread.narrow(dim, 0, 1)
     return None
 
@@ -339,28 +300,29 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return x._like(*[func(each, **(kwargs if each is x._data else rest)) for each in inside])
 
 
-def _require_alike(op: str, a: Any, b: Any, *, scale: bool = False, amax: bool = True) -> None:
-    """Raise a `ValueError` if `a`, a Float8Tensor, cannot take what `b` holds.
+def _require_alike(op: str, *tensors: Any, scale: bool = False, amax: bool = True) -> None:
+    """Raise a `ValueError` if tensors are not all `Float8Tensor`s of one kind.
 
-    `scale`: they must have one scale. `amax`: they must have an amax to record, or both not.
+    `scale`: with one scale, too. `amax`: all with an amax to record, or none.
     """
-    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
+    if not all(isinstance(x, Float8Tensor) for x in tensors):
         raise ValueError(
             f"{op}: got a Float8Tensor and a high-precision tensor, expected all of one kind; "
             f"call .to_original_precision() or Float8Tensor.from_high_precision() first"
         )
-    got, other = (
-        f"{x._data.dtype} {'' if op == 'copy_' else f'for {x._orig_dtype} '}under {x._scaling}"
-        + f", with{'out' if x._amax is None else ''} an amax to record" * amax
-        for x in (a, b)
-    )
-    if got != other:
+    kinds = {}
+    for x in tensors:
+        dtype = "" if op == "copy_" else f"for {x._orig_dtype} "
+        records = f" with{'out' * (x._amax is None)} an amax to record" * amax
+        kinds[f"{x._data.dtype} {dtype}under {x._scaling}{records}"] = x
+    if len(kinds) > 1:
+        more = ", all with an amax to record or all without one" * amax
         raise ValueError(
-            f"{op}: got Float8Tensors of {got}, and of {other}, expected equal ones"
-            f"{', all with an amax or none' * amax}; clone the source instead"
+            f"{op}: got Float8Tensors of {' and of '.join(kinds)}, expected equal{more}"
         )
     # Pieces of one tensor share the scale object; only others cost a look at the values.
-    if scale and a._scale is not b._scale and not torch.equal(a._scale, b._scale):
+    first, *others = (x._scale for x in tensors)
+    if scale and not all(other is first or torch.equal(other, first) for other in others):
         raise ValueError(
             f"{op}: got Float8Tensors with different scales, expected one scale for all, or for "
             f"all parts of one; call .to_original_precision() first, or cast all with one scale"
@@ -369,30 +331,28 @@ def _require_alike(op: str, a: Any, b: Any, *, scale: bool = False, amax: bool =
 
 def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pieces, *rest = args
-    for piece in pieces:
-        _require_alike("cat", pieces[0], piece, amax=False)
-    first: Float8Tensor = pieces[0]
-    dim = (*rest, *kwargs.values(), 0)[0] % first.dim()
-    data = func([piece._data for piece in pieces], *rest, **kwargs)
-    if first._has_row_scales and dim != first.dim() - 1:
-        return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
-    if not first._granularity.one_scale:
+    first, dim = pieces[0], (*rest, *kwargs.values(), 0)[0]
+    rows = isinstance(first, Float8Tensor) and first._has_row_scales
+    rows = rows and dim % first.dim() != first.dim() - 1
+    _require_alike("cat", *pieces, scale=not rows, amax=False)
+    if not rows and not first._granularity.one_scale:
         raise ValueError(
             f"cat: got Float8Tensors under {first._scaling}, expected TENSORWISE, or whole "
             f"rows under AXISWISE; call .to_original_precision() first"
         )
-    for piece in pieces:
-        _require_alike("cat", first, piece, scale=True, amax=False)
+    data = func([piece._data for piece in pieces], *rest, **kwargs)
+    if rows:
+        return first._like(data, func([piece._scale for piece in pieces], *rest, **kwargs))
     whole = first._like(data, first._scale.clone())  # a write in place reaches it, too
     amaxes = [piece._amax for piece in pieces]
-    if any(amax is not amaxes[0] for amax in amaxes):
+    if any(amax is not first._amax for amax in amaxes):
         # To be recorded of the whole is the largest; unknown, if that of a piece is.
         whole._amax = None if any(a is None for a in amaxes) else torch.stack(amaxes).amax()
     return whole
 
 
 def _is_whole(x: Float8Tensor) -> bool:
-    """Whether it is no part of a tensor, which all have one scale."""
+    """Whether it is no part of a tensor, of which others have the same scale."""
     return x._data.nbytes == x._data.untyped_storage().nbytes()
 
 
@@ -403,9 +363,8 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     whole = _is_whole(target)
     _require_alike("copy_", target, source, scale=not whole)
     if target.shape != source.shape:
-        raise ValueError(
-            f"copy_: got shape {tuple(source.shape)}, expected shape {tuple(target.shape)}"
-        )
+        got, expected = tuple(source.shape), tuple(target.shape)
+        raise ValueError(f"copy_: got shape {got}, expected shape {expected}")
     for name, inner in target._inside().items():
         if whole or name == "_data":
             inner.copy_(getattr(source, name), *rest)
@@ -416,12 +375,10 @@ def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Average the tensors of whole models: equal float8 tensors stay as they are."""
     targets, sources, weight = args
     others = []
-    for target, source in zip(targets, sources, strict=True):
-        if not instances(Float8Tensor, (target, source)):
-            others.append((target, source))
-            continue
-        _require_alike(str(func), target, source, scale=True)
-        if not torch.equal(target._data.view(torch.uint8), source._data.view(torch.uint8)):
+    for pair in zip(targets, sources, strict=True):
+        if not any(isinstance(x, Float8Tensor) for x in pair):
+            others.append(pair)
+        elif not torch.equal(*pair):
             raise ValueError(
                 f"{func}: got Float8Tensors of different values, expected equal ones, as of frozen "
                 f"weights: the average has no bytes under their scale; average them in high "
@@ -436,7 +393,8 @@ def _foreach_lerp_(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _of_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op on the values: a new tensor is plain, as its values may be any."""
-    return func(*mapped(dequantise, Float8Tensor, args), **kwargs)
+    plain = [dequantise(x) if isinstance(x, Float8Tensor) else x for x in args]
+    return func(*plain, **kwargs)
 
 
 def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -444,24 +402,23 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     *bias, a, b = args
     if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
         return _of_values(func, args, kwargs)
-    if a._orig_dtype != b._orig_dtype:
-        raise ValueError(
-            f"mm: got Float8Tensors of original dtypes {a._orig_dtype} and {b._orig_dtype}, "
-            f"expected equal"
-        )
-    if a._data.dtype == b._data.dtype == E5M2:
-        raise ValueError(
-            f"mm: got two Float8Tensors of {E5M2}, expected at least one {E4M3}: tensor cores have "
-            f"no e5m2 x e5m2; call .to_original_precision() on one of them"
-        )
     # What the GEMM sums over must have one scale.
     fits_a = a._granularity.one_scale or a._has_row_scales
-    fits_b = b._granularity.one_scale or b._has_column_scales or (fits_a and b.numel() == 1)
-    if not fits_a or not fits_b:
+    fits_b = b._granularity.one_scale or b._has_column_scales
+    fits_b = fits_b or (b._has_row_scales and b.numel() == 1)
+    problem = None
+    if a._orig_dtype != b._orig_dtype:
+        problem = f"of original dtypes {a._orig_dtype} and {b._orig_dtype}, expected equal"
+    elif a._data.dtype == b._data.dtype == E5M2:
+        problem = f"of {E5M2}, expected one {E4M3}: tensor cores have no e5m2 x e5m2"
+    elif not fits_a or not fits_b:
+        problem = (
+            f"under {a._scaling} and under {b._scaling}, expected TENSORWISE, or AXISWISE by rows "
+            f"and by columns, which leaves one scale for what is summed up"
+        )
+    if problem:
         raise ValueError(
-            f"mm: got Float8Tensors under {a._scaling} and under {b._scaling}, expected "
-            f"TENSORWISE, or AXISWISE by rows and by columns, which leaves one scale for what "
-            f"is summed up; call .to_original_precision() first, or float8.linear"
+            f"mm: got Float8Tensors {problem}; call .to_original_precision(), or float8.linear"
         )
     turned = Operand(b._data.t(), b._scale.t() if b._has_column_scales else b._scale)
     product = matmul(
@@ -473,10 +430,10 @@ def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
     if not bias:
         return product
-    (bias,), beta, alpha = bias, kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    bias = mapped(dequantise, Float8Tensor, bias)
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     # As in torch, a NaN in the bias counts for nothing if beta is 0.
-    return torch.add(product * alpha, bias, alpha=beta) if beta else product * alpha
+    product = product * alpha
+    return _of_values(torch.add, (product, *bias), {"alpha": beta}) if beta else product
 
 
 def _contiguous(operand: Operand, granularity: Granularity) -> Operand:
@@ -508,10 +465,8 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     One after the other: bytes, scales, and amaxes where there are some, on all ranks alike.
     """
-    tensors, written = instances(Tensor, (args, kwargs)), instances(Float8Tensor, args[0])
-    first = next(x for x in tensors if isinstance(x, Float8Tensor))
-    for x in tensors:
-        _require_alike(str(func), first, x)
+    tensors, written = _tensors_in(args), _tensors_in(args[0])
+    _require_alike(str(func), *tensors)
     if not all(map(_is_whole, written)) or len({id(x._scale) for x in written}) < len(written):
         raise ValueError(
             f"{func}: got parts of a Float8Tensor to write into, expected tensors with scales of "
@@ -522,57 +477,51 @@ def _exchange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if len(args) > at:
         args = (*args[:at], True, *args[at + 1 :])
     work: Any = None
-    for name in first._inside():
-
-        def inside(x: Any, name: str = name) -> Tensor:
-            inner: Tensor = getattr(x, name)
-            return inner.view(torch.uint8) if inner.dtype in FLOAT8_MAX else inner
-
+    for name in tensors[0]._inside():
         if work is not None:
             work.wait()
-        result = func(*mapped(inside, Float8Tensor, args), **kwargs)
+        result = func(*_sent(name, args), **kwargs)
         work = result[1] if isinstance(result, tuple) else result
     return (args[0], work) if isinstance(result, tuple) else work
 
 
+def _tensors_in(tree: Any) -> list[Any]:
+    if isinstance(tree, list | tuple):
+        return [x for each in tree for x in _tensors_in(each)]
+    return [tree] if isinstance(tree, Tensor) else []
+
+
+def _sent(name: str, tree: Any) -> Any:
+    """Return arguments of an op with a tensor inside of each `Float8Tensor`, float8 as bytes."""
+    if isinstance(tree, list | tuple):
+        return [_sent(name, each) for each in tree]
+    inner = getattr(tree, name) if isinstance(tree, Float8Tensor) else tree
+    return inner.view(torch.uint8) if name == "_data" and isinstance(inner, Tensor) else inner
+
+
 # ---------------------------------------------------------------- which op is what
 
-_HANDLERS: dict[Any, Any] = {
-    aten._unsafe_view.default: _view,
-    aten.constant_pad_nd.default: _view,
-    aten.clone.default: _copy,
-    aten.empty_like.default: _copy,
-    aten._to_copy.default: _copy,
-    aten.cat.default: _cat,
-    aten.copy_.default: _copy_,
-    aten._foreach_lerp_.Scalar: _foreach_lerp_,
-    aten.equal.default: _of_values,
-    aten.is_same_size.default: _of_values,
-    aten.zeros_like.default: _of_values,
-    aten.ones_like.default: _of_values,
-    aten.mm.default: _product,
-    aten.addmm.default: _product,
+_OPS: dict[Any, tuple[str, ...]] = {
+    _view: ("aten::_unsafe_view", "aten::constant_pad_nd"),  # and all that are views
+    _copy: ("aten::clone", "aten::empty_like", "aten::_to_copy"),
+    _cat: ("aten::cat",),
+    _copy_: ("aten::copy_",),
+    _foreach_lerp_: ("aten::_foreach_lerp_.Scalar",),
+    _of_values: ("aten::equal", "aten::is_same_size", "aten::zeros_like", "aten::ones_like"),
+    _product: ("aten::mm", "aten::addmm"),
     # torch.distributed.checkpoint asks.
-    aten.is_pinned.default: lambda func, args, kwargs: func(args[0]._data, *args[1:]),
+    lambda func, args, kwargs: func(args[0]._data, *args[1:]): ("aten::is_pinned",),
+    _exchange: tuple(
+        f"c10d::{name}_" for name in ("broadcast", "scatter", "gather", "allgather", "alltoall")
+    ),
+    # DTensors gather with these, and wait for what has arrived by then.
+    _send: ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_to_all_single"),
+    lambda func, args, kwargs: args[0]: (
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    ),
 }
-"""aten op, or its name -> what is done; views that it does not have are `_view`s, too."""
+_HANDLERS = {name: handler for handler, names in _OPS.items() for name in names}
+"""Name of an op -> handler(func, args, kwargs)."""
 
-if torch.distributed.is_available():
-    _HANDLERS |= dict.fromkeys(
-        (
-            torch.ops.c10d.broadcast_.default,
-            torch.ops.c10d.scatter_.default,
-            torch.ops.c10d.gather_.default,
-            torch.ops.c10d.allgather_.default,
-            torch.ops.c10d.alltoall_.default,
-        ),
-        _exchange,
-    )
-    # DTensors gather with these, and wait for what has arrived already.
-    _HANDLERS |= {
-        torch.ops._c10d_functional.all_gather_into_tensor.default: _send,
-        torch.ops._c10d_functional.all_to_all_single.default: _send,
-        torch.ops._c10d_functional.wait_tensor.default: lambda func, args, kwargs: args[0],
-        # Made when DTensor is imported.
-        "_c10d_functional::_wrap_tensor_autograd": lambda func, args, kwargs: args[0],
-    }
+torch.serialization.add_safe_globals([Float8Tensor, ScalingGranularity])

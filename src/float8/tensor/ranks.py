@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX
+from float8.quantize import Cast, padded, quantize
+from float8.scales import Operand
 
 
 class SharedTokens(NamedTuple):
@@ -35,6 +37,19 @@ class SharedTokens(NamedTuple):
         whole = torch.ops._c10d_functional.all_gather_into_tensor(sent, self.ranks, self.group)
         whole = torch.ops._c10d_functional.wait_tensor(whole).view(x.dtype)
         return whole if self.before == 1 else self._swapped(whole, self.ranks, self.before)
+
+    def cast(self, x: Tensor, cast: Cast, traced: bool = False) -> Operand:
+        """Cast [R / ranks, C] of this rank, and gather the bytes of all: row data [R, ceil16(C)].
+
+        Under one scale for all ranks, or under one for each row, which are gathered, too.
+        `traced`: see `quantize`.
+        """
+        data, scale = quantize(x, cast, row=True, traced=traced).row
+        granularity = cast.how.scaling_granularity
+        if not granularity.one_scale:
+            scale = self.gather(scale)
+        whole = Operand(self.gather(data[:, : x.shape[1]]), scale)
+        return padded(whole, granularity, pad_rows=False)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Begin to sum up [R, C] of all ranks, of which this rank gets [R / ranks, C]: `arrived`.
@@ -70,16 +85,14 @@ def local_tensor(x: Any) -> Any:
     return getattr(x, "_local_tensor", x)
 
 
-def dtensor_like(local: Any, like: Any) -> Any:
-    """Return `local` as this rank's part of a DTensor of the shape and placements of `like`."""
-    return type(like).from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+def dtensor_like(local: Any, like: Any, shape: torch.Size | None = None) -> Any:
+    """Return `local` as this rank's part of a DTensor that is placed as `like`.
+
+    `shape`: of the whole, contiguous; None: shape and strides are those of `like`.
+    """
+    stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
+    whole = {"shape": shape or like.shape, "stride": stride, "run_check": False}
+    return type(like).from_local(local, like.device_mesh, like.placements, **whole)
 
 
 def is_fsdp_module(module: Any) -> bool:

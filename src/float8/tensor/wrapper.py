@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -17,15 +16,13 @@ _tensor_data: Any = Tensor.data
 class Wrapper(torch.Tensor):
     """A tensor subclass around plain tensors, and values that say what they mean.
 
-    Subclasses list both. Views, copies, pickles and compilers carry over what is listed, and give
-    it to the constructor by these names, without leading underscores. `_assign(new)` of a subclass
-    is what `tensor.data = new` does.
+    Subclasses list the attributes of both kinds: these are all that copies, pickles and compilers
+    carry over. Their names without leading underscores are arguments of the constructor. The first
+    tensor has the shape of the whole, others may be None. `tensor.data = new` is up to `_assign`.
     """
 
-    _inner_tensors: ClassVar[tuple[str, ...]]
-    """The attributes that are tensors. The first has the shape of the whole, others may be None."""
+    _tensors_inside: ClassVar[tuple[str, ...]]
     _context: ClassVar[tuple[str, ...]]
-    """The other attributes."""
 
     @classmethod
     def _around(cls, inner: Tensor, dtype: torch.dtype) -> Any:
@@ -37,17 +34,14 @@ class Wrapper(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=dtype,
             device=inner.device,
-            layout=inner.layout,
         )
 
     def _inside(self) -> dict[str, Tensor]:
         """Return the tensors inside by their names."""
-        named = {name: getattr(self, name) for name in self._inner_tensors}
-        return {name: x for name, x in named.items() if x is not None}
+        return {name: x for name in self._tensors_inside if (x := getattr(self, name)) is not None}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        values = {name.lstrip("_"): getattr(self, name) for name in self._context}
-        return [*self._inside()], values
+        return [*self._inside()], {name.lstrip("_"): getattr(self, name) for name in self._context}
 
     @classmethod
     def __tensor_unflatten__(
@@ -81,13 +75,12 @@ class Wrapper(torch.Tensor):
         return all(x.is_shared() for x in self._inside().values())  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        inner = {
-            # Plain pickle cannot take float8 storages.
+        inner = {  # plain pickle cannot take float8 storages
             name: (x.view(torch.uint8) if x.dtype in FLOAT8_MAX else x, x.dtype)
             for name, x in self._inside().items()
         }
-        values, is_parameter = self.__tensor_flatten__()[1], isinstance(self, nn.Parameter)
-        return _rebuild, (type(self), inner, values, self.requires_grad, is_parameter)
+        context, is_parameter = self.__tensor_flatten__()[1], isinstance(self, nn.Parameter)
+        return _rebuild, (type(self), inner, context, self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch's own cannot copy a view: it takes a wrapper's storage for a real one.
@@ -116,11 +109,7 @@ class Wrapper(torch.Tensor):
 
 
 def _rebuild(
-    kind: Any,
-    inner: dict[str, tuple[Tensor, torch.dtype]],
-    context: dict[str, Any],
-    requires_grad: bool,
-    is_parameter: bool,
+    kind: Any, inner: dict[str, Any], context: Any, requires_grad: bool, is_parameter: bool
 ) -> Tensor:
     fields = {name: x.view(dtype) for name, (x, dtype) in inner.items()}
     tensor: Tensor = kind.__tensor_unflatten__(fields, context, None, None)
@@ -130,24 +119,6 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def mapped(function: Callable[[Any], Any], kind: type, tree: Any) -> Any:
-    """Return arguments or results of an op, with `function(x)` for each `x` of a class in them."""
-    if isinstance(tree, kind):
-        return function(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)([mapped(function, kind, each) for each in tree])
-    if isinstance(tree, dict):
-        return {name: mapped(function, kind, each) for name, each in tree.items()}
-    return tree
-
-
-def instances(kind: type, tree: Any) -> list[Any]:
-    """Return the instances of a class in arguments or results of an op, in their order."""
-    found: list[Any] = []
-    mapped(found.append, kind, tree)
-    return found
 
 
 def as_inference_as(source: Tensor) -> AbstractContextManager[object]:

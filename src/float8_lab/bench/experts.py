@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from float8.config import Float8Weights
-from float8.experts.functional import EXPECTED, apply_grouped, no_grouped_gemm
-from float8.experts.weight import cast_weights, hold_groups
+from float8.experts.functional import apply_grouped
 from float8.gemm import grouped_matmul
 from float8.kernels.cast_groups import cast_groups
-from float8.linear.plan import plan_linear
-from float8.tensor.held_weights import HeldWeight
+from float8.linear.plan import EXPECTED, no_grouped_gemm, plan_linear
+from float8.linear.weight import Weight, hold
+from float8.quantize import quantize
 from float8_lab.bench.step import Results, Row, Step, check, compare
 from float8_lab.bench.timing import Sampler, kernel_sampler, steady_sampler, take_turns
 from float8_lab.bench.variants import (
@@ -79,9 +79,9 @@ class Layer(nn.Module):
 
     def cast_held(self) -> None:
         """Cast weights that are held, as it is due at each step of an optimizer."""
-        self.held: list[HeldWeight | None] = [None, None]
+        self.held: list[Weight | None] = [None, None]
         if (cast := self._cast) is not None:
-            self.held = [hold_groups(w, w, cast) for w in (self.w13, self.w2)]
+            self.held = [hold(w, cast) for w in (self.w13, self.w2)]
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [rows, hidden] for x [rows, hidden]."""
@@ -214,7 +214,7 @@ def _gemms(weights: Any, offs: Tensor, rows: int, rounds: int) -> Iterator[Row]:
         x, g = (torch.randn(rows, n, dtype=w.dtype, device=w.device) for n in (K, N))
         cast = plan.casts.weight
         x8, g8 = (cast_groups(t, offs, cast.how, row=True, col=True) for t in (x, g))
-        w8: Any = cast_weights(w, cast, row=True, col=True)
+        w8: Any = quantize(w, cast, row=True, col=True)
         for gemm, plain, ours in (
             ("output", (x, w.transpose(1, 2)), (x8.row, w8.row, offs)),
             ("grad_input", (g, w), (g8.row, w8.col, offs)),
@@ -236,7 +236,7 @@ def _casts(weights: Any, offs: Tensor, x: Tensor, h: Tensor, rounds: int) -> Ite
     for recipe in ("tensorwise", "rowwise"):
         cast = plan_linear(recipe_config(recipe)).casts.weight
         tokens = functools.partial(cast_groups, offs=offs, how=cast.how, row=True, col=True)
-        whole = functools.partial(cast_weights, cast=cast, row=True, col=True)
+        whole = functools.partial(quantize, cast=cast, row=True, col=True)
         cases: list[tuple[str, Tensor, Callable[..., object]]] = [
             ("x", x, tokens),
             ("gate and up", h, tokens),

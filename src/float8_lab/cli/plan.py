@@ -224,8 +224,8 @@ def plan_command(
     bench.finish(title, rows)
     for line in _conclusion(report, rows, judged):
         bench.console.print(line)
-    if measuring:
-        bench.console.print("what was measured, as a filter of the conversion:")
+    if measuring and any(row["fate"] == CONVERT for row in rows):
+        bench.console.print("what gained, as a filter of the conversion:")
         typer.echo(f"module_filter_fn={filter_found(report, rows)}")  # in one line, to be pasted
     if judged or bench.device.type == "cuda":
         bench.console.print("GPU time of layers one by one: large ones gain more when compiled,")

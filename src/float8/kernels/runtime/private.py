@@ -45,6 +45,9 @@ which takes as long as a launch. It knows no device but the current one. Else: t
 dispatch_modes = find("_C._len_torch_dispatch_stack")
 """The number of dispatch modes that are active. Else: every call goes through the dispatcher."""
 
+pre_dispatch_modes = find("_ops._len_torch_dispatch_stack_pre_dispatch")
+"""The number of those that are active above autograd. Else: `records_ops` looks at every call."""
+
 functorch_levels = find("_C._functorch.peek_interpreter_stack")
 """The innermost transform of torch.func. Else: every call goes through the dispatcher, and a layer
 within a transform raises torch's own error."""
@@ -75,6 +78,16 @@ def known_lengths(nested: Any) -> tuple[int | None, int | None]:
         return None, None
     shortest, longest = (getattr(nested, f"_maybe_{end}_seqlen", None) for end in ("min", "max"))
     return shortest, longest
+
+
+def records_ops() -> bool:
+    """Whether `make_fx` records what runs, as far as torch tells; else whenever it may.
+
+    Nobody can record by a module that was not imported: `import float8` is not to, it is slow.
+    """
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
+    return mode() is not None
 
 
 def goes_on_without_inputs(ddp: Any) -> bool:
