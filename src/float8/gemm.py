@@ -10,8 +10,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from float8.config import Granularity, ScalingGranularity
 from float8.formats import lacks_float8_gemm
+from float8.kernels.cast_groups import ends_of_groups
 from float8.kernels.grouped_matmul import GROUPED_GEMM
-from float8.kernels.groups import ends_of_groups
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.private import surely
 from float8.scales import Operand, dequantised

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import CastConfig, Granularity
-from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT, ceil16, ceil128
+from float8.formats import FLOAT8_MAX, GEMM_ALIGNMENT
 from float8.kernels.cast_groups import cast_groups
 from float8.scales import (
     UNKNOWN_SCALE,
@@ -123,14 +123,14 @@ def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Qua
         weights, row, col = weights.transpose(1, 2), col, row
     E, R, C = weights.shape
     ends = torch.arange(R, E * R + 1, R, dtype=torch.int32, device=weights.device)
-    matrix, width = weights.contiguous().view(E * R, C), ceil128(R)
+    matrix, width = weights.contiguous().view(E * R, C), (R + 127) // 128 * 128
     made = cast_groups(matrix, ends, how, row=row, col=col, width=E * width)
     of_row = of_col = None
     if row:
         of_row = Operand(made.row.data.view(E, R, -1), made.row.scale.view(E, R))
     if col:  # those of each expert lie beside each other
         data = made.col.data.view(-1, E, width).transpose(0, 1)
-        of_col = Operand(data[:, :C, : ceil16(R)], made.col.scale[:, :C])
+        of_col = Operand(data[:, :C, : R + -R % 16], made.col.scale[:, :C])
     return Quantized(of_col, of_row) if transposed else Quantized(of_row, of_col)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.formats import ceil16
-from float8.kernels.runtime import ops
+from float8.kernels.runtime import ops, private
 from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import TensorDescriptor
 
@@ -179,6 +179,7 @@ def test_groups_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(private, "current_device", None)
     for name in ("cast_groups", "grouped_matmul", "tiles"):
         module = sys.modules[f"float8.kernels.{name}"]
         monkeypatch.setattr(module, "has_float8_conversion", lambda _: True, raising=False)

@@ -4,6 +4,10 @@ Row data lie as the rows do, under a scale per row. Column data are the transpos
 scale per column of each group, which begins at a multiple of 16 there: grouped GEMMs contract over
 the rows of a group. One kernel measures all amaxes in one read, a second one casts. Where the
 groups end is read on the device: nothing waits for it, and nothing is compiled anew.
+
+Group e is rows ``ends[e - 1]:ends[e]``, and ``ends`` are ``offs`` [E] int32, whatever they hold,
+none below 0, above the number of rows, or below the one before: so each row is in one group at
+most, and no kernel leaves its tensors for offs that descend or are too large.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +19,6 @@ from float8.config import CastConfig
 from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
 from float8.kernels import tiles
 from float8.kernels.cast import cast, refusal, to_float8
-from float8.kernels.groups import ends_of_groups, groups_of
 from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words, to_float32
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
@@ -49,7 +52,7 @@ def cast_groups(
         x: [R, C] float32, bfloat16 or float16, contiguous.
         offs: [E] int32, ascending: the row behind the last one of each group, on the device of
             ``x``. Groups may be empty. Rows behind the last group are in none. Offs that do not
-            ascend are read as `kernels.groups` says.
+            ascend are read as this file says.
         how: format, whether one scale covers all of a group, and whether scales are rounded up to
             powers of two.
         row: whether to return row data.
@@ -82,6 +85,22 @@ def cast_groups(
         Operand(out[0], out[1]) if row else None, Operand(out[-3], out[-2]) if col else None,
         out[-1] if col else None,
     )  # fmt: skip
+
+
+def ends_of_groups(offs: Tensor, rows: int) -> Tensor:
+    """Return ``ends`` [E] int32, without waiting for them: the plain-torch twin of `groups_of`."""
+    return offs.clamp(0, rows).cummax(0).values
+
+
+def check_offs(offs: Tensor, rows: int) -> None:
+    """Raise ``ValueError`` unless ``offs`` ascend from 0 to ``rows`` at most; waits for them."""
+    ends = [0, *offs.tolist(), rows]
+    if ends != sorted(ends):
+        raise ValueError(
+            f"grouped_linear: got offs {ends[1:-1]} for {rows} rows, expected numbers from 0 to "
+            f"{rows} that do not descend: the row behind the last one of each expert; make them "
+            f"of the sizes of groups, by sizes.cumsum(0, dtype=torch.int32)"
+        )
 
 
 def cast_groups_reference(
@@ -170,6 +189,21 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
         groups, _BLOCK_R, _BLOCK_C, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b)
+
+
+@jit
+def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where groups begin and end, [GROUPS] each; group E is of the rows in no other."""
+    g = tl.arange(0, GROUPS)
+    before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= E), other=0)
+    begins = tl.associative_scan(tl.minimum(tl.maximum(before, 0), R), 0, _larger)
+    ends = tl.load(offs_ptr + g, mask=g < E, other=0)
+    return begins, tl.where(g < E, tl.maximum(begins, tl.minimum(ends, R)), R)
 
 
 @jit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import GROUP_ALIGNMENT
-from float8.kernels.groups import check_offs, groups_of
+from float8.kernels.cast_groups import check_offs, groups_of
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
 
@@ -38,7 +38,7 @@ def grouped_matmul_reference(
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *how).zero_()
     begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
     for group, end in enumerate(ends.tolist()):
-        end = max(begin, min(end, last))  # as `kernels.groups` reads them
+        end = max(begin, min(end, last))  # as `cast_groups` reads them
         if b.dim() == 3:
             x, w, scale = a[begin:end], b[group], a_scale[begin:end]
         else:
