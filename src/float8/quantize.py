@@ -88,37 +88,25 @@ def quantize(
         ValueError: `x` has other dims, no layout is asked for, or a state or a scale is given with
             finer scales.
     """
-    spec, state, record, reduce, scale = cast
+    how, state, record, reduce, scale = cast
     if offs is not None:
-        groups = cast_groups(x, offs, spec, row=row, col=col)
+        groups = cast_groups(x, offs, how, row=row, col=col)
         return Quantized(groups.row, groups.col, ends=groups.ends)
     if x.dim() == 3:
-        return _cast_each(x.detach(), spec, row=row, col=col)
+        return _cast_each(x.detach(), how, row=row, col=col)
+    one_scale = how.scaling_granularity.one_scale
     traced = traced and torch.compiler.is_compiling()
-    if via is not None and (
-        via is x.dtype or state is not None or not spec.scaling_granularity.one_scale
-    ):
+    if via is not None and (via is x.dtype or state is not None or not one_scale):
         x, via = x.to(via), None
-    if not spec.scaling_granularity.one_scale:
-        if state is not None or scale is not None:
-            raise ValueError(
-                f"quantize: got {spec.scaling_granularity} with a state or a scale, expected none: "
-                f"finer scales come from the tensor at hand"
-            )
-        return Quantized(
-            *kernels.cast_finer(
-                x, spec, row=row, col=col, pad_rows=pad_rows, after=after, traced=traced
-            )
-        )
-    if scale is None and state is not None and reduce is None and not traced:
-        made = kernels.cast_delayed(
-            x, spec, state, row=row, col=col, pad_rows=pad_rows, record=record
-        )
-        return Quantized(*made)
-    if scale is None and (reduce is not None or traced or via is not None):
+    if one_scale and scale is None and (reduce is not None or traced or via is not None):
         scale = scale_of(x, cast, via)
-    how = {"row": row, "col": col, "pad_rows": pad_rows}
-    return Quantized(*kernels.cast(x, spec, scale=scale, after=after, via=via, **how))
+    return Quantized(
+        *kernels.cast(
+            x, how, row=row, col=col, pad_rows=pad_rows, scale=scale,
+            state=None if scale is not None else state, record=record, via=via, after=after,
+            traced=traced,
+        )
+    )  # fmt: skip
 
 
 def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Quantized:

@@ -16,6 +16,7 @@ from float8.arguments import require_module
 from float8.config import CastSite, Float8Weights
 from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
+from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Layer, Float8Module
 from float8.linear.weight import can_be_held, hold
 from float8.parallel.ddp import require_no_join
@@ -25,7 +26,6 @@ from float8.quantize import scales_of
 from float8.scales import next_history_and_scale
 from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_module, local_tensor
 from float8.tensor.ranks import amax_over
-from float8.untraced import untraced
 
 
 def sync_float8_amax_and_scale_history(

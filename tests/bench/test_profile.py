@@ -96,8 +96,8 @@ def test_work_is_that_of_the_layers_as_they_run(recipe: str, cast_bytes: int) ->
     [
         (
             CASTS,
-            "_cast_kernel _cast_axiswise_kernel _cast_rows_kernel _cast_blockwise_kernel "
-            "_measure_kernel _amax_kernel _transpose_kernel "
+            "cast_kernel cast_rows_kernel _cast_groups_kernel _measure_groups_kernel "
+            "measure_kernel _amax_kernel _transpose_kernel "
             "float8::cast_delayed triton_red_fused__to_copy_abs_add_amax_mean_mul_pow_rsqrt_view_0 "
             "triton_poi_fused__to_copy_clamp_mul_reciprocal_silu_where_3",
         ),

@@ -14,7 +14,7 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from float8.untraced import untraced
+from float8.kernels.runtime.private import untraced
 from sqnr import same_bits
 from support.configs import DELAYED, DYNAMIC, delayed, mixed, tensorwise
 from support.models import Block, fp8_state, seeded

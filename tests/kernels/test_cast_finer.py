@@ -1,4 +1,4 @@
-"""`cast_finer` as a function: eager, traced by a compiler, and what it refuses."""
+"""`cast` under finer scales as a function: eager, traced by a compiler, and what it refuses."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 from float8 import kernels
 from float8.config import CastConfig, ScalingGranularity
 from float8.quantize import Cast, quantize
-from float8.scales import Operand, Quantized, dequantised
+from float8.scales import DelayedScale, Operand, Quantized, dequantised
 from kernels.float8_codes import assert_same
 
 E4M3 = torch.float8_e4m3fn
@@ -33,9 +33,9 @@ def flat(parts: tuple[Operand | None, Operand | None]) -> list[Tensor]:
 @pytest.mark.parametrize("traced", [False, True])
 def test_order_and_absence(device: str, spec: CastConfig, traced: bool) -> None:
     x = torch.randn(20, 128, device=device, requires_grad=True)
-    want = flat(kernels.cast_finer(x, spec, row=True, col=True, pad_rows=True))
+    want = flat(kernels.cast(x, spec, row=True, col=True, pad_rows=True))
     for row, col in ((True, True), (True, False), (False, True)):
-        parts = kernels.cast_finer(x * 1, spec, row=row, col=col, pad_rows=True, traced=traced)
+        parts = kernels.cast(x * 1, spec, row=row, col=col, pad_rows=True, traced=traced)
         assert [part is not None for part in parts] == [row, col]
         assert_same(flat(parts), want[:2] * row + want[2:] * col)
         assert not any(made.requires_grad for made in flat(parts))
@@ -46,11 +46,15 @@ def test_order_and_absence(device: str, spec: CastConfig, traced: bool) -> None:
 def test_wrong_input_says_what_to_do(device: str, traced: bool) -> None:
     x = torch.randn(4, 4, device=device)
 
-    def cast(x: Tensor = x, spec: CastConfig = ROWS, row: bool = True) -> None:
-        kernels.cast_finer(x, spec, row=row, col=row, traced=traced)
+    def cast(x: Tensor = x, row: bool = True) -> None:
+        kernels.cast(x, ROWS, row=row, col=row, traced=traced)
 
-    with pytest.raises(ValueError, match=r"expected AXISWISE or a BLOCK"):
-        cast(spec=CastConfig(target_dtype=E4M3))
+    for given in (
+        {"scale": torch.ones((), device=device)},
+        {"state": DelayedScale(x[0, 0], x[0, 0])},
+    ):
+        with pytest.raises(ValueError, match=r"expected none: scales of"):
+            kernels.cast(x, ROWS, row=True, col=True, traced=traced, **given)
     with pytest.raises(ValueError, match=r"row=False, col=False"):
         cast(row=False)
     with pytest.raises(TypeError, match=r"torch\.float64 tensor"):
@@ -81,7 +85,7 @@ def test_one_graph_for_all_sizes(device: str, spec: CastConfig, backend: str, C:
 
     def cast(x: Tensor, traced: bool = True) -> list[Tensor]:
         how = {"row": True, "col": True, "pad_rows": True, "traced": traced}
-        return flat(kernels.cast_finer(x * 2, spec, **how))
+        return flat(kernels.cast(x * 2, spec, **how))
 
     compiled = torch.compile(cast, backend=counter, fullgraph=True, dynamic=True)
     for rows in (200, 384, 1000, 129):  # up to 128 are one block: compiled once more
@@ -98,7 +102,7 @@ def test_a_compiler_sees_all_but_the_transposition(device: str, spec: CastConfig
 
     @torch.compile(backend=counter, fullgraph=True)
     def compiled(x: Tensor) -> list[Tensor]:
-        return flat(kernels.cast_finer(x, spec, row=True, col=True, traced=True))
+        return flat(kernels.cast(x, spec, row=True, col=True, traced=True))
 
     compiled(torch.randn(32, 256, device=device))
     ours = [str(n.target) for n in counter.graphs[0].graph.nodes if "float8." in str(n.target)]

@@ -13,7 +13,7 @@ from float8.config import CastConfig, ScalingGranularity
 from float8.formats import E4M3, ceil16, ceil128
 from float8.kernels import cast_groups as casts
 from float8.kernels import grouped_matmul as gemm
-from float8.kernels import strips
+from float8.kernels import tiles
 from float8.kernels.cast_groups import cast_groups
 from float8.kernels.runtime import ops
 from float8.quantize import Cast, quantize
@@ -83,7 +83,7 @@ def test_programs_of_several_tiles_without_masks(
     sizes, C = [300, 0, 129, 70], 256
     x, offs = torch.randn(sum(sizes) + 3, C), torch.tensor(sizes).cumsum(0).to(torch.int32)
     x[300], x[499] = float("nan"), float("inf")
-    assert strips.strips_of(x, *x.shape)[0] == 4 * strips.BLOCK_R
+    assert tiles.strips_of(len(x), C, x.dtype, x.device)[0] == 4 * tiles.STRIP_R
     x, offs = x.to(triton_device), offs.to(triton_device)
     how = E4M3, True, True, sum(map(ceil128, sizes)), of.one_scale, False
     got = ops.cuda.cast_groups(x, offs, *how)

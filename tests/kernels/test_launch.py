@@ -1,6 +1,5 @@
 """Launching compiled kernels: which of them PyTorch's launcher takes, and how it is called."""
 
-import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from float8.kernels.runtime import launch, private
-from float8.kernels.runtime.launch import _binary
+from float8.kernels.runtime.launch import _for_pytorch
 from kernels.float8_codes import same_bytes
 
 
@@ -26,9 +25,11 @@ SIGNATURE = {"x": "*bf16", "y": "constexpr", "n": "i32", "one": "constexpr", "bi
 
 
 def test_parameters_that_the_kernel_has() -> None:
-    binary = _binary(compiled(SIGNATURE))
-    assert binary is not None
-    assert binary[:-1] == (1234, 8, 64, "OilOO", (None, None))
+    kernel = compiled(SIGNATURE)
+    about, rest, owner = _for_pytorch(kernel, 5, (48, 1 << 40))
+    assert about == (1234, 5, 1, 1, 8, 64, "OilOO")
+    assert rest == (48, 1 << 40, None, None)
+    assert owner is kernel  # whose function is unloaded with it
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_parameters_that_the_kernel_has() -> None:
     ids=str,
 )
 def test_unusual_kernels_are_left_to_triton(unusual: dict[str, Any]) -> None:
-    assert _binary(compiled(SIGNATURE, **unusual)) is None
+    assert _for_pytorch(compiled(SIGNATURE, **unusual), 5, ()) is None
 
 
 class _Memory:
@@ -76,65 +77,44 @@ class _Kernel:
 def test_what_is_handed_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensors that are None, no integers that are 1, no constants; and the scratch memory."""
     calls: list[tuple[Any, ...]] = []
-    made = iter([_Memory(8192), _Memory(16384)] * 9)
     monkeypatch.setattr(launch, "_LAUNCHES", True)
-    monkeypatch.setattr(launch, "_binaries", {})
-    monkeypatch.setattr(private, "current_device", lambda: 0)
-    monkeypatch.setattr(private, "current_stream", lambda index: 77)
-    monkeypatch.setattr(private, "empty_strided_cuda", lambda *shape: next(made))
+    monkeypatch.setattr(private, "current_stream", lambda index: 77 + index)
     monkeypatch.setattr(private, "launch_kernel", lambda *args: calls.append(args))
-    monkeypatch.setattr(torch, "empty_strided", lambda *shape, **how: next(made))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     kernel = _Kernel()
-    device = torch.device("cuda", 0)
+    planned = launch.Launch(kernel, torch.device("cuda", 1), 5, (48, 1), ("constant",), 8)
+    x, off, y = _Memory(4096), _Memory(4098), _Memory(8192)
+    for first in (off, x, x, off, x):
+        planned(first, None, y)
+    launched = (1234, 5, 1, 1, 8, 64, "OOiOO", (4096, 8192, 48, None, None), 78)
+    assert calls == [launched, launched]
+    by_triton = [(a, None, y, 48, 1, "constant") for a in (off, x, off)]
+    assert kernel.calls == [((5,), arguments, 8) for arguments in by_triton]
 
-    def planned(n: int) -> launch.Program:
-        """x is read, y written, and of y a second kernel makes z, which is returned."""
-        x, y, z = (
-            launch.Slot(torch.bfloat16, device=device),
-            *(launch.new((8,), torch.float32) for _ in "yz"),
-        )
-        first = launch.Launch(kernel, 5, (x, None, y), (n, 1), ("constant",), num_warps=8)
-        second = launch.Launch(kernel, 6, (y, z), (n, 1), ("constant",), num_warps=8)
-        return launch.Program([x], [z], [first, second])
 
-    aligned: Any = _Memory(4096)
-    unaligned: Any = _Memory(4098)
-    one = planned(48)
-    for x in (aligned, aligned, unaligned, aligned):
-        assert [z.data_ptr() for z in one(x)] == [8192]
-    assert planned(64)(aligned)  # another shape, the same kernels
-    assert planned(47)(aligned)  # Triton compiles these anew
-
-    def launched(n: int) -> list[tuple[Any, ...]]:
-        how = (1, 1, 8, 64, "OOiOO")
-        return [
-            (1234, 5, *how, (4096, 16384, n, None, None), 77),
-            (1234, 6, *how, (16384, 8192, n, None, None), 77),
-        ]
-
-    assert calls == [*launched(48), *launched(48), *launched(64)]
-    by_triton = [[4096, None, 16384], [16384, 8192, 48], [4098, None, 16384], [16384, 8192, 48]]
-    assert [[getattr(a, "address", a) for a in args[:3]] for _, args, _ in kernel.calls] == [
-        *by_triton,
-        [4096, None, 16384],
-        [16384, 8192, 47],
-    ]
+def test_triton_launches_where_pytorch_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = _Kernel(), _Memory(4096)
+    for launches, device in ((True, torch.device("cpu")), (False, torch.device("cuda", 0))):
+        monkeypatch.setattr(launch, "_LAUNCHES", launches)
+        planned = launch.Launch(kernel, device, 5, (48,), (), 8)
+        planned(x)
+        planned(x)
+    assert len(kernel.calls) == 4
 
 
 def test_what_is_not_known_of_a_kernel_leaves_it_to_triton() -> None:
-    assert _binary(None) is None
+    assert _for_pytorch(None, 5, ()) is None
     without = compiled(SIGNATURE)
     del without.metadata.shared
-    assert _binary(without) is None
+    assert _for_pytorch(without, 5, ()) is None
 
 
 def test_unknown_types_are_left_to_triton() -> None:
-    assert _binary(compiled(SIGNATURE | {"f": "fp32"})) is None
+    assert _for_pytorch(compiled(SIGNATURE | {"f": "fp32"}), 5, ()) is None
 
 
 def cast(x: torch.Tensor) -> list[torch.Tensor]:
-    return torch.ops.float8.cast.default(x, x.new_full((), 0.01), torch.float8_e4m3fn, True, True)
+    how = None, None, torch.float8_e4m3fn, True, True
+    return torch.ops.float8.cast.default(x, x.new_full((), 0.01), *how)
 
 
 @pytest.mark.gpu

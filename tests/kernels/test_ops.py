@@ -43,22 +43,18 @@ def of_cast(device: str) -> Args:
     x, scale, _ = tensors(device)
     layouts = (True, True, True), (True, False, False), (False, True, False)
     for dtype, flags in itertools.product(FORMATS, layouts):
-        yield x, scale, dtype, *flags
-        yield x.t(), scale, dtype, *flags
-    yield x, None, E4M3, True, False, False, None, True
-    yield x, scale, E4M3, True, True, False, None, False, torch.bfloat16
+        yield x, scale, None, None, dtype, *flags
+        yield x.t(), scale, None, None, dtype, *flags
+    yield x, None, None, None, E4M3, True, False, False, True
+    yield x, scale, None, None, E4M3, True, True, False, False, torch.bfloat16
+    x = torch.randn(17, 260, device=device)
+    for of, flags in itertools.product(((1, None), (1, 128), (128, 128)), layouts):
+        for y, power_of_2 in ((x, True), (x.t(), False)):
+            yield y, None, *of, E4M3, *flags, power_of_2
 
 
 def of_cast_delayed(device: str) -> Args:
     yield *tensors(device), E4M3, True, False, False, False, True
-
-
-def of_finer_casts(device: str) -> Iterator[tuple[Tensor, bool, bool, bool]]:
-    x = torch.randn(17, 260, device=device)
-    layouts = (True, True), (True, False), (False, True)
-    for row_and_col, flag in itertools.product(layouts, (False, True)):
-        yield x, *row_and_col, flag
-        yield x.t(), *row_and_col, flag
 
 
 def of_transpose(device: str) -> Args:
@@ -125,12 +121,6 @@ def of_grouped_matmul(device: str) -> Args:
 ARGUMENTS: dict[str, Callable[[str], Args]] = {
     "amax": of_amax,
     "cast": of_cast,
-    "cast_axiswise": lambda device: (
-        (x, E4M3, row, col, pad_rows, False) for x, row, col, pad_rows in of_finer_casts(device)
-    ),
-    "cast_blockwise": lambda device: (
-        (x, E4M3, 128, square, row, col, True) for x, row, col, square in of_finer_casts(device)
-    ),
     "cast_delayed": of_cast_delayed,
     "cast_groups": of_cast_groups,
     "grouped_matmul": of_grouped_matmul,
@@ -168,9 +158,9 @@ class TestCast:
     def test_order_and_absence(self, device: str) -> None:
         x = torch.randn(20, 40, device=device, requires_grad=True)
         scale = torch.tensor(0.01, device=device, requires_grad=True)
-        twin = ops.cpu.cast(x, scale, E4M3, True, True)
+        twin = ops.cpu.cast(x, scale, None, None, E4M3, True, True)
         own = amax_to_scale(kernels.amax(x), E4M3, True)
-        of_own = ops.cpu.cast(x, own, E4M3, True, True)
+        of_own = ops.cpu.cast(x, own, None, None, E4M3, True, True)
         for row, col in ((True, True), (True, False), (False, True)):
             for given, spec, want in (
                 (scale, CastConfig(target_dtype=E4M3), twin),
@@ -210,7 +200,7 @@ class TestCast:
         with pytest.raises(ValueError, match=r"shape \(1, 4, 4\).* expected 2 dimensions"):
             kernels.transpose_bytes(x[None].to(torch.uint8))
         if device == "cuda":
-            with pytest.raises(ValueError, match=r"scale is on cpu .* expected one device"):
+            with pytest.raises(ValueError, match=r"on cpu; expected one element on cuda"):
                 cast(scale=torch.ones(()))
 
 

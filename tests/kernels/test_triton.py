@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.kernels import cast_kernel
 from float8.kernels.amax import MAX_PARTS, even_shares, is_dense, measuring
 from float8.kernels.runtime import ops
-from float8.kernels.runtime.launch import Slot
 from kernels.float8_codes import (
     FORMATS,
     HIGH_PRECISION,
@@ -31,6 +29,7 @@ from kernels.float8_codes import (
 
 E4M3, E5M2 = FORMATS
 BF16, FP32 = torch.bfloat16, torch.float32
+CAST: Any = importlib.import_module("float8.kernels.cast")  # not the function of that name
 
 
 class How(NamedTuple):
@@ -52,20 +51,24 @@ def delayed(ops: Any, x: Tensor, how: How, scale: float = 0.0) -> list[Tensor]:
     return [*ops.cast_delayed(x, one(x, scale), amax, *how, True), amax]
 
 
-def blocks(ops: Any, x: Tensor, how: How, square: bool) -> list[Tensor]:
-    return ops.cast_blockwise(x, how.dtype, 128, square, how.row, how.col, how.power_of_2)
+def cast(
+    height: int | None = None, width: int | None = None, scale: float | None = None, via: Any = None
+) -> Any:
+    """Return a kernel of `KERNELS` that casts so."""
+    given = lambda x: None if scale is None else one(x, scale)  # noqa: E731
+    return lambda ops, x, how: ops.cast(x, given(x), height, width, *how, via)
 
 
 KERNELS: dict[str, Callable[[Any, Tensor, How], list[Tensor]]] = {
     "amax": lambda ops, x, how: [ops.amax(x)],
-    "given": lambda ops, x, how: ops.cast(x, one(x, 0.7), *how[:4]),
-    "rounded": lambda ops, x, how: ops.cast(x, one(x, 0.7), *how[:4], None, False, BF16),
-    "measured": lambda ops, x, how: ops.cast(x, None, *how[:4], None, how.power_of_2),
+    "given": cast(scale=0.7),
+    "rounded": cast(scale=0.7, via=BF16),
+    "measured": cast(),
     "unknown": delayed,
     "known": lambda ops, x, how: delayed(ops, x, how, 0.03),
-    "rows": lambda ops, x, how: ops.cast_axiswise(x, *how),
-    "runs": lambda ops, x, how: blocks(ops, x, how, False),
-    "squares": lambda ops, x, how: blocks(ops, x, how, True),
+    "rows": cast(1),
+    "runs": cast(1, 128),
+    "squares": cast(128, 128),
     "transpose": lambda ops, x, how: [ops.transpose(x)],
 }
 CASTS = [name for name in KERNELS if name not in ("amax", "transpose")]
@@ -176,7 +179,7 @@ def test_rows_that_are_too_long_to_hold(
     monkeypatch: pytest.MonkeyPatch,
     multiprocessors: Callable[[int], None],
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("float8.kernels.cast_axiswise"), "WIDEST_ROW", 100)
+    monkeypatch.setattr(CAST, "WIDEST_ROW", 100)
     multiprocessors(4)
     x = awkward((130, 200), torch.float16).to(triton_device)
     check("rows", x, How(col=False))
@@ -193,9 +196,9 @@ class TestRounding:
         multiprocessors: Callable[[int], None],
     ) -> None:
         """Convert by instruction, or by the arithmetic that other devices use."""
-        if request.param and not cast_kernel.has_float8_conversion(triton_device):
+        if request.param and not CAST.has_float8_conversion(triton_device):
             pytest.skip("this device has no float8 conversion that is right")
-        monkeypatch.setattr(cast_kernel, "has_float8_conversion", lambda _: request.param)
+        monkeypatch.setattr(CAST, "has_float8_conversion", lambda _: request.param)
         multiprocessors(1)
 
     @formats
@@ -206,7 +209,7 @@ class TestRounding:
         numbers += [(awkward((17, 33), FP32), scale) for scale in SCALES]
         for x, scale in numbers:
             x = x.to(triton_device)
-            args = (x, one(x, scale), dtype, True, True)
+            args = (x, one(x, scale), None, None, dtype, True, True)
             assert_same(ops.cuda.cast(*args), ops.cpu.cast(*args))
 
 
@@ -273,10 +276,10 @@ def test_amax_of_any_dims(triton_device: torch.device) -> None:
 
 def test_nothing_is_read_where_the_scale_is_known(triton_device: torch.device) -> None:
     x = torch.ones(40, 50, device=triton_device)
-    _, launch = measuring(Slot(x.dtype, x.shape, x.stride(), x.device), Slot(FP32))
+    measure = measuring(x.numel(), x.dtype, x.device, True)
     for scale, wanted in ((0.5, 7.0), (0.0, 1.0)):
-        parts = torch.full((launch.programs,), 7.0, device=triton_device)
-        launch.plainly([x, parts, one(x, scale)])
+        parts = torch.full((measure.programs,), 7.0, device=triton_device)
+        measure(x, parts, one(x, scale))
         assert bool((parts == wanted).all())
 
 

@@ -42,7 +42,7 @@ finer = pytest.mark.parametrize("of", FINER, ids=["rows", "runs", "squares"])
 
 
 def row_codes(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    (row,) = ops.cpu.cast(x, torch.tensor(scale), dtype, True, False)
+    (row,) = ops.cpu.cast(x, torch.tensor(scale), None, None, dtype, True, False)
     return row.view(torch.uint8)[:, : x.shape[1]]
 
 
@@ -85,7 +85,7 @@ def test_layouts_under_one_scale(
     want = [full if pad_rows else full[:R], full.t().contiguous()]
     want = [codes.view(E4M3) for codes in want]
     for row, col in LAYOUTS:
-        got = ops.cpu.cast(x, torch.tensor([0.25]), E4M3, row, col, pad_rows)
+        got = ops.cpu.cast(x, torch.tensor([0.25]), None, None, E4M3, row, col, pad_rows)
         assert_same(got, want[:1] * row + want[1:] * col)
 
 
@@ -147,7 +147,7 @@ def test_finer_casts(
             want = expected_part(y, of, dtype, pad_rows, power_of_2)
             want += expected_part(y.t(), of, dtype, True, power_of_2)
             for row, col in LAYOUTS:
-                parts = kernels.cast_finer(y, spec, row=row, col=col, pad_rows=pad_rows)
+                parts = kernels.cast(y, spec, row=row, col=col, pad_rows=pad_rows)
                 assert [part is not None for part in parts] == [row, col]
                 got = [tensor for part in parts for tensor in part or ()]
                 assert_same(got, want[:2] * row + want[2:] * col)
@@ -161,7 +161,7 @@ def test_what_is_not_finite_spoils_what_shares_its_scale(
     x = special(source).repeat(4, 4)
     x[:128, 128:] = 1.0
     bad = ~x.isfinite()
-    row, col = kernels.cast_finer(
+    row, col = kernels.cast(
         x, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=True, col=True
     )
     assert row is not None
@@ -185,7 +185,7 @@ def test_a_hot_row_costs_what_shares_its_scale() -> None:
     assert row is not None
     assert abs(sqnr(x[101:], row.data.float()[101:] * row.scale) - theory) < 1
     for of in FINER:
-        row, col = kernels.cast_finer(
+        row, col = kernels.cast(
             x, CastConfig(target_dtype=E4M3, scaling_granularity=of), row=True, col=True
         )
         for part, transposed in ((row, False), (col, True)):

@@ -5,15 +5,7 @@ as ``torch.ops.float8.*``. Importing registers the ops and does nothing else.
 """
 
 from float8.kernels.amax import amax
-from float8.kernels.cast import cast, cast_delayed, to_float8
-from float8.kernels.cast_finer import cast_finer
+from float8.kernels.cast import cast, to_float8
 from float8.kernels.transpose import transpose_bytes
 
-__all__ = [
-    "amax",
-    "cast",
-    "cast_delayed",
-    "cast_finer",
-    "to_float8",
-    "transpose_bytes",
-]
+__all__ = ["amax", "cast", "to_float8", "transpose_bytes"]

@@ -1,17 +1,16 @@
 """The largest magnitude of a tensor: what a per-tensor scale is computed from."""
 
 import functools
-import math
 
 import torch
 from torch import Tensor
 
-from float8.kernels.checks import check_high_precision
-from float8.kernels.runtime.device import sm_count
-from float8.kernels.runtime.launch import Launch, Program, Slot, new, planned, takes_triton_directly
-from float8.kernels.runtime.ops import register
+from float8.formats import HIGH_PRECISION_DTYPES
+from float8.kernels.numeric import float32_bits, magnitude_bits
+from float8.kernels.runtime.launch import Launch, allocator, takes_triton_directly
+from float8.kernels.runtime.ops import cuda, register
 from float8.kernels.runtime.private import surely
-from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.runtime.triton import jit, sm_count, tl
 
 
 def amax(x: Tensor) -> Tensor:
@@ -31,16 +30,27 @@ def amax(x: Tensor) -> Tensor:
     Raises:
         TypeError: ``x`` has another dtype.
     """
-    check_high_precision("amax", x)
+    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if torch.compiler.is_compiling() and surely(x.numel() != 0):
         x = x.detach()
         if x.dim() > 1:
             x = x.abs().amax(dim=-1)  # of rows first: that fuses into producers of any shape
         return x.abs().amax().to(torch.float32)
-    if x.is_cuda and takes_triton_directly(x):
-        return amax_triton(x)
-    result: Tensor = torch.ops.float8.amax.default(x)
+    direct = x.is_cuda and takes_triton_directly(x)
+    result: Tensor = (cuda.amax if direct else torch.ops.float8.amax.default)(x)
     return result
+
+
+def describe(x: object) -> str:
+    """Describe an argument in an error message: shape, dtype and device, or its type."""
+    if isinstance(x, Tensor):
+        return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
+    return f"{x!r} ({type(x).__name__})"
+
+
+HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.to(torch.bfloat16)."
+"""What an error says of a tensor that kernels cannot read."""
 
 
 def amax_reference(x: Tensor) -> Tensor:
@@ -50,39 +60,35 @@ def amax_reference(x: Tensor) -> Tensor:
     return x.abs().amax().to(torch.float32)
 
 
+# ---------------------------------------------------------------- Triton
+
+
 def amax_triton(x: Tensor) -> Tensor:
     """Triton kernel; see :func:`amax`."""
     if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
+        return amax_reference(x)
     if not is_dense(x.shape, x.stride()):
         x = x.contiguous()
-    (parts,) = _program(x)(x)
+    measure = measuring(x.numel(), x.dtype, x.device)
+    parts = allocator(x.device)((measure.programs,), (1,), torch.float32)
+    measure(x, parts, None)
     # As integers: magnitudes compare alike, and NaN lies above Inf.
     return parts.view(torch.int32).amax().view(torch.float32) if len(parts) > 1 else parts[0]
 
 
-@planned
-def _program(x: Slot) -> Program:
-    parts, launch = measuring(x)
-    return Program([x], [parts], [launch])
+@functools.lru_cache(maxsize=4096)
+def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = False) -> Launch:
+    """Plan the launch that measures ``n`` elements, dense in any order of their dims.
 
-
-def measuring(x: Slot, known_scale: Slot | None = None) -> tuple[Slot, Launch]:
-    """Plan the launch that measures ``x``, not empty and dense in any order of its dims.
-
-    Its result [P] float32 is the amaxes of the parts of ``x`` that its programs read. Their
-    maximum, the amax of ``x``, is left to the kernel that follows, which needs it anyway: to join
-    them here would take another launch. Where ``known_scale`` is given and not 0, nothing is read
-    and nothing is written.
+    Its tensors are they; float32 amaxes of the parts that its programs read, one of each; and with
+    ``history`` a scale: where that is not 0, nothing is read or written. To join the parts is left
+    to the kernel that follows: here it would take another launch.
     """
-    n = math.prod(x.shape)
     # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
-    block = 16384 // x.dtype.itemsize
-    steps, rounds, programs = even_shares(n, block, sm_count(x.device))
-    parts = new((programs,), torch.float32)
-    constants = (block, steps, known_scale is not None)
-    slots = (x, parts, known_scale)
-    return parts, Launch(_amax_kernel, programs, slots, (n, rounds), constants, num_warps=16)
+    block = 16384 // dtype.itemsize
+    steps, rounds, programs = even_shares(n, block, sm_count(device))
+    constants = (block, steps, history)
+    return Launch(_amax_kernel, device, programs, (n, rounds), constants, num_warps=16)
 
 
 MAX_PARTS = 2048
@@ -112,55 +118,17 @@ def even_shares(n: int, block: int, sms: int) -> tuple[int, int, int]:
     return steps, rounds, -(-blocks // (steps * rounds))
 
 
-# The magnitude bits of a float compare as integers as the float does, and NaN above Inf. So an
-# integer maximum carries NaN through, without min.NaN/max.NaN instructions.
-
-
-@jit
-def magnitude_bits(x):  # type: ignore[no-untyped-def]
-    """Return the bits of abs(x) as int16 or int32."""
-    if x.dtype == tl.float32:
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
-    return bits
-
-
-@jit
-def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Turn bits of a magnitude of dtype ``element`` into those of the same float32, as int32."""
-    bits = bits.to(tl.int32)
-    if element == tl.bfloat16:
-        bits = bits << 16
-    elif element == tl.float16:
-        half = bits.to(tl.int16).to(tl.float16, bitcast=True)
-        bits = half.to(tl.float32).to(tl.int32, bitcast=True)
-    return bits
-
-
-@jit
-def store_part(parts_ptr, bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the largest magnitude that this program saw, given as bits of ``element``."""
-    parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(parts_ptr + tl.program_id(0), float32_bits(bits, element))
-
-
 @jit(do_not_specialize_on_alignment=["scale_ptr"])
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    parts_ptr,
-    scale_ptr,
-    n,
-    rounds,
-    BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-    ONLY_IF_UNKNOWN: tl.constexpr,
-):
+    x_ptr, parts_ptr, scale_ptr, n, rounds,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, ONLY_IF_UNKNOWN: tl.constexpr,
+):  # fmt: skip
     if ONLY_IF_UNKNOWN:
         if tl.load(scale_ptr) != 0.0:
             return
+    element: tl.constexpr = x_ptr.dtype.element_ty
     offsets = tl.arange(0, BLOCK)
-    largest = magnitude_bits(tl.zeros((BLOCK,), x_ptr.dtype.element_ty))
+    largest = magnitude_bits(tl.zeros((BLOCK,), element))
     turn = tl.program_id(0).to(tl.int64) * rounds
     end = turn + rounds
     while turn < end:  # Triton's interpreter (3.6) takes no range of tensors
@@ -176,12 +144,10 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
                 x = tl.load(x_ptr + first + at, mask=at < left, other=0.0)
                 largest = tl.maximum(largest, magnitude_bits(x))
         turn += 1
-    store_part(parts_ptr, tl.max(largest), x_ptr.dtype.element_ty)
+    parts_ptr = parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(parts_ptr + tl.program_id(0), float32_bits(tl.max(largest), element))
 
 
 register(
-    "amax",
-    amax_reference,
-    triton=amax_triton,
-    fake=lambda x: x.new_empty((), dtype=torch.float32),
+    "amax", amax_reference, triton=amax_triton, fake=lambda x: x.new_empty((), dtype=torch.float32)
 )

@@ -1,144 +1,144 @@
-"""High precision -> float8 under one scale per tensor, in both layouts that float8 GEMMs read.
+"""High precision -> float8 under scales of any granularity, in both layouts that GEMMs read.
 
-`cast` is given the scale or takes it from the amax of the tensor, `cast_delayed` takes it from a
-history and records the amax in the same read. Both launch the kernel of `cast_kernel`.
+One kernel casts a tile of the tensor, in one read; another one holds whole rows, for row data
+alone under a scale for each row. A scale of more than a tile is measured first: that of the tensor,
+unless it is given, by the kernel of `amax`, those of rows and columns by one that goes down strips.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import CastConfig
-from float8.formats import HIGH_PRECISION_DTYPES
-from float8.kernels.amax import amax_reference, is_dense, measuring
-from float8.kernels.cast_kernel import casting, layouts
-from float8.kernels.checks import check_high_precision, describe
-from float8.kernels.runtime.launch import Program, Slot, empty, new, planned, takes_triton_directly
-from float8.kernels.runtime.ops import register
+from float8.config import CastConfig, Granularity
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
+from float8.kernels import cast_kernels, tiles
+from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
+from float8.kernels.runtime.launch import Launch, Layout, allocator, takes_triton_directly
+from float8.kernels.runtime.ops import cuda, register
+from float8.kernels.runtime.private import surely
+from float8.kernels.runtime.triton import has_float8_conversion
 from float8.scales import DelayedScale, Operand, amax_to_scale
 
 
 def cast(
     x: Tensor,
-    spec: CastConfig,
+    how: CastConfig,
     *,
-    scale: Tensor | None = None,
     row: bool,
     col: bool,
     pad_rows: bool = False,
-    after: Tensor | None = None,
+    scale: Tensor | None = None,
+    state: DelayedScale | None = None,
+    record: bool = True,
     via: torch.dtype | None = None,
+    after: Tensor | None = None,
+    traced: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
-    """Cast ``x`` to float8 under one scale, to row data, to its transpose, or to both.
+    """Cast ``x`` to float8, to row data, to column data, or to both.
 
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
     of the format and rounded to the nearest, ties to even. An element of ``x`` that is Inf or NaN
     becomes NaN in both formats, and so does a product that is NaN (0 * Inf): the NaN byte is
-    always 0x7f. Both layouts come from one read of ``x``.
+    always 0x7f. A scale that is not given is that of the amax of what it covers, by
+    `amax_to_scale`: what is not finite spoils what shares it. Under `AXISWISE` row data have a
+    scale per row of ``x``, column data one per column. Under `BLOCK_1x128` it covers 128 elements
+    along the contraction dim, so of a row of ``x`` for row data, of a column for column data; under
+    `BLOCK_128x128` a square, and column data are the transposed bytes and scales of row data. A
+    block that crosses the end of ``x`` covers what is there.
 
     Args:
         x: [R, C] float32, bfloat16 or float16; any strides. Slow, but right, where no dim is
             contiguous.
-        spec: format, and whether a scale from the amax is rounded up to a power of two.
-        scale: one element, float32, on the device of ``x``: the decode scale (x ~ data * scale).
-            None: that of the amax of ``x``, in two launches, the same as to give
-            ``amax_to_scale(amax(x), ...)``. To a compiler it is one opaque op: where the amax
-            should fuse into what produces ``x``, take it apart with `amax`.
-        row: whether to return the row data.
-        col: whether to return the column data.
-        pad_rows: whether the row data has its number of rows padded to a multiple of 16 too.
-        after: what a compiler must have computed first; not read. What backward makes of a weight
-            alone a compiler may move into forward, and keep all the while: a gradient stops it.
+        how: format, granularity, and whether measured scales are rounded up to powers of two.
+        row: whether to return row data.
+        col: whether to return column data.
+        pad_rows: whether row data have their number of rows padded to a multiple of 16 too, as
+            those under blocks always have.
+        scale: the one scale, if it is known: one element, float32, on the device of ``x``.
+        state: of delayed scaling. Its scale is used, or where it is 0 (unknown) that of ``x``.
+        record: whether the amax of ``state`` is raised in place to that of ``x``, in the same read;
+            a NaN stays.
         via: ``x`` is rounded to this dtype first. From float32 to bfloat16, under a given scale,
             that takes no pass of its own.
+        after: what a compiler must have computed first; not read. What backward makes of a weight
+            alone a compiler may move into forward, and keep all the while: a gradient stops it.
+        traced: under finer scales cast by plain torch code, which a compiler fuses into what
+            produces ``x``, and which may then see the producer's values before they are rounded to
+            the dtype of ``x``. Only the transposition of column data is an op of its own; so is the
+            whole cast where ``x`` may turn out to be empty, and under blocks where C is no multiple
+            of their width, or rows are not contiguous.
 
     Returns:
-        ``(row, col)``, None where not asked for, each with the scale that was given, or a new one,
-        0-dim. Data are contiguous. With ceil16 rounding up to a multiple of 16, row data is
-        [R, ceil16(C)], or [ceil16(R), ceil16(C)] if ``pad_rows``; column data is
-        [ceil16(C), ceil16(R)], the transposed copy. Padding is zero. No gradient flows through it.
+        ``(row, col)``, None where not asked for. Row data is [R, C], column data [C, R], the
+        transposed copy, both contiguous. They are padded with zeros to multiples of 16: columns of
+        both, rows of column data, and of row data if ``pad_rows``; under `BLOCK_1x128` columns to
+        128, under `BLOCK_128x128` both to 128. One scale is ``scale``, or a new one, 0-dim. Those
+        of rows are [rows, 1]. Those of blocks lie as GEMMs want them: of data [M, K] under
+        `BLOCK_1x128` [M, K / 128] with strides (1, M), under `BLOCK_128x128` [M / 128, K / 128],
+        contiguous, their second dim padded with zeros to a multiple of 4. Those of padding rows are
+        that of amax 0. No gradient flows through it.
 
     Raises:
-        TypeError: the dtype of ``x``, of ``scale``, or the format is not one of those above.
-        ValueError: ``x`` is not 2-D, ``scale`` has not one element or is on another device, or
-            neither layout is asked for.
+        TypeError: the dtype of ``x``, of ``scale`` or of ``state`` is not one of those above.
+        ValueError: ``x`` is not 2-D, neither layout is asked for, a scale or a state has not one
+            element, is on another device, or comes with finer scales.
     """
-    check_cast("cast", x, row, col, None if scale is None else {"scale": scale})
-    how = (spec.dtype, row, col, pad_rows, after, spec.power_of_2, via)
-    direct = x.is_cuda and takes_triton_directly(x, scale)
-    out = (_cast_triton if direct else torch.ops.float8.cast.default)(x, scale, *how)
-    used = out[0] if scale is None else scale
-    return Operand(out[-1 - col], used) if row else None, Operand(out[-1], used) if col else None
-
-
-def cast_delayed(
-    x: Tensor,
-    spec: CastConfig,
-    state: DelayedScale,
-    *,
-    row: bool,
-    col: bool,
-    pad_rows: bool = False,
-    record: bool = True,
-) -> tuple[Operand | None, Operand | None]:
-    """Cast ``x`` with a scale known beforehand, and record its amax in the same read.
-
-    The scale of ``state`` is used, or where it is 0 (unknown) that from the amax of ``x``. Its amax
-    is raised in place to that of ``x`` if ``record``; a NaN stays. The scale returned is a new
-    tensor. All else as :func:`cast`.
-    """
-    scale, amax = state
-    check_cast("cast_delayed", x, row, col, {"scale": scale, "amax": amax})
-    args = (x, scale, amax, spec.dtype, row, col, pad_rows, spec.power_of_2, record)
+    if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
+        raise refusal("cast", x)
+    of, amax = how.scaling_granularity, None
+    if state is not None:
+        scale, amax = state
+    for one in (scale, amax):
+        if one is None:
+            continue
+        fits = one.dtype == torch.float32 and one.numel() == 1 and one.device == x.device
+        if not (fits and of.one_scale):
+            raise refusal_of_scale(one, x, of)
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
-    out = (_cast_delayed_triton if direct else torch.ops.float8.cast_delayed.default)(*args)
-    return Operand(out[1], out[0]) if row else None, Operand(out[2], out[0]) if col else None
+    wanted = row, col, pad_rows, how.power_of_2
+    if state is not None:
+        delayed = cuda.cast_delayed if direct else torch.ops.float8.cast_delayed.default
+        out = delayed(x, scale, amax, how.dtype, *wanted, record)
+        return Operand(out[1], out[0]) if row else None, Operand(out[2], out[0]) if col else None
+    if of.width is not None:
+        # Nothing gained, and Inductor's C++ (torch 2.13) drops the last run where it is not whole.
+        traced = traced and x.shape[1] % of.width == 0 and x.stride(1) == 1
+    given = scale, of.height, of.width, how.dtype, *wanted, via
+    if traced and not of.one_scale and surely(x.numel() != 0):
+        out = cast_reference(x.detach(), *given)
+    else:
+        out = (cuda.cast if direct else torch.ops.float8.cast.default)(x, *given, after)
+    if of.one_scale:
+        used = out[0] if scale is None else scale
+        of_row = Operand(out[-1 - col], used) if row else None
+        return of_row, Operand(out[-1], used) if col else None
+    return Operand(out[0], out[1]) if row else None, Operand(out[-2], out[-1]) if col else None
 
 
-def check_cast(
-    op: str,
-    x: Tensor,
-    row: bool,
-    col: bool,
-    scalars: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what a cast cannot take.
-
-    Args:
-        op: is named in errors.
-        x: must be [R, C] in high precision.
-        row: whether row data is asked for; one of both must be.
-        col: whether column data is.
-        scalars: each a scale or an amax of all of ``x``; by their names.
-    """
-    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
-        check_high_precision(op, x)
+def refusal(op: str, x: Tensor) -> Exception:
+    """Return the error of a cast of ``x``, or of one to no layout."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        return TypeError(f"{op}: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
-        raise ValueError(
+        return ValueError(
             f"{op}: x is {describe(x)}; expected 2 dimensions [R, C]. "
             f"Flatten the leading dimensions first: x.reshape(-1, x.shape[-1])."
         )
-    if not (row or col):
-        raise ValueError(f"{op}: got row=False, col=False; expected at least one of them True.")
-    for name, scalar in scalars.items() if scalars else ():
-        if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32:
-            raise TypeError(
-                f"{op}: {name} is {describe(scalar)}; expected a float32 tensor with one element. "
-                f"Convert it first, e.g. {name}.to(torch.float32)."
-            )
-        if scalar.numel() != 1:
-            raise ValueError(
-                f"{op}: {name} is {describe(scalar)}; expected one element, that of the whole "
-                f"tensor. Row and block scales are not taken by this kernel."
-            )
-        if scalar.device != x.device:
-            raise ValueError(
-                f"{op}: {name} is on {scalar.device} and x on {x.device}; expected one device. "
-                f"Move it: {name}.to(x.device)."
-            )
+    return ValueError(f"{op}: got row=False, col=False; expected at least one of them True.")
+
+
+def refusal_of_scale(scale: Tensor, x: Tensor, of: Granularity) -> Exception:
+    """Return the error of a cast of ``x`` under a given scale, or with a given amax."""
+    got = f"cast: scale is {describe(scale)}"
+    if not of.one_scale:
+        return ValueError(f"{got}; expected none: scales of {of} come from the tensor at hand")
+    if scale.dtype != torch.float32:
+        return TypeError(f"{got}; expected a float32 tensor: scale.to(torch.float32)")
+    return ValueError(f"{got}; expected one element on {x.device}, that of the whole tensor")
 
 
 # ---------------------------------------------------------------- plain-torch twins
@@ -158,72 +158,81 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isfinite() & ~v.isnan(), data, 0x7F).view(dtype)
 
 
-def cast_blocks(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_of_2: bool,
-    padded: tuple[int, int],
-    blocks: tuple[int, ...],
-    *dims: int,
-) -> tuple[Tensor, Tensor]:
-    """Cast ``x`` [R, C] under a scale per block: what the twins of casts under finer scales share.
-
-    Args:
-        x: high precision.
-        dtype: the float8 format.
-        power_of_2: whether scales are rounded up to powers of two.
-        padded: the shape of the data. What it has more than ``x`` is zero, also in amaxes.
-        blocks: a shape with dims for the number and the extent of blocks, as ``view`` takes it.
-        dims: those of the extents.
-
-    Returns:
-        Data of shape ``padded``, contiguous; scales, whose shape is ``blocks`` without ``dims``.
-    """
-    R, C = x.shape
-    below, right = padded[0] - R, padded[1] - C
-    # A compiler drops what pads by nothing. To ask it here would make it compile again for sizes
-    # that need other padding.
-    pads = torch.compiler.is_compiling() or below != 0 or right != 0
-    if pads:
-        x = F.pad(x, (0, right, 0, below))
-    amax = x = x.view(blocks)
-    for dim in dims:
-        if amax.shape[dim] == 0:
-            amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
-        else:
-            # In float32 before: one in 16 bits would be two numbers in Inductor's code, rounded
-            # where a kernel loads it and not yet rounded in the kernel that takes it. Data would be
-            # cast under one scale and multiplied with the other.
-            amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
-    scale = amax_to_scale(amax, dtype, power_of_2)
-    data = to_float8(x, scale, dtype).reshape(padded)
-    if pads:  # once more: next to a NaN a zero has become NaN, too
-        data = F.pad(data.view(torch.uint8)[:R, :C], (0, right, 0, below)).view(dtype)
-    return data.contiguous(), scale.squeeze(dims)
-
-
 def cast_reference(
     x: Tensor,
     scale: Tensor | None,
+    height: int | None,
+    width: int | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
     pad_rows: bool = False,
-    after: Tensor | None = None,
     power_of_2: bool = False,
     via: torch.dtype | None = None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin of :func:`cast`: the scale if none was given, then the layouts asked for."""
-    out, x = [], x.to(via or x.dtype)
-    if scale is None:
-        scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
-        out = [scale]
-    codes = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
-    below, right = -x.shape[0] % 16, -x.shape[1] % 16
-    if row:
-        out.append(F.pad(codes, (0, right, 0, below if pad_rows else 0)).contiguous().view(dtype))
-    if col:
-        out.append(F.pad(codes.t().contiguous(), (0, below, 0, right)).view(dtype))
+    """Plain-torch twin: what :func:`cast` returns, but for what was given and is not asked for.
+
+    The scale if there is one and it was not given, and the layouts; or each with its scales. A
+    scale covers ``height`` rows and ``width`` columns of row data; None: all.
+    """
+    x, (R, C) = x.to(via or x.dtype), x.shape
+    if height is None:
+        out, below, right = [], -R % 16, -C % 16
+        if scale is None:
+            scale = amax_to_scale(amax_reference(x), dtype, power_of_2)
+            out = [scale]
+        codes = to_float8(x, scale.reshape(()), dtype).view(torch.uint8)
+        if row:
+            pads = (0, right, 0, below if pad_rows else 0)
+            out.append(F.pad(codes, pads).contiguous().view(dtype))
+        if col:
+            out.append(F.pad(codes.t().contiguous(), (0, below, 0, right)).view(dtype))
+        return out
+    # Blocks as `view` takes them: their number and extent down, those across; dims that they span.
+    k, R16, C16 = width or 16, (R + 15) // 16 * 16, (C + 15) // 16 * 16
+    down, across = (1, R16), (1, C16)
+    if width is not None:
+        down, across = ((R + k - 1) // k, k), ((C + k - 1) // k, k)
+    rows = (R16 if pad_rows or width is not None else R), 1
+    casts: list[tuple[Any, Any]] = [((*rows, *across), (3,))] * row
+    casts += [((*down, C16, 1), (1,))] * col
+    if square := width is not None and width == height:
+        casts = [((*down, *across), (3, 1))]  # of runs first: that fuses into what produces x
+    parts, out = [], []
+    for blocks, dims in casts:
+        Rp, Cp = blocks[0] * blocks[1], blocks[2] * blocks[3]
+        pad = (0, Cp - C, 0, Rp - R)
+        # A compiler drops what pads by nothing. To ask it here would make it compile again for
+        # sizes that need other padding.
+        differs = torch.compiler.is_compiling() or pad[1] != 0 or pad[3] != 0
+        y = (F.pad(x, pad) if differs else x).view(blocks)
+        amax = y
+        for dim in dims:
+            if amax.shape[dim] == 0:
+                amax = amax.sum(dim, keepdim=True, dtype=torch.float32)
+            else:
+                # In float32 before: one in 16 bits would be two numbers in Inductor's code, rounded
+                # where a kernel loads it and not yet rounded in the kernel that takes it. Data
+                # would be cast under one scale and multiplied with the other.
+                amax = amax.to(torch.float32).abs().amax(dim, keepdim=True)
+        own = amax_to_scale(amax, dtype, power_of_2)
+        data = to_float8(y, own, dtype).reshape(Rp, Cp)
+        if differs:  # once more: next to a NaN a zero has become NaN, too
+            data = F.pad(data.view(torch.uint8)[:R, :C], pad).view(dtype)
+        parts.append((data.contiguous(), own.squeeze((1, 3))))
+    for wanted, transposed, (data, own) in ((row, False, parts[0]), (col, True, parts[-1])):
+        if not wanted:
+            continue
+        if transposed:
+            data, own = torch.ops.float8.transpose.default(data, None), own.t()
+        if square:
+            own = F.pad(own, (0, -own.shape[1] % 4)).clone(memory_format=torch.contiguous_format)
+        elif width is None:
+            own = own.flatten().unsqueeze(1)
+        elif not transposed:
+            own = own.t().clone(memory_format=torch.contiguous_format).t()
+        out += [data, own]
     return out
 
 
@@ -238,98 +247,215 @@ def cast_delayed_reference(
     power_of_2: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain-torch twin of :func:`cast_delayed`: scale, row data, column data."""
+    """Plain-torch twin under a state: the scale that was used, row data, column data."""
     own = amax_reference(x)
     used, scale = amax_to_scale(own, dtype, power_of_2), scale.reshape(())
     if record:
         amax.copy_(torch.maximum(amax, own))
     used = torch.where(scale == 0.0, used, scale)
-    out, absent = cast_reference(x, used, dtype, row, col, pad_rows), x.new_empty((0,))
+    out = cast_reference(x, used, None, None, dtype, row, col, pad_rows)
+    absent = x.new_empty((0,))
     return used, out[0] if row else absent, out[-1] if col else absent
 
 
-def _cast_fake(
-    x: Tensor, scale: Tensor | None, dtype: torch.dtype, row: bool, col: bool, *pads: Any
-) -> list[Tensor]:
+def layouts(
+    shape: tuple[int, ...],
+    height: int | None,
+    width: int | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+    pad_rows: bool = False,
+) -> list[Layout | None]:
+    """Describe row data and their scales, column data and theirs, of a tensor [R, C].
+
+    None for what is not asked for, and for the one scale of a tensor. Sizes may be symbolic.
+    """
+    (R, C), made = shape, list[Layout | None]()
+    for wanted, rows, columns, pads in ((row, R, C, pad_rows), (col, C, R, True)):
+        if pads or width is not None:
+            rows = _ceil(rows, (height == width and width) or 16)
+        columns = _ceil(columns, width or 16)
+        scales, strides = (rows, 1), (1, 1)
+        if width is not None and height == width:
+            pitch = _ceil(columns // width, 4)
+            scales, strides = (rows // width, pitch), (pitch, 1)
+        elif width is not None:  # as those of the transposed tensor
+            scales, strides = (rows, columns // width), (1, rows)
+        made.append(((rows, columns), (columns, 1), dtype) if wanted else None)
+        made.append((scales, strides, torch.float32) if wanted and height is not None else None)
+    return made
+
+
+def _ceil(n: int, to: int) -> int:
+    return (n + to - 1) // to * to  # not -(-n // to): torch 2.11 fails on negative symbols
+
+
+_ONE: Layout = ((), (), torch.float32)
+
+
+def _cast_fake(x: Tensor, scale: Tensor | None, height: int | None, *how: Any) -> list[Tensor]:
     """Uninitialised results of `cast_reference`."""
-    used = new((), torch.float32) if scale is None else None
-    return empty(x, used, *layouts(x.shape, dtype, row, col, *pads[:1]))
+    made = [_ONE if height is None and scale is None else None]
+    made += layouts(x.shape, height, *how[:5])
+    return [x.new_empty_strided(*each[:2], dtype=each[2]) for each in made if each is not None]
 
 
-def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *wanted: Any) -> tuple[Tensor, ...]:
+def _cast_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, *how: Any) -> tuple[Tensor, ...]:
     # Ops that write an argument must return a fixed number: the compiler's functionalisation takes
     # no list. So there is an empty tensor for a layout that was not asked for.
-    along, _, across, _ = layouts(x.shape, *wanted[:4])
-    absent = new((0,), x.dtype)
-    return tuple(empty(x, new((), torch.float32), along or absent, across or absent))
+    along, _, across, _ = layouts(x.shape, None, None, *how[:4])
+    made = (each or ((0,), (1,), x.dtype) for each in (_ONE, along, across))
+    return tuple(x.new_empty_strided(*each[:2], dtype=each[2]) for each in made)
 
 
 # ---------------------------------------------------------------- Triton
 
-# Each takes what its twin takes.
+WIDEST_ROW = 32768
+"""Programs hold rows of up to this many elements in registers; longer ones are read twice."""
 
 
 def _cast_triton(
     x: Tensor,
     scale: Tensor | None,
+    height: int | None,
+    width: int | None,
     dtype: torch.dtype,
     row: bool,
     col: bool,
     pad_rows: bool = False,
-    after: Tensor | None = None,
     power_of_2: bool = False,
     via: torch.dtype | None = None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
+    wanted = height, width, dtype, row, col, pad_rows, power_of_2
     rounded = (x.dtype, via) == (torch.float32, torch.bfloat16) and scale is not None
     if via is not None and not rounded:
         x = x.to(via)
-    if scale is None:
-        out: list[Tensor] = _measured_program(x, None, dtype, row, col, pad_rows, power_of_2)(x)
-        return out
-    return _program(x, rounded, dtype, row, col, pad_rows)(x, scale)
+    if x.numel() == 0:
+        return cast_reference(x, scale, *wanted)
+    source = cast_kernels.MEASURED if scale is None and height is None else cast_kernels.GIVEN
+    way = _way(x.dtype, x.shape, x.stride(), x.device, source, rounded, False, *wanted)
+    return [made for made in way(x, scale, None) if made is not None]
 
 
 def _cast_delayed_triton(
     x: Tensor, scale: Tensor, amax: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *wanted, record = how
-    used, row, col = _measured_program(x, record, *wanted)(x, scale, amax)
+    if x.numel() == 0:
+        return cast_delayed_reference(x, scale, amax, *how)
+    *wanted, record = None, None, *how
+    way = _way(x.dtype, x.shape, x.stride(), x.device, cast_kernels.HISTORY, False, record, *wanted)
+    used, of_row, _, of_col, _ = way(x, scale, amax if record else None)
     if record:
         torch.autograd.graph.increment_version(amax)  # as PyTorch does
-    return used, row, col
+    absent = x.new_empty((0,))
+    return used, absent if of_row is None else of_row, absent if of_col is None else of_col
 
 
-@planned
-def _program(x: Slot, rounded: bool, *wanted: Any) -> Program:
-    scale = Slot(torch.float32)
-    planned = casting(x, *wanted, scale=scale, rounded=rounded)
-    return Program([x, scale], *planned, anywhere=1)
+@functools.lru_cache(maxsize=4096)
+def _way(
+    element: torch.dtype,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    device: torch.device,
+    source: int,
+    rounded: bool,
+    record: bool,
+    *wanted: Any,
+) -> Callable[..., tuple[Any, ...]]:
+    """Plan the way from a tensor, a scale and an amax to what is made, None for what is not.
+
+    That is the scale, row data and their scales, column data and theirs.
+    """
+    height, width, dtype, row, col, pad_rows, power_of_2 = wanted
+    covers = cast_kernels.COVERS.get((height, width))
+    if covers is None:
+        raise ValueError(
+            f"cast: got scales of {height} x {width} elements, for which there is no kernel; "
+            f"expected one of {list(cast_kernels.COVERS)}"
+        )
+    if source != cast_kernels.GIVEN and not is_dense(shape, strides):
+        dense = (shape[1], 1)
+        of_copy = _way(element, shape, dense, device, source, rounded, record, *wanted)
+        return lambda x, *state: of_copy(x.contiguous(), *state)
+    (R, C), (stride_r, stride_c) = shape, strides
+    made = layouts(shape, *wanted[:6])
+    makes, pads = (row, col), (pad_rows or width is not None, True)
+    if turned := stride_c != 1 and stride_r == 1:  # the kernel reads x.t()
+        R, C, stride_r, stride_c = C, R, stride_c, stride_r
+        made, makes, pads = made[2:] + made[:2], makes[::-1], pads[::-1]
+    make, integers = allocator(device), (R, C, stride_r, stride_c)
+    how = 3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(device)
+    measure, of_parts, joined = None, None, 0
+    shapes = tiles.ALONG_AND_ACROSS if makes[1] else tiles.ALONG_ALONE
+    # Of one column Triton (3.6) makes wrong padding, being told of it when it compiles.
+    if whole_rows := covers == cast_kernels.LINES and not makes[1] and 1 < C <= WIDEST_ROW:
+        cast = _casting_rows(device, integers, (pads[0], *how))
+    elif covers == cast_kernels.LINES:
+        measure = _measuring(element, device, integers, makes)
+        of_parts = (R + C,), (1,), torch.int32
+        if makes[1]:  # two scales for each element take more registers
+            shapes = ((64, 128, 8), *shapes[1:])
+    elif covers != cast_kernels.ONE:
+        # Scales of columns take more registers: fewer, larger threads, which masks would overfill.
+        large = covers == cast_kernels.RUNS and col and R % 128 == C % 128 == 0
+        shapes = ((128, 128, 4 if large else 8),)
+    elif source != cast_kernels.GIVEN:
+        measure = measuring(R * C, element, device, source == cast_kernels.HISTORY)
+        joined = measure.programs
+        of_parts = (joined,), (1,), torch.float32
+    if not whole_rows:
+        above = 1 << max(joined - 1, 0).bit_length()
+        constants = (covers, *makes, *pads, source, above, record, rounded, *how)
+        cast = tiles.tiled(cast_kernels.cast_kernel, shapes, device, (*integers, joined), constants)
+
+    def way(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> tuple[Any, ...]:
+        along, along_scale, across, across_scale = [each and make(*each) for each in made]
+        used = parts = None
+        if of_parts is not None and measure is not None:
+            parts = make(*of_parts)
+            if covers == cast_kernels.LINES:
+                measure(x, parts.zero_())
+            else:
+                used = make(*_ONE)
+                measure(x, parts, scale)
+        if whole_rows:
+            cast(x, along, along_scale)
+        else:
+            cast(x, along, along_scale, across, across_scale, scale, parts, used, amax)
+        if turned:
+            return used, across, across_scale, along, along_scale
+        return used, along, along_scale, across, across_scale
+
+    return way
 
 
-@planned
-def _measured_program(x: Slot, record: bool | None, *wanted: Any) -> Callable[..., Any]:
-    """Measure and cast ``x``; with ``record``, which is None without, there is a history."""
-    dtype, row, col, pad_rows, power_of_2 = wanted
-    how: list[Any] = [*wanted, record]
-    delayed = record is not None
-    if 0 in x.shape and delayed:
-        return lambda *given: cast_delayed_reference(*given, *how)
-    if 0 in x.shape:
-        return lambda x: cast_reference(x, None, dtype, row, col, pad_rows, None, power_of_2)
-    if not is_dense(x.shape, x.strides):
+def _casting_rows(
+    device: torch.device, integers: tuple[int, ...], constants: tuple[object, ...]
+) -> Launch:
+    """Plan the kernel whose programs hold whole rows in registers, of a power of two each."""
+    R, C, *_ = integers
+    block_c = max(1 << (C - 1).bit_length(), 16)
+    rows = max(4096 // block_c, 1)
+    num_warps = min(max(rows * block_c // 1024, 1), 16)  # 32 elements a thread
+    constants = (*constants, R % max(rows, 16) == 0 and block_c == C, rows, block_c)
+    return Launch(
+        cast_kernels.cast_rows_kernel, device, -(-ceil16(R) // rows), integers, constants, num_warps
+    )
 
-        def of_copy(x: Tensor, *state: Tensor) -> Any:
-            x = x.contiguous()
-            return _measured_program(x, record, *wanted)(x, *state)
 
-        return of_copy
-    scale, amax = history = [Slot(torch.float32) if delayed else None for _ in range(2)]
-    parts, measure = measuring(x, scale)
-    amax = amax if record else None
-    results, launches = casting(x, *wanted, scale=scale, parts=parts, amax=amax)
-    if delayed:
-        results = [slot or new((0,), x.dtype) for slot in results]
-    return Program([x, *history], results, [measure, *launches], anywhere=2 * delayed)
+def _measuring(
+    element: torch.dtype, device: torch.device, integers: tuple[int, ...], of: tuple[bool, bool]
+) -> Launch:
+    """Plan the kernel that measures rows and columns; its programs go down strips."""
+    R, C, *_ = integers
+    rows, block_c, across = tiles.strips_of(R, C, element, device)
+    integers, programs = (*integers, rows), -(-R // rows) * across
+    constants = (*of, C % block_c == 0, tiles.STRIP_R, block_c)
+    return Launch(
+        cast_kernels.measure_kernel, device, programs, integers, constants, tiles.STRIP_WARPS
+    )
 
 
 register("cast", cast_reference, triton=_cast_triton, fake=_cast_fake)

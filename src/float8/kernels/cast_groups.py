@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from float8.config import CastConfig
-from float8.formats import GROUP_ALIGNMENT, ceil16, ceil128
-from float8.kernels import quads, strips
-from float8.kernels.cast import check_cast, to_float8
-from float8.kernels.cast_finer import cast_finer
-from float8.kernels.cast_kernel import mantissa
+from float8.formats import E4M3, GROUP_ALIGNMENT, HIGH_PRECISION_DTYPES
+from float8.kernels import tiles
+from float8.kernels.cast import cast, refusal, to_float8
 from float8.kernels.groups import ends_of_groups, groups_of
-from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words
-from float8.kernels.runtime.device import has_float8_conversion, launching_on
+from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words, to_float32
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
 from float8.scales import Operand, amax_to_scale
 
@@ -41,7 +38,7 @@ class GroupsInFloat8(NamedTuple):
 
 
 def cast_groups(
-    x: Tensor, offs: Tensor, spec: CastConfig, *, row: bool, col: bool, width: int | None = None
+    x: Tensor, offs: Tensor, how: CastConfig, *, row: bool, col: bool, width: int | None = None
 ) -> GroupsInFloat8:
     """Cast ``x`` to float8 with the scales of groups of rows.
 
@@ -53,7 +50,7 @@ def cast_groups(
         offs: [E] int32, ascending: the row behind the last one of each group, on the device of
             ``x``. Groups may be empty. Rows behind the last group are in none. Offs that do not
             ascend are read as `kernels.groups` says.
-        spec: format, whether one scale covers all of a group, and whether scales are rounded up to
+        how: format, whether one scale covers all of a group, and whether scales are rounded up to
             powers of two.
         row: whether to return row data.
         col: whether to return column data.
@@ -64,21 +61,22 @@ def cast_groups(
         TypeError: a dtype is not one of those above.
         ValueError: ``x`` is not a contiguous matrix, or neither layout is asked for.
     """
-    check_cast("cast_groups", x, row, col)
+    if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
+        raise refusal("cast_groups", x)
     if not x.is_contiguous():
         raise ValueError(
             f"cast_groups: x has strides {x.stride()}, expected a contiguous matrix; call "
             f"x.contiguous()"
         )
-    if not col and spec.scaling_granularity.by_rows:  # a row is the same in any group
-        made: Any = cast_finer(x, spec, row=True, col=False)[0]
+    if not col and how.scaling_granularity.by_rows:  # a row is the same in any group
+        made: Any = cast(x, how, row=True, col=False)[0]
         return GroupsInFloat8(Operand(made.data, made.scale.view(-1)))
     if width is None:
         most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-    one_scale = spec.scaling_granularity.one_scale
+    one_scale = how.scaling_granularity.one_scale
     out = torch.ops.float8.cast_groups.default(
-        x, offs, spec.dtype, row, col, width, one_scale, spec.power_of_2
+        x, offs, how.dtype, row, col, width, one_scale, how.power_of_2
     )
     return GroupsInFloat8(
         Operand(out[0], out[1]) if row else None, Operand(out[-3], out[-2]) if col else None,
@@ -97,33 +95,32 @@ def cast_groups_reference(
     power_of_2: bool,
 ) -> list[Tensor]:
     """Plain-torch twin: row data and scales, column data, scales and ends, those asked for."""
+    (R, C), E = x.shape, offs.shape[0]
     out = cast_groups_fake(x, offs, dtype, row, col, width)
-    for made in out:
-        made.view(torch.uint8 if made.dtype == dtype else made.dtype).zero_()
-    C, begin, at = x.shape[1], 0, 0
+    ends = ends_of_groups(offs, R)
+    group = torch.bucketize(torch.arange(R, device=x.device), ends, right=True)  # E: of none
+    outside, magnitudes = (group == E)[:, None], x.to(torch.float32).abs()
+    amaxes = magnitudes.new_zeros((E + 1, C + -C % 16))  # of columns
+    amaxes[:, :C].scatter_reduce_(0, group[:, None].expand(R, C), magnitudes, "amax")
+    if one_scale:
+        amaxes[:, :C] = amaxes.amax(1, keepdim=True)
     if row:
-        out[1].fill_(amax_to_scale(x.new_zeros(()).float(), dtype, power_of_2).item())
-    for group, end in enumerate(ends_of_groups(offs, len(x)).tolist()):
-        rows = x[begin:end].to(torch.float32)
-        size = end - begin
-        of_group = rows.abs().amax() if rows.numel() else rows.new_zeros(())
-        if row and size:
-            amax = of_group.expand(size) if one_scale else rows.abs().amax(1)
-            scale = amax_to_scale(amax, dtype, power_of_2)
-            out[1][begin:end] = scale
-            data = to_float8(x[begin:end], scale[:, None], dtype).view(torch.uint8)
-            out[0].view(torch.uint8)[begin:end, :C] = data
-        if col:
-            amax = rows.new_zeros(out[-2].shape[1])
-            if size:
-                amax[:C] = of_group if one_scale else rows.abs().amax(0)
-            scale = amax_to_scale(amax, dtype, power_of_2)
-            out[-2][group] = scale
-            data = to_float8(x[begin:end], scale[None, :C], dtype).view(torch.uint8)
-            out[-3].view(torch.uint8)[:C, at : at + size] = data.t()
-            at += ceil128(size)
-            out[-1][group] = at
-        begin = end
+        of_rows = amaxes[group, :1] if one_scale else magnitudes.amax(1, keepdim=True)
+        scale = amax_to_scale(of_rows.masked_fill(outside, 0), dtype, power_of_2)
+        codes = to_float8(x, scale, dtype).view(torch.uint8)
+        out[0].view(torch.uint8).zero_()[:, :C] = codes.masked_fill(outside, 0)
+        out[1].copy_(scale[:, 0])
+    if col:
+        scale = amax_to_scale(amaxes, dtype, power_of_2)
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        padded = (sizes + 127) // 128 * 128
+        behind = padded.cumsum(0)
+        rows = (group < E).nonzero().view(-1)
+        to = rows + (behind - padded - ends + sizes)[group[rows]]
+        codes = to_float8(x, scale[group, :C], dtype).view(torch.uint8)
+        out[-3].view(torch.uint8).zero_()[:C, to] = codes[rows].t()
+        out[-2].copy_(scale[:E])
+        out[-1].copy_(behind)
     return out
 
 
@@ -132,7 +129,7 @@ def cast_groups_fake(
 ) -> list[Tensor]:
     """Allocate the layouts asked for, uninitialised; sizes may be symbolic."""
     (R, C), E = x.shape, offs.shape[0]
-    Cp, out = ceil16(C), []
+    Cp, out = (C + 15) // 16 * 16, []
     if row:
         out += [x.new_empty((R, Cp), dtype=dtype), x.new_empty((R,), dtype=torch.float32)]
     if col:
@@ -156,23 +153,22 @@ def _cast_groups_triton(x: Tensor, offs: Tensor, *how: Any) -> list[Tensor]:
     # The bits of amaxes: of rows, then of columns of each group, or of groups.
     amaxes = torch.zeros(E if one_scale else R + E * C, dtype=torch.int32, device=x.device)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
-    rows, block_c, across = strips.strips_of(x, R, C)
+    rows, block_c, across = tiles.strips_of(R, C, x.dtype, x.device)
     # Each tile lies within one group, the last one being that of all other rows.
-    tall, tiles = (-(-R // n) + 2 * E + 1 for n in (rows, _BLOCK_R))
+    of_strips, of_tiles = (-(-R // n) + 2 * E + 1 for n in (rows, _BLOCK_R))
     data, scale = out[:2] if row else (x, amaxes)
     data_t, scale_t, ends = out[-3:] if col else (x, amaxes, offs)
     measure: Any = _measure_groups_kernel
     cast: Any = _cast_groups_kernel
-    with launching_on(x.device):
-        measure[(tall * across,)](
-            x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
-            strips.BLOCK_R, block_c, num_warps=strips.NUM_WARPS,
-        )  # fmt: skip
-        cast[(tiles * -(-C // _BLOCK_C),)](
-            x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row,
-            col, mantissa(dtype), power_of_2, has_float8_conversion(x.device), C % _BLOCK_C == 0,
-            groups, _BLOCK_R, _BLOCK_C, num_warps=4,
-        )  # fmt: skip
+    measure[(of_strips * across,)](
+        x, offs, amaxes, R, C, E, rows, one_scale, row, col, C % block_c == 0, groups,
+        tiles.STRIP_R, block_c, num_warps=tiles.STRIP_WARPS,
+    )  # fmt: skip
+    cast[(of_tiles * -(-C // _BLOCK_C),)](
+        x, offs, amaxes, data, scale, data_t, scale_t, ends, R, C, E, width, one_scale, row, col,
+        3 if dtype == E4M3 else 2, power_of_2, has_float8_conversion(x.device), C % _BLOCK_C == 0,
+        groups, _BLOCK_R, _BLOCK_C, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -187,11 +183,11 @@ def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no
     begin, end = groups_of(offs_ptr, R, E, GROUPS)
     size = tl.where(g <= E, end - begin, 0)
     parts = tl.cdiv(size, 128)  # of column data, which are filled up with zeros
-    tiles = tl.where(g <= E, tl.maximum(tl.cdiv(parts * 128, rows), 1), 0)  # one for a scale
-    behind = tl.cumsum(tiles, 0)  # the tile behind the last one of each group
+    count = tl.where(g <= E, tl.maximum(tl.cdiv(parts * 128, rows), 1), 0)  # one for a scale
+    behind = tl.cumsum(count, 0)  # the tile behind the last one of each group
     group = tl.sum(((behind <= tile) & (g <= E)).to(tl.int32), 0)
     here = g == group
-    first = tl.sum(tl.where(here, behind - tiles, 0), 0)
+    first = tl.sum(tl.where(here, behind - count, 0), 0)
     at = tl.sum(tl.where(g < group, parts, 0), 0) * 128
     begin = tl.sum(tl.where(here, begin, 0), 0)
     size = tl.sum(tl.where(here, size, 0), 0)  # 0 where there are fewer tiles than programs
@@ -203,18 +199,11 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, C]
     offs_ptr,  # [E]
     amax_ptr,  # int32, zeros: [E] of groups; or [R + E * C] of rows, then of columns
-    R,
-    C,
-    E,
+    R, C, E,
     rows,  # of a program
-    ONE_SCALE: tl.constexpr,
-    OF_ROWS: tl.constexpr,
-    OF_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    ONE_SCALE: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     across = tl.cdiv(C, BLOCK_C)
     tile, strip = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, row, _ = _place(tile, offs_ptr, R, E, rows, GROUPS)
@@ -223,7 +212,7 @@ def _measure_groups_kernel(  # type: ignore[no-untyped-def]
         if row < end:
             x_ptr += begin.to(tl.int64) * C
             of_columns = amax_ptr + R + group.to(tl.int64) * C
-            strips.measure_strip(
+            tiles.measure_strip(
                 x_ptr, amax_ptr + (group if ONE_SCALE else begin), of_columns, row, end, strip,
                 C, C, 1, OF_ROWS and not ONE_SCALE, OF_COLUMNS and not ONE_SCALE, ONE_SCALE, EVEN,
                 BLOCK_R, BLOCK_C,
@@ -240,39 +229,27 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
     col_ptr,  # [Cp, width]
     col_scale_ptr,  # [E, Cp]
     ends_ptr,  # [E]
-    R,
-    C,
-    E,
-    width,
-    ONE_SCALE: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    R, C, E, width,
+    ONE_SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, MANTISSA: tl.constexpr,
+    POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
     EVEN: tl.constexpr,  # tiles fill the columns exactly
-    GROUPS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     Cp, across = tl.cdiv(C, 16) * 16, tl.cdiv(C, BLOCK_C)
     tile, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     group, begin, size, first, at = _place(tile, offs_ptr, R, E, BLOCK_R, GROUPS)
-    quad, c = quads.quads_of(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
-    r0, r1, r2, r3 = quads.rows_of(quad)
+    quad, c = tiles.quads_of(first // BLOCK_R, tile_c, BLOCK_R, BLOCK_C)
+    r = tiles.rows_of(quad)
     x_ptr += begin.to(tl.int64) * C + c
     row_ptr += begin.to(tl.int64) * Cp
     if group < E:
         # Rows behind the group are read as if they were in it, which takes no masks, and not
         # stored; where there are none, the last one.
         in_c = c < C
-        last = R - 1 - begin
-        l0, l1 = tl.minimum(r0, last), tl.minimum(r1, last)
-        l2, l3 = tl.minimum(r2, last), tl.minimum(r3, last)
-        x0, x1 = load(x_ptr + l0 * C, in_c, EVEN), load(x_ptr + l1 * C, in_c, EVEN)
-        x2, x3 = load(x_ptr + l2 * C, in_c, EVEN), load(x_ptr + l3 * C, in_c, EVEN)
-        v = quads.to_float32s((x0, x1, x2, x3), HARDWARE)
+        read = [tl.minimum(each, R - 1 - begin) for each in r]
         inside = in_c, in_c, in_c, in_c
+        x = tiles.load_rows(x_ptr, read, C, inside, EVEN)
+        v = [to_float32(each, HARDWARE) for each in x]
         if COL:
             if ONE_SCALE:
                 bits = tl.load(amax_ptr + group) + tl.zeros(c.shape, tl.int32)
@@ -285,12 +262,13 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 tl.store(col_scale_ptr + group * Cp + c, scale, mask=c < Cp)
                 if tile_c == 0:
                     tl.store(ends_ptr + group, at + padded)
+            inverse = reciprocal(scale, HARDWARE)
             # Names of their own: none may change its type in a branch that a value decides.
-            q = quads.times_inverse(v, inside, reciprocal(scale, HARDWARE), EVEN)
-            words = to_float8_words(q[0], q[1], q[2], q[3], MANTISSA, HARDWARE)
+            q = tiles.times(v, [inverse for _ in v], inside, EVEN)
+            words = to_float8_words(q, MANTISSA, HARDWARE)
             # A byte of each word is a row: those behind the group are zero.
-            bytes_ = tl.where(r0 < size, 0xFF, 0) | tl.where(r1 < size, 0xFF00, 0)
-            bytes_ |= tl.where(r2 < size, 0xFF0000, 0) | tl.where(r3 < size, -0x1000000, 0)
+            bytes_ = tl.where(r[0] < size, 0xFF, 0) | tl.where(r[1] < size, 0xFF00, 0)
+            bytes_ |= tl.where(r[2] < size, 0xFF0000, 0) | tl.where(r[3] < size, -0x1000000, 0)
             words = words & bytes_.to(tl.uint32, bitcast=True)
             c_t, quad_t = tl.trans(c), tl.trans(quad)
             to = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (at // 4 + quad_t)
@@ -300,29 +278,22 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
             tl.store(to + c_t * (width // 4), tl.trans(words), mask=inside_t)
         if ROW:
             if ONE_SCALE:
-                m0 = tl.load(amax_ptr + group) + tl.zeros(r0.shape, tl.int32)
-                m1, m2, m3 = m0, m0, m0
+                m = tl.load(amax_ptr + group) + tl.zeros(quad.shape, tl.int32)
+                of_rows = [m for _ in read]
             else:
-                of_row = amax_ptr + begin
-                m0, m1 = tl.load(of_row + l0), tl.load(of_row + l1)
-                m2, m3 = tl.load(of_row + l2), tl.load(of_row + l3)
-            scales = quads.scales_of((m0, m1, m2, m3), MANTISSA, POWER_OF_2, HARDWARE)
+                of_rows = [tl.load(amax_ptr + begin + each) for each in read]
+            p, scales = tiles.in_scales(v, of_rows, inside, MANTISSA, POWER_OF_2, HARDWARE, EVEN)
             if tile_c == 0:
-                quads.store_scales(row_scale_ptr + begin, quad, scales, size)
-            p = quads.times_inverses(v, inside, quads.reciprocals(scales, HARDWARE), EVEN)
-            quads.store_along(row_ptr, p, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
+                tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
+            tiles.store_along(row_ptr, p, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
     elif ROW:  # rows in no group are zero
-        zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(r0.shape, tl.int32)
+        zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)
         zeros = zero, zero, zero, zero
-        quads.store_along(row_ptr, zeros, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
+        tiles.store_along(row_ptr, zeros, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
         if tile_c == 0:
-            of_zeros = quads.scales_of((none, none, none, none), MANTISSA, POWER_OF_2, HARDWARE)
-            quads.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
+            of_zero = scale_of_amax(none, MANTISSA, POWER_OF_2, HARDWARE)
+            of_zeros = of_zero, of_zero, of_zero, of_zero
+            tiles.store_scales(row_scale_ptr + begin, quad, of_zeros, size)
 
 
-register(
-    "cast_groups",
-    cast_groups_reference,
-    triton=_cast_groups_triton,
-    fake=cast_groups_fake,
-)
+register("cast_groups", cast_groups_reference, triton=_cast_groups_triton, fake=cast_groups_fake)

@@ -1,8 +1,8 @@
 """The grouped GEMM of a Hopper GPU: each group of rows by a matrix of its own, or by another group.
 
-`torch._scaled_grouped_mm` computes the same. This is 0.93 to 1.35 times as fast, in the mean of 24
-products of four models 1.07 times (docs/experts.md): two programs on a multiprocessor hide each
-other's beginnings and ends. It also returns float32, and writes zeros where nothing else does.
+`torch._scaled_grouped_mm` computes the same. This is 1.07 times as fast in the mean of 24 products
+(docs/experts.md): two programs on a multiprocessor hide each other's beginnings and ends. It also
+returns float32, and writes zeros where nothing else does.
 
 Two products, of which the kernel's names are:
 
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from float8.formats import GROUP_ALIGNMENT
-from float8.kernels.groups import check_offs, ends_of_groups, groups_of
-from float8.kernels.runtime.device import launching_on, sm_count
+from float8.kernels.groups import check_offs, groups_of
 from float8.kernels.runtime.ops import register
-from float8.kernels.runtime.triton import TensorDescriptor, jit, tl
+from float8.kernels.runtime.triton import TensorDescriptor, jit, sm_count, tl
 
 
 def grouped_matmul_reference(
@@ -37,9 +36,9 @@ def grouped_matmul_reference(
     """Multiply group by group in float32: the plain twin of `gemm.grouped.grouped_matmul`."""
     how = emulate, use_fast_accum, out_dtype
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *how).zero_()
-    begin = 0
-    ends = ends_of_groups(ends, a.shape[0 if b.dim() == 3 else 1])
+    begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
     for group, end in enumerate(ends.tolist()):
+        end = max(begin, min(end, last))  # as `kernels.groups` reads them
         if b.dim() == 3:
             x, w, scale = a[begin:end], b[group], a_scale[begin:end]
         else:
@@ -104,35 +103,22 @@ def _grouped_matmul_triton(*given: Any, tokens: int | None = None) -> Tensor:
     sizes = R, N, C, E, stride, b_scale.stride(0)
     groups = max(1 << E.bit_length(), 16)  # E + 1 or more
     kernel: Any = _grouped_matmul_kernel
-    with launching_on(a.device):
-        kernel[(2 * sm_count(a.device),)](
-            tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
-            groups, _BLOCK, _PANEL, num_warps=4, num_stages=3,
-        )  # fmt: skip
+    kernel[(2 * sm_count(a.device),)](
+        tiles_of_a, tiles_of_b, a_scale, b_scale, ends, out, *sizes, of_rows, use_fast_accum,
+        groups, _BLOCK, _PANEL, num_warps=4, num_stages=3,
+    )  # fmt: skip
     return out
 
 
 @jit
 def _place(  # type: ignore[no-untyped-def]
-    tile,
-    behind,
-    tiles,
-    begins,
-    ends,
-    R,
-    C,
-    tiles_n,
-    E,
-    OF_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PANEL: tl.constexpr,
-):
+    tile, behind, tiles, begins, ends, R, C, tiles_n, E, OF_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PANEL: tl.constexpr,
+):  # fmt: skip
     """Place a tile.
 
-    Returns:
-        Its group, first row, the row behind the last one of its group, and first column; where it
-        begins along C, and in how many steps it goes; and whether there is anything to add up.
+    Returns its group, first row, the row behind the last one of its group, and first column; where
+    it begins along C, and in how many steps it goes; and whether there is anything to add up.
     """
     g = tl.arange(0, GROUPS)
     group = tl.sum((behind <= tile).to(tl.int32), 0)
@@ -176,18 +162,10 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     b_scale_ptr,  # [E, N]
     ends_ptr,  # [E]: of rows, or of what is contracted
     out_ptr,  # [R, N], or [E, R, N]
-    R,
-    N,
-    C,
-    E,
-    a_scale_stride,
-    b_scale_stride,
-    OF_ROWS: tl.constexpr,
-    FAST: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    R, N, C, E, a_scale_stride, b_scale_stride,
+    OF_ROWS: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     PANEL: tl.constexpr,
-):
+):  # fmt: skip
     """Run through the tiles of this program as one loop, which loads ahead from tile to tile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     g = tl.arange(0, GROUPS)

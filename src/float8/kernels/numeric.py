@@ -1,12 +1,34 @@
-"""float32 -> float8 inside Triton kernels.
+"""Numbers inside Triton kernels: magnitudes, scales, and float32 -> float8.
 
 No floating point minimum or maximum is taken here: some Triton versions miscompile a transposed
 1-byte store next to min.NaN/max.NaN (triton issue 11111), and a clamp written with ``tl.where``
-becomes just these instructions.
+becomes just these instructions. The bits of magnitudes compare as integers as floats do, and NaN
+above Inf: an integer maximum carries NaN through.
 """
 
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import pack_words
+
+
+@jit
+def magnitude_bits(x):  # type: ignore[no-untyped-def]
+    """Return the bits of abs(x) as int16 or int32."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    return bits
+
+
+@jit
+def float32_bits(bits, element: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Turn bits of a magnitude of dtype ``element`` into those of the same float32, as int32."""
+    bits = bits.to(tl.int32)
+    if element == tl.bfloat16:
+        bits = bits << 16
+    elif element == tl.float16:
+        half = bits.to(tl.int16).to(tl.float16, bitcast=True)
+        bits = half.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits
 
 
 @jit
@@ -79,13 +101,10 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round to float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
+    """Round float32 to float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
 
-    Args:
-        v: float32.
-        MANTISSA: mantissa bits of the format: 3 for e4m3fn, 2 for e5m2.
-        HARDWARE: convert by instruction rather than by integer arithmetic; see
-            ``has_float8_conversion``.
+    ``MANTISSA``: bits of the format, 3 of e4m3fn, 2 of e5m2. ``HARDWARE``: by instruction rather
+    than by integer arithmetic, see ``has_float8_conversion``.
     """
     if HARDWARE:
         if MANTISSA == 3:
@@ -98,10 +117,16 @@ def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: 
 
 
 @jit
-def to_float8_words(  # type: ignore[no-untyped-def]
-    v0, v1, v2, v3, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Round four tensors to uint32, each word four codes of `to_float8_bits`, v0's lowest.
+def pack_words(b0, b1, b2, b3):  # type: ignore[no-untyped-def]
+    """Pack four uint8 tensors into uint32, the first one lowest, as memory has it."""
+    low = b0.to(tl.uint32) | (b1.to(tl.uint32) << 8)
+    high = (b2.to(tl.uint32) << 16) | (b3.to(tl.uint32) << 24)
+    return low | high
+
+
+@jit
+def to_float8_words(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round four tensors to uint32, each word four codes of `to_float8_bits`, the first lowest.
 
     By hand in PTX: from bytes packed with shifts, ptxas 12.8 makes words in which three of the
     four bytes are garbage (seen on H100 with Triton 3.6, unmasked kernels only).
@@ -119,21 +144,13 @@ def to_float8_words(  # type: ignore[no-untyped-def]
         mov.b32 $0, {low, high};
     }"""
     if HARDWARE:
+        asm: tl.constexpr = E4M3 if MANTISSA == 3 else E5M2
         words = tl.inline_asm_elementwise(
-            E4M3 if MANTISSA == 3 else E5M2,
-            "=r,f,f,f,f",
-            [v0, v1, v2, v3],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
+            asm, "=r,f,f,f,f", [v[0], v[1], v[2], v[3]], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        words = pack_words(
-            _round_to_float8_bits(v0, MANTISSA),
-            _round_to_float8_bits(v1, MANTISSA),
-            _round_to_float8_bits(v2, MANTISSA),
-            _round_to_float8_bits(v3, MANTISSA),
-        )
+        b = [_round_to_float8_bits(each, MANTISSA) for each in v]
+        words = pack_words(b[0], b[1], b[2], b[3])
     return words
 
 

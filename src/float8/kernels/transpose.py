@@ -1,22 +1,17 @@
 """Byte transpose: row data -> column data of the same per-tensor scale, exact, padded."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from float8.formats import FLOAT8_MAX, ceil16
-from float8.kernels import quads
-from float8.kernels.checks import describe
-from float8.kernels.runtime.launch import Program, Slot, new, planned, takes_triton_directly
-from float8.kernels.runtime.ops import register
+from float8.kernels import tiles
+from float8.kernels.amax import describe
+from float8.kernels.numeric import pack_words
+from float8.kernels.runtime.launch import Launch, allocator, takes_triton_directly
+from float8.kernels.runtime.ops import cuda, register
 from float8.kernels.runtime.triton import jit, tl
-from float8.kernels.tiles import (
-    ALONG_AND_ACROSS,
-    pack_words,
-    store,
-    tile_at,
-    tile_of_program,
-    tiled,
-)
 
 BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 
@@ -29,14 +24,13 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
         after: what a compiler must have computed first, as in :func:`cast`; not read.
 
     Returns:
-        [ceil16(C), ceil16(R)], contiguous, same dtype; padding is zero. No gradient flows through
-        it.
+        [ceil16(C), ceil16(R)], contiguous, same dtype, padded with zeros, without a gradient.
 
     Raises:
         TypeError: the dtype is another one.
         ValueError: ``data`` is not 2-D.
     """
-    if not isinstance(data, Tensor) or data.dtype not in BYTE_DTYPES:
+    if data.dtype not in BYTE_DTYPES:
         raise TypeError(
             f"transpose_bytes: data is {describe(data)}; expected float8_e4m3fn, float8_e5m2, "
             f"uint8 or int8. For wider elements use data.t().contiguous()."
@@ -46,9 +40,8 @@ def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
             f"transpose_bytes: data is {describe(data)}; expected 2 dimensions [R, C]. "
             f"Flatten the leading dimensions first: data.reshape(-1, data.shape[-1])."
         )
-    if data.is_cuda and takes_triton_directly(data):
-        return transpose_triton(data)
-    result: Tensor = torch.ops.float8.transpose.default(data, after)
+    direct = data.is_cuda and takes_triton_directly(data)
+    result: Tensor = (cuda.transpose if direct else torch.ops.float8.transpose.default)(data, after)
     return result
 
 
@@ -61,48 +54,42 @@ def transpose_reference(data: Tensor, after: Tensor | None = None) -> Tensor:
     return out.view(data.dtype)
 
 
-def transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
-    """Triton kernel; see :func:`transpose_bytes`."""
-    return _program(data)(data)[0]
+# ---------------------------------------------------------------- Triton
 
 
-@planned
-def _program(data: Slot) -> Program:
+def _transpose_triton(data: Tensor, after: Tensor | None = None) -> Tensor:
     R, C = data.shape
-    out = new((ceil16(C), ceil16(R)), data.dtype)
-    if R * C == 0:
-        return Program([data], [out], [])
-    integers = (R, C, *data.strides)
-    launch = tiled(_transpose_kernel, ALONG_AND_ACROSS, data.device, (data, out), integers)
-    return Program([data], [out], [launch])
+    Rp, Cp = ceil16(R), ceil16(C)
+    out = allocator(data.device)((Cp, Rp), (Rp, 1), data.dtype)
+    if R * C:
+        _launch(data.dtype, data.device, R, C, *data.stride())(data, out)
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(dtype: torch.dtype, device: torch.device, *integers: int) -> Launch:
+    return tiles.tiled(_transpose_kernel, tiles.ALONG_AND_ACROSS, device, integers)
 
 
 @jit
 def _transpose_kernel(  # type: ignore[no-untyped-def]
     in_ptr,  # [R, C]
     out_ptr,  # [Cp, Rp], padded to multiples of 16
-    R,
-    C,
-    stride_r,
-    stride_c,
-    EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    tile_r, tile_c = tile_at(tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
-    quad, c = quads.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    R, C, stride_r, stride_c,
+    EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile_r, tile_c = tiles.tile_at(tiles.tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
+    quad, c = tiles.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
-    b0, b1, b2, b3 = quads.load_rows(in_ptr, quad, stride_r, quads.inside_of(quad, c, R, C), EVEN)
-    c, quad = tl.trans(c), tl.trans(quad)
-    words, Cp = tl.cdiv(R, 16) * 4, tl.cdiv(C, 16) * 16
-    out_ptr = out_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + c * words + quad
-    store(out_ptr, tl.trans(pack_words(b0, b1, b2, b3)), (c < Cp) & (quad < words), EVEN)
+    inside = tiles.inside_of(quad, c, R, C)
+    b = tiles.load_rows(in_ptr, tiles.rows_of(quad), stride_r, inside, EVEN)
+    words, columns = pack_words(b[0], b[1], b[2], b[3]), tl.cdiv(C, 16) * 16
+    tiles.store_words(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)
 
 
 register(
     "transpose",
     transpose_reference,
-    triton=transpose_triton,
+    triton=_transpose_triton,
     fake=lambda data, after=None: data.new_empty((ceil16(data.shape[1]), ceil16(data.shape[0]))),
 )

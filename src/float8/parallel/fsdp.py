@@ -11,12 +11,12 @@ from float8 import kernels
 from float8.arguments import require_module
 from float8.config import Float8LinearConfig, ScalingType
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
+from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Linear
 from float8.linear.plan import plan_linear
 from float8.quantize import Cast, scales_of
 from float8.tensor import Float8GatherWeight, Float8Tensor, local_tensor
 from float8.tensor.ranks import all_ranks_have_some, amax_over, sharding_groups
-from float8.untraced import untraced
 
 
 def shard_amax(weight: Tensor) -> Tensor | None:

@@ -73,26 +73,26 @@ def _cases(device: torch.device) -> list[Case]:
     spec, state = CastConfig(target_dtype=E4M3), DelayedScale(scale, amax)
 
     def twin(x: Tensor, row: bool = True, col: bool = True) -> object:
-        return [(data, scale) for data in cast_reference(x, scale, E4M3, row, col)]
+        return [(data, scale) for data in cast_reference(x, scale, None, None, E4M3, row, col)]
 
     def dynamic_twin(x: Tensor) -> object:
-        own, *made = cast_reference(x, None, E4M3, True, True)
+        own, *made = cast_reference(x, None, None, None, E4M3, True, True)
         return [(data, own) for data in made]
 
     def cast(row: bool, col: bool) -> tuple[Call, Call]:
         """An op and its twin, with the same arguments behind the tensor."""
-        op = functools.partial(kernels.cast, spec=spec, scale=scale, row=row, col=col)
+        op = functools.partial(kernels.cast, how=spec, scale=scale, row=row, col=col)
         return op, functools.partial(twin, row=row, col=col)
 
     def finer(granularity: ScalingGranularity, row: bool, col: bool) -> tuple[Call, Call]:
         spec = CastConfig(target_dtype=E4M3, scaling_granularity=granularity)
-        op = functools.partial(kernels.cast_finer, spec=spec, row=row, col=col)
+        op = functools.partial(kernels.cast, how=spec, row=row, col=col)
         return op, functools.partial(op, traced=True)
 
     def delayed(x: Tensor) -> object:
-        return amax, kernels.cast_delayed(x, spec, state, row=True, col=True)
+        return amax, kernels.cast(x, spec, state=state, row=True, col=True)
 
-    dynamic = functools.partial(kernels.cast, spec=spec, row=True, col=True)
+    dynamic = functools.partial(kernels.cast, how=spec, row=True, col=True)
     return [
         Case("copy", 4, torch.clone, torch.clone),  # to memory of its own, as the casts write
         Case("amax", 2, kernels.amax, amax_reference),

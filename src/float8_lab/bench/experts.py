@@ -235,7 +235,7 @@ def _casts(weights: Any, offs: Tensor, x: Tensor, h: Tensor, rounds: int) -> Ite
     """Casts to both layouts, which read twice and write two bytes, beside copies."""
     for recipe in ("tensorwise", "rowwise"):
         cast = plan_linear(recipe_config(recipe)).casts.weight
-        tokens = functools.partial(cast_groups, offs=offs, spec=cast.how, row=True, col=True)
+        tokens = functools.partial(cast_groups, offs=offs, how=cast.how, row=True, col=True)
         whole = functools.partial(quantize, cast=cast, row=True, col=True)
         cases: list[tuple[str, Tensor, Callable[..., object]]] = [
             ("x", x, tokens),

@@ -28,7 +28,7 @@ _KINDS = (
     (ELSE, r"^triton_(?!tem_)"),
     (ATTENTION, r"flash|fmha|attention|sdpa|softmax"),
     (GEMMS, r"gemm|nvjet|cutlass|cublas|xmma|scaled_mm|mkldnn_linear|^triton_|(^|::)(add|b)?mm\b"),
-    (CASTS, r"amax|abs|clamp|float8::|^_(cast\w*|measure\w*|transpose)_kernel"),
+    (CASTS, r"amax|abs|clamp|float8::|^_?(cast\w*|measure\w*|transpose)_kernel"),
 )
 _TRANSPOSE = re.compile(r"_transpose_kernel|float8::transpose$")  # one apart from a cast
 _STEPS = 3  # whose mean is taken

@@ -1,13 +1,12 @@
 """Registering kernels as PyTorch ops, ``torch.ops.float8.*``.
 
-The Library API rather than the ``custom_op`` decorator, which costs several times as much per call
-in eager mode. CPU runs the plain-torch twins; CUDA runs Triton, or the twins where Triton is not
-installed (a warning says so once). The ops are not differentiable: their results never require
-grad.
+By the Library API: the ``custom_op`` decorator costs several times as much per call in eager mode.
+CPU runs the plain-torch twins; CUDA runs Triton, or the twins where Triton is not installed. The
+ops are not differentiable: their results never require grad.
 
-Compilers see them as opaque ops, so that equal casts (q/k/v read one tensor) are merged, and
-memory is planned with what they really allocate. The program that Inductor generates then calls
-their code itself, past PyTorch's dispatcher, which would take as long as the call.
+Compilers see them as opaque ops: so equal casts (q/k/v read one tensor) are merged. The program
+that Inductor generates calls their code itself, past PyTorch's dispatcher, which would take as long
+as the call.
 """
 
 import functools
@@ -19,14 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from float8.kernels.runtime import private
 from float8.kernels.runtime.triton import HAS_TRITON
 
-# Any, because torch leaves this class untyped.
 _library: Any = torch.library.Library("float8", "DEF")  # type: ignore[no-untyped-call]
-
 
 NO_ONNX = (
     "float8: got torch.onnx.export, expected a model in high precision: ONNX has no such casts to "
@@ -57,18 +55,17 @@ def register(
         triton: its Triton code, which takes and returns the same.
         fake: makes uninitialised results.
         writes: which arguments are written.
-        flops: counts for `FlopCounterMode`, from the arguments, with shapes in place of tensors,
-            and `out_shape`; None: the op multiplies no matrices.
+        flops: counts for `FlopCounterMode`, from arguments with shapes in place of tensors, and
+            `out_shape`; None: the op multiplies no matrices.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
-    on_cuda = triton if HAS_TRITON else without_triton(plain)
+    on_cuda = _on_its_device(triton if HAS_TRITON else without_triton(plain))
     for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", on_cuda)):
         _library.impl(name, body, key)
         setattr(device, name, body)
-    # Straight to the kernel: saves the eager autograd wrapper, and its results, which carry no
-    # gradient, then don't claim to.
+    # Saves the eager autograd wrapper, and results, which carry no gradient, don't claim to.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
     @functools.wraps(fake)
@@ -81,6 +78,19 @@ def register(
     torch.library.register_fake(f"float8::{name}", traced, lib=_library)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.float8, name))(flops)
+
+
+def _on_its_device(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Run with the GPU of the first argument as the current one, on which Triton launches."""
+
+    def op(x: Tensor, *args: Any, **named: Any) -> Any:
+        current = private.current_device or torch.cuda.current_device
+        if not x.is_cuda or x.device.index == current():
+            return body(x, *args, **named)
+        with torch.cuda.device(x.device):
+            return body(x, *args, **named)
+
+    return op
 
 
 _REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
@@ -100,9 +110,9 @@ def _tell_inductor(name: str) -> None:
         return
 
     def generate(node: Any, writeline: Callable[[str], None]) -> None:
-        graph = importlib.import_module("torch._inductor.virtualized").V.graph
+        code = importlib.import_module("torch._inductor.virtualized").V.graph.wrapper_code
         device = node.get_device().type
-        graph.wrapper_code.add_import_once(f"from {__name__} import {device} as float8_{device}")
+        code.add_import_once(f"from {__name__} import {device} as float8_{device}")
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = float8_{device}.{name}({arguments})")
 
@@ -119,7 +129,7 @@ def _warn_without_triton() -> None:
 
 
 def without_triton(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain``, saying so on its first use rather than on import."""
+    """Run the twin, saying so on its first use."""
 
     def op(*args: object, **named: object) -> Any:
         _warn_without_triton()

@@ -1,10 +1,13 @@
-"""Triton, or a stand-in that lets the kernel files import where Triton is not installed.
+"""Triton, or a stand-in where it is not installed; and what kernels ask of a device.
 
 Triton has no builds for some platforms, and float8 on a CPU does not need it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 jit: Callable[..., Callable[..., Any]]
 tl: Any
@@ -20,19 +23,34 @@ try:
 except ImportError:
 
     class _Language:
-        """Stand in for what signatures of kernels need that are defined and never launched."""
+        """Has what signatures need of kernels that are never launched."""
 
         constexpr = object
 
-    HAS_TRITON = False
-    tl = _Language
-    TensorDescriptor = None
+    HAS_TRITON, tl, TensorDescriptor = False, _Language, None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leave the kernel as it is."""
         return fn if fn is not None else lambda fn: fn
 
 
-def interpreting() -> bool:
-    """Tell whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1``)."""
-    return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Count the multiprocessors of a GPU; 4 for the CPU, where Triton's interpreter runs."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_float8_conversion(device: torch.device) -> bool:
+    """Tell whether Triton may convert float32 to float8 on ``device`` by instruction.
+
+    NVIDIA GPUs have it from compute capability 9.0 on; on 8.9 the assembler makes it of two
+    roundings, by way of float16. Triton's interpreter (3.6) gets it wrong: it rounds halves up,
+    loses the carry into the exponent, misplaces subnormals and turns NaN into a finite number.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    interpreting = HAS_TRITON and bool(triton.knobs.runtime.interpret)
+    return not interpreting and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,221 @@
+"""The Triton kernels of `cast`: one casts a tile, one whole rows, one measures rows and columns."""
+
+from float8.kernels import tiles
+from float8.kernels.numeric import (
+    float32_bits,
+    magnitude_bits,
+    reciprocal,
+    rounded_to_bfloat16,
+    scale_of_amax,
+    to_float8_bits,
+    to_float32,
+)
+from float8.kernels.runtime.triton import jit, tl
+from float8.kernels.tiles import load, or_zero, store
+
+ONE, LINES, RUNS, SQUARES = range(4)
+COVERS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
+"""What a scale covers, by the rows and columns of its block: all; a line; 128 of one; a square."""
+
+GIVEN, MEASURED, HISTORY = range(3)
+"""Where one scale comes from: it is given; measured, from amaxes to be joined; or from the history,
+and measured only where that knows none."""
+
+
+@jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
+def cast_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, C]
+    along_ptr,  # [rows, Ck]
+    along_scale_ptr,  # of LINES [rows], of RUNS [tiles_c, rows], of SQUARES [tiles_r, tiles_c to 4]
+    across_ptr,  # [columns, Rk]
+    across_scale_ptr,  # likewise
+    scale_ptr,
+    parts_ptr,  # of ONE [parts] float32; of LINES [R + C] int32: bits of amaxes of rows, of columns
+    used_ptr,
+    amax_ptr,  # is raised to the amax of x
+    R, C, stride_r, stride_c, parts,
+    COVERS: tl.constexpr, ALONG: tl.constexpr, ACROSS: tl.constexpr,
+    PAD_ALONG: tl.constexpr,  # whether rows are padded
+    PAD_ACROSS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two, not below parts
+    RECORD: tl.constexpr,
+    ROUNDED: tl.constexpr,  # whether x is rounded to bfloat16 first
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Cast one tile of a matrix."""
+    K: tl.constexpr = 128 if COVERS >= 2 else 16  # what contracted dims are padded to
+    PAD: tl.constexpr = 128 if COVERS == 3 else 16  # and the others
+    Rk, Ck = tl.cdiv(R, K) * K, tl.cdiv(C, K) * K
+    rows = tl.cdiv(R, PAD) * PAD if PAD_ALONG else R
+    columns = tl.cdiv(C, PAD) * PAD if PAD_ACROSS else C
+    tile = tl.program_id(0)
+    if COVERS != 1:  # for which measuring went backwards, and left the beginning in the L2 cache
+        tile = tiles.tile_of_program()
+    R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
+    tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)
+    quad, c = tiles.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
+    r, inside = tiles.rows_of(quad), tiles.inside_of(quad, c, R, C)
+    x = tiles.load_rows(x_ptr + c * stride_c, r, stride_r, inside, EVEN)
+    v = [to_float32(each, HARDWARE) for each in x]
+    element: tl.constexpr = x_ptr.dtype.element_ty
+    if ROUNDED:
+        v = [rounded_to_bfloat16(each, HARDWARE) for each in v]
+    if COVERS == 0:
+        scale = choose_scale(scale_ptr, parts_ptr, parts, SOURCE, PARTS, MANTISSA, POWER_OF_2)
+        if SOURCE != 0:
+            if tl.program_id(0) == 0:
+                tl.store(used_ptr, scale)
+        if RECORD:
+            bits = tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0)
+            record_amax(amax_ptr, float32_bits(bits, element))
+        v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
+    if COVERS == 2:  # here, and one row after the other: so threads need the fewest registers
+        m = [magnitude_bits(each) for each in x]
+        largest = tiles.largest_of(x)
+    if COVERS == 3:
+        bits = float32_bits(tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0), element)
+        scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+        if ALONG:
+            store_square(along_scale_ptr, scale, tile_r, tile_c, tl.cdiv(C, 128))
+        if ACROSS:
+            store_square(across_scale_ptr, scale, tile_c, tile_r, tl.cdiv(R, 128))
+        inverse = reciprocal(scale, HARDWARE)
+        v = tiles.times(v, [inverse for _ in v], inside, EVEN)
+    if ALONG:  # before ACROSS, which takes more registers
+        w = v
+        if COVERS == 1:
+            bits = [load(parts_ptr + each, each < R, EVEN) for each in r]
+            w, scales = tiles.in_scales(v, bits, inside, MANTISSA, POWER_OF_2, HARDWARE, EVEN)
+            if tile_c == 0:
+                tiles.store_scales(along_scale_ptr, quad, scales, rows)
+        if COVERS == 2:
+            ptr = along_scale_ptr + tile_c.to(tl.int64) * rows
+            inverse = [
+                store_run(ptr, m[i], r[i], rows, element, MANTISSA, POWER_OF_2, HARDWARE)
+                for i in (0, 1, 2, 3)
+            ]
+            w = tiles.times(v, inverse, inside, EVEN)
+        tiles.store_along(along_ptr, w, quad, c, rows, Ck, MANTISSA, HARDWARE, EVEN)
+    if ACROSS:
+        w = v
+        if COVERS == 1 or COVERS == 2:
+            if COVERS == 1:
+                bits = load(parts_ptr + R + c, c < C, EVEN)
+            else:
+                bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
+                across_scale_ptr += tile_r.to(tl.int64) * columns
+            scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+            if COVERS == 2 or tile_r == 0:
+                tl.store(across_scale_ptr + c, scale, mask=c < columns)
+            inverse = reciprocal(scale, HARDWARE)
+            w = tiles.times(v, [inverse for _ in v], inside, EVEN)
+        tiles.store_across(across_ptr, w, quad, c, columns, Rk, MANTISSA, HARDWARE, EVEN)
+
+
+@jit
+def store_run(  # type: ignore[no-untyped-def]
+    ptr, m, r, rows, element: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store the scale of each row of magnitudes; returns its reciprocal."""
+    bits = float32_bits(tl.max(m, axis=1, keep_dims=True), element)
+    scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+    tl.store(ptr + r, scale, mask=r < rows)
+    return reciprocal(scale, HARDWARE)
+
+
+@jit
+def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply four float32 by the ``inverse`` of any scale; zero where not ``inside``."""
+    # An Inf in v must become NaN, though a product that overflows saturates. Inf * 0 is NaN, and
+    # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
+    zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
+    return [or_zero(v[i] * inverse + v[i] * zero, inside[i], EVEN) for i in (0, 1, 2, 3)]
+
+
+@jit
+def record_amax(amax_ptr, bits):  # type: ignore[no-untyped-def]
+    """Raise the float32 at ``amax_ptr`` to that of these bits."""
+    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    # Thousands of programs would queue up for one address, and few of them have news.
+    if bits > tl.load(amax_ptr, volatile=True):
+        tl.atomic_max(amax_ptr, bits, sem="relaxed")
+
+
+@jit
+def choose_scale(  # type: ignore[no-untyped-def]
+    scale_ptr, parts_ptr, parts, SOURCE: tl.constexpr, PARTS: tl.constexpr, MANTISSA: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+):  # fmt: skip
+    """Choose the decode scale, from where ``SOURCE`` says; see ``GIVEN``."""
+    if SOURCE == 1:
+        scale = tl.full((), 0.0, tl.float32)
+    else:
+        scale = tl.load(scale_ptr)
+    if SOURCE != 0:
+        if scale == 0.0:
+            at = tl.arange(0, PARTS)
+            bits = tl.load(
+                parts_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, at < parts, 0
+            )
+            scale = scale_of_amax(tl.max(bits), MANTISSA, POWER_OF_2)
+    return scale
+
+
+@jit
+def store_square(ptr, scale, row, column, columns):  # type: ignore[no-untyped-def]
+    """Store the scale of a square, and after the last one of a row zeros, to a multiple of 4."""
+    pitch = tl.cdiv(columns, 4) * 4
+    step = tl.arange(0, 4)
+    at = column + step
+    # Vectors only: Triton's interpreter (3.9) takes no mask made with a scalar condition.
+    is_padding = (step > 0) & (at == columns - 1 + step) & (at < pitch)
+    ptr += row.to(tl.int64) * pitch + at
+    tl.store(ptr, tl.where(step == 0, scale, 0.0), mask=(step == 0) | is_padding)
+
+
+@jit
+def cast_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, C]
+    data_ptr,  # [rows, C padded to 16]
+    scale_ptr,  # [rows]
+    R, C, stride_r, stride_c,
+    PAD: tl.constexpr,  # whether rows are padded
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Cast some whole rows, each held in registers, each under a scale of its own."""
+    rows, Cp = tl.cdiv(R, 16) * 16 if PAD else R, tl.cdiv(C, 16) * 16
+    # 64-bit, so that offsets are.
+    r = (tiles.tile_of_program() * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    inside = (r < R) & (c < C)
+    x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
+    m, element = magnitude_bits(x), x.dtype
+    inverse = store_run(scale_ptr, m, r, rows, element, MANTISSA, POWER_OF_2, HARDWARE)
+    # An Inf becomes NaN by itself: its scale is Inf or NaN.
+    v = or_zero(to_float32(x, HARDWARE) * inverse, inside, EVEN)
+    data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
+    store(data_ptr, to_float8_bits(v, MANTISSA, HARDWARE), (r < rows) & (c < Cp), EVEN)
+
+
+@jit
+def measure_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, C]
+    amax_ptr,  # [R + C] int32, zeros: is raised to the bits of amaxes, of rows, then of columns
+    R, C, stride_r, stride_c,
+    rows,  # of a program
+    OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Measure rows and columns, down a strip."""
+    across = tl.cdiv(C, BLOCK_C)
+    walk = tiles.tile_of_program()
+    begin = walk // across * rows
+    end = tl.minimum(begin + rows, R)
+    tiles.measure_strip(
+        x_ptr, amax_ptr, amax_ptr + R, begin, end, walk % across, C, stride_r, stride_c,
+        OF_ROWS, OF_COLUMNS, False, EVEN, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
