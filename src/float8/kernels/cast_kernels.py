@@ -193,7 +193,8 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     c = tl.arange(0, BLOCK_C)[None, :]
     inside = (r < R) & (c < C)
     x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
-    m, element = magnitude_bits(x), x.dtype
+    element: tl.constexpr = x.dtype
+    m = magnitude_bits(x)
     inverse = store_run(scale_ptr, m, r, rows, element, MANTISSA, POWER_OF_2, HARDWARE)
     # An Inf becomes NaN by itself: its scale is Inf or NaN.
     v = or_zero(to_float32(x, HARDWARE) * inverse, inside, EVEN)
