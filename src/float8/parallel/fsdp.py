@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.arguments import require_module
-from float8.config import Float8LinearConfig, ScalingType
+from float8.config import Float8LinearConfig, ScalingType, require_module
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Linear
