@@ -369,11 +369,11 @@ def _way(
     That is the scale, row data and their scales, column data and theirs.
     """
     height, width, dtype, row, col, pad_rows, power_of_2 = wanted
-    covers = cast_kernels.COVERS.get((height, width))
+    covers = cast_kernels.BLOCKS.get((height, width))
     if covers is None:
         raise ValueError(
             f"cast: got scales of {height} x {width} elements, for which there is no kernel; "
-            f"expected one of {list(cast_kernels.COVERS)}"
+            f"expected one of {list(cast_kernels.BLOCKS)}"
         )
     if source != cast_kernels.GIVEN and not is_dense(shape, strides):
         dense = (shape[1], 1)

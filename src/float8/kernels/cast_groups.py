@@ -282,9 +282,10 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 of_rows = [m for _ in read]
             else:
                 of_rows = [tl.load(amax_ptr + begin + each) for each in read]
-            p, scales = tiles.in_scales(v, of_rows, inside, MANTISSA, POWER_OF_2, HARDWARE, EVEN)
+            scales = tiles.scales_of(of_rows, MANTISSA, POWER_OF_2, HARDWARE)
             if tile_c == 0:
                 tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
+            p = tiles.divided(v, scales, inside, HARDWARE, EVEN)
             tiles.store_along(row_ptr, p, quad, c, size, Cp, MANTISSA, HARDWARE, False, EVEN)
     elif ROW:  # rows in no group are zero
         zero, none = tl.zeros((BLOCK_R // 4, BLOCK_C), tl.float32), tl.zeros(quad.shape, tl.int32)

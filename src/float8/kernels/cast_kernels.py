@@ -14,7 +14,7 @@ from float8.kernels.runtime.triton import jit, tl
 from float8.kernels.tiles import load, or_zero, store
 
 ONE, LINES, RUNS, SQUARES = range(4)
-COVERS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
+BLOCKS = {(None, None): ONE, (1, None): LINES, (1, 128): RUNS, (128, 128): SQUARES}
 """What a scale covers, by the rows and columns of its block: all; a line; 128 of one; a square."""
 
 GIVEN, MEASURED, HISTORY = range(3)
@@ -87,9 +87,10 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         w = v
         if COVERS == 1:
             bits = [load(parts_ptr + each, each < R, EVEN) for each in r]
-            w, scales = tiles.in_scales(v, bits, inside, MANTISSA, POWER_OF_2, HARDWARE, EVEN)
+            scales = tiles.scales_of(bits, MANTISSA, POWER_OF_2, HARDWARE)
             if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
+            w = tiles.divided(v, scales, inside, HARDWARE, EVEN)
         if COVERS == 2:
             ptr = along_scale_ptr + tile_c.to(tl.int64) * rows
             inverse = [

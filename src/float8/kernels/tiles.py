@@ -158,16 +158,18 @@ def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @jit
-def in_scales(  # type: ignore[no-untyped-def]
-    v, bits, inside, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """Divide four float32 by the scales of amaxes, given as bits; returns the scales, too.
+def scales_of(bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scales of four amaxes, given as bits."""
+    return [scale_of_amax(m, MANTISSA, POWER_OF_2, HARDWARE) for m in bits]
 
-    Each amax covers what it scales: so an Inf becomes NaN by itself, its scale being Inf or NaN.
+
+@jit
+def divided(v, scales, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Divide four float32 by the scales of amaxes that cover them.
+
+    So an Inf becomes NaN by itself: its scale is Inf or NaN.
     """
-    scales = [scale_of_amax(m, MANTISSA, POWER_OF_2, HARDWARE) for m in bits]
-    return times(v, [reciprocal(s, HARDWARE) for s in scales], inside, EVEN), scales
+    return times(v, [reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
 
 
 @jit
