@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
 from float8.formats import E4M3, E5M2, FLOAT8_MAX, GEMM_ALIGNMENT, SHORT_NAME
 
@@ -24,6 +25,12 @@ def of_torchao(value: object) -> str:
         f"; this one is of {library}: change `from {module[library]} import {name}` to `from "
         f"float8 import {name}`"
     )
+
+
+def require_module(value: object, name: str) -> None:
+    """Raise a `TypeError` if the argument `name` is anything but an `nn.Module`."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an nn.Module")
 
 
 def require_types(config: Any) -> None:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from float8.arguments import require_module
-from float8.config import CastSite, Float8Weights
+from float8.config import CastSite, Float8Weights, require_module
 from float8.experts import Float8Experts
 from float8.formats import FLOAT8_MAX
 from float8.kernels.runtime.private import untraced

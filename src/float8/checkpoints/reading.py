@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.arguments import require_module
 from float8.checkpoints.files import Checkpoint
 from float8.checkpoints.layouts import values_of
 from float8.checkpoints.names import SavedTensor, published_names, saved_tensors, unwrapped
 from float8.checkpoints.ranks import Together, has_whole_experts
+from float8.config import require_module
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer
 from float8.linear.weight import in_float8_only

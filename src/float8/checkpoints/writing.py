@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from float8.arguments import require_module
 from float8.checkpoints.files import NewFiles, import_safetensors
 from float8.checkpoints.layouts import (
     FINE_GRAINED,
@@ -38,7 +37,7 @@ from float8.checkpoints.names import (
     unwrapped,
 )
 from float8.checkpoints.ranks import Together, parts_have_own_scales, whole_of
-from float8.config import CastConfig
+from float8.config import CastConfig, require_module
 from float8.experts import Float8Experts
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.linear import Float8Layer

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8.arguments import require_module
 from float8.checkpoints.modules import (
     as_linear,
     config_for,
@@ -17,7 +16,7 @@ from float8.checkpoints.modules import (
     strategy_of,
     values_dtype,
 )
-from float8.config import ConfigOrRecipe, Float8LinearConfig
+from float8.config import ConfigOrRecipe, Float8LinearConfig, require_module
 from float8.convert.choice import DEFAULT_TOKENS, Choice, Chooser, ModuleFilter
 from float8.experts import Float8Experts, convert_experts, names_to_gather, unsupported_experts
 from float8.linear import Float8Layer, Float8Linear, unsupported

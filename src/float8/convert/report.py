@@ -10,8 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from float8.arguments import require_module
-from float8.config import Float8LinearConfig
+from float8.config import Float8LinearConfig, require_module
 from float8.convert.choice import Choice, left_out
 from float8.experts import Float8Experts, kind_of, weights_of
 from float8.formats import E4M3

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.arguments import require_module
+from float8.config import require_module
 from float8.linear import Float8Layer
 from float8.tensor import Float8Tensor, dequantise
 

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from float8.arguments import require_module
-from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config
+from float8.config import ConfigOrRecipe, Float8LinearConfig, as_config, require_module
 from float8.linear import Float8Linear, unsupported
 from float8.linear.sharded import Shards, linear_of_shards
 from float8.linear.source import become, shallow_copy

@@ -71,6 +71,9 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             bits = tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0)
             record_amax(amax_ptr, float32_bits(bits, element))
         v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
+    if COVERS == 2:  # here, and one row after the other: so threads need the fewest registers
+        m = [magnitude_bits(each) for each in x]
+        largest = tiles.largest_of(x)
     if COVERS == 3:
         bits = float32_bits(tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0), element)
         scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
@@ -82,16 +85,19 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         v = tiles.times(v, [inverse for _ in v], inside, EVEN)
     if ALONG:  # before ACROSS, which takes more registers
         w = v
-        if COVERS == 1 or COVERS == 2:
-            if COVERS == 1:
-                bits = [load(parts_ptr + each, each < R, EVEN) for each in r]
-            else:
-                bits = [of_row(each, element) for each in x]
-                along_scale_ptr += tile_c.to(tl.int64) * rows
+        if COVERS == 1:
+            bits = [load(parts_ptr + each, each < R, EVEN) for each in r]
             scales = tiles.scales_of(bits, MANTISSA, POWER_OF_2, HARDWARE)
-            if COVERS == 2 or tile_c == 0:
+            if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
             w = tiles.divided(v, scales, inside, HARDWARE, EVEN)
+        if COVERS == 2:
+            ptr = along_scale_ptr + tile_c.to(tl.int64) * rows
+            inverse = [
+                store_run(ptr, m[i], r[i], rows, element, MANTISSA, POWER_OF_2, HARDWARE)
+                for i in (0, 1, 2, 3)
+            ]
+            w = tiles.times(v, inverse, inside, EVEN)
         tiles.store_along(along_ptr, w, quad, c, rows, Ck, MANTISSA, HARDWARE, EVEN)
     if ACROSS:
         w = v
@@ -99,7 +105,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             if COVERS == 1:
                 bits = load(parts_ptr + R + c, c < C, EVEN)
             else:
-                bits = float32_bits(tl.max(tiles.largest_of(x), axis=0, keep_dims=True), element)
+                bits = float32_bits(tl.max(largest, axis=0, keep_dims=True), element)
                 across_scale_ptr += tile_r.to(tl.int64) * columns
             scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
             if COVERS == 2 or tile_r == 0:
@@ -110,9 +116,15 @@ def cast_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def of_row(x, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the bits of the amax of each row, [rows, 1]."""
-    return float32_bits(tl.max(magnitude_bits(x), axis=1, keep_dims=True), element)
+def store_run(  # type: ignore[no-untyped-def]
+    ptr, m, r, rows, element: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store the scale of each row of magnitudes; returns its reciprocal."""
+    bits = float32_bits(tl.max(m, axis=1, keep_dims=True), element)
+    scale = scale_of_amax(bits, MANTISSA, POWER_OF_2, HARDWARE)
+    tl.store(ptr + r, scale, mask=r < rows)
+    return reciprocal(scale, HARDWARE)
 
 
 @jit
@@ -182,10 +194,11 @@ def cast_rows_kernel(  # type: ignore[no-untyped-def]
     c = tl.arange(0, BLOCK_C)[None, :]
     inside = (r < R) & (c < C)
     x = load(x_ptr + r * stride_r + c.to(tl.int64) * stride_c, inside, EVEN)
-    scale = scale_of_amax(of_row(x, x.dtype), MANTISSA, POWER_OF_2, HARDWARE)
-    tl.store(scale_ptr + r, scale, mask=r < rows)
+    element: tl.constexpr = x.dtype
+    m = magnitude_bits(x)
+    inverse = store_run(scale_ptr, m, r, rows, element, MANTISSA, POWER_OF_2, HARDWARE)
     # An Inf becomes NaN by itself: its scale is Inf or NaN.
-    v = or_zero(to_float32(x, HARDWARE) * reciprocal(scale, HARDWARE), inside, EVEN)
+    v = or_zero(to_float32(x, HARDWARE) * inverse, inside, EVEN)
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + r * Cp + c
     store(data_ptr, to_float8_bits(v, MANTISSA, HARDWARE), (r < rows) & (c < Cp), EVEN)
 

@@ -131,8 +131,8 @@ def apply_linear(
         output = input @ weight.to(input.dtype).t()
     else:
         rows = input if input.dim() == 2 else input.reshape(-1, K)
-        need_grad_weight = grad and weight.requires_grad
-        if not plan.pad and need_grad_weight and plan.grad_weight is not None:
+        needs = grad and input.requires_grad, grad and weight.requires_grad
+        if not plan.pad and needs[1] and plan.grad_weight is not None:
             M = rows.shape[0] * (1 if enter is None else enter.ranks)
             if surely(M != 0):
                 what = f"{M} tokens (all leading dims) for grad_weight"
@@ -144,8 +144,6 @@ def apply_linear(
             of_weight = Weight(None, *operand_of("weight", weight, casts.weight, other))
         else:
             of_weight = held or Weight(weight)
-        need_grad_input = grad and input.requires_grad
-        needs = need_grad_input, need_grad_weight
         call = Call(plan, casts, K, weight.dtype, *needs, enter=enter, leave=leave)
         args = rows, weight, of_weight, None, call
         made = computed_before(Linear, *args) if compiling else None
@@ -283,16 +281,6 @@ class Call(NamedTuple):
             return matmul(a, b, shape, gemm=gemm, out_dtype=dtype)
         return grouped_matmul(a, b, offs, gemm=gemm, out_dtype=dtype)
 
-    def grad_weight(
-        self, g: Operand, x: Operand, ends: Tensor | None, tokens: int, N: int
-    ) -> Tensor:
-        """Multiply column data by column data: `g.T @ x` [N, K], or [E, N, K] by groups."""
-        gemm, K, dtype = self.plan.grad_weight, self.in_features, self.weight_dtype
-        assert gemm is not None
-        if ends is None:
-            return matmul(g, x, (N, K), gemm=gemm, out_dtype=dtype)
-        return grouped_matmul(g, x, ends, gemm=gemm, out_dtype=dtype, tokens=tokens)[:, :N, :K]
-
 
 class Linear(torch.autograd.Function):
     """`output = input @ weight.T` with each GEMM in float8 or high precision, as planned.
@@ -418,7 +406,12 @@ class Linear(torch.autograd.Function):
             x = Operand(kept, scale)
             if not ctx.has_columns:
                 x = recast(kept, casts.input.how, scale)
-            dw = call.grad_weight(g.col, x, ends, M, N)
+            gemm: Any = plan.grad_weight
+            K, to = call.in_features, call.weight_dtype
+            if offs is None:
+                dw = matmul(g.col, x, (N, K), gemm=gemm, out_dtype=to)
+            else:
+                dw = grouped_matmul(g.col, x, ends, gemm=gemm, out_dtype=to, tokens=M)[:, :N, :K]
         elif call.need_grad_weight:
             dw = grad_output.t() @ kept if offs is None else grouped_outer(grad_output, kept, offs)
             dw = dw.to(call.weight_dtype)

@@ -172,7 +172,7 @@ class StatefulLayer(Float8Module):
         weight: Any = self._parameters.get("weight")
         amax: Any = self._buffers.get(CastSite.GRAD_OUTPUT.amax)
         seen, before, now = self._float8_seen, self._float8_sample, None
-        written = any((seen or {}).get(key, old) != old for key, old in versions.items())
+        written = seen is not None and any(seen.get(key, v) != v for key, v in versions.items())
         trained = type(weight) is nn.Parameter and id(weight) in versions
         looks = trained and amax is not None and not (amax.is_meta or amax.is_inference())
         if looks and seen is not None:  # without a backward there was no step

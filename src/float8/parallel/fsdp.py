@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.arguments import require_module
-from float8.config import Float8LinearConfig, ScalingType
+from float8.config import Float8LinearConfig, ScalingType, require_module
 from float8.experts import Float8Experts, GatherExperts, names_to_gather
 from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Linear
@@ -143,10 +142,9 @@ def _users(modules: Iterable[nn.Module]) -> dict[Any, list[tuple[nn.Module, str]
 
 def _config_of(part: Any, name: str) -> Float8LinearConfig | None:
     """Return the configuration of a module for a Parameter that it may be given in float8."""
-    names = ["weight"] if isinstance(part, Float8Linear) else []
-    if isinstance(part, Float8Experts):
-        names = names_to_gather(part)
-    return part._float8_config if name in names else None
+    ours = isinstance(part, Float8Linear | Float8Experts)
+    names = names_to_gather(part) if isinstance(part, Float8Experts) else ["weight"]
+    return part._float8_config if ours and name in names else None
 
 
 def _take_places(made: dict[Any, Tensor], users: dict[Any, list[tuple[nn.Module, str]]]) -> None:

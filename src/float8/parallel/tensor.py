@@ -112,8 +112,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return module
 
     def _find_layers(self, module: nn.Module) -> list[str]:
-        fqn, named = self.fwd_config_submodule_fqn, dict(module.named_modules())
-        found = named if fqn is None else {fqn: module.get_submodule(fqn)}
+        fqn = self.fwd_config_submodule_fqn
+        found = dict(module.named_modules()) if fqn is None else {fqn: module.get_submodule(fqn)}
         layers = {name: x for name, x in found.items() if isinstance(x, Float8Linear)}
         if not layers:
             got = type(next(iter(found.values()))).__name__
@@ -138,10 +138,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 def _cast(
     module: nn.Module, names: list[str], mesh: DeviceMesh, input: Any, layout: Placement | None
 ) -> Any:
-    """Cast `input` as the first layer, of those with `names`, that may read it; else return it.
-
-    Such a layer reads as many features, all of which are here.
-    """
+    """Cast `input` as the first layer that reads as many features, all here, if one does."""
     shape = getattr(input, "shape", ())
     if layout is None or not shape:
         return input
