@@ -34,11 +34,6 @@ GROUP_ALIGNMENT = 128
 """Where groups are contracted, grouped GEMMs read this much of one at a time."""
 
 
-def ceil128(n: int) -> int:
-    """Return the smallest multiple of 128 that is not below `n`, likewise."""
-    return (n + (GROUP_ALIGNMENT - 1)) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
-
-
 @functools.cache
 def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.

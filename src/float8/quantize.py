@@ -30,23 +30,17 @@ class Cast(NamedTuple):
     """Format, granularity and scaling."""
 
     state: DelayedScale | None = None
-    """Of delayed scaling: the scale is taken from it as long as it knows one. None: the scale is
-    taken from the tensor."""
+    """Of delayed scaling, whose scale is taken as long as it knows one; else that of the tensor."""
 
     record: bool = False
     """Whether `state` learns the amax of the tensor."""
 
     reduce: Reduction | None = None
-    """Makes an amax that of all ranks. It runs where the scale comes from the tensor, or may do so:
-    where there is a `state`, in every call. Finer scales are of this rank's part: it has no effect
-    on them."""
+    """Makes an amax that of all ranks: where the one scale comes from the tensor, or may do so; with
+    a `state` in every call. Finer scales are of this rank's part."""
 
     scale: Tensor | None = None
     """The one scale, where it is known already: nothing else chooses one then."""
-
-    def known(self, scale: Tensor) -> "Cast":
-        """Return the cast of the same tensor once more: under that scale, if there is one only."""
-        return Cast(self.how, scale=scale if self.how.scaling_granularity.one_scale else None)
 
 
 def quantize(
@@ -61,37 +55,34 @@ def quantize(
     via: torch.dtype | None = None,
     offs: Tensor | None = None,
 ) -> Quantized:
-    """Cast `x` to float8.
+    """Cast `x` [R, C] to float8: row and column data as asked for; see `kernels.cast`.
+
+    Scales are new tensors, which a sync does not change.
 
     Args:
-        x: [R, C] float32, bfloat16 or float16, any strides. Or [E, R, C], the weights of experts,
-            each under dynamic scales of its own: see `_cast_each`.
+        x: as there; or [E, R, C], the weights of experts, each under dynamic scales of its own: see
+            `_cast_each`.
         cast: how.
         row: make row data.
         col: make column data.
         pad_rows: pad R of the row data to 16: needed where R is a GEMM's output feature dim.
-        after: what a compiler must have computed first, see `kernels.cast`.
+        after: what a compiler must have computed first.
         traced: in compiled code take amaxes by plain torch code, which a compiler fuses into what
             produces `x`, and cast so under finer scales. A state records its amax apart from the
-            cast, which backward may do again. Without effect in eager mode.
+            cast, which backward may do again.
         via: `x` is rounded to this dtype first, as autocast and FSDP2 round weights. Under one
             dynamic scale the kernel that casts does so.
-        offs: where groups of rows end, each under dynamic scales of its own: see
-            `kernels.cast_groups`, whose layouts the result has.
-
-    Returns:
-        Row and column data as asked for, padded with zeros to multiples of 16 where a GEMM wants
-        that. Scales are new tensors, which a sync does not change.
+        offs: where groups of rows end, each under dynamic scales of its own: see `cast_groups`,
+            whose layouts the result has.
 
     Raises:
-        TypeError: a dtype is not one of those above.
-        ValueError: `x` has other dims, no layout is asked for, or a state or a scale is given with
-            finer scales.
+        TypeError: the dtype of `x` is none that can be cast.
+        ValueError: `x` has other dims, no layout is asked for, a scale is no float32 element on the
+            device of `x`, or a state or a scale is given with finer scales.
     """
     how, state, record, reduce, scale = cast
     if offs is not None:
-        groups = cast_groups(x, offs, how, row=row, col=col)
-        return Quantized(groups.row, groups.col, ends=groups.ends)
+        return cast_groups(x, offs, how, row=row, col=col)
     if x.dim() == 3:
         return _cast_each(x.detach(), how, row=row, col=col)
     one_scale = how.scaling_granularity.one_scale
@@ -112,12 +103,9 @@ def quantize(
 def _cast_each(weights: Tensor, how: CastConfig, *, row: bool, col: bool) -> Quantized:
     """Cast the weights [E, N, K] of experts, each under scales of its own.
 
+    To row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
     They are one matrix whose groups of rows are all of one size. Weights that lie as [E, K, N] are
-    read as they lie: their row data are the column data of that. If neither of the last dims is
-    contiguous they are copied.
-
-    Returns:
-        Row data [E, N, ceil16(K)] with scales [E, N], column data [E, K, ceil16(N)] with [E, K].
+    read as they lie: their row data are the column data of that. Others are copied.
     """
     if transposed := weights.transpose(1, 2).is_contiguous():
         weights, row, col = weights.transpose(1, 2), col, row
@@ -154,16 +142,10 @@ def scales_of(
     dtype: torch.dtype,
     reduce: Reduction | None = None,
 ) -> list[Tensor]:
-    """Find the scale of each of several tensors in a few kernels.
+    """Find the one dynamic scale of each of several tensors in a few kernels, 0-dim float32.
 
-    Args:
-        tensors: float32, bfloat16 or float16, not empty; all of one dtype, on one device.
-        spec: of the casts, under one dynamic scale each.
-        dtype: what they are rounded to before they are cast.
-        reduce: takes all amaxes, float32 [len(tensors)], and returns those to use.
-
-    Returns:
-        As many float32 tensors of no dims, each with memory of its own.
+    They are not empty, all of one dtype, on one device. `dtype`: what they are rounded to before
+    they are cast. `reduce` takes all amaxes, float32 [len(tensors)], and returns those to use.
     """
     amaxes = torch.stack(torch._foreach_norm(list(tensors), float("inf")))
     # As in `scale_of`: the amax of rounded values is the rounded amax.
@@ -178,32 +160,27 @@ def scales_of(
 def recast(x: Tensor, spec: CastConfig, scale: Tensor) -> Operand:
     """Return column data of `x` [R, C], which was cast before, under the same scale if it has one.
 
-    Under one scale a compiler casts `x` by plain torch code before it is transposed: so it need not
-    keep `x` from forward to backward, but can make it again from what it keeps anyway, say an
-    activation function from its input, in the kernel that casts. It then casts what that kernel
-    has before it rounds to the dtype of `x`. Under finer scales our kernel casts `x`, since the
-    compiler's own for the amaxes of columns take longer than to write `x` and read it. torch never
-    makes anew what such a kernel reads: it casts in forward, and keeps the bytes until backward.
+    `x` may be the bytes that the cast before made, of which a compiler then keeps the transposed
+    copy instead, one for all layers that read them.
 
-    Args:
-        x: as for `quantize`; or the bytes that the cast before made, of which a compiler then keeps
-            the transposed copy instead, one for all layers that read them.
-        spec: of the cast before.
-        scale: of the cast before; finer scales are others for columns.
+    Under one scale a compiler casts `x` by plain torch code before it is transposed: so it need not
+    keep `x` until backward, but can make it again from what it keeps anyway, say an activation
+    function from its input, in the kernel that casts. It then casts what that kernel has before it
+    rounds to the dtype of `x`. Under finer scales our kernel casts, since the compiler's own for
+    the amaxes of columns take longer than to write `x` and read it; torch makes nothing anew that
+    our kernel reads: it casts in forward, and keeps the bytes until backward.
     """
     if x.dtype in FLOAT8_MAX:
         return columns(Operand(x, scale), spec)
     if spec.scaling_granularity.one_scale and torch.compiler.is_compiling():
         row = Operand(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
         return columns(row, spec)
-    return quantize(x.detach(), Cast(spec).known(scale), col=True).col
+    given = scale if spec.scaling_granularity.one_scale else None
+    return quantize(x.detach(), Cast(spec, scale=given), col=True).col
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Return row data [R, C] or [E, R, C] as a cast pads them; the very same, if that is nothing.
-
-    `pad_rows`: the rows of a matrix, too.
-    """
+    """Return row data [R, C] or [E, R, C] as a cast pads them, rows of a matrix with `pad_rows`."""
     data, scale = row
     to = (granularity.square and granularity.width) or GEMM_ALIGNMENT
     bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0
@@ -224,13 +201,9 @@ def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Oper
     """Return column data of row data that were cast by `spec`; `after` as `kernels.cast`.
 
     Row data are [R, C], or [E, N, K] of experts with scales [E, N, 1], alike under one scale each.
-
     Bytes are transposed where columns have the scales of rows. Where rows have scales of their own,
-    columns have others: the values are cast again. With powers of two as scales that changes no
-    value but those that are tiny in their column; what was tiny in its row was rounded before.
-
-    Raises:
-        ValueError: scales are of parts of rows, which no weight has.
+    the values are cast again: with powers of two as scales that changes no value but those that are
+    tiny in their column; what was tiny in its row was rounded before.
     """
     granularity = spec.scaling_granularity
     if granularity.one_scale and row.data.dim() == 3:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.kernels.amax import MAX_PARTS, even_shares, is_dense, measuring
+from float8.kernels.amax import is_dense, measuring
 from float8.kernels.runtime import ops
 from kernels.float8_codes import (
     FORMATS,
@@ -29,6 +29,7 @@ from kernels.float8_codes import (
 
 E4M3, E5M2 = FORMATS
 BF16, FP32 = torch.bfloat16, torch.float32
+MAX_PARTS = 2048  # that each program of a kernel which joins them reads
 CAST: Any = importlib.import_module("float8.kernels.cast")  # not the function of that name
 
 
@@ -352,8 +353,12 @@ def test_is_dense(triton_device: torch.device) -> None:
         assert not is_dense(y.shape, y.stride())
 
 
-def test_shares_cover_all_elements(triton_device: torch.device) -> None:
+def test_shares_cover_all_elements(
+    triton_device: torch.device, multiprocessors: Callable[[int], None]
+) -> None:
+    multiprocessors(132)
     for n in (1, 7, 8192, 100_000, 33_554_432, 2**33 + 1):
-        steps, rounds, programs = even_shares(n, 8192, 132)
-        assert programs * rounds * steps * 8192 >= n > (programs - 1) * rounds * steps * 8192
+        planned = measuring(n, BF16, triton_device)
+        programs, (_, rounds, block, steps, _) = planned.programs, planned._rest
+        assert programs * rounds * steps * block >= n > (programs - 1) * rounds * steps * block
         assert programs <= MAX_PARTS

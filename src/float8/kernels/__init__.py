@@ -1,8 +1,4 @@
-"""Kernels: amax, the float8 casts, the byte transpose; with plain twins.
-
-One operation, one file: what it computes, its plain-torch twin, its Triton code, its registration
-as ``torch.ops.float8.*``. Importing registers the ops and does nothing else.
-"""
+"""Kernels with their plain-torch twins, registered as ``torch.ops.float8.*``: one file, one op."""
 
 from float8.kernels.amax import amax
 from float8.kernels.cast import cast, to_float8

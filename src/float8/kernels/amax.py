@@ -14,23 +14,14 @@ from float8.kernels.runtime.triton import jit, sm_count, tl
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return max(abs(x)).
+    """Return max(abs(x)), 0-dim float32 without a gradient; 0 of an empty tensor.
 
+    NaN if any element is NaN, else Inf if any is infinite. ``x`` may have any shape and strides.
     Under ``torch.compile`` this is plain torch code, which Inductor fuses into whatever produces
     ``x``; it may then see the producer's value before it is rounded to ``x.dtype``. In eager mode,
     and where ``x`` may turn out to be empty, it is one kernel, ``torch.ops.float8.amax``.
-
-    Args:
-        x: any shape and strides; float32, bfloat16 or float16.
-
-    Returns:
-        A 0-dim float32 tensor on the same device: NaN if any element is NaN, else Inf if any is
-        infinite, 0.0 if ``x`` is empty. No gradient flows through it.
-
-    Raises:
-        TypeError: ``x`` has another dtype.
     """
-    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
+    if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"amax: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if torch.compiler.is_compiling() and surely(x.numel() != 0):
         x = x.detach()
@@ -42,11 +33,9 @@ def amax(x: Tensor) -> Tensor:
     return result
 
 
-def describe(x: object) -> str:
-    """Describe an argument in an error message: shape, dtype and device, or its type."""
-    if isinstance(x, Tensor):
-        return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
-    return f"{x!r} ({type(x).__name__})"
+def describe(x: Tensor) -> str:
+    """Describe a tensor in an error message: dtype, shape and device."""
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
 HIGH_PRECISION = "float32, bfloat16 or float16 tensor. Convert it first, e.g. x.to(torch.bfloat16)."
@@ -81,23 +70,23 @@ def measuring(n: int, dtype: torch.dtype, device: torch.device, history: bool = 
     """Plan the launch that measures ``n`` elements, dense in any order of their dims.
 
     Its tensors are they; float32 amaxes of the parts that its programs read, one of each; and with
-    ``history`` a scale: where that is not 0, nothing is read or written. To join the parts is left
-    to the kernel that follows: here it would take another launch.
+    ``history`` a scale: where that is not 0, nothing is read or written. Parts are joined by the
+    kernel that follows, since here that would take another launch. Each of its programs reads all
+    of them: so there are few, as many as programs run at once, or few times as many.
     """
     # 16 KiB at a time, by 16 warps: two loads of 16 bytes per thread and step.
-    block = 16384 // dtype.itemsize
-    steps, rounds, programs = even_shares(n, block, sm_count(device))
+    block, at_once = 16384 // dtype.itemsize, 8 * sm_count(device)
+    blocks = -(-n // block)
+    steps = 1 if blocks < at_once else 2
+    rounds = -(-blocks // (steps * at_once))
+    programs = -(-blocks // (steps * rounds))
     constants = (block, steps, history)
     return Launch(_amax_kernel, device, programs, (n, rounds), constants, num_warps=16)
 
 
-MAX_PARTS = 2048
-"""A kernel that joins parts reads all of them in each of its programs: few enough for that."""
-
-
 @functools.lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Tell whether the elements are one run of memory, in whatever order of their dims."""
+    """Whether the elements are one run of memory, in whatever order of their dims."""
     expected = 1
     moving = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1]
     for stride, size in sorted(moving):
@@ -105,17 +94,6 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
-
-
-def even_shares(n: int, block: int, sms: int) -> tuple[int, int, int]:
-    """Share ``n`` elements among as many programs as run at once, or few times as many.
-
-    Returns (steps, rounds, programs): each program reads ``steps * rounds`` blocks.
-    """
-    blocks = -(-n // block)
-    steps = 1 if blocks < 8 * sms else 2
-    rounds = -(-blocks // (steps * 8 * sms))
-    return steps, rounds, -(-blocks // (steps * rounds))
 
 
 @jit(do_not_specialize_on_alignment=["scale_ptr"])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import CastConfig, Granularity
+from float8.config import CastConfig
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ceil16
 from float8.kernels import cast_kernels, tiles
 from float8.kernels.amax import HIGH_PRECISION, amax_reference, describe, is_dense, measuring
@@ -38,57 +38,36 @@ def cast(
     after: Tensor | None = None,
     traced: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
-    """Cast ``x`` to float8, to row data, to column data, or to both.
+    """Cast ``x`` [R, C] to float8: to row data, to column data, or to both; ``(row, col)``.
 
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
-    of the format and rounded to the nearest, ties to even. An element of ``x`` that is Inf or NaN
-    becomes NaN in both formats, and so does a product that is NaN (0 * Inf): the NaN byte is
-    always 0x7f. A scale that is not given is that of the amax of what it covers, by
-    `amax_to_scale`: what is not finite spoils what shares it. Under `AXISWISE` row data have a
-    scale per row of ``x``, column data one per column. Under `BLOCK_1x128` it covers 128 elements
-    along the contraction dim, so of a row of ``x`` for row data, of a column for column data; under
-    `BLOCK_128x128` a square, and column data are the transposed bytes and scales of row data. A
-    block that crosses the end of ``x`` covers what is there.
+    of the format and rounded to the nearest, ties to even. What is not finite, or 0 * Inf, becomes
+    NaN, whose byte is always 0x7f. A scale is that of the amax of what it covers, unless it is
+    given: one scale (``scale``), or that of ``state``, or where that is 0 (unknown) that of ``x``.
+    With ``record`` the amax of ``state`` is raised to that of ``x`` in the same read.
 
-    Args:
-        x: [R, C] float32, bfloat16 or float16; any strides. Slow, but right, where no dim is
-            contiguous.
-        how: format, granularity, and whether measured scales are rounded up to powers of two.
-        row: whether to return row data.
-        col: whether to return column data.
-        pad_rows: whether row data have their number of rows padded to a multiple of 16 too, as
-            those under blocks always have.
-        scale: the one scale, if it is known: one element, float32, on the device of ``x``.
-        state: of delayed scaling. Its scale is used, or where it is 0 (unknown) that of ``x``.
-        record: whether the amax of ``state`` is raised in place to that of ``x``, in the same read;
-            a NaN stays.
-        via: ``x`` is rounded to this dtype first. From float32 to bfloat16, under a given scale,
-            that takes no pass of its own.
-        after: what a compiler must have computed first; not read. What backward makes of a weight
-            alone a compiler may move into forward, and keep all the while: a gradient stops it.
-        traced: under finer scales cast by plain torch code, which a compiler fuses into what
-            produces ``x``, and which may then see the producer's values before they are rounded to
-            the dtype of ``x``. Only the transposition of column data is an op of its own; so is the
-            whole cast where ``x`` may turn out to be empty, and under blocks where C is no multiple
-            of their width, or rows are not contiguous.
+    ``AXISWISE`` scales are of rows for row data, of columns for column data, ``BLOCK_1x128`` ones
+    of 128 elements along the contraction dim. Under ``BLOCK_128x128`` column data are the
+    transposed bytes and scales of row data. Blocks that cross the end of ``x`` cover what is there.
 
-    Returns:
-        ``(row, col)``, None where not asked for. Row data is [R, C], column data [C, R], the
-        transposed copy, both contiguous. They are padded with zeros to multiples of 16: columns of
-        both, rows of column data, and of row data if ``pad_rows``; under `BLOCK_1x128` columns to
-        128, under `BLOCK_128x128` both to 128. One scale is ``scale``, or a new one, 0-dim. Those
-        of rows are [rows, 1]. Those of blocks lie as GEMMs want them: of data [M, K] under
-        `BLOCK_1x128` [M, K / 128] with strides (1, M), under `BLOCK_128x128` [M / 128, K / 128],
-        contiguous, their second dim padded with zeros to a multiple of 4. Those of padding rows are
-        that of amax 0. No gradient flows through it.
+    Row data are [R, C], column data [C, R], both contiguous, padded with zeros to multiples of 16
+    (rows of row data with ``pad_rows`` alone), or of 128 where blocks are: columns under
+    ``BLOCK_1x128``, both under ``BLOCK_128x128``. Scales of rows are [rows, 1]; those of blocks of
+    data [M, K] lie as GEMMs want them: [M, K / 128] with strides (1, M) under ``BLOCK_1x128``;
+    [M / 128, K / 128], contiguous, the second dim padded with zeros to a multiple of 4, under
+    ``BLOCK_128x128``. Those of padding rows are that of amax 0.
 
-    Raises:
-        TypeError: the dtype of ``x``, of ``scale`` or of ``state`` is not one of those above.
-        ValueError: ``x`` is not 2-D, neither layout is asked for, a scale or a state has not one
-            element, is on another device, or comes with finer scales.
+    ``x`` is rounded to ``via`` first; from float32 to bfloat16 under a given scale that takes no
+    pass of its own. ``after`` is what a compiler must have computed first, which is not read: it
+    may move what backward makes of a weight alone into forward, and keep it; a gradient stops it.
+
+    ``traced`` casts finer scales by plain torch code, which a compiler fuses into what produces
+    ``x``, and which may see its values before they are rounded to the dtype of ``x``. It is an op
+    all the same where ``x`` may turn out to be empty, and under blocks where C is no multiple of
+    their width, or rows are not contiguous.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
-        raise refusal("cast", x)
+        raise refusal(x)
     of, amax = how.scaling_granularity, None
     if state is not None:
         scale, amax = state
@@ -97,7 +76,11 @@ def cast(
             continue
         fits = one.dtype == torch.float32 and one.numel() == 1 and one.device == x.device
         if not (fits and of.one_scale):
-            raise refusal_of_scale(one, x, of)
+            expected = f"one float32 element on {x.device}, that of the whole tensor"
+            raise ValueError(
+                f"cast: scale is {describe(one)}; expected "
+                + (expected if of.one_scale else f"none: scales of {of} come from the tensor")
+            )
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
     wanted = row, col, pad_rows, how.power_of_2
     if state is not None:
@@ -119,26 +102,15 @@ def cast(
     return Operand(out[0], out[1]) if row else None, Operand(out[-2], out[-1]) if col else None
 
 
-def refusal(op: str, x: Tensor) -> Exception:
-    """Return the error of a cast of ``x``, or of one to no layout."""
+def refusal(x: Tensor) -> Exception:
+    """Return the error of a cast of ``x`` that no kernel can do, or to no layout."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
-        return TypeError(f"{op}: x is {describe(x)}; expected a {HIGH_PRECISION}")
+        return TypeError(f"cast: x is {describe(x)}; expected a {HIGH_PRECISION}")
     if x.dim() != 2:
         return ValueError(
-            f"{op}: x is {describe(x)}; expected 2 dimensions [R, C]. "
-            f"Flatten the leading dimensions first: x.reshape(-1, x.shape[-1])."
+            f"cast: x is {describe(x)}; expected 2 dimensions: x.reshape(-1, x.shape[-1])"
         )
-    return ValueError(f"{op}: got row=False, col=False; expected at least one of them True.")
-
-
-def refusal_of_scale(scale: Tensor, x: Tensor, of: Granularity) -> Exception:
-    """Return the error of a cast of ``x`` under a given scale, or with a given amax."""
-    got = f"cast: scale is {describe(scale)}"
-    if not of.one_scale:
-        return ValueError(f"{got}; expected none: scales of {of} come from the tensor at hand")
-    if scale.dtype != torch.float32:
-        return TypeError(f"{got}; expected a float32 tensor: scale.to(torch.float32)")
-    return ValueError(f"{got}; expected one element on {x.device}, that of the whole tensor")
+    return ValueError("cast: got row=False, col=False; expected at least one of them True")
 
 
 # ---------------------------------------------------------------- plain-torch twins
@@ -171,10 +143,9 @@ def cast_reference(
     via: torch.dtype | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Plain-torch twin: what :func:`cast` returns, but for what was given and is not asked for.
+    """Plain-torch twin; a scale covers ``height`` x ``width`` elements of row data, None: all.
 
-    The scale if there is one and it was not given, and the layouts; or each with its scales. A
-    scale covers ``height`` rows and ``width`` columns of row data; None: all.
+    Returns the one scale, unless it was given, and the layouts; or each layout with its scales.
     """
     x, (R, C) = x.to(via or x.dtype), x.shape
     if height is None:
@@ -267,9 +238,9 @@ def layouts(
     col: bool,
     pad_rows: bool = False,
 ) -> list[Layout | None]:
-    """Describe row data and their scales, column data and theirs, of a tensor [R, C].
+    """Describe row data and their scales, column data and theirs; None for what is not made.
 
-    None for what is not asked for, and for the one scale of a tensor. Sizes may be symbolic.
+    The one scale of a tensor is not among them. Sizes may be symbolic.
     """
     (R, C), made = shape, list[Layout | None]()
     for wanted, rows, columns, pads in ((row, R, C, pad_rows), (col, C, R, True)):
@@ -369,12 +340,7 @@ def _way(
     That is the scale, row data and their scales, column data and theirs.
     """
     height, width, dtype, row, col, pad_rows, power_of_2 = wanted
-    covers = cast_kernels.BLOCKS.get((height, width))
-    if covers is None:
-        raise ValueError(
-            f"cast: got scales of {height} x {width} elements, for which there is no kernel; "
-            f"expected one of {list(cast_kernels.BLOCKS)}"
-        )
+    covers = cast_kernels.BLOCKS[height, width]
     if source != cast_kernels.GIVEN and not is_dense(shape, strides):
         dense = (shape[1], 1)
         of_copy = _way(element, shape, dense, device, source, rounded, record, *wanted)
@@ -393,7 +359,11 @@ def _way(
     if whole_rows := covers == cast_kernels.LINES and not makes[1] and 1 < C <= WIDEST_ROW:
         cast = _casting_rows(device, integers, (pads[0], *how))
     elif covers == cast_kernels.LINES:
-        measure = _measuring(element, device, integers, makes)
+        rows, block_c, strips = tiles.strips_of(R, C, element, device)
+        kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
+        constants = (*makes, C % block_c == 0, tiles.STRIP_R, block_c)
+        sizes = (*integers, rows)
+        measure = Launch(kernel, device, programs, sizes, constants, tiles.STRIP_WARPS)
         of_parts = (R + C,), (1,), torch.int32
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])
@@ -442,19 +412,6 @@ def _casting_rows(
     constants = (*constants, R % max(rows, 16) == 0 and block_c == C, rows, block_c)
     return Launch(
         cast_kernels.cast_rows_kernel, device, -(-ceil16(R) // rows), integers, constants, num_warps
-    )
-
-
-def _measuring(
-    element: torch.dtype, device: torch.device, integers: tuple[int, ...], of: tuple[bool, bool]
-) -> Launch:
-    """Plan the kernel that measures rows and columns; its programs go down strips."""
-    R, C, *_ = integers
-    rows, block_c, across = tiles.strips_of(R, C, element, device)
-    integers, programs = (*integers, rows), -(-R // rows) * across
-    constants = (*of, C % block_c == 0, tiles.STRIP_R, block_c)
-    return Launch(
-        cast_kernels.measure_kernel, device, programs, integers, constants, tiles.STRIP_WARPS
     )
 
 

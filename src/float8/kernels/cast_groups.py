@@ -1,16 +1,15 @@
 """High precision -> float8 of a tensor whose rows lie in groups, as the tokens of experts do.
 
-Row data lie as the rows do, under a scale per row. Column data are the transposed copy under a
-scale per column of each group, which begins at a multiple of 16 there: grouped GEMMs contract over
-the rows of a group. One kernel measures all amaxes in one read, a second one casts. Where the
-groups end is read on the device: nothing waits for it, and nothing is compiled anew.
+One kernel measures all amaxes in one read, a second one casts. Each group begins at a multiple of
+128 in column data: grouped GEMMs contract over the rows of a group. Where groups end is read on the
+device: nothing waits for it, and nothing is compiled anew.
 
 Group e is rows ``ends[e - 1]:ends[e]``, and ``ends`` are ``offs`` [E] int32, whatever they hold,
 none below 0, above the number of rows, or below the one before: so each row is in one group at
 most, and no kernel leaves its tensors for offs that descend or are too large.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,57 +22,32 @@ from float8.kernels.numeric import reciprocal, scale_of_amax, to_float8_words, t
 from float8.kernels.runtime.ops import register
 from float8.kernels.runtime.triton import has_float8_conversion, jit, tl
 from float8.kernels.tiles import load
-from float8.scales import Operand, amax_to_scale
-
-
-class GroupsInFloat8(NamedTuple):
-    """A tensor [R, C] in float8, whose rows lie in E groups."""
-
-    row: Operand | Any = None
-    """Data [R, ceil16(C)] and scales [R], or None; those of rows in no group mean nothing."""
-
-    col: Operand | Any = None
-    """Data [ceil16(C), width] and scales [E, ceil16(C)], or None. What lies behind a group up to
-    the next one is zero."""
-
-    ends: Tensor | Any = None
-    """[E] int32: where each group ends in column data."""
+from float8.scales import Operand, Quantized, amax_to_scale
 
 
 def cast_groups(
     x: Tensor, offs: Tensor, how: CastConfig, *, row: bool, col: bool, width: int | None = None
-) -> GroupsInFloat8:
-    """Cast ``x`` to float8 with the scales of groups of rows.
+) -> Quantized:
+    """Cast ``x`` [R, C], contiguous, whose rows lie in E groups, under scales of each group.
 
-    Each scale is that of the amax of what it covers, by `amax_to_scale`; the arithmetic of an
-    element is that of :func:`float8.kernels.cast`. What is not finite spoils its own group only.
+    The arithmetic is that of :func:`float8.kernels.cast`. What is not finite spoils its own group
+    only. Row data are [R, ceil16(C)] with scales [R]; those of rows in no group mean nothing.
+    Column data are [ceil16(C), width] with scales [E, ceil16(C)]; what lies behind a group up to
+    the next one is zero, and ``ends`` says where each group ends there.
 
-    Args:
-        x: [R, C] float32, bfloat16 or float16, contiguous.
-        offs: [E] int32, ascending: the row behind the last one of each group, on the device of
-            ``x``. Groups may be empty. Rows behind the last group are in none. Offs that do not
-            ascend are read as this file says.
-        how: format, whether one scale covers all of a group, and whether scales are rounded up to
-            powers of two.
-        row: whether to return row data.
-        col: whether to return column data.
-        width: of column data; None: as much as groups of any sizes need. At least the sum of their
-            sizes, each rounded up to 128.
-
-    Raises:
-        TypeError: a dtype is not one of those above.
-        ValueError: ``x`` is not a contiguous matrix, or neither layout is asked for.
+    ``offs`` [E] int32: the row behind the last one of each group, on the device of ``x``. Groups
+    may be empty; rows behind the last group are in none. ``width`` is at least the sum of the sizes
+    of groups, each rounded up to 128; None: as much as groups of any sizes need.
     """
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
-        raise refusal("cast_groups", x)
+        raise refusal(x)
     if not x.is_contiguous():
         raise ValueError(
-            f"cast_groups: x has strides {x.stride()}, expected a contiguous matrix; call "
-            f"x.contiguous()"
+            f"cast_groups: x has strides {x.stride()}, expected a matrix like x.contiguous()"
         )
     if not col and how.scaling_granularity.by_rows:  # a row is the same in any group
         made: Any = cast(x, how, row=True, col=False)[0]
-        return GroupsInFloat8(Operand(made.data, made.scale.view(-1)))
+        return Quantized(Operand(made.data, made.scale.view(-1)))
     if width is None:
         most = x.shape[0] + (GROUP_ALIGNMENT - 1) * offs.shape[0]
         width = most // GROUP_ALIGNMENT * GROUP_ALIGNMENT
@@ -81,10 +55,8 @@ def cast_groups(
     out = torch.ops.float8.cast_groups.default(
         x, offs, how.dtype, row, col, width, one_scale, how.power_of_2
     )
-    return GroupsInFloat8(
-        Operand(out[0], out[1]) if row else None, Operand(out[-3], out[-2]) if col else None,
-        out[-1] if col else None,
-    )  # fmt: skip
+    of_row = Operand(out[0], out[1]) if row else None
+    return Quantized(of_row, Operand(out[-3], out[-2]), ends=out[-1]) if col else Quantized(of_row)
 
 
 def ends_of_groups(offs: Tensor, rows: int) -> Tensor:

@@ -8,6 +8,7 @@ from float8.kernels.numeric import (
     rounded_to_bfloat16,
     scale_of_amax,
     to_float8_bits,
+    to_float8_words,
     to_float32,
 )
 from float8.kernels.runtime.triton import jit, tl
@@ -68,8 +69,11 @@ def cast_kernel(  # type: ignore[no-untyped-def]
             if tl.program_id(0) == 0:
                 tl.store(used_ptr, scale)
         if RECORD:
-            bits = tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0)
-            record_amax(amax_ptr, float32_bits(bits, element))
+            bits = float32_bits(tl.max(tl.max(tiles.largest_of(x), axis=1), axis=0), element)
+            amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            # Thousands of programs would queue up for one address, and few of them have news.
+            if bits > tl.load(amax_ptr, volatile=True):
+                tl.atomic_max(amax_ptr, bits, sem="relaxed")
         v = times_any(v, tl.div_rn(1.0, scale), inside, EVEN)
     if COVERS == 2:  # here, and one row after the other: so threads need the fewest registers
         m = [magnitude_bits(each) for each in x]
@@ -112,7 +116,8 @@ def cast_kernel(  # type: ignore[no-untyped-def]
                 tl.store(across_scale_ptr + c, scale, mask=c < columns)
             inverse = reciprocal(scale, HARDWARE)
             w = tiles.times(v, [inverse for _ in v], inside, EVEN)
-        tiles.store_across(across_ptr, w, quad, c, columns, Rk, MANTISSA, HARDWARE, EVEN)
+        words = to_float8_words(w, MANTISSA, HARDWARE)
+        tiles.store_words(across_ptr, words, quad, c, columns, Rk // 4, EVEN)
 
 
 @jit
@@ -134,15 +139,6 @@ def times_any(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untype
     # to add a zero of the product's own sign changes nothing else, contracted to an FMA or not.
     zero = (inverse.to(tl.int32, bitcast=True) & -0x80000000).to(tl.float32, bitcast=True)
     return [or_zero(v[i] * inverse + v[i] * zero, inside[i], EVEN) for i in (0, 1, 2, 3)]
-
-
-@jit
-def record_amax(amax_ptr, bits):  # type: ignore[no-untyped-def]
-    """Raise the float32 at ``amax_ptr`` to that of these bits."""
-    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Thousands of programs would queue up for one address, and few of them have news.
-    if bits > tl.load(amax_ptr, volatile=True):
-        tl.atomic_max(amax_ptr, bits, sem="relaxed")
 
 
 @jit

@@ -103,8 +103,7 @@ def reciprocal(scale, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 def to_float8_bits(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Round float32 to float8 as uint8: nearest even; Inf and overflow saturate, NaN becomes 0x7f.
 
-    ``MANTISSA``: bits of the format, 3 of e4m3fn, 2 of e5m2. ``HARDWARE``: by instruction rather
-    than by integer arithmetic, see ``has_float8_conversion``.
+    ``MANTISSA``: bits, 3 of e4m3fn, 2 of e5m2. ``HARDWARE``: see ``has_float8_conversion``.
     """
     if HARDWARE:
         if MANTISSA == 3:

@@ -20,7 +20,6 @@ from float8.kernels.numeric import (
     reciprocal,
     scale_of_amax,
     to_float8_bits,
-    to_float8_words,
 )
 from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import jit, sm_count, tl
@@ -45,11 +44,10 @@ def tiled(
     integers: tuple[int, ...],
     constants: tuple[object, ...] = (),
 ) -> Launch:
-    """Plan the launch of a kernel each of whose programs takes one tile of a matrix.
+    """Plan the launch of a kernel each of whose programs takes one tile of a matrix [R, C].
 
-    It takes the first of ``tiles``, largest first, that gives each multiprocessor two programs, or
-    the last. Its first integers are R and C of the matrix, which is padded to 16; its last
-    constants EVEN (the tiles fill the matrix exactly: no masks), BLOCK_R, BLOCK_C and GROUP.
+    By the first of ``tiles``, largest first, that gives each multiprocessor two programs, or the
+    last. EVEN: the tiles fill the matrix exactly, which takes no masks.
     """
     (R, C, *_), sms = integers, sm_count(device)
     for tile in tiles:
@@ -64,11 +62,7 @@ def tiled(
 
 @jit
 def tile_of_program():  # type: ignore[no-untyped-def]
-    """Number the tile of this program, where there are as many programs as tiles.
-
-    Backwards, since whoever wrote or measured the matrix just before left its end in the L2
-    cache.
-    """
+    """Number the tile of this program: backwards, since the end of x is still in the L2 cache."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -76,10 +70,7 @@ def tile_of_program():  # type: ignore[no-untyped-def]
 def tile_at(  # type: ignore[no-untyped-def]
     tile, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Place the tile of this number: its (row, column), counted in tiles.
-
-    In groups, so that programs at work together touch long runs of both copies.
-    """
+    """Place a tile, in groups: so programs at work together touch long runs of both copies."""
     tiles_r = tl.cdiv(R, BLOCK_R)
     tiles_c = tl.cdiv(C, BLOCK_C)
     group = tile // (GROUP * tiles_c)
@@ -165,10 +156,7 @@ def scales_of(bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: 
 
 @jit
 def divided(v, scales, inside, HARDWARE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Divide four float32 by the scales of amaxes that cover them.
-
-    So an Inf becomes NaN by itself: its scale is Inf or NaN.
-    """
+    """Divide four float32 by scales of amaxes that cover them: Inf becomes NaN by its scale."""
     return times(v, [reciprocal(s, HARDWARE) for s in scales], inside, EVEN)
 
 
@@ -196,14 +184,6 @@ def store_along(  # type: ignore[no-untyped-def]
 
 
 @jit
-def store_across(  # type: ignore[no-untyped-def]
-    ptr, v, quad, c, rows, Rp, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr
-):
-    """Store four float32 transposed, as float8 [rows, Rp]."""
-    store_words(ptr, to_float8_words(v, MANTISSA, HARDWARE), quad, c, rows, Rp // 4, EVEN)
-
-
-@jit
 def store_words(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store words [BLOCK_R / 4, BLOCK_C] transposed, as uint32 [rows, pitch]."""
     c, quad = tl.trans(c), tl.trans(quad)
@@ -216,16 +196,14 @@ def store_words(ptr, words, quad, c, rows, pitch, EVEN: tl.constexpr):  # type: 
 # A program that measures goes down a strip, one tile after the other: amaxes of programs are joined
 # by atomics, of which a GPU does few per second, and those of columns are due once for each strip.
 
-STRIP_WARPS, STRIP_R, STRIP_BYTES = 4, 64, 256
-"""Of a tile of a strip: its warps, its rows, and the bytes of each."""
-
-MOST_TILES = 8
+STRIP_WARPS, STRIP_R, STRIP_BYTES, MOST_TILES = 4, 64, 256, 8
+"""Of a tile of a strip: its warps, its rows, and the bytes of each; most tiles of a program."""
 
 
 def strips_of(R: int, C: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Share a matrix [R, C]: rows of a program, columns of its strip, how many strips there are.
 
-    The strips are so short that each multiprocessor has some programs, where that leaves a tile.
+    Programs are so short that each multiprocessor has some, where that leaves a tile.
     """
     block_c = STRIP_BYTES // dtype.itemsize
     strips = -(-C // block_c)

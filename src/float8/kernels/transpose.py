@@ -17,28 +17,15 @@ BYTE_DTYPES = (*FLOAT8_MAX, torch.uint8, torch.int8)
 
 
 def transpose_bytes(data: Tensor, *, after: Tensor | None = None) -> Tensor:
-    """Return the transpose of ``data`` as a contiguous copy, padded as :func:`cast` pads.
+    """Return the transpose of ``data`` [R, C] as a contiguous copy [ceil16(C), ceil16(R)].
 
-    Args:
-        data: [R, C] of a 1-byte dtype (float8_e4m3fn, float8_e5m2, uint8, int8); any strides.
-        after: what a compiler must have computed first, as in :func:`cast`; not read.
-
-    Returns:
-        [ceil16(C), ceil16(R)], contiguous, same dtype, padded with zeros, without a gradient.
-
-    Raises:
-        TypeError: the dtype is another one.
-        ValueError: ``data`` is not 2-D.
+    Of a 1-byte dtype, any strides; padded with zeros, without a gradient. ``after``: as in
+    :func:`cast`.
     """
-    if data.dtype not in BYTE_DTYPES:
+    if data.dtype not in BYTE_DTYPES or data.dim() != 2:
         raise TypeError(
-            f"transpose_bytes: data is {describe(data)}; expected float8_e4m3fn, float8_e5m2, "
-            f"uint8 or int8. For wider elements use data.t().contiguous()."
-        )
-    if data.dim() != 2:
-        raise ValueError(
-            f"transpose_bytes: data is {describe(data)}; expected 2 dimensions [R, C]. "
-            f"Flatten the leading dimensions first: data.reshape(-1, data.shape[-1])."
+            f"transpose_bytes: data is {describe(data)}; expected a matrix [R, C] of "
+            f"{BYTE_DTYPES}: data.t().contiguous() does for wider elements"
         )
     direct = data.is_cuda and takes_triton_directly(data)
     result: Tensor = (cuda.transpose if direct else torch.ops.float8.transpose.default)(data, after)

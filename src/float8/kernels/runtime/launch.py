@@ -1,9 +1,9 @@
 """Launching Triton kernels cheaply: what Triton compiled is kept in front of `kernel[grid]`.
 
-A `Launch` is what follows from the shape, layout, dtype and device of its tensors; whoever plans
-one keeps it for tensors alike. Triton launches it first, and compiles its kernel. From then on
-PyTorch's launcher for code that Inductor makes does so: Triton's own inspects every argument, which
-takes several times as long, but calls Triton's launch hooks. ``FLOAT8_PLAIN_LAUNCH=1`` uses that.
+Whoever plans a `Launch` keeps it for tensors alike. Triton launches it first, and compiles its
+kernel; from then on PyTorch's launcher for code that Inductor makes does so. Triton's own inspects
+every argument, which takes several times as long, but calls Triton's launch hooks:
+``FLOAT8_PLAIN_LAUNCH=1`` uses that.
 """
 
 from collections.abc import Callable
@@ -71,9 +71,9 @@ _LETTERS = {"i32": "i", "i64": "l"}
 
 
 def _for_pytorch(compiled: Any, programs: int, integers: tuple[int, ...]) -> Any:
-    """Gather what PyTorch's launcher is given besides addresses; None where it cannot launch it.
+    """Gather what PyTorch's launcher is given besides addresses.
 
-    What Triton says of a kernel is private: where it says other things than known here, None.
+    None where it cannot launch the kernel, or Triton says other things of it than known here.
     """
     try:
         about, function, signature = compiled.metadata, compiled.function, compiled.src.signature
@@ -101,11 +101,10 @@ def allocator(device: torch.device) -> Callable[..., Tensor]:
 
 
 def takes_triton_directly(*tensors: Tensor | None) -> bool:
-    """Tell whether a Triton kernel called on these does just what the registered op would.
+    """Whether eager mode may call a kernel past PyTorch's dispatcher, which costs a launch more.
 
-    Eager mode may then skip PyTorch's dispatcher, which costs more than a launch. Not under a
-    compiler, a dispatch mode (fake tensors, tracing, counting) or a transform of torch.func, and
-    not for tensor subclasses: these must see the op.
+    Not under a compiler, a dispatch mode (fake tensors, tracing, counting) or a transform of
+    torch.func, and not for tensor subclasses: these must see the op.
     """
     # A compiler must not see what follows, so this comes first.
     if not _DIRECT or torch.compiler.is_compiling():

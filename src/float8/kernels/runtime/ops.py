@@ -1,12 +1,8 @@
-"""Registering kernels as PyTorch ops, ``torch.ops.float8.*``.
+"""Registering kernels as PyTorch ops, ``torch.ops.float8.*``, which carry no gradient.
 
 By the Library API: the ``custom_op`` decorator costs several times as much per call in eager mode.
-CPU runs the plain-torch twins; CUDA runs Triton, or the twins where Triton is not installed. The
-ops are not differentiable: their results never require grad.
-
-Compilers see them as opaque ops: so equal casts (q/k/v read one tensor) are merged. The program
-that Inductor generates calls their code itself, past PyTorch's dispatcher, which would take as long
-as the call.
+CPU runs the plain-torch twins; CUDA runs Triton, or the twins where Triton is not installed.
+Compilers see opaque ops: so equal casts (q/k/v read one tensor) are merged.
 """
 
 import functools
@@ -47,16 +43,10 @@ def register(
     writes: tuple[str, ...] = (),
     flops: Callable[..., Any] | None = None,
 ) -> None:
-    """Define an op.
+    """Define an op, whose signature is that of its twin `plain`.
 
-    Args:
-        name: of the op.
-        plain: its plain-torch twin, whose annotations are the signature of the op.
-        triton: its Triton code, which takes and returns the same.
-        fake: makes uninitialised results.
-        writes: which arguments are written.
-        flops: counts for `FlopCounterMode`, from arguments with shapes in place of tensors, and
-            `out_shape`; None: the op multiplies no matrices.
+    `fake` makes uninitialised results; `writes` names the arguments that are written. `flops`
+    counts for `FlopCounterMode`, from arguments with shapes in place of tensors, and `out_shape`.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -97,9 +87,10 @@ _REGISTRY = "torch._inductor.codegen.custom_extern_kernel_codegen"
 
 
 def _tell_inductor(name: str) -> None:
-    """Register how Inductor calls an op, when it traces it: importing Inductor takes seconds.
+    """Have code that Inductor generates call an op past the dispatcher, which takes as long.
 
-    Where Inductor's interface is another one, generated code calls the op through the dispatcher.
+    When Inductor traces it, since to import Inductor takes seconds. Where its interface is another
+    one, generated code calls the op through the dispatcher.
     """
     if _REGISTRY not in sys.modules or private.PLAIN_LAUNCH:
         return
@@ -122,8 +113,8 @@ def _tell_inductor(name: str) -> None:
 @functools.cache
 def _warn_without_triton() -> None:
     warnings.warn(
-        "float8: Triton cannot be imported, so float8 casts on the GPU run as several plain "
-        "PyTorch kernels, which is several times slower. Install triton to avoid this.",
+        "float8: Triton cannot be imported, so casts on the GPU run as several plain PyTorch "
+        "kernels, which is several times slower. Install triton to avoid this.",
         stacklevel=2,
     )
 

@@ -1,8 +1,4 @@
-"""Private names of torch, looked up so that a torch without one of them still works.
-
-Each is None where it is missing, or where `FLOAT8_PLAIN_LAUNCH=1` turns all of them off; whoever
-uses one says what happens then.
-"""
+"""Private names of torch; each is None in a torch without it, or by `FLOAT8_PLAIN_LAUNCH=1`."""
 
 import functools
 import os
@@ -59,8 +55,7 @@ is_batch_of_gradients = find("_C._functorch.is_legacy_batchedtensor")
 def surely(condition: Any) -> bool:
     """Whether a condition on sizes holds for all that compiled code will meet, without a guard.
 
-    False where data decide: `x[mask]` may have no rows. Torch documents the function, as
-    experimental: there is no fallback.
+    False where data decide: `x[mask]` may have no rows. There is no fallback.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -70,10 +65,7 @@ def surely(condition: Any) -> bool:
 
 
 def known_lengths(nested: Any) -> tuple[int | None, int | None]:
-    """Lengths of the shortest and longest sequence of a jagged tensor, where it knows them.
-
-    There is no public way to ask. Else: who needs them asks the device again.
-    """
+    """Lengths of the shortest and longest sequence of a jagged tensor; None: ask the device."""
     if PLAIN_LAUNCH:
         return None, None
     shortest, longest = (getattr(nested, f"_maybe_{end}_seqlen", None) for end in ("min", "max"))
@@ -81,10 +73,7 @@ def known_lengths(nested: Any) -> tuple[int | None, int | None]:
 
 
 def records_ops() -> bool:
-    """Whether `make_fx` records what runs, as far as torch tells; else whenever it may.
-
-    Nobody can record by a module that was not imported: `import float8` is not to, it is slow.
-    """
+    """Whether `make_fx` records what runs; where torch does not tell, whenever it is imported."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Any = getattr(tracing, "get_proxy_mode", lambda: tracing)
     return mode() is not None
@@ -93,17 +82,14 @@ def records_ops() -> bool:
 def goes_on_without_inputs(ddp: Any) -> bool:
     """Whether a `DistributedDataParallel` is within a `join()` that lets ranks run out of inputs.
 
-    There is no public way to ask. Where torch keeps it elsewhere: never.
+    Where torch keeps that elsewhere: never.
     """
     join = None if PLAIN_LAUNCH else getattr(ddp, "_join_config", None)
     return join is not None and join.enable and not join.throw_on_early_termination
 
 
 def compiled_autograd_is_on() -> bool:
-    """Whether backwards that run now are traced by torch's compiled autograd.
-
-    There is no public way to ask. Where torch keeps it elsewhere: never.
-    """
+    """Whether torch's compiled autograd traces backwards; never, where torch keeps it elsewhere."""
     state = getattr(getattr(torch, "_dynamo", None), "compiled_autograd", None)
     return not PLAIN_LAUNCH and bool(getattr(state, "compiled_autograd_enabled", False))
 
@@ -111,7 +97,7 @@ def compiled_autograd_is_on() -> bool:
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Have `function` run in eager mode also where compiled code calls it.
 
-    `torch.compiler.disable` as a decorator does so, too, but imports Dynamo, which takes a second.
+    As `torch.compiler.disable`, which as a decorator would import Dynamo, which takes a second.
     """
     disabled: list[Callable[_P, _R]] = []  # made once; Dynamo warns of `functools.cache`
 

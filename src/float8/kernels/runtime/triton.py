@@ -4,6 +4,7 @@ Triton has no builds for some platforms, and float8 on a CPU does not need it.
 """
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,8 @@ try:
     HAS_TRITON = True
     jit = triton.jit
 except ImportError:
-
-    class _Language:
-        """Has what signatures need of kernels that are never launched."""
-
-        constexpr = object
-
-    HAS_TRITON, tl, TensorDescriptor = False, _Language, None
+    # All that signatures need of kernels that are never launched.
+    HAS_TRITON, tl, TensorDescriptor = False, types.SimpleNamespace(constexpr=object), None
 
     def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leave the kernel as it is."""
