@@ -1,7 +1,6 @@
-"""Helpers that the autograd functions of this library share.
+"""What the autograd functions of this library share.
 
-Each has three methods. `compute` multiplies, and lists what backward reads; `forward` saves that;
-`backward` is differentiable once.
+`compute` of each multiplies, and lists what backward reads; `forward` saves that.
 """
 
 import functools
@@ -18,10 +17,6 @@ def computed_before(function: Any, *args: Any) -> Any:
     All that compiled code computes is traced before the autograd function, whose forward then only
     saves. torch 2.11 forgets for what lies within one that `torch.utils.checkpoint` has it computed
     again in backward: it kept the outputs of GEMMs.
-
-    Args:
-        function: an autograd function with a static method `compute`.
-        args: those of `compute`, which forward takes, too.
     """
     with torch.no_grad():
         return function.compute(*args)

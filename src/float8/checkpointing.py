@@ -25,13 +25,8 @@ def save_gemm_outputs(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     Casts, norms, activation functions and attention run again, and so do GEMMs in high precision
     and emulated ones, but for those of experts, and those of held weights in compiled code.
 
-    Args:
-        ctx: whether this is the recomputation, as torch tells; not read.
-        op: the `OpOverload` that is about to run.
-        args: its arguments; not read.
-        kwargs: likewise.
-
     Returns:
-        `MUST_SAVE` for float8 GEMMs, else `PREFER_RECOMPUTE`.
+        `MUST_SAVE` if `op`, the `OpOverload` that is about to run, is a float8 GEMM, else
+        `PREFER_RECOMPUTE`. Nothing else is read.
     """
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -23,10 +23,7 @@ GEMM_ALIGNMENT = 16
 
 
 def ceil16(n: int) -> int:
-    """Return the smallest multiple of 16 that is not below `n`.
-
-    Written without a branch, so that it also works on symbolic sizes without a guard.
-    """
+    """Return the smallest multiple of 16 that is not below `n`; of symbols without a guard."""
     return (n + (GEMM_ALIGNMENT - 1)) // GEMM_ALIGNMENT * GEMM_ALIGNMENT
 
 
@@ -38,9 +35,7 @@ GROUP_ALIGNMENT = 128
 def lacks_float8_gemm(device: torch.device, by_blocks: bool = False) -> str | None:
     """Say why `device` cannot run float8 GEMMs, or return None when it can.
 
-    CPUs run them through torch's own `_scaled_mm` or emulate them; CUDA GPUs need compute
-    capability 8.9 (Ada, Hopper and newer), for block scales 9.x (Hopper); `meta` computes nothing
-    and so accepts all.
+    CUDA GPUs need compute capability 8.9 (Ada, Hopper and newer), for block scales 9.x (Hopper).
     """
     if device.type in ("cpu", "meta"):
         return None

@@ -53,22 +53,16 @@ def matmul(
 ) -> Tensor:
     """Multiply `(a.data * a.scale) @ (b.data * b.scale).T`, accumulated in float32.
 
-    Both operands lie contiguous along the contraction dim, as Hopper's float8 tensor cores read
-    them. CPUs multiply finer scales than one per tensor as `emulate` does.
+    `a` is [M, K] float8, `b` [N, K], both contiguous along the contraction dim, as Hopper's tensor
+    cores read them, with scales as `Granularity.scales` says, which is not checked here. K and N
+    are multiples of 16, unless `gemm.emulate`; on GPUs one scale lies at a multiple of 16 bytes.
+    CPUs multiply finer scales than one per tensor as `emulate` does.
 
-    Args:
-        a: [M, K] float8, K % 16 == 0; on GPUs its scale lies at a multiple of 16 bytes. It has the
-            shape that `Granularity.scales` says, which is not checked here.
-        b: [N, K] float8, N % 16 == 0; likewise.
-        shape: rows and columns of the product without what padding added; None: M and N.
-        gemm: how; `emulate` takes any K and N.
-        out_dtype: float32, bfloat16 or float16.
-
-    Returns:
-        [rows, columns] of dtype `out_dtype`, contiguous.
+    Returns [rows, columns] of `out_dtype`, contiguous: of `shape`, which leaves out what padding
+    added, or [M, N].
 
     Raises:
-        RuntimeError: the device has no such float8 GEMM and `emulate` is False.
+        RuntimeError: the device has no such float8 GEMM and `gemm.emulate` is False.
     """
     of_a, of_b = gemm.granularities
     by_blocks, one_scale_each = of_a.by_blocks, of_a.one_scale and of_b.one_scale
@@ -89,10 +83,7 @@ def matmul(
         if by_blocks and not (of_a in _BY_BLOCKS and of_b in _BY_BLOCKS):
             reason = f"there is none for scales of {of_a} and {of_b}"
         if reason is not None:
-            raise RuntimeError(
-                f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
-                f"precision on the dequantised values"
-            )
+            raise _refusal(reason)
         # Not the public torch.nn.functional.scaled_mm: it wraps the same kernels in Python checks
         # that cost eager mode more than the launch, and torch 2.11's Dynamo cannot trace it.
         if by_blocks:
@@ -107,13 +98,9 @@ def matmul(
             scale_a, scale_b = a.scale, b.scale
             if not one_scale_each:
                 scale_a, scale_b = _scale_per_row(a), _scale_per_row(b).t()
+            fast = gemm.use_fast_accum
             y = torch._scaled_mm(
-                a.data,
-                b.data.t(),
-                scale_a,
-                scale_b,
-                out_dtype=out_dtype,
-                use_fast_accum=gemm.use_fast_accum,
+                a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast
             )
     rows, columns = y.shape if shape is None else shape
     if y.shape[1] != columns:  # contiguous, so that `.view()` and in-place ops work
@@ -122,6 +109,13 @@ def matmul(
     if (by_blocks and compiling) or y.shape[0] != rows:
         return y[:rows]
     return y
+
+
+def _refusal(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in high "
+        f"precision on the dequantised values"
+    )
 
 
 @torch.no_grad()
@@ -138,10 +132,7 @@ def matmul_of_any_size(
     emulate: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply as `matmul`, also where there are no tokens: the body of an op.
-
-    Compiled code calls it where data decide how many tokens there are, of which torch's ops ask.
-    """
+    """Multiply as `matmul`: the op of compiled code where data decide if there are any tokens."""
     if a.numel() == 0:
         return a.new_zeros((rows, columns), dtype=out_dtype)
     of = ScalingGranularity(granularity_of_a), ScalingGranularity(granularity_of_b)
@@ -203,43 +194,29 @@ def grouped_matmul(
 ) -> Tensor:
     """Multiply each group by a matrix of its own, or the groups of two tensors with each other.
 
-    Scales are those of rows, as `kernels.cast_groups` makes them, applied to float32 sums. A group
-    is `ends[e - 1]:ends[e]`, and may be empty.
+    Of each group `a @ b[e].T`, [R, N], where `a` [R, K] has scales [R] and `b` [E, N, K] scales
+    [E, N]; rows of no group are zero. Or, where what is contracted lies in groups, of each group
+    `a @ b.T`, [E, N, K], with `a` [N, R] and `b` [K, R] under scales [E, N] and [E, K].
 
-    Args:
-        a: [R, K] float8, contiguous, with scales [R]; its rows lie in groups.
-            Or [N, R], with scales [E, N]; what is contracted lies in groups.
-        b: [E, N, K] float8, contiguous along K, with scales [E, N]: one matrix for each group.
-            Or [K, R], with scales [E, K].
-        ends: [E] int32, ascending. Multiples of 128 where what is contracted lies in groups, as
-            those of column data of `cast_groups` are.
-        gemm: how; CPUs always multiply as `emulate` does. Its granularities are not read.
-        out_dtype: float32, bfloat16 or float16.
-        tokens: how many lie in groups of what is contracted, without the gaps between them; read
-            by `FlopCounterMode` alone.
-
-    Returns:
-        [R, N]: of each group `a @ b[e].T`, and zeros in rows of no group.
-        Or [E, N, K]: of each group `a @ b.T`.
+    Operands are as `kernels.cast_groups` makes them, float8, contiguous along what is contracted;
+    scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
+    empty; ends are multiples of 128 where what is contracted lies in groups. CPUs always multiply
+    as `emulate` does. `tokens`, how many lie in groups of what is contracted, without the gaps
+    between them, is read by `FlopCounterMode` alone.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
     """
-    reason = None
-    if not torch.compiler.is_compiling() and not gemm.emulate:
-        reason = lacks_float8_gemm(a.data.device, True)  # Hopper's alone
-    if reason is not None:
-        raise RuntimeError(
-            f"grouped float8 GEMM: {reason}; set emulate=True in Float8LinearConfig to compute in "
-            f"high precision on the dequantised values"
-        )
+    ask = not torch.compiler.is_compiling() and not gemm.emulate
+    if ask and (reason := lacks_float8_gemm(a.data.device, True)):  # Hopper's alone
+        raise _refusal(reason)
     return GROUPED_GEMM(  # type: ignore[no-any-return]
         *a, *b, ends, gemm.emulate, gemm.use_fast_accum, out_dtype, tokens
     )
 
 
 def grouped_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Multiply groups of rows [R, N] and [R, K] of one dtype in it: [E, N, K], of each `a.T @ b`.
+    """Multiply groups of rows [R, N] and [R, K] in their dtype: [E, N, K], of each `a.T @ b`.
 
     An op of its own: compiled code has torch's for bfloat16 only.
     """

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
@@ -36,8 +37,8 @@ class Cast(NamedTuple):
     """Whether `state` learns the amax of the tensor."""
 
     reduce: Reduction | None = None
-    """Makes an amax that of all ranks: where the one scale comes from the tensor, or may do so; with
-    a `state` in every call. Finer scales are of this rank's part."""
+    """Makes an amax that of all ranks: where the one scale comes from the tensor, or may do so, so
+    with a `state` in every call. Finer scales are of this rank's part."""
 
     scale: Tensor | None = None
     """The one scale, where it is known already: nothing else chooses one then."""
@@ -172,15 +173,14 @@ def recast(x: Tensor, spec: CastConfig, scale: Tensor) -> Operand:
     """
     if x.dtype in FLOAT8_MAX:
         return columns(Operand(x, scale), spec)
-    if spec.scaling_granularity.one_scale and torch.compiler.is_compiling():
-        row = Operand(kernels.to_float8(x.detach(), scale, spec.dtype), scale)
-        return columns(row, spec)
-    given = scale if spec.scaling_granularity.one_scale else None
-    return quantize(x.detach(), Cast(spec, scale=given), col=True).col
+    x, one_scale = x.detach(), spec.scaling_granularity.one_scale
+    if one_scale and torch.compiler.is_compiling():
+        return columns(Operand(kernels.to_float8(x, scale, spec.dtype), scale), spec)
+    return quantize(x, Cast(spec, scale=scale if one_scale else None), col=True).col
 
 
 def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Operand:
-    """Return row data [R, C] or [E, R, C] as a cast pads them, rows of a matrix with `pad_rows`."""
+    """Return row data [R, C] or [E, R, C] as a cast pads them: themselves, if that is nothing."""
     data, scale = row
     to = (granularity.square and granularity.width) or GEMM_ALIGNMENT
     bottom = -data.shape[0] % to if pad_rows and data.dim() == 2 else 0
@@ -188,13 +188,9 @@ def padded(row: Operand, granularity: Granularity, pad_rows: bool = True) -> Ope
     if not bottom and not right:
         return row
     if bottom and granularity.by_rows:
-        scale = torch.nn.functional.pad(scale, (0, 0, 0, bottom), value=1.0)
-    return Operand(_with_zeros(data, right, bottom), scale)
-
-
-def _with_zeros(data: Tensor, right: int, bottom: int) -> Tensor:
-    bytes_ = torch.nn.functional.pad(data.view(torch.uint8), (0, right, 0, bottom))
-    return bytes_.view(data.dtype)
+        scale = F.pad(scale, (0, 0, 0, bottom), value=1.0)
+    padded = F.pad(data.view(torch.uint8), (0, right, 0, bottom))
+    return Operand(padded.view(data.dtype), scale)
 
 
 def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Operand:
@@ -208,20 +204,20 @@ def columns(row: Operand, spec: CastConfig, after: Tensor | None = None) -> Oper
     granularity = spec.scaling_granularity
     if granularity.one_scale and row.data.dim() == 3:
         E, N, K = row.data.shape
-        matrix = _with_zeros(row.data, 0, -N % GEMM_ALIGNMENT).flatten(0, 1)
-        data = kernels.transpose_bytes(matrix, after=after)[:K].view(K, E, -1).transpose(0, 1)
+        matrix = F.pad(row.data.view(torch.uint8), (0, 0, 0, -N % GEMM_ALIGNMENT)).flatten(0, 1)
+        data = kernels.transpose_bytes(matrix.view(row.data.dtype), after=after)
+        data = data[:K].view(K, E, -1).transpose(0, 1)
         return Operand(data, row.scale[:, 0].expand(E, K).contiguous())
     if granularity.one_scale:
         return Operand(kernels.transpose_bytes(row.data, after=after), row.scale)
     if granularity.square and granularity.width is not None:
         row = padded(row, granularity)
         scale = row.scale[:, : row.data.shape[1] // granularity.width].t()
-        scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
-        return Operand(kernels.transpose_bytes(row.data, after=after), scale.contiguous())
+        scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+        return Operand(kernels.transpose_bytes(row.data, after=after), scale)
     if not granularity.by_rows:
         raise ValueError(
-            f"columns: got row data under {granularity}, expected one scale, rows or squares; "
-            f"cast the tensor with `quantize(..., col=True)`"
+            f"columns: got row data under {granularity}, expected one scale, rows or squares"
         )
     row = Operand(row.data, row.scale[: row.data.shape[0]])  # there may be more: see `padded`
     # Times a power of two a float8 value is exact in bfloat16, too.

@@ -17,15 +17,8 @@ def amax_to_scale(amax: Tensor, dtype: torch.dtype | Tensor, round_to_power_of_2
 
     `scale = max(amax, 2**-100) / max(dtype)`, correctly rounded to float32: `x / scale` fills the
     format's range, `data * scale` gives `x` back. With `round_to_power_of_2` the scale is rounded
-    up, so that nothing saturates.
-
-    Args:
-        amax: float32, any shape, >= 0. NaN gives NaN and Inf gives Inf.
-        dtype: a float8 format; or float64, shape of `amax`: the largest value of each one's format.
-        round_to_power_of_2: round the scale up to a power of two.
-
-    Returns:
-        float32, shape of `amax`.
+    up, so that nothing saturates. `amax` is float32 of any shape, >= 0; NaN gives NaN, Inf gives
+    Inf. Instead of a format `dtype` may be the largest values of formats, float64, shape of `amax`.
     """
     # Literals, here and for SMALLEST_AMAX: with dynamic=True, Dynamo makes floats of a module
     # symbolic and then fails on them.
@@ -84,23 +77,15 @@ def next_history_and_scale(
 ) -> tuple[Tensor, Tensor]:
     """Push the amaxes of a step into their histories, and compute the next scales.
 
-    Where the amax is 0 (nothing was recorded since the last update, or only zeros) history and
-    scale stay as they were, so an update too many forgets nothing. A non-finite amax is recorded
-    as 0, so that one overflowing step does not spoil the scales of the next `history_len` steps;
-    where the reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is
-    less than twice the largest before it: gradients grow by orders of magnitude in the first step
-    where weights begin near zero.
+    `amax` and `scale` are [S] float32, `history` [S, history_len], most recent first, `float8_max`
+    [S] float64, the largest value of each cast's format. History and scale are returned, new.
 
-    Args:
-        amax: [S] float32, recorded since the last update.
-        history: [S, history_len] float32, most recent first.
-        scale: [S] float32.
-        float8_max: [S] float64, the largest value of each cast's format.
-        scale_fn_name: `"max"` or `"most_recent"`, as in `DelayedScalingConfig`.
-        round_to_power_of_2: round the scales up to powers of two.
-
-    Returns:
-        history and scale, new tensors of the same shapes.
+    Where the amax is 0 (nothing was recorded since the last update, or only zeros) both stay as
+    they were, so an update too many forgets nothing. A non-finite amax is recorded as 0, so that
+    one overflowing step does not spoil the scales of the next `history_len` steps; where the
+    reduced history is 0 the scale stays as it was. `UNKNOWN_SCALE` stays until an amax is less than
+    twice the largest before it: gradients grow by orders of magnitude in the first step where
+    weights begin near zero.
     """
     latest, before = amax.nan_to_num(0.0, 0.0, 0.0), history.amax(dim=1)
     settled = (latest - before).abs() < before  # 0 < latest < 2 * before
