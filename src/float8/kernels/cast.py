@@ -42,24 +42,16 @@ def cast(
 
     Each element is ``x.float() * (1 / scale)`` in float32, saturated to the largest finite value
     of the format and rounded to the nearest, ties to even. What is not finite, or 0 * Inf, becomes
-    NaN, whose byte is always 0x7f. A scale is that of the amax of what it covers, unless it is
-    given: one scale (``scale``), or that of ``state``, or where that is 0 (unknown) that of ``x``.
-    With ``record`` the amax of ``state`` is raised to that of ``x`` in the same read.
+    NaN, whose byte is always 0x7f. A scale is that of the amax of what it covers, unless there is
+    one that is given, or known to ``state`` (not 0). ``record``: raise the amax of ``state``.
 
-    ``AXISWISE`` scales are of rows for row data, of columns for column data, ``BLOCK_1x128`` ones
-    of 128 elements along the contraction dim. Under ``BLOCK_128x128`` column data are the
-    transposed bytes and scales of row data. Blocks that cross the end of ``x`` cover what is there.
+    Row data are [R, C], column data [C, R], padded with zeros to multiples of 16 (rows of row data
+    with ``pad_rows`` alone); under `BLOCK_1x128` columns to 128, under `BLOCK_128x128` both. Scales
+    have the shapes of `Granularity.scales`, strides (1, M) under `BLOCK_1x128`.
 
-    Row data are [R, C], column data [C, R], both contiguous, padded with zeros to multiples of 16
-    (rows of row data with ``pad_rows`` alone), or of 128 where blocks are: columns under
-    ``BLOCK_1x128``, both under ``BLOCK_128x128``. Scales of rows are [rows, 1]; those of blocks of
-    data [M, K] lie as GEMMs want them: [M, K / 128] with strides (1, M) under ``BLOCK_1x128``;
-    [M / 128, K / 128], contiguous, the second dim padded with zeros to a multiple of 4, under
-    ``BLOCK_128x128``. Those of padding rows are that of amax 0.
-
-    ``x`` is rounded to ``via`` first; from float32 to bfloat16 under a given scale that takes no
-    pass of its own. ``after`` is what a compiler must have computed first, which is not read: it
-    may move what backward makes of a weight alone into forward, and keep it; a gradient stops it.
+    ``x`` is rounded to ``via`` first: from float32 to bfloat16 under a given scale without another
+    pass. ``after`` is what a compiler must have computed first: it may move what backward makes of
+    a weight alone into forward, and keep it; a gradient stops it.
 
     ``traced`` casts finer scales by plain torch code, which a compiler fuses into what produces
     ``x``, and which may see its values before they are rounded to the dtype of ``x``. It is an op
@@ -76,11 +68,10 @@ def cast(
             continue
         fits = one.dtype == torch.float32 and one.numel() == 1 and one.device == x.device
         if not (fits and of.one_scale):
-            expected = f"one float32 element on {x.device}, that of the whole tensor"
-            raise ValueError(
-                f"cast: scale is {describe(one)}; expected "
-                + (expected if of.one_scale else f"none: scales of {of} come from the tensor")
-            )
+            expected = f"one float32 element on {x.device}"
+            if not of.one_scale:
+                expected = f"none: scales of {of} come from the tensor at hand"
+            raise ValueError(f"cast: scale is {describe(one)}; expected {expected}")
     direct = x.is_cuda and takes_triton_directly(x, scale, amax)
     wanted = row, col, pad_rows, how.power_of_2
     if state is not None:

@@ -288,7 +288,7 @@ def _cast_groups_kernel(  # type: ignore[no-untyped-def]
                 of_rows = [m for _ in read]
             else:
                 of_rows = [tl.load(amax_ptr + begin + each) for each in read]
-            scales = tiles.scales_of(of_rows, MANTISSA, POWER_OF_2, HARDWARE)
+            scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in of_rows]
             if tile_c == 0:
                 tiles.store_scales(row_scale_ptr + begin, quad, scales, size)
             p = tiles.divided(v, scales, inside, HARDWARE, EVEN)

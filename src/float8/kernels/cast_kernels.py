@@ -57,7 +57,8 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     R16, C16 = tl.cdiv(R, 16) * 16, tl.cdiv(C, 16) * 16
     tile_r, tile_c = tiles.tile_at(tile, R16, C16, BLOCK_R, BLOCK_C, GROUP)
     quad, c = tiles.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
-    r, inside = tiles.rows_of(quad), tiles.inside_of(quad, c, R, C)
+    r = tiles.rows_of(quad)
+    inside = [(each < R) & (c < C) for each in r]
     x = tiles.load_rows(x_ptr + c * stride_c, r, stride_r, inside, EVEN)
     v = [to_float32(each, HARDWARE) for each in x]
     element: tl.constexpr = x_ptr.dtype.element_ty
@@ -91,7 +92,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
         w = v
         if COVERS == 1:
             bits = [load(parts_ptr + each, each < R, EVEN) for each in r]
-            scales = tiles.scales_of(bits, MANTISSA, POWER_OF_2, HARDWARE)
+            scales = [scale_of_amax(each, MANTISSA, POWER_OF_2, HARDWARE) for each in bits]
             if tile_c == 0:
                 tiles.store_scales(along_scale_ptr, quad, scales, rows)
             w = tiles.divided(v, scales, inside, HARDWARE, EVEN)

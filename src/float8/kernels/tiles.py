@@ -18,7 +18,6 @@ from float8.kernels.numeric import (
     float32_bits,
     magnitude_bits,
     reciprocal,
-    scale_of_amax,
     to_float8_bits,
 )
 from float8.kernels.runtime.launch import Launch
@@ -124,12 +123,6 @@ def rows_of(quad):  # type: ignore[no-untyped-def]
 
 
 @jit
-def inside_of(quad, c, R, C):  # type: ignore[no-untyped-def]
-    """Say where the matrix [R, C] is: four masks."""
-    return [(r < R) & (c < C) for r in rows_of(quad)]
-
-
-@jit
 def load_rows(ptr, rows, stride, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load four of these ``rows``; ``ptr`` is where the columns of row 0 lie."""
     return [load(ptr + rows[i] * stride, inside[i], EVEN) for i in (0, 1, 2, 3)]
@@ -146,12 +139,6 @@ def largest_of(x):  # type: ignore[no-untyped-def]
 def times(v, inverse, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply four float32 by four reciprocals of scales; zero where not ``inside``."""
     return [or_zero(v[i] * inverse[i], inside[i], EVEN) for i in (0, 1, 2, 3)]
-
-
-@jit
-def scales_of(bits, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scales of four amaxes, given as bits."""
-    return [scale_of_amax(m, MANTISSA, POWER_OF_2, HARDWARE) for m in bits]
 
 
 @jit

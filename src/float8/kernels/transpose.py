@@ -68,8 +68,9 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     tile_r, tile_c = tiles.tile_at(tiles.tile_of_program(), R, C, BLOCK_R, BLOCK_C, GROUP)
     quad, c = tiles.quads_of(tile_r, tile_c, BLOCK_R, BLOCK_C)
     in_ptr = in_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + c * stride_c
-    inside = tiles.inside_of(quad, c, R, C)
-    b = tiles.load_rows(in_ptr, tiles.rows_of(quad), stride_r, inside, EVEN)
+    r = tiles.rows_of(quad)
+    inside = [(each < R) & (c < C) for each in r]
+    b = tiles.load_rows(in_ptr, r, stride_r, inside, EVEN)
     words, columns = pack_words(b[0], b[1], b[2], b[3]), tl.cdiv(C, 16) * 16
     tiles.store_words(out_ptr, words, quad, c, columns, tl.cdiv(R, 16) * 4, EVEN)
 
