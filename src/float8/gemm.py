@@ -118,7 +118,6 @@ def _refusal(reason: str) -> RuntimeError:
     )
 
 
-@torch.no_grad()
 def matmul_of_any_size(
     a: Tensor,
     a_scale: Tensor,
@@ -144,7 +143,6 @@ def matmul_of_any_size(
 register(
     "matmul",
     matmul_of_any_size,
-    triton=matmul_of_any_size,
     fake=lambda a, *rest: a.new_empty(rest[3:5], dtype=rest[-1]),
     flops=lambda a, *rest, **_: 2 * rest[3] * rest[4] * a[1],
 )
@@ -159,8 +157,7 @@ GEMM_OPS = (
 
 def _scale_per_row(operand: Operand) -> Tensor:
     """Return one scale for each row of the data, [R, 1], of one scale or as many."""
-    rows = operand.data.shape[0]
-    return operand.scale.reshape(-1, 1).expand(rows, 1).contiguous()
+    return operand.scale.reshape(-1, 1).expand(operand.data.shape[0], 1).contiguous()
 
 
 def _emulated(a: Operand, b: Operand, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
@@ -200,9 +197,8 @@ def grouped_matmul(
 
     Operands are as `kernels.cast_groups` makes them, float8, contiguous along what is contracted;
     scales apply to float32 sums. A group is `ends[e - 1]:ends[e]`, int32, ascending, and may be
-    empty; ends are multiples of 128 where what is contracted lies in groups. CPUs always multiply
-    as `emulate` does. `tokens`, how many lie in groups of what is contracted, without the gaps
-    between them, is read by `FlopCounterMode` alone.
+    empty; ends are multiples of 128 where what is contracted lies in groups, of which `tokens` is
+    the number without gaps, for `FlopCounterMode` alone. CPUs multiply as `emulate` does.
 
     Raises:
         RuntimeError: the device has no such GEMM and `gemm.emulate` is False.
@@ -215,15 +211,6 @@ def grouped_matmul(
     )
 
 
-def grouped_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Multiply groups of rows [R, N] and [R, K] in their dtype: [E, N, K], of each `a.T @ b`.
-
-    An op of its own: compiled code has torch's for bfloat16 only.
-    """
-    return torch.ops.float8.grouped_outer.default(a, b, ends)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
 def _outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     N, K = a.shape[1], b.shape[1]
     if len(a) == 0:  # torch's takes no tensors without rows
@@ -240,7 +227,10 @@ def _outer_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 register(
     "grouped_outer",
     _outer,
-    triton=_outer,
     fake=_outer_fake,
     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
 )
+
+grouped_outer = torch.ops.float8.grouped_outer.default
+"""Multiplies groups of rows [R, N] and [R, K] in their dtype: [E, N, K], of each `a.T @ b`. Takes
+`ends`, too. An op of its own, since compiled code has torch's for bfloat16 only."""

@@ -138,10 +138,7 @@ def scale_of(x: Tensor, cast: Cast, via: torch.dtype | None = None) -> Tensor:
 
 
 def scales_of(
-    tensors: Sequence[Tensor],
-    spec: CastConfig,
-    dtype: torch.dtype,
-    reduce: Reduction | None = None,
+    tensors: Sequence[Tensor], spec: CastConfig, dtype: torch.dtype, reduce: Reduction | None = None
 ) -> list[Tensor]:
     """Find the one dynamic scale of each of several tensors in a few kernels, 0-dim float32.
 

@@ -126,7 +126,7 @@ class Quantized(NamedTuple):
     amax: Tensor | None = None
     """0-dim float32, for delayed scaling to record at each use; None: nothing is to be recorded."""
 
-    ends: Tensor | None = None
+    ends: Tensor | Any = None
     """[E] int32: where each group of rows ends in column data; None: there are no groups."""
 
 

@@ -352,9 +352,8 @@ def _way(
     elif covers == cast_kernels.LINES:
         rows, block_c, strips = tiles.strips_of(R, C, element, device)
         kernel, programs = cast_kernels.measure_kernel, -(-R // rows) * strips
-        constants = (*makes, C % block_c == 0, tiles.STRIP_R, block_c)
-        sizes = (*integers, rows)
-        measure = Launch(kernel, device, programs, sizes, constants, tiles.STRIP_WARPS)
+        sizes, settings = (*integers, rows), (*makes, C % block_c == 0, tiles.STRIP_R, block_c)
+        measure = Launch(kernel, device, programs, sizes, settings, tiles.STRIP_WARPS)
         of_parts = (R + C,), (1,), torch.int32
         if makes[1]:  # two scales for each element take more registers
             shapes = ((64, 128, 8), *shapes[1:])

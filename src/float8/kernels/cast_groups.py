@@ -42,9 +42,7 @@ def cast_groups(
     if x.dtype not in HIGH_PRECISION_DTYPES or x.dim() != 2 or not (row or col):
         raise refusal(x)
     if not x.is_contiguous():
-        raise ValueError(
-            f"cast_groups: x has strides {x.stride()}, expected a matrix like x.contiguous()"
-        )
+        raise ValueError(f"cast_groups: x has strides {x.stride()}, expected x.contiguous()")
     if not col and how.scaling_granularity.by_rows:  # a row is the same in any group
         made: Any = cast(x, how, row=True, col=False)[0]
         return Quantized(Operand(made.data, made.scale.view(-1)))
@@ -70,8 +68,7 @@ def check_offs(offs: Tensor, rows: int) -> None:
     if ends != sorted(ends):
         raise ValueError(
             f"grouped_linear: got offs {ends[1:-1]} for {rows} rows, expected numbers from 0 to "
-            f"{rows} that do not descend: the row behind the last one of each expert; make them "
-            f"of the sizes of groups, by sizes.cumsum(0, dtype=torch.int32)"
+            f"{rows} that do not descend, as sizes.cumsum(0, dtype=torch.int32) of experts are"
         )
 
 
@@ -180,10 +177,9 @@ def groups_of(offs_ptr, R, E, GROUPS: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def _place(tile, offs_ptr, R, E, rows, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Place a tile of so many ``rows``.
+    """Return of a tile of so many ``rows`` its group, E for rows in no other; where that begins.
 
-    Returns its group, E being that of the rows that are in no other; where that begins, and how
-    many rows it has; its first row within the group; and where that begins in column data.
+    Then how many rows the group has, the tile's first row in it, and its begin in column data.
     """
     g = tl.arange(0, GROUPS)
     begin, end = groups_of(offs_ptr, R, E, GROUPS)

@@ -1,10 +1,8 @@
 """The grouped GEMM of a Hopper GPU: each group of rows by a matrix of its own, or by another group.
 
-`torch._scaled_grouped_mm` computes the same. This is 1.07 times as fast in the mean of 24 products
-(docs/experts.md): two programs on a multiprocessor hide each other's beginnings and ends. It also
-returns float32, and writes zeros where nothing else does.
-
-Two products, of which the kernel's names are:
+`torch._scaled_grouped_mm` takes 1.07 times as long in the mean of 24 products (docs/experts.md):
+here two programs on a multiprocessor hide each other's beginnings and ends. It also returns no
+float32, and writes no zeros into rows of no group. The products, by the kernel's names:
 
     groups of rows    out [R, N] = a [R, C] by b [E, N, C] of the row's group        R are tokens
     of tokens         out [E, R, N] = a [R, C] by b [N, C], over C of each group     C are tokens
@@ -33,7 +31,7 @@ def grouped_matmul_reference(
     out_dtype: torch.dtype,
     tokens: int | None = None,
 ) -> Tensor:
-    """Multiply group by group in float32: the plain twin of `gemm.grouped.grouped_matmul`."""
+    """Multiply group by group in float32: the plain-torch twin, see `gemm.grouped_matmul`."""
     how = emulate, use_fast_accum, out_dtype
     out = grouped_matmul_fake(a, a_scale, b, b_scale, ends, *how).zero_()
     begin, last = 0, a.shape[0 if b.dim() == 3 else 1]
@@ -54,10 +52,7 @@ def grouped_matmul_reference(
 
 @functools.wraps(grouped_matmul_reference)
 def _grouped_matmul_checked(*given: Any, tokens: int | None = None) -> Tensor:
-    """Run the twin; on a CPU, where that waits for nothing, after a look at ends of rows.
-
-    Each grouped layer comes by in its forward, also a compiled one.
-    """
+    """Run the twin; on a CPU, where that waits for nothing, after a look at ends of rows."""
     a, _, b, _, ends, *_ = given
     if ends.is_cpu and b.dim() == 3:
         check_offs(ends, len(a))

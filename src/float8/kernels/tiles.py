@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 from float8.formats import ceil16
-from float8.kernels.numeric import (
-    float32_bits,
-    magnitude_bits,
-    reciprocal,
-    to_float8_bits,
-)
+from float8.kernels.numeric import float32_bits, magnitude_bits, reciprocal, to_float8_bits
 from float8.kernels.runtime.launch import Launch
 from float8.kernels.runtime.triton import jit, sm_count, tl
 

@@ -38,21 +38,23 @@ def register(
     name: str,
     plain: Callable[..., Any],
     *,
-    triton: Callable[..., Any],
+    triton: Callable[..., Any] | None = None,
     fake: Callable[..., Any],
     writes: tuple[str, ...] = (),
     flops: Callable[..., Any] | None = None,
 ) -> None:
     """Define an op, whose signature is that of its twin `plain`.
 
-    `fake` makes uninitialised results; `writes` names the arguments that are written. `flops`
-    counts for `FlopCounterMode`, from arguments with shapes in place of tensors, and `out_shape`.
+    `triton` takes and returns the same; None: torch's own kernels do on GPUs, too. `fake` makes
+    uninitialised results; `writes` names the arguments that are written. `flops` counts for
+    `FlopCounterMode`, from arguments with shapes in place of tensors, and `out_shape`.
     """
     schema = torch.library.infer_schema(plain, mutates_args=writes)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     plain = torch.no_grad()(plain)  # the op skips autograd, so its body must not record either
-    on_cuda = _on_its_device(triton if HAS_TRITON else without_triton(plain))
-    for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", on_cuda)):
+    if triton is None or not HAS_TRITON:
+        triton = plain if triton is None else without_triton(plain)
+    for device, key, body in ((cpu, "CPU", plain), (cuda, "CUDA", _on_its_device(triton))):
         _library.impl(name, body, key)
         setattr(device, name, body)
     # Saves the eager autograd wrapper, and results, which carry no gradient, don't claim to.
