@@ -19,7 +19,7 @@ from float8.kernels.runtime.private import untraced
 from float8.linear import Float8Layer, Float8Module
 from float8.linear.weight import can_be_held, hold
 from float8.parallel.ddp import require_no_join
-from float8.parallel.fsdp import precompute_scales, shard_amax
+from float8.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp, shard_amax
 from float8.parallel.groups import mesh_device_type, sync_groups, unlike
 from float8.quantize import scales_of
 from float8.scales import next_history_and_scale
@@ -27,6 +27,7 @@ from float8.tensor import Float8GatherWeight, Float8Tensor, is_dtensor, is_fsdp_
 from float8.tensor.ranks import amax_over
 
 
+@torch.no_grad()
 def sync_float8_amax_and_scale_history(
     model: nn.Module,
     fp8_layers: Sequence[Float8Layer] | None = None,
@@ -62,11 +63,6 @@ def sync_float8_amax_and_scale_history(
     """
     require_module(model, "model")
     layers = _delayed_layers(model.modules() if fp8_layers is None else _listed(fp8_layers))
-    _sync(model, layers, group)
-
-
-@torch.no_grad()
-def _sync(model: nn.Module, layers: list[Float8Layer], group: Any) -> None:
     if not layers:
         return
     if dist.is_available() and dist.is_initialized():
@@ -85,10 +81,8 @@ def _sync(model: nn.Module, layers: list[Float8Layer], group: Any) -> None:
         every = itertools.chain(*formats.values())
         amaxes, histories, scales = (list(kind) for kind in zip(*every, strict=True))
         # Made on the device: a copy from the host would wait for it.
-        maxima = [
-            torch.full((len(of_format),), float8_max, dtype=torch.float64, device=device)
-            for float8_max, of_format in formats.items()
-        ]
+        like: Any = {"dtype": torch.float64, "device": device}
+        maxima = [torch.full((len(x),), largest, **like) for largest, x in formats.items()]
         new_histories, new_scales = next_history_and_scale(
             torch.stack(amaxes),
             torch.stack(histories),
@@ -109,10 +103,10 @@ def _sync(model: nn.Module, layers: list[Float8Layer], group: Any) -> None:
 def forget_float8_amax(model: nn.Module) -> None:
     """Forget all amaxes recorded since the last sync: for forwards that were no training.
 
-    Such as those in which `torch.distributed.pipelining` finds out the shapes of a stage: they run
-    with gradients, on memory that nobody has written, within the first `schedule.step()`. Call this
-    after it, before the optimizer's step; until the next one scales come from the data. Raises a
-    `TypeError` if `model` is no `nn.Module`.
+    Such as those with which `torch.distributed.pipelining` finds the shapes of a stage within the
+    first `schedule.step()`: with gradients, on memory that nobody has written. Call this after it,
+    before the optimizer's step; until the next one scales come from the data. Raises a `TypeError`
+    if `model` is no `nn.Module`.
     """
     require_module(model, "model")
     for layer in _delayed_layers(model.modules()):
@@ -121,6 +115,7 @@ def forget_float8_amax(model: nn.Module) -> None:
 
 
 @untraced
+@torch.no_grad()
 def update_float8_weights(model: nn.Module) -> None:
     """Cast the weights of all layers with `Float8Weights.HELD`, for every forward to come.
 
@@ -140,11 +135,6 @@ def update_float8_weights(model: nn.Module) -> None:
         ValueError: FSDP1, or FSDP2 without `enable_fsdp_float8_all_gather`, leaves nothing to hold.
     """
     require_module(model, "model")
-    _hold_weights(model)
-
-
-@torch.no_grad()
-def _hold_weights(model: nn.Module) -> None:
     parts = {
         part: name or "(root)"
         for name, part in model.named_modules()
@@ -168,8 +158,8 @@ def _hold_weights(model: nn.Module) -> None:
         if part in under_fsdp and not part._float8_config.enable_fsdp_float8_all_gather:
             raise ValueError(
                 f"layer {name!r}: got float8_weights=HELD for a weight that FSDP gathers in high "
-                f"precision, expected one that fully_shard gathers in float8; convert with "
-                f"enable_fsdp_float8_all_gather=True, or with Float8Weights.ON_THE_FLY"
+                f"precision, expected in float8; convert with enable_fsdp_float8_all_gather=True "
+                f"and fully_shard, or with Float8Weights.ON_THE_FLY"
             )
         if reason := _why_on_the_fly(part, weight, part in under_fsdp):
             others.append(f"{name} ({reason})")
@@ -188,7 +178,7 @@ def _hold_weights(model: nn.Module) -> None:
         warnings.warn(
             f"float8: {len(others)} layer(s) cast their weight on the fly, which is no plain "
             f"Parameter with dynamic scaling: {', '.join(others[:3])}{', ...' * (len(others) > 3)}",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -209,7 +199,7 @@ def _why_on_the_fly(layer: Float8Layer, weight: Any, under_fsdp: bool) -> str | 
 
 
 class Attachment:
-    """The hooks that `attach_to_optimizer` registered."""
+    """The hooks that `attach_to_optimizer` registered, and the modules that they serve."""
 
     def __init__(self, parts: list[Float8Module], handles: list[RemovableHandle]) -> None:
         self._parts, self._handles = parts, handles
@@ -230,12 +220,11 @@ class Attachment:
 def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) -> Attachment:
     """Run at every `optimizer.step()` what the scaling of `model` needs once per step.
 
-    By the optimizer's own hooks. With delayed scaling `sync_float8_amax_and_scale_history(model)`:
-    right before the step, or after a step that is given a closure: what the closure runs, once or
-    often, is of this step. After the step `precompute_float8_dynamic_scale_for_fsdp(model)`, for
-    weights that FSDP2 gathers in float8, and `update_float8_weights(model)`, for those with
-    `Float8Weights.HELD`, which are also cast at their next use. With several optimizers, attach the
-    model to each. Harmless for other models.
+    By the optimizer's own hooks. `sync_float8_amax_and_scale_history(model)` runs right before the
+    step, or after a step that is given a closure: what the closure runs, once or often, is of this
+    step. `precompute_float8_dynamic_scale_for_fsdp(model)` and `update_float8_weights(model)` run
+    after it; weights with `Float8Weights.HELD` are also cast at their next use. With several
+    optimizers, attach the model to each. Harmless for other models.
 
     Args:
         model: the converted model, compiled or not.
@@ -256,10 +245,10 @@ def attach_to_optimizer(model: nn.Module, optimizer: Any, *, group: Any = None) 
     def hook(is_after: bool, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if is_after == (closure is not None):
-            _sync(model, _delayed_layers(model.modules()), group)
+            sync_float8_amax_and_scale_history(model, group=group)
         if is_after:
-            precompute_scales(model)
-            _hold_weights(model)
+            precompute_float8_dynamic_scale_for_fsdp(model)
+            update_float8_weights(model)
 
     update_float8_weights(model)  # makes room for them
     parts = [x for x in model.modules() if isinstance(x, Float8Module)]

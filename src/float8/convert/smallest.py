@@ -53,7 +53,7 @@ def judged_as(config: Float8LinearConfig) -> str:
     if config.scales_by_blocks:
         return "blockwise"
     if any(cast.scaling_granularity.by_rows for cast in config.own_casts.values()):
-        return "rowwise" if config.runs_in_float8("grad_weight") else "rowwise_with_gw_hp"
+        return "rowwise" if "grad_weight" in config.float8_gemms else "rowwise_with_gw_hp"
     activations = {CastSite.INPUT, CastSite.GRAD_OUTPUT}
     return "delayed" if activations.issubset(config.delayed_sites) else "tensorwise"
 

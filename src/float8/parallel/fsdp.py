@@ -27,6 +27,8 @@ def shard_amax(weight: Tensor) -> Tensor | None:
 
 
 @untraced
+@torch.inference_mode(False)
+@torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Compute the scales of all weights with dynamic scaling and float8 all-gather at once.
 
@@ -50,13 +52,6 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         ValueError: a weight is gathered at the moment, so that its shard cannot be reached.
     """
     require_module(model, "model")
-    precompute_scales(model)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def precompute_scales(model: nn.Module) -> None:
-    """Do what `precompute_float8_dynamic_scale_for_fsdp` does, unchecked; not to be traced."""
     alike: dict[Any, dict[Any, Tensor]] = {}
     for weight, shard in _shards(model).items():
         where = sharding_groups(weight), weight.device_mesh.device_type, shard.device
