@@ -360,8 +360,10 @@ class Float8LinearConfig:
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool) -> None:
         if not isinstance(force_recompute_fp8_weight_in_bwd, bool):
-            got = repr(force_recompute_fp8_weight_in_bwd)
-            raise TypeError(f"force_recompute_fp8_weight_in_bwd: got {got}, expected a bool")
+            raise TypeError(
+                f"force_recompute_fp8_weight_in_bwd: got {force_recompute_fp8_weight_in_bwd!r}, "
+                f"expected a bool"
+            )
         require_types(self)
         # Fill in each role's dtype in a copy: the object that came in may serve other roles too.
         for site in CastSite:
@@ -533,7 +535,7 @@ ConfigOrRecipe = Float8LinearConfig | Float8LinearRecipeName | str
 """A configuration, or the name of a recipe."""
 
 
-def _recipe(recipe_name: object) -> Float8LinearConfig:
+def _recipe(recipe_name: Any) -> Float8LinearConfig:
     named = isinstance(recipe_name, Float8LinearRecipeName)
     name = recipe_name.value if named else recipe_name
     if not isinstance(name, str) or name not in RECIPES:

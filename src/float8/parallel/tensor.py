@@ -23,7 +23,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a `Float8Linear`: the input is gathered in float8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`; an input that
+        input_layouts, output_layouts, use_local_output: as for `ColwiseParallel`. What
             `PrepareFloat8ModuleInput` has cast is taken as it is.
     """
 
@@ -160,8 +160,8 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
         )
     if is_dtensor(module.weight):
         raise ValueError(
-            f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected one "
-            f"that nobody has shared; parallelize each layer once, and before fully_shard"
+            f"{type(style).__name__}: got a layer whose weight is a DTensor already, expected a "
+            f"plain one; parallelize each layer once, and before fully_shard"
         )
     granularity = module._float8_plan.casts.weight.how.scaling_granularity
     parts_have_scales = granularity.one_scale or (granularity.by_rows and dim == 0)
@@ -169,8 +169,7 @@ def _require_layer(style: Any, module: nn.Module, dim: int, mesh: DeviceMesh) ->
         raise ValueError(
             f"{type(style).__name__}: got a layer with float8_weights=ONLY whose weight has "
             f"{granularity} scales, expected one scale, or those of rows for a colwise style: "
-            f"parts of a weight that is in float8 only do not have all of the scales; convert the "
-            f"layer with another config"
+            f"parts have all of them then; convert the layer with another config"
         )
     _require_one_dim(style, mesh)
     require_parts(module.weight.shape, dim, mesh.size(), module._float8_plan)
