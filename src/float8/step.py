@@ -48,17 +48,17 @@ def sync_float8_amax_and_scale_history(
     Args:
         model: the converted model, compiled or not.
         fp8_layers: the layers to sync, to save the walk over the model; None: all of `model`.
-        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: the
-            ranks of the mesh that the weights are on, in all of its dims, else the mesh of other
-            parameters under the same `fully_shard`, else all. Give one for stages of a pipeline
-            that are not sharded, for models that each rank trains by itself, and for tensor
-            parallel under DDP, where weights know the mesh of one replica.
+        group: the `ProcessGroup` of the ranks that train on parts of the same batch. None: those of
+            the mesh that the weights are on, in all of its dims, else of other parameters under the
+            same `fully_shard`, else all. Give one for stages of a pipeline that are not sharded,
+            for models that each rank trains by itself, and for tensor parallel under DDP, where
+            weights know the mesh of one replica.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: no `group` is given, and what should tell the ranks is on different meshes, or
-            gathered in float8 at the moment. Or ranks that hold parts of a weight would not share
-            its amaxes. Or ranks have different layers with delayed scaling (one with none is out).
+        ValueError: no `group` is given, and weights are on different meshes, or gathered in float8
+            at the moment. Or ranks that hold parts of a weight would not share its amaxes. Or ranks
+            have different layers with delayed scaling (one with none is out).
         RuntimeError: DDP in `model` is within a `join()` that goes on without inputs.
     """
     require_module(model, "model")
@@ -121,14 +121,13 @@ def update_float8_weights(model: nn.Module) -> None:
 
     Call it after `optimizer.step()`, or let `attach_to_optimizer` do so. Before the first call, and
     in evaluation, weights are cast on the fly. A weight that changes between two calls is cast
-    again where it is used, in compiled code at each use, if its version counter tells: it counts
-    what loading, ops and most optimizers write, but neither fused optimizers nor writes into
-    `weight.data` or through a raw pointer: call this after those. `.to()` and a new Parameter end
-    what is held. Under FSDP2 each rank holds its shard in float8, cast when it is first sent.
+    again where it is used, in compiled code at each use, if its version counter tells. Fused
+    optimizers and writes into `weight.data` or through a raw pointer do not count: call this after
+    those. `.to()` and a new Parameter end what is held. Under FSDP2 each rank holds its shard in
+    float8, cast when it is first sent.
 
     A warning names the layers whose weights are cast on the fly all the same, and says why: those
-    under tensor parallel, where holding them gained nothing, and those with delayed scaling; of
-    experts those under FSDP, and torchtitan's.
+    under tensor parallel or with delayed scaling; of experts those under FSDP, and torchtitan's.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
@@ -268,10 +267,8 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         if wrapped is None and isinstance(inner, torch.optim.Optimizer):
             return inner
         inner = getattr(inner, "base_optimizer", None) if wrapped is None else wrapped
-    raise TypeError(
-        f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer, or an "
-        f"object that holds one as `.optimizer` or `.base_optimizer`"
-    )
+    expected = "a torch.optim.Optimizer, or what holds one as `.optimizer` or `.base_optimizer`"
+    raise TypeError(f"optimizer: got {type(optimizer).__name__}, expected {expected}")
 
 
 def _delayed_layers(modules: Iterable[nn.Module]) -> list[Float8Layer]:
@@ -282,10 +279,8 @@ def _listed(layers: object) -> list[Any]:
     listed = [*layers] if isinstance(layers, Iterable) else []
     others = [f" with a {type(x).__name__}" for x in listed if not isinstance(x, Float8Layer)]
     if others or not isinstance(layers, Iterable):
-        raise TypeError(
-            f"fp8_layers: got {type(layers).__name__}{''.join(others[:1])}, expected a list of "
-            f"Float8Linear; leave it out to sync all of the model"
-        )
+        got, expected = type(layers).__name__ + "".join(others[:1]), "a list of Float8Linear"
+        raise TypeError(f"fp8_layers: got {got}, expected {expected}; None syncs all of the model")
     return listed
 
 
@@ -353,10 +348,9 @@ def _require_same_layers(
     device = device if there in (None, device.type) else torch.device(there)
     if (differ := unlike(lines, ranks, device)) is not None:
         raise ValueError(
-            f"model: got different layers with delayed scaling on the ranks, expected the same on "
-            f"all; convert alike, or say with `group=` which ranks train the same model. This rank "
-            f"has {len(lines)}, of which others have not, or in another order: "
-            f"{'; '.join(differ[:4]) or 'none'}"
+            f"model: got different layers with delayed scaling on the ranks, expected the same; "
+            f"convert alike, or give a `group=` that trains the same model. This rank has "
+            f"{len(lines)}; others lack, or have elsewhere: {'; '.join(differ[:4]) or 'none'}"
         )
     layers[0]._float8_agree(done)
 
