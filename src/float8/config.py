@@ -378,8 +378,7 @@ class Float8LinearConfig:
         if only and self.enable_fsdp_float8_all_gather:
             raise ValueError(
                 "float8_weights: got ONLY with enable_fsdp_float8_all_gather=True, expected False: "
-                "without a master a weight cannot be sharded; give it to fully_shard's "
-                "ignored_params"
+                "no weight without a master is sharded; give it to fully_shard's ignored_params"
             )
         if only and self.cast_config_weight.scaling_type is ScalingType.DELAYED:
             raise ValueError(
@@ -400,23 +399,21 @@ class Float8LinearConfig:
         for gemm, sites in GEMM_OPERANDS.items():
             a, b = (self.cast_config(site) for site in sites)
             names = " and ".join(f"cast_config_{site.value}" for site in sites)
+            got = f"GEMM '{gemm}': got {names}"
             if a.is_float8 != b.is_float8:
                 raise ValueError(
-                    f"GEMM '{gemm}': got {names} of scaling types {a.scaling_type.value} and "
-                    f"{b.scaling_type.value}, expected both operands in float8 or neither; set "
-                    f"both or neither to ScalingType.DISABLED"
+                    f"{got} of scaling types {a.scaling_type.value} and {b.scaling_type.value}, "
+                    f"expected both operands in float8 or neither; set both or neither to DISABLED"
                 )
             pair = a.scaling_granularity, b.scaling_granularity
             if a.is_float8 and pair not in GEMM_GRANULARITIES:
                 expected = ", ".join(f"{a.value} x {b.value}" for a, b in GEMM_GRANULARITIES)
-                raise ValueError(
-                    f"GEMM '{gemm}': got {names} with scales that cover {pair[0].value} and "
-                    f"{pair[1].value}, expected one of {expected}"
-                )
+                values = f"{pair[0].value} and {pair[1].value}"
+                raise ValueError(f"{got} with scales of {values}, expected one of {expected}")
             if a.target_dtype == b.target_dtype == E5M2 and not self.emulate:
                 raise ValueError(
-                    f"GEMM '{gemm}': got {names} both of {E5M2}, expected at least one {E4M3}, as "
-                    f"tensor cores want; change one target_dtype or set emulate=True"
+                    f"{got} both of {E5M2}, expected at least one {E4M3}, as tensor cores want; "
+                    f"change one target_dtype or set emulate=True"
                 )
 
     def _check_one_cast(self, name: str, *, row_only: bool) -> None:
