@@ -50,10 +50,8 @@ def sync_groups(
         return (group,)
     meshes = _meshes(weights) or _meshes(others)
     if len(meshes) > 1:
-        raise ValueError(
-            f"model: got layers on {len(meshes)} different meshes, expected one for all; say "
-            f"which ranks share their amaxes with `group=`"
-        )
+        got = f"got layers on {len(meshes)} different meshes, expected one for all"
+        raise ValueError(f"model: {got}; say which ranks share their amaxes with `group=`")
     for mesh in meshes:
         if mesh.size() < dist.get_world_size():
             here = mesh.mesh.flatten().tolist()
