@@ -350,7 +350,7 @@ def _require_same_layers(
         raise ValueError(
             f"model: got different layers with delayed scaling on the ranks, expected the same; "
             f"convert alike, or give a `group=` that trains the same model. This rank has "
-            f"{len(lines)}, of which others lack, or have elsewhere: {'; '.join(differ[:4])}"
+            f"{len(lines)}, and others lack or reorder {'; '.join(differ[:4]) or 'none of them'}"
         )
     layers[0]._float8_agree(done)
 
