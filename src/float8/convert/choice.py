@@ -196,9 +196,9 @@ def is_router(linear: Any, fqn: str, experts: Iterable[nn.Module]) -> bool:
 def left_out(fqn: str) -> str | None:
     """Say why a layer of this name is left to a `module_filter_fn`, or return None.
 
-    The head, which turns the last hidden states into logits: the loss depends on them directly, and
-    it is a small part of a large model. And what PEFT trains: low-rank adapters, too small to gain,
-    and copies of layers, so that no state of delayed scaling gets into its checkpoints.
+    The head: the loss depends on its logits directly, and it is a small part of a large model. And
+    what PEFT trains: low-rank adapters, too small to gain, and copies of layers, so that no state
+    of delayed scaling gets into its checkpoints.
     """
     wrappers = "module", "model", "base_model"  # the names of a model in what wraps it
     parts = [part for part in plain_name(fqn).split(".") if part not in wrappers]
@@ -210,10 +210,9 @@ def left_out(fqn: str) -> str | None:
 
 
 def gpu_for(device: torch.device) -> str | None:
-    """Return the GPU that weights on `device` are for; None: there is none.
+    """Return the GPU that weights on `device` are for, by its `short_name`; None: there is none.
 
-    Its name in `SMALLEST`, or that of CUDA if its limits are not known. Weights on the CPU or the
-    meta device are taken to be on their way to the current GPU.
+    Weights on the CPU or the meta device are taken to be on their way to the current GPU.
     """
     if not torch.cuda.is_available():
         return None
